@@ -1,0 +1,103 @@
+"""A functional form is one row; everything that lists forms is generated from these rows. No torch in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from peftc.forms.shapes import Shape
+
+Value = int | float | bool | str | None | tuple[str, int]  # tuple: a nested form, e.g. reparam=mlp(800) -> ("mlp", 800)
+Args = Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class Param:
+    """One argument of a form. Numbers are checked against [low, high]; an end named in `open` is excluded."""
+
+    name: str
+    type: Literal["int", "float", "bool", "choice", "call"]
+    doc: str
+    default: Value = None
+    required: bool = False
+    low: float | None = None
+    high: float | None = None
+    open: Literal["", "low", "high", "both"] = ""
+    choices: tuple[str, ...] = ()  # of a choice, or the functions of a call
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What a form sees of the place where it stands.
+
+    `input` is the shape of its argument (None for a form without one), `target` of the state that the equation writes;
+    `d_model` is the width of the residual stream; `sites` how many sites share this set of parameters.
+    """
+
+    input: Shape | None
+    target: Shape
+    d_model: int
+    sites: int = 1
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters, in numbers of scalars: with a gradient while training, and in the saved adapter."""
+
+    trained: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Illegal(Exception):
+    """Raised by `Form.shape` where the form cannot stand; the planner turns it into a diagnostic.
+
+    `argument` names the argument (or "input") to underline; None underlines the whole call.
+    """
+
+    code: str
+    message: str
+    argument: str | None = None
+    notes: tuple[str, ...] = ()
+    help: str | None = None
+
+
+AtInit = float | None  # the constant a form's value equals at initialisation (0.0: adds nothing), None: not a constant
+
+
+@dataclass(frozen=True)
+class Form:
+    """A functional form: what it computes, what it takes, what it costs, whether it folds.
+
+    `shape` gives the shape of the result, or raises `Illegal`. `at_init` is the constant it equals at initialisation.
+    `affine` is None when the value is affine in the input with constant coefficients (so that an h-edit folds), else the
+    reason why not, as a phrase ("its activation relu is not linear"). `group` is a reason to share one set of parameters
+    between the sites of one attention group (reparametrised prefixes), decided from the arguments.
+    """
+
+    name: str
+    equation: str
+    takes_input: bool
+    params: tuple[Param, ...]
+    shape: Callable[[Args, Dims], Shape]
+    count: Callable[[Args, Dims], Count]
+    at_init: Callable[[Args], AtInit]
+    affine: Callable[[Args], str | None]
+    module: str  # "peftc.forms.adapter_module:Adapter", imported only when a model is changed
+    paper: str
+    grouped: Callable[[Args], bool] = field(default=lambda args: False)
+    rank: Callable[[Args, Dims], int | None] = field(default=lambda args, dims: None)  # rank of the change it makes to a weight
+
+    def param(self, name: str) -> Param | None:
+        return next((p for p in self.params if p.name == name), None)
+
+
+FORMS: dict[str, Form] = {}
+
+
+def register(form: Form) -> Form:
+    """Adds a row; two forms of one name are a bug."""
+    assert form.name not in FORMS, form.name
+    FORMS[form.name] = form
+    return form

@@ -1,0 +1,87 @@
+"""The shapes hidden states can have, as the type checker and the messages see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number, or one number an example where `per_example` (batch, 1, 1)."""
+
+    per_example: bool = False
+
+    def __str__(self) -> str:
+        return "[batch, 1, 1]" if self.per_example else "scalar"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """(batch, tokens, d)"""
+
+    d: int
+
+    def __str__(self) -> str:
+        return f"[…, {self.d}]"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """(batch, tokens, heads, d_head)"""
+
+    heads: int
+    d_head: int
+
+    def __str__(self) -> str:
+        return f"[…, {self.heads} heads, {self.d_head}]"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """q, k or v as attention sees them: (batch, heads, tokens, d_head)."""
+
+    heads: int
+    d_head: int
+
+    def __str__(self) -> str:
+        return f"[…, {self.heads} heads, tokens, {self.d_head}]"
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """A pair of keys and values, each (batch, kv_heads, tokens, d_head)."""
+
+    kv_heads: int
+    d_head: int
+
+    @property
+    def width(self) -> int:
+        """Features of one row of keys: kv_heads · d_head."""
+        return self.kv_heads * self.d_head
+
+    def __str__(self) -> str:
+        return f"keys and values [{self.kv_heads} heads, tokens, {self.d_head}]"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """(out, in), whatever the storage."""
+
+    d_out: int
+    d_in: int
+
+    def __str__(self) -> str:
+        return f"weight [{self.d_out}, {self.d_in}]"
+
+
+@dataclass(frozen=True)
+class Vector:
+    """(d): a bias, or the weight of a norm."""
+
+    d: int
+
+    def __str__(self) -> str:
+        return f"vector [{self.d}]"
+
+
+Shape = Scalar | Tokens | Heads | Rows | KeyValue | Weight | Vector

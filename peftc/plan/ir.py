@@ -1,0 +1,103 @@
+"""Equations after resolution at one site: typed, named arguments gone, every form an `Instance`.
+
+The planner makes it, and identity, folding and rewriting read it. Sub-expressions bound by `let` are the same object
+wherever they are used: an interpreter memoises by `id`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from peftc.forms.registry import Args, Dims, Form
+from peftc.forms.shapes import Shape
+from peftc.syntax import ast
+from peftc.trace.sites import Site
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """A form with its arguments at a place: one set of parameters.
+
+    `key` is unique within its edit at its site ("adapter", "adapter_2"). `owner` is None for parameters of this site alone,
+    else the name under which several sites share them ("prefix.encoder.self", or the name of a `shared` let); then `index`
+    is this site's number among them and `dims.sites` their number.
+    """
+
+    key: str
+    form: Form
+    args: Args
+    dims: Dims
+    owner: str | None = None
+    index: int = 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Typed:
+    shape: Shape
+    source: ast.Expr  # what the user wrote, for messages and spans
+
+
+@dataclass(frozen=True, eq=False)
+class Read(Typed):
+    """The present value of a state at the site."""
+
+    state: str
+
+
+@dataclass(frozen=True, eq=False)
+class Constant(Typed):
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class Form1(Typed):
+    """A form applied to its input; a form without an input has `input` None."""
+
+    instance: Instance
+    input: Term | None
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen(Typed):
+    """A frozen sub-module of the site applied to a value: `norm(h + res)`."""
+
+    function: str
+    module: str  # dotted name in the model
+    input: Term
+
+
+@dataclass(frozen=True, eq=False)
+class Arithmetic(Typed):
+    op: Literal["+", "-", "*", "/"]
+    left: Term
+    right: Term
+
+
+@dataclass(frozen=True, eq=False)
+class Concat(Typed):
+    """Keys and values joined along the tokens, in this order; exactly one part is the state `kv` itself."""
+
+    parts: tuple[Term, ...]
+
+
+Term = Read | Constant | Form1 | Frozen | Arithmetic | Concat
+
+
+@dataclass(frozen=True, eq=False)
+class Assign:
+    """`state = value`; `h += f` has become `h = h + f`."""
+
+    state: str
+    value: Term
+    source: ast.Equation
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """One edit at one site."""
+
+    edit: str
+    site: Site
+    assigns: tuple[Assign, ...]
+    instances: tuple[Instance, ...] = field(default=())

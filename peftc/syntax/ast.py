@@ -1,0 +1,226 @@
+"""The abstract syntax of a `.peft` spec: frozen, typed, a span on every node.
+
+Spans and comments do not take part in equality, so `parse(print(spec)) == spec` can be said with `==`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from peftc.diagnostics import NOWHERE, Source, Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    span: Span = field(default=NOWHERE, compare=False, repr=False)
+
+
+# Expressions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Number(Node):
+    """`30`, `6.8%`, `27.4M`; `value` is as written, before the unit is applied."""
+
+    value: int | float
+    unit: Literal["", "%", "K", "M", "B"] = ""
+
+
+@dataclass(frozen=True)
+class Boolean(Node):
+    value: bool
+
+
+@dataclass(frozen=True)
+class Name(Node):
+    """A state, a parameter of the method, something bound by `let`, or a word such as `relu`. May be dotted (`enc.ffn`)."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class String(Node):
+    value: str
+
+
+@dataclass(frozen=True)
+class Keyword(Node):
+    name: str
+    value: Expr
+
+
+@dataclass(frozen=True)
+class Call(Node):
+    """`adapter(x, r=64)`: a form, a frozen sub-module of the site (`norm`), `concat`, or a fact in `expect`."""
+
+    function: str
+    args: tuple[Expr, ...] = ()
+    kwargs: tuple[Keyword, ...] = ()
+    function_span: Span = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Negative(Node):
+    operand: Expr
+
+
+@dataclass(frozen=True)
+class Binary(Node):
+    op: Literal["+", "-", "*", "/"]
+    left: Expr
+    right: Expr
+
+
+Expr = Number | Boolean | Name | String | Call | Negative | Binary
+
+
+# Selectors -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Index(Node):
+    """`3` (start = stop = 3), `0..5` (both ends included), `6..` (stop None), `..5` (start None), `*` (both None).
+
+    Negative numbers count from the end.
+    """
+
+    start: int | None
+    stop: int | None
+
+
+@dataclass(frozen=True)
+class Step(Node):
+    """`layer[0, 3..5]`, `attn`, `**`; `indices` is None where no brackets were written."""
+
+    name: str
+    indices: tuple[Index, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Path(Node):
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Glob(Node):
+    """`"model.layers.*.mlp.*_proj"`: a pattern on module names; `*` and `?` stay within a segment, `**` spans segments."""
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Union(Node):
+    arms: tuple[Selector, ...]
+
+
+@dataclass(frozen=True)
+class Difference(Node):
+    left: Selector
+    right: Selector
+
+
+Selector = Path | Glob | Union | Difference
+
+
+# Statements ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement(Node):
+    """`leading`: comment lines above it; `trailing`: the comment at the end of its first or only line."""
+
+    leading: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    trailing: str | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Equation(Statement):
+    """`h += 4 * adapter(x, r=512)`; op `=` assigns."""
+
+    target: str
+    op: Literal["=", "+=", "*="]
+    value: Expr
+    target_span: Span = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Let(Statement):
+    name: str
+    value: Expr
+
+
+@dataclass(frozen=True)
+class Edit(Statement):
+    """`edit NAME at SELECTOR [per task] { equations }`; the name is the stable identity of what is trained."""
+
+    name: str
+    selector: Selector
+    body: tuple[Equation | Let, ...]
+    per_task: bool = False
+    closing: tuple[str, ...] = field(default=(), compare=False, repr=False)  # comments before the brace
+    name_span: Span = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Train(Statement):
+    """`train NAME = [w, b] at SELECTOR`: unfreezes parameters of the base."""
+
+    name: str
+    states: tuple[str, ...]
+    selector: Selector
+    name_span: Span = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Expect(Statement):
+    """`expect stored <= 6.8%`, `expect foldable(qv)`; without a comparison, `op` and `right` are None."""
+
+    left: Expr
+    op: Literal["==", "!=", "<", "<=", ">", ">="] | None = None
+    right: Expr | None = None
+
+
+@dataclass(frozen=True)
+class Use(Statement):
+    """`use mam from std` (source None) or `use mam from "file.peft"`."""
+
+    name: str
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Apply(Statement):
+    name: str
+    args: tuple[Keyword, ...] = ()
+    at: Selector | None = None
+    alias: str | None = None
+
+
+@dataclass(frozen=True)
+class Param(Node):
+    name: str
+    default: Expr
+
+
+@dataclass(frozen=True)
+class Method(Statement):
+    name: str
+    params: tuple[Param, ...]
+    body: tuple[Edit | Train | Expect | Apply | Let, ...]
+    closing: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+
+TopLevel = Method | Use | Apply | Let | Edit | Train | Expect
+
+
+@dataclass(frozen=True)
+class Spec(Node):
+    """A parsed file. `docstring` is the block of comments between the header and the first statement, if any."""
+
+    version: int
+    statements: tuple[TopLevel, ...]
+    header: tuple[str, ...] = field(default=(), compare=False, repr=False)  # comments above `peft 1`
+    header_trailing: str | None = field(default=None, compare=False, repr=False)
+    closing: tuple[str, ...] = field(default=(), compare=False, repr=False)  # comments after the last statement
+    source: Source = field(default=Source("<text>", ""), compare=False, repr=False)

@@ -1,0 +1,88 @@
+"""What the trace finds: sites, the hidden states at each, and where in the model they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from peftc.forms.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The part of a module's output features that belongs to a site: [start, stop). The whole output where it is None."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class WeightRef:
+    """A parameter seen as `nn.Linear` stores it: (out, in), whatever the storage."""
+
+    module: str  # dotted name in the model
+    attribute: str  # "weight", "bias"
+    rows: Rows | None = None
+    transposed: bool = False  # stored (in, out), as transformers' Conv1D does
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a hidden state lives in the traced graph of the layer (or module) `root`.
+
+    `node` names a node of the kind's fully inlined graph; `rows` a slice of its last dimension.
+    """
+
+    node: str
+    rows: Rows | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    name: str  # h x c q k v kv z res w b
+    shape: Shape
+    place: Place | None = None  # activations
+    weight: WeightRef | None = None  # w and b
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place of the model that an edit can name, e.g. `decoder.layer[3].attn.cross.q`.
+
+    `steps` are the path's parts as (name, index or None). `module` is the dotted name of the module that computes it (of the
+    smallest module containing it, where no one module does). `root` is the module whose graph holds its states (the layer,
+    or the module itself outside layers). `group` names the attention group ("encoder.self") or the stack.
+    """
+
+    path: str
+    steps: tuple[tuple[str, int | None], ...]
+    module: str
+    root: str
+    kind: str
+    states: Mapping[str, State]
+    functions: Mapping[str, str] = field(default_factory=dict[str, str])  # frozen sub-modules: name -> dotted module name
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """Any module of the model, for globs, `**` and `train`."""
+
+    name: str  # dotted
+    type: str
+    parameters: Mapping[str, tuple[int, ...]]  # its own parameters (not its children's): attribute -> stored shape
+
+
+@dataclass(frozen=True)
+class SiteTable:
+    """All that the planner needs to know of a model. Plain data: no tensors, no modules, no torch."""
+
+    model_id: str
+    model_type: str
+    parameters: int  # total of the base, tied weights once
+    d_model: int
+    fingerprint: str
+    sites: tuple[Site, ...]  # in model order
+    modules: tuple[ModuleInfo, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()  # groups of dotted parameter names that are one tensor
+    warnings: tuple[str, ...] = ()
