@@ -49,7 +49,7 @@ class Count:
     stored: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Illegal(Exception):
     """Raised by `Form.shape` where the form cannot stand; the planner turns it into a diagnostic.
 

@@ -51,7 +51,7 @@ class Constant(Typed):
 
 
 @dataclass(frozen=True, eq=False)
-class Form1(Typed):
+class Applied(Typed):
     """A form applied to its input; a form without an input has `input` None."""
 
     instance: Instance
@@ -81,7 +81,7 @@ class Concat(Typed):
     parts: tuple[Term, ...]
 
 
-Term = Read | Constant | Form1 | Frozen | Arithmetic | Concat
+Term = Read | Constant | Applied | Frozen | Arithmetic | Concat
 
 
 @dataclass(frozen=True, eq=False)

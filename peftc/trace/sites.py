@@ -9,7 +9,7 @@ from peftc.forms.shapes import Shape
 
 
 @dataclass(frozen=True)
-class Rows:
+class Slice:
     """The part of a module's output features that belongs to a site: [start, stop). The whole output where it is None."""
 
     start: int
@@ -22,7 +22,7 @@ class WeightRef:
 
     module: str  # dotted name in the model
     attribute: str  # "weight", "bias"
-    rows: Rows | None = None
+    rows: Slice | None = None
     transposed: bool = False  # stored (in, out), as transformers' Conv1D does
 
 
@@ -34,7 +34,7 @@ class Place:
     """
 
     node: str
-    rows: Rows | None = None
+    rows: Slice | None = None
 
 
 @dataclass(frozen=True)
