@@ -143,9 +143,13 @@ def build(
 @torch.no_grad()
 def randomise(model: nn.Module, generator: torch.Generator) -> None:
     """Draws every parameter again (tied ones once): gain ~1 matrices, biases ~0.1·N, norm weights ~1 + 0.1·N."""
+    seen = set[nn.Parameter]()
     for owner, module in model.named_modules():
         norm = "norm" in type(module).__name__.lower() or "layer_norm" in owner
         for key, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:
+                continue
+            seen.add(parameter)
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.ndim == 1:
                 value = 0.1 * noise + (1.0 if norm and key == "weight" else 0.0)
