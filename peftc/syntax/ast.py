@@ -128,10 +128,16 @@ Selector = Path | Glob | Union | Difference
 
 @dataclass(frozen=True, kw_only=True)
 class Statement(Node):
-    """`leading`: comment lines above it; `trailing`: the comment at the end of its first or only line."""
+    """`leading`: comment lines above it, "" for a blank line; `trailing`: the comment at the end of its first or only line.
+
+    `origin` is the text that the spans point into, where expansion took the statement from another file (None: the
+    text of the `Spec` it stands in); `via` tells how it came here, as notes for messages.
+    """
 
     leading: tuple[str, ...] = field(default=(), compare=False, repr=False)
     trailing: str | None = field(default=None, compare=False, repr=False)
+    origin: Source | None = field(default=None, compare=False, repr=False)
+    via: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -201,6 +207,8 @@ class Apply(Statement):
 class Param(Node):
     name: str
     default: Expr
+    leading: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    trailing: str | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
