@@ -49,7 +49,7 @@ class Count:
     stored: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Illegal(Exception):
     """Raised by `Form.shape` where the form cannot stand; the planner turns it into a diagnostic.
 
@@ -87,10 +87,17 @@ class Form:
     module: str  # "peftc.forms.adapter_module:Adapter", imported only when a model is changed
     paper: str
     grouped: Callable[[Args], bool] = field(default=lambda args: False)
-    rank: Callable[[Args, Dims], int | None] = field(default=lambda args, dims: None)  # rank of the change it makes to a weight
+    rank: Callable[[Args, Dims], int | None] = field(
+        default=lambda args, dims: None
+    )  # of the change it makes to a weight
+    passes: bool = False  # at initialisation its value is its input, bit for bit, where that is the base's own weight
 
     def param(self, name: str) -> Param | None:
         return next((p for p in self.params if p.name == name), None)
+
+    def fill(self, given: Args) -> Args:
+        """All arguments: those given, and the defaults of the others. The functions of a row expect every name."""
+        return {p.name: given.get(p.name, p.default) for p in self.params}
 
 
 FORMS: dict[str, Form] = {}

@@ -1,0 +1,115 @@
+"""Bottlenecks with an activation: the adapter, and its multi-head form."""
+
+from __future__ import annotations
+
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, describe, features, integer
+from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param, register
+from peftc.forms.shapes import Heads, Rows, Shape
+
+
+def width(args: Args, d_in: int) -> int:
+    """r, or d_in // reduction (at least 1).
+
+    Raises: Illegal P312 unless exactly one of the two is given.
+    """
+    r, reduction = args["r"], args["reduction"]
+    if (r is None) == (reduction is None):
+        said = "both" if r is not None else "neither"
+        raise Illegal(
+            "P312", f"`adapter` takes either `r` or `reduction`, here it has {said}", "reduction" if r else None
+        )
+    return integer(args, "r") if r is not None else max(1, d_in // integer(args, "reduction"))
+
+
+def _shape(args: Args, dims: Dims) -> Shape:
+    width(args, features("adapter", dims.input, "reads"))
+    features("adapter", dims.target, "writes")
+    return dims.target
+
+
+def _count(args: Args, dims: Dims) -> Count:
+    d_in, d_out = features("adapter", dims.input, "reads"), features("adapter", dims.target, "writes")
+    r = width(args, d_in)
+    total = r * (d_in + d_out) + (r + d_out if args["bias"] else 0)
+    total += (2 * d_in if args["norm_in"] else 0) + (2 * d_out if args["norm_out"] else 0)
+    return Count(total, total)
+
+
+def _at_init(args: Args) -> AtInit:
+    return 0.0 if args["init"] == "lora" else None
+
+
+def _affine(args: Args) -> str | None:
+    if args.get("norm_in") or args.get("norm_out"):
+        return "its layer norm is not linear"
+    return None if args["act"] == "none" else f"its activation {args['act']} is not linear"
+
+
+def _rank(args: Args, dims: Dims) -> int | None:
+    d_in, d_out = features("adapter", dims.input, "reads"), features("adapter", dims.target, "writes")
+    return min(width(args, d_in), d_in, d_out)
+
+
+register(
+    Form(
+        name="adapter",
+        equation="f(x) = act(x W_down + b_down) W_up + b_up",
+        takes_input=True,
+        params=(
+            Param("r", "int", "width of the bottleneck, in features", low=1),
+            Param("reduction", "int", "instead of r: r = d_in // reduction", low=1),
+            ACT,
+            Param("bias", "bool", "whether the two projections have biases", True),
+            DROPOUT,
+            INIT,
+            Param("norm_in", "bool", "a trained layer norm before the down projection", False),
+            Param("norm_out", "bool", "a trained layer norm after the up projection", False),
+            DTYPE,
+        ),
+        shape=_shape,
+        count=_count,
+        at_init=_at_init,
+        affine=_affine,
+        module="peftc.forms.adapter_module:Adapter",
+        paper="Houlsby et al. 2019, arXiv:1902.00751; He et al. 2022, arXiv:2110.04366, Eq. 4",
+        rank=_rank,
+    )
+)
+
+
+def _head_shape(args: Args, dims: Dims) -> Shape:
+    if not isinstance(dims.target, Heads | Rows):
+        raise Illegal("P310", f"`bottleneck` writes attention heads, here {dims.target}", help="use it at `attn.heads`")
+    if not isinstance(dims.input, Heads | Rows):
+        raise Illegal("P310", f"`bottleneck` reads attention heads, here it has {describe(dims.input)}", "input")
+    if (dims.input.heads, dims.input.d_head) != (dims.target.heads, dims.target.d_head):
+        raise Illegal("P301", f"`bottleneck` reads {dims.input} but writes {dims.target}", "input")
+    return dims.target
+
+
+def _head_count(args: Args, dims: Dims) -> Count:
+    assert isinstance(dims.target, Heads | Rows)
+    total = 2 * integer(args, "r") * dims.target.heads * dims.target.d_head
+    return Count(total, total)
+
+
+register(
+    Form(
+        name="bottleneck",
+        equation="f(q) = act(q P_kᵀ) P_v in each head",
+        takes_input=True,
+        params=(
+            Param("r", "int", "rows of P_k and of P_v in each head", required=True, low=1),
+            ACT,
+            DROPOUT,
+            INIT,
+            DTYPE,
+        ),
+        shape=_head_shape,
+        count=_head_count,
+        at_init=_at_init,
+        affine=_affine,
+        module="peftc.forms.adapter_module:Bottleneck",
+        paper="He et al. 2022, arXiv:2110.04366, section 3.3 (multi-head parallel adapter)",
+    )
+)
