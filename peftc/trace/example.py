@@ -1,0 +1,165 @@
+"""Proxies that carry the value their node had in the sampled call, so that ordinary Python can run on them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+if TYPE_CHECKING:
+    from peftc.trace.tracer import RegionTracer
+
+# Facts about a tensor that Python code asks and that do not depend on its values.
+TENSOR_FACTS = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
+
+
+class Example(fx.Proxy):
+    """A `Proxy` that also knows the value of its node in the sampled call.
+
+    Python asks it questions (`isinstance`, is it true, how long, which dtype); it answers from the example, and every
+    answer that another call could contradict is recorded by the tracer as a guard. Tensor sizes stay symbolic.
+    """
+
+    def __init__(self, node: fx.Node, tracer: RegionTracer, value: Any) -> None:
+        object.__setattr__(self, "_value", value)
+        super().__init__(node, tracer)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        value = object.__getattribute__(self, "_value")
+        return Example if isinstance(value, (tuple, list, dict)) else type(value)
+
+    def __bool__(self) -> bool:
+        return self.tracer.decide(self.node, "bool", bool(self._value))
+
+    def __index__(self) -> int:
+        return self.tracer.decide(self.node, "int", int(self._value))
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        return self.tracer.decide(self.node, "float", float(self._value))
+
+    def __len__(self) -> int:
+        if isinstance(self._value, torch.Tensor):
+            return self.tracer.decide(self.size(0).node, "int", len(self._value))
+        if self.node.op == "placeholder" or self.node.target is getattr:
+            return self.tracer.decide(self.node, "len", len(self._value))
+        return len(self._value)  # how many results an operation has is not a decision
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._value
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._value, dict):
+            return iter(list(self._value))
+        return iter([self[i] for i in range(len(self))])
+
+    def __getattr__(self, name: str) -> Any:
+        value = object.__getattribute__(self, "_value")
+        if isinstance(value, torch.Tensor):
+            if name in TENSOR_FACTS:
+                return getattr(value, name)
+            if name == "dtype":
+                self.tracer.depends_on_dtype = True
+                return value.dtype
+            if name == "shape":
+                return tuple(self.size(i) for i in range(value.ndim))
+        attribute = getattr(value, name)
+        if isinstance(value, dict) and name in ("keys", "values", "items"):
+            return getattr({k: self[k] for k in value}, name)
+        if callable(attribute) and not isinstance(attribute, nn.Module):
+            return lambda *args, **kwargs: self.tracer.record("call_method", name, (self, *args), kwargs)
+        return self.tracer.record("call_function", getattr, (self, name))
+
+    @property
+    def keys(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.__getattr__("keys")  # fx.Proxy has a method of this name; cache layers an attribute
+
+    def size(self, *dims: int) -> Any:
+        if isinstance(self._value, torch.Tensor) and not dims:
+            return tuple(self.size(i) for i in range(self._value.ndim))
+        return self.tracer.record("call_method", "size", (self, *dims))
+
+    def dim(self) -> int:
+        return self._value.dim()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.record("call_function", operator.setitem, (self, key, value))
+
+
+def is_example(value: object) -> bool:
+    return type(value) is Example  # `isinstance` would ask the example
+
+
+class Attribute:
+    """A number read from a module's attribute: traced as that attribute, so that layers can share one graph.
+
+    Whenever Python computes or compares with it, the tracer records its value as a guard.
+    """
+
+    path: str
+    tracer: RegionTracer
+
+
+def _escaping(kind: type, name: str) -> Callable[..., Any]:
+    plain = getattr(kind, name)
+
+    def method(self: Any, *args: Any) -> Any:
+        self.tracer.escaped(self)
+        return plain(self, *args)
+
+    return method
+
+
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs eq ne lt le gt ge bool"
+)
+
+
+def _attribute_class(kind: type) -> type:
+    names = [f"__{n}__" for n in _OPERATORS.split()]
+    methods: dict[str, Any] = {n: _escaping(kind, n) for n in names if hasattr(kind, n)}
+    methods["__hash__"] = kind.__hash__
+    return type(f"Attribute{kind.__name__.title()}", (Attribute, kind), methods)
+
+
+AttributeInt = _attribute_class(int)
+AttributeFloat = _attribute_class(float)
+
+
+def attribute(value: float, path: str, tracer: RegionTracer) -> Any:
+    made: Any = (AttributeInt if isinstance(value, int) else AttributeFloat)(value)
+    made.path, made.tracer = path, tracer
+    return made
+
+
+def values(value: Any) -> Any:
+    """`value` with every proxy replaced by its example."""
+    if is_example(value):
+        return value._value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(values, value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(values, value))
+    if isinstance(value, dict):
+        return {k: values(v) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(values(value.start), values(value.stop), values(value.step))
+    return value
+
+
+def mentions_example(value: Any) -> bool:
+    if is_example(value):
+        return True
+    if isinstance(value, (tuple, list)):
+        return any(map(mentions_example, value))
+    if isinstance(value, dict):
+        return any(map(mentions_example, value.values()))
+    return isinstance(value, slice) and any(map(mentions_example, (value.start, value.stop, value.step)))

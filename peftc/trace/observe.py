@@ -1,0 +1,119 @@
+"""One sample forward of a skeleton, watched: which modules run, in which order, on what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from peftc.trace.fakes import fake_copy
+from peftc.trace.tracer import bind, innermost
+
+
+@dataclass
+class Observation:
+    """What a sample forward showed. Names are dotted names of the model; shapes are of the first tensor in or out."""
+
+    order: list[str] = field(default_factory=list[str])
+    calls: dict[str, int] = field(default_factory=dict[str, int])
+    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    layers: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict[str, tuple[str, dict[str, Any]]])
+
+
+def first_tensor(value: Any) -> torch.Tensor | None:
+    """The first floating tensor in arguments or results; the first of any type where none floats."""
+    flat = [v for v in flattened(value) if isinstance(v, torch.Tensor)]
+    floating = [v for v in flat if v.is_floating_point()]
+    return (floating or flat or [None])[0]
+
+
+def flattened(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [v for item in value for v in flattened(item)]
+    if isinstance(value, dict):
+        return [v for item in value.values() for v in flattened(item)]
+    return [value]
+
+
+def observe(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode) -> Observation:
+    """Runs `model(**inputs)` once. `layers` keeps, for the first layer of each kind, a copy of its bound arguments."""
+    seen = Observation()
+    names = {id(m): n for n, m in model.named_modules()}
+    candidates = set(repeated_blocks(model))
+    kinds: set[str] = set()
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = names[id(module)]
+        seen.calls[name] = seen.calls.get(name, 0) + 1
+        if seen.calls[name] > 1:
+            return
+        seen.order.append(name)
+        tensor = first_tensor((args, kwargs))
+        if tensor is not None:
+            seen.inputs[name] = tuple(tensor.shape)
+        if name in candidates:
+            arguments = bind(innermost(type(module).forward), module, args, kwargs)
+            kind = f"{structure(module)} {signature(arguments)}"
+            seen.layers[name] = (kind, fake_copy(arguments, mode) if kind not in kinds else {})
+            kinds.add(kind)
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        tensor = first_tensor(output if isinstance(output, (tuple, list, dict)) else (output,))
+        if tensor is not None:
+            seen.outputs.setdefault(names[id(module)], tuple(tensor.shape))
+
+    handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
+    handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
+    try:
+        with mode, torch.no_grad():
+            model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """The names of the modules that a transformer repeats: its layers.
+
+    transformers marks them (`GradientCheckpointingLayer`); else they are the elements of lists of one class.
+    """
+    marked = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    if marked:
+        return [n for n in marked if not any(o != n and o.startswith(n + ".") for o in marked)]
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    found: list[str] = []
+    for name, children in lists:
+        if len({type(c) for c in children}) != 1 or any(name.startswith(f + ".") for f in found):
+            continue
+        if all(sum(p.ndim == 2 for p in c.parameters()) >= 2 for c in children):
+            found += [f"{name}.{i}".lstrip(".") for i in range(len(children))]
+    return found
+
+
+def structure(module: nn.Module) -> str:
+    """A text that two modules share exactly if their class trees and parameter shapes agree."""
+    parts = [type(module).__qualname__]
+    for name, child in module.named_modules():
+        shapes = ",".join(f"{n}{tuple(p.shape)}" for n, p in child.named_parameters(recurse=False))
+        parts.append(f"{name}:{type(child).__qualname__}[{shapes}]")
+    return ";".join(parts)
+
+
+def signature(value: Any) -> str:
+    """What Python code can see of arguments without looking into tensors."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.ndim}d"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}={signature(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(map(signature, value)) + ")"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return type(value).__name__

@@ -1,0 +1,392 @@
+"""Traces the forward of one module (a region) of any model into an fx graph, by running it on example-carrying proxies.
+
+`torch.fx.symbolic_trace` fails on every transformers model; what this tracer does otherwise is told in docs of each step:
+only chosen children are inlined; attention becomes one leaf node; numbers read from modules stay attribute reads; every
+Python decision on a traced value is kept as a `Guard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from transformers.modeling_utils import AttentionInterface
+
+from peftc.trace.example import Attribute, Example, attribute, is_example, mentions_example, values
+
+_CREATES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
+_active = threading.local()
+
+
+def attention(module: nn.Module, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The leaf that every attention call becomes; the implementation is looked up when it runs."""
+    implementation: Any = module.config._attn_implementation
+    return AttentionInterface().get_interface(implementation, eager)(module, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Python asked `kind` ("bool", "int", "len", "is", …) of the value of `node` and went on because the answer was `value`."""
+
+    node: fx.Node
+    kind: str
+    value: Any
+
+
+@dataclass
+class ModuleCall:
+    """One call of a child during the trace: arguments and result as nested nodes."""
+
+    name: str
+    frame: str  # the module whose code made the call
+    arguments: dict[str, Any]
+    result: Any
+    inlined: bool
+
+
+@dataclass
+class Traced:
+    """A region's graph and what was decided while it was made. `names`: the region's own dotted names."""
+
+    graph: fx.Graph
+    calls: list[ModuleCall]
+    guards: list[Guard]
+    facts: dict[tuple[str, str], Any]
+    depends_on_dtype: bool
+    signature: inspect.Signature = field(repr=False)
+    arguments: dict[str, Any] = field(repr=False)
+
+
+class TraceError(Exception):
+    """The region cannot be traced; the message says at which call of which child."""
+
+
+class RegionTracer(fx.Tracer):
+    """Traces `root.forward`. `inline(name)` says which children's code is entered; all others stay `call_module` nodes."""
+
+    def __init__(self, inline: Callable[[str], bool]) -> None:
+        super().__init__(autowrap_modules=())
+        self.inline = inline
+        self.live = False
+        self.depends_on_dtype = False
+        self.guards: list[Guard] = []
+        self.facts: dict[tuple[str, str], Any] = {}
+        self.calls: list[ModuleCall] = []
+        self.frames: list[str] = []
+        self.counts: dict[tuple[str, str], int] = {}
+
+    # What Python asks --------------------------------------------------------------------------------------------
+
+    def decide(self, node: fx.Node, kind: str, value: Any) -> Any:
+        if self.live:
+            self.guards.append(Guard(node, kind, value))
+        return value
+
+    def escaped(self, number: Attribute) -> None:
+        """Python computed with a number read from a module: this graph is right only where the number is the same."""
+        if self.live:
+            owner, _, name = number.path.rpartition(".")
+            self.facts[owner, name] = number.real  # pyright: ignore[reportAttributeAccessIssue]
+
+    def attribute_read(self, module: nn.Module, name: str, value: Any) -> Any:
+        owner = self.names.get(id(module))
+        if owner is None or name.startswith("_"):
+            return value
+        if type(value) is bool:
+            self.facts[owner, name] = value
+            return value
+        if type(value) in (int, float):
+            return attribute(value, f"{owner}.{name}".lstrip("."), self)
+        return value
+
+    # Nodes -------------------------------------------------------------------------------------------------------
+
+    def record(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        return self.create_proxy(op, target, args, dict(kwargs or {}))
+
+    def create_proxy(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Any = None,
+    ) -> Any:
+        with self.dead():
+            value = self.compute(kind, target, values(tuple(args)), values(dict(kwargs)))
+        node = self.create_node(kind, target, self.create_arg(tuple(args)), self.create_arg(dict(kwargs)), name, type_expr)
+        node.meta["example"] = value
+        if self.materialises(node, value):
+            return self.decide(node, "is", value)
+        return Example(node, self, value)
+
+    def materialises(self, node: fx.Node, value: Any) -> bool:
+        """Whether Python gets the plain value (and the graph a guard): None, dtypes and words.
+
+        The weights of an attention call stay symbolic: they are None under some implementations.
+        """
+        if node.target is operator.getitem and getattr(node.args[0], "target", None) is attention:
+            return False
+        if node.target is operator.setitem:
+            return False
+        return value is None or isinstance(value, (torch.dtype, str))
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:  # pyright: ignore[reportIncompatibleMethodOverride]
+        node = super().create_node(kind, target, *args, **kwargs)
+        frame = self.frames[-1] if self.frames else ""
+        word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        key = (frame, f"{kind} {word}")
+        self.counts[key] = self.counts.get(key, -1) + 1
+        node.meta["origin"] = (frame, key[1], self.counts[key])
+        return node
+
+    def compute(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
+        """The example of a node, by the real thing."""
+        with torch.no_grad():
+            if kind == "call_module":
+                return self.root.get_submodule(target)(*args, **kwargs)
+            if kind == "call_function":
+                return target(*args, **kwargs)
+            if kind == "call_method":
+                return getattr(args[0], target)(*args[1:], **kwargs)
+            return operator.attrgetter(target)(self.root)
+
+    def create_arg(self, a: Any) -> Any:
+        if is_example(a):
+            return a.node
+        if isinstance(a, tuple) and not hasattr(a, "_fields"):
+            return tuple(map(self.create_arg, a))
+        if isinstance(a, list):
+            return [self.create_arg(x) for x in a]
+        if isinstance(a, dict):
+            return {k: self.create_arg(v) for k, v in a.items()}
+        if isinstance(a, slice):
+            return slice(*map(self.create_arg, (a.start, a.stop, a.step)))
+        if isinstance(a, Attribute):
+            return self.create_node("get_attr", a.path, (), {})
+        if isinstance(a, nn.Module):
+            return self.module_node(a)
+        if isinstance(a, torch.Tensor) and id(a) in self.tensors:
+            return self.tensor_node(a)
+        if isinstance(a, (torch.dtype, torch.device, torch.layout, str, int, float, bool, type(None), type(...))):
+            return a
+        if callable(a):
+            return a
+        raise TraceError(f"a value of type {type(a).__name__} made outside the region is used in it")
+
+    def module_node(self, module: nn.Module) -> fx.Node:
+        if id(module) not in self.names:
+            raise TraceError(f"a {type(module).__name__} from outside the region is used in it")
+        return self.create_node("get_attr", self.names[id(module)] or "_self", (), {})
+
+    def tensor_node(self, tensor: torch.Tensor) -> fx.Node:
+        node = self.create_node("get_attr", self.tensors[id(tensor)], (), {})
+        node.meta["example"] = tensor
+        return node
+
+    # Running -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def dead(self) -> Iterator[None]:
+        """While examples are computed nothing is recorded."""
+        live, self.live = self.live, False
+        try:
+            yield
+        finally:
+            self.live = live
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A child is called: recorded as one node, or entered."""
+        name = self.names.get(id(module))
+        if name is None:
+            raise TraceError(f"a {type(module).__name__} from outside the region is called in it")
+        forward = innermost(type(module).forward)
+        arguments = bind(forward, module, args, kwargs)
+        inlined = self.inline(name)
+        if inlined:
+            self.frames.append(name)
+            result = forward(module, *args, **kwargs)
+            self.frames.pop()  # not after an error: the frames left open tell where it happened
+        else:
+            result = self.record("call_module", name, args, kwargs)
+        frame = self.frames[-1] if self.frames else ""
+        self.calls.append(ModuleCall(name, frame, nested_nodes(arguments), nested_nodes(result), inlined))
+        return result
+
+    def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> Traced:
+        """Traces `root` on the bound arguments of one call (which may be changed by the trace: pass copies)."""
+        self.root = root
+        self.graph = fx.Graph(tracer_cls=type(self))
+        self.names: dict[int, str] = {id(m): n for n, m in root.named_modules()}
+        self.tensors: dict[int, str] = {id(t): n for n, t in [*root.named_parameters(), *root.named_buffers()]}
+        forward = innermost(type(root).forward)
+        signature = inspect.signature(forward)
+        args, kwargs = self.placeholders(signature, arguments)
+        with spying(root, self), live(self):
+            out = forward(root, *args, **kwargs)
+            self.graph.output(self.create_arg(out))
+        return Traced(
+            self.graph, self.calls, self.guards, self.facts, self.depends_on_dtype, signature, dict(arguments)
+        )
+
+    def placeholders(self, signature: inspect.Signature, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for p in list(signature.parameters.values())[1:]:
+            if p.kind is p.VAR_KEYWORD:
+                value = arguments.get(p.name, {})
+                proxy = self.placeholder("**" + p.name, value)
+                kwargs.update({k: v if baked(v) else proxy[k] for k, v in value.items()})
+            elif p.kind is p.VAR_POSITIONAL:
+                value = tuple(arguments.get(p.name, ()))
+                proxy = self.placeholder("*" + p.name, value)
+                args.extend(v if baked(v) else proxy[i] for i, v in enumerate(value))
+            else:
+                value = arguments.get(p.name)
+                default = () if p.default is p.empty else (p.default,)
+                proxy = self.placeholder(p.name, value, default)
+                argument = value if baked(value) else proxy
+                if p.kind is p.KEYWORD_ONLY:
+                    kwargs[p.name] = argument
+                else:
+                    args.append(argument)
+        return args, kwargs
+
+    def placeholder(self, name: str, value: Any, default: tuple[Any, ...] = ()) -> Example:
+        node = self.create_node("placeholder", name, default, {})
+        node.meta["example"] = value
+        return Example(node, self, value)
+
+
+def baked(value: Any) -> bool:
+    """Whether an argument is a plain constant: the graph is made for its value, and guarded by it."""
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
+
+
+def nested_nodes(value: Any) -> Any:
+    """`value` with every proxy replaced by its node."""
+    if is_example(value):
+        return value.node
+    if isinstance(value, (tuple, list)):
+        return tuple(map(nested_nodes, value))
+    if isinstance(value, dict):
+        return {k: nested_nodes(v) for k, v in value.items()}
+    return value
+
+
+def innermost(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def bind(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of one call of a module by parameter name, defaults filled in."""
+    bound = inspect.signature(forward).bind(module, *args, **kwargs)
+    bound.apply_defaults()
+    return dict(list(bound.arguments.items())[1:])
+
+
+# Seams: what is watched while a trace is live --------------------------------------------------------------------------
+
+_spies: dict[type, type] = {}
+
+
+def spy(cls: type) -> type:
+    """A subclass of a module class that reports calls and attribute reads to the live tracer of this thread."""
+    if cls in _spies:
+        return _spies[cls]
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tracer = current()
+        if tracer is None:
+            return cls.__call__(self, *args, **kwargs)
+        return tracer.call(self, args, kwargs)
+
+    def __getattribute__(self: nn.Module, name: str) -> Any:
+        value = cls.__getattribute__(self, name)
+        if type(value) not in (bool, int, float):
+            return value
+        tracer = current()
+        return value if tracer is None else tracer.attribute_read(self, name, value)
+
+    members = {"__call__": __call__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
+    _spies[cls] = type(cls.__name__, (cls,), members)
+    return _spies[cls]
+
+
+@contextlib.contextmanager
+def spying(root: nn.Module, tracer: RegionTracer) -> Iterator[None]:
+    modules = [(m, type(m)) for m in root.modules()]
+    try:
+        for module, cls in modules:
+            module.__class__ = spy(cls)
+        yield
+    finally:
+        for module, cls in modules:
+            module.__class__ = cls
+
+
+def current() -> RegionTracer | None:
+    tracer = getattr(_active, "tracer", None)
+    return tracer if tracer is not None and tracer.live else None
+
+
+_patching = threading.Lock()
+
+
+@contextlib.contextmanager
+def live(tracer: RegionTracer) -> Iterator[None]:
+    """Patches the two seams that no subclass reaches: the attention registry, and torch's functions that make tensors."""
+    interface = AttentionInterface.get_interface
+    creates = {name: getattr(torch, name) for name in _CREATES}
+
+    def get_interface(this: Any, implementation: str, default: Any) -> Any:
+        now = current()
+        if now is None:
+            return interface(this, implementation, default)
+        return lambda module, *a, **k: now.record("call_function", attention, (module, default, *a), k)
+
+    def recorded(function: Any) -> Any:
+        def create(*args: Any, **kwargs: Any) -> Any:
+            now = current()
+            if now is None or not mentions_example((args, kwargs)):
+                return function(*args, **kwargs)
+            return now.record("call_function", function, args, kwargs)
+
+        return create
+
+    def refused(context: Any) -> Any:
+        def enter(this: Any) -> Any:
+            if current() is not None:
+                raise TraceError(f"{type(this).__name__} blocks cannot be kept in a graph")
+            return context(this)
+
+        return enter
+
+    blocks = {cls: cls.__enter__ for cls in (torch.autocast, torch.no_grad, torch.enable_grad)}
+    with _patching:
+        AttentionInterface.get_interface = get_interface
+        for cls, context in blocks.items():
+            cls.__enter__ = refused(context)
+        for name, function in creates.items():
+            setattr(torch, name, recorded(function))
+        _active.tracer, tracer.live = tracer, True
+        try:
+            yield
+        finally:
+            _active.tracer, tracer.live = None, False
+            AttentionInterface.get_interface = interface
+            for cls, context in blocks.items():
+                cls.__enter__ = context
+            for name, function in creates.items():
+                setattr(torch, name, function)
