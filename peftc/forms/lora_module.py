@@ -1,0 +1,66 @@
+"""Products of two thin matrices, as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peftc.forms.arguments import features, integer, number
+from peftc.forms.lora import scale
+from peftc.forms.module import Draw, FormModule, constant, kaiming
+from peftc.forms.registry import Args, Dims
+from peftc.forms.shapes import Weight
+
+if TYPE_CHECKING:
+    from peftc.forms.affine_module import Affine
+
+
+class LoRA(FormModule):
+    """f(x) = scale · B (A dropout(x)); A Kaiming uniform, B zero.
+
+    Shapes: x (batch, tokens, d_in); f (batch, tokens, d_out); A (r, d_in); B (d_out, r).
+    Source: Hu et al. 2021, arXiv:2106.09685, Eq. 3.
+    """
+
+    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__(args, dims, dtype, device)
+        r, d_in = integer(args, "r"), features("lora", dims.input, "reads")
+        self.A = self.parameter("A", r, d_in)
+        self.B = self.parameter("B", features("lora", dims.target, "writes"), r)
+        self.scale = scale(args)
+        self.p = number(args, "dropout")
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.dropout(x.to(self.A.dtype), self.p, self.training)
+        return (F.linear(F.linear(z, self.A), self.B) * self.scale).to(x.dtype)
+
+    def draws(self) -> Mapping[str, Draw]:
+        return {"A": kaiming(self.A.shape[1]), "B": constant(0.0)}
+
+    def fold(self, value: Affine) -> Affine:
+        return value.through(self.A).through(self.B).scaled(self.scale)
+
+
+class LowRank(FormModule):
+    """f = scale · B A, a change of a weight; A Kaiming uniform, B zero.
+
+    Shapes: f (out, in); A (r, in); B (out, r).
+    Source: Hu et al. 2021, arXiv:2106.09685, Eq. 3.
+    """
+
+    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__(args, dims, dtype, device)
+        assert isinstance(dims.target, Weight)
+        self.A = self.parameter("A", integer(args, "r"), dims.target.d_in)
+        self.B = self.parameter("B", dims.target.d_out, integer(args, "r"))
+        self.scale = scale(args)
+
+    def forward(self, w: Tensor) -> Tensor:
+        return (self.B @ self.A * self.scale).to(w.dtype)
+
+    def draws(self) -> Mapping[str, Draw]:
+        return {"A": kaiming(self.A.shape[1]), "B": constant(0.0)}

@@ -1,0 +1,186 @@
+"""Forms as torch modules: how they are built, given first values, shared between sites and folded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from math import sqrt
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from peftc.forms.registry import Args, Dims, Form
+
+if TYPE_CHECKING:
+    from peftc.forms.affine_module import Affine
+
+Generators = Callable[[str], torch.Generator]  # from the name of a parameter to the CPU generator of its values
+Draw = Callable[[Tensor, torch.Generator], object]  # fills a float32 tensor in place
+Pair = tuple[Tensor, Tensor]
+
+
+class Placement(Protocol):
+    """What building needs of a `peftc.plan.ir.Instance`."""
+
+    @property
+    def form(self) -> Form: ...
+    @property
+    def args(self) -> Args: ...
+    @property
+    def dims(self) -> Dims: ...
+
+
+class FormModule(nn.Module):
+    """A functional form with its parameters at one site (or, as an owner, at several).
+
+    Called with exactly one tensor: its input or, for a form without one, a tensor from which only dtype, device and batch
+    are taken. Computes in the dtype of its parameters and returns the dtype of that tensor. Owns its parameters directly,
+    under the names that are saved.
+    """
+
+    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.form_args = dict(args)
+        self.form_dims = dims
+        self._options: tuple[torch.dtype, torch.device | str | None] = (dtype, device)
+
+    @classmethod
+    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
+        """The module that holds the parameters of several sites."""
+        return cls(args, dims, dtype, device)
+
+    def parameter(self, name: str, *size: int) -> nn.Parameter:
+        """Registers an uninitialised parameter."""
+        dtype, device = self._options
+        made = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.register_parameter(name, made)
+        return made
+
+    def optional(self, name: str, wanted: object, *size: int) -> nn.Parameter | None:
+        """An uninitialised parameter where it is wanted, else None under that name."""
+        if wanted:
+            return self.parameter(name, *size)
+        self.register_parameter(name, None)
+        return None
+
+    def initialise(self, generator: Generators, base: Mapping[str, Tensor]) -> None:
+        """First values, drawn on the CPU in float32: they depend on the generators alone, not on device or dtype.
+
+        Parameters without storage (meta, fake) are left alone.
+        """
+        for name, draw in self.draws().items():
+            parameter = self.get_parameter(name)
+            if has_values(parameter):
+                values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                draw(values, generator(name))
+                with torch.no_grad():
+                    parameter.copy_(values)
+
+    def draws(self) -> Mapping[str, Draw]:
+        """How the first values of each parameter are drawn."""
+        return {}
+
+    def value_at(self, index: int, like: Tensor) -> Tensor | Pair:
+        """The value at the site numbered `index` of those that share these parameters."""
+        return self(like)
+
+    def fold(self, value: Affine) -> Affine:
+        """This form of an affine value; only where `Form.affine` says None."""
+        raise TypeError(f"{type(self).__name__} is not affine")  # the planner's verdict comes first
+
+    def extra_repr(self) -> str:
+        said = (f"{k}={v}" for k, v in self.form_args.items() if v is not None)
+        return ", ".join([*said, *(f"{n}: {tuple(p.shape)}" for n, p in self.named_parameters(recurse=False))])
+
+
+class Member(FormModule):
+    """The place of one site among those that share the parameters of `owner`; owns nothing itself.
+
+    The owner is held without being registered, so it is saved, moved and counted once, where it is registered; copies and
+    pickles of the model keep one owner.
+    """
+
+    owner_module: FormModule
+
+    def __init__(self, owner: FormModule, index: int) -> None:
+        super().__init__(owner.form_args, owner.form_dims, torch.float32, None)
+        self.__dict__["owner_module"] = owner
+        self.index = index
+
+    def forward(self, like: Tensor) -> Tensor | Pair:
+        return self.owner_module.value_at(self.index, like)
+
+    def fold(self, value: Affine) -> Affine:
+        return self.owner_module.fold(value)
+
+    def extra_repr(self) -> str:
+        return f"index={self.index}, of {type(self.owner_module).__name__}"
+
+
+def build(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
+    """The module of an instance that has its parameters to itself, uninitialised; `dtype` is the base's at the site."""
+    args = instance.form.fill(instance.args)
+    return _class_of(instance.form)(args, instance.dims, parameter_dtype(args, dtype), device)
+
+
+def build_owner(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
+    """The module that holds the parameters of all sites of `instance.owner`, uninitialised; registered once, at the root."""
+    args = instance.form.fill(instance.args)
+    return _class_of(instance.form).owner(args, instance.dims, parameter_dtype(args, dtype), device)
+
+
+def member(owner: FormModule, index: int) -> Member:
+    """The module that stands at the site numbered `index` (`Instance.index`)."""
+    return Member(owner, index)
+
+
+def parameter_dtype(args: Args, base: torch.dtype) -> torch.dtype:
+    """`dtype=`, else float32 where the base is float16 or bfloat16 (or quantised), else the base's."""
+    asked = args.get("dtype")
+    if asked is not None:
+        return cast(torch.dtype, getattr(torch, str(asked)))
+    return base if base in (torch.float32, torch.float64) else torch.float32
+
+
+def has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def _class_of(form: Form) -> type[FormModule]:
+    module, _, name = form.module.partition(":")
+    return cast(type[FormModule], getattr(import_module(module), name))
+
+
+# First values --------------------------------------------------------------------------------------------------------
+
+
+def normal(std: float) -> Draw:
+    return lambda values, generator: values.normal_(0.0, std, generator=generator)
+
+
+def truncated(std: float) -> Draw:
+    """N(0, std) cut at two deviations (Houlsby et al. 2019)."""
+    return lambda values, generator: nn.init.trunc_normal_(values, 0.0, std, -2 * std, 2 * std, generator=generator)
+
+
+def kaiming(fan_in: int) -> Draw:
+    """Kaiming uniform with a = √5, as `nn.Linear`: U(-1/√fan_in, 1/√fan_in)."""
+    bound = 1 / sqrt(fan_in)
+    return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
+
+
+def constant(value: float) -> Draw:
+    return lambda values, generator: values.fill_(value)
+
+
+def projections(init: str, fan_in: int) -> tuple[Draw, Draw]:
+    """First values of the down and the up projection of a bottleneck (`arguments.INIT`)."""
+    match init:
+        case "lora":
+            return kaiming(fan_in), constant(0.0)
+        case "houlsby":
+            return truncated(0.01), truncated(0.01)
+        case _:
+            return normal(0.02), normal(0.02)
