@@ -1,0 +1,85 @@
+"""PEFT on the zoo, with weights given as this project saves them: a second opinion on LoRA, DoRA and (IA)³."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import peft
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from tests.reference.methods import linears
+from tests.reference.reference import Reference, part
+from tests.reference.table import Rows
+
+Parameters = dict[str, nn.Parameter]  # by the name under which this project saves the same tensor
+
+
+def targets(ref: Reference, roles: str) -> list[tuple[str, Rows]]:
+    """Linears in these roles that are not fused: PEFT can only change a Linear as a whole."""
+    return [(path, rows) for path, rows in linears(ref, roles) if rows.stop is None]
+
+
+def lora(
+    ref: Reference,
+    sites: Iterable[tuple[str, Rows]],
+    weights: Mapping[str, Tensor],
+    edit: str,
+    alpha: float,
+    dora: bool,
+) -> tuple[nn.Module, Parameters]:
+    """The model under PEFT's LoRA (DoRA) with our A, B (m), and PEFT's parameters under our names."""
+    sites = list(sites)
+    form = "lowrank" if dora else "lora"
+    r = part(weights, edit, sites[0][0], form)["A"].shape[0]
+    config = peft.LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        target_modules=[rows.module for _, rows in sites],
+        use_dora=dora,
+        fan_in_fan_out=_transposed(ref, sites),
+    )
+    model = peft.inject_adapter_in_model(config, ref.model)
+    model.to(torch.float64).eval()
+    found: Parameters = {}
+    for path, rows in sites:
+        module, w = model.get_submodule(rows.module), part(weights, edit, path, form)
+        found[f"{edit}/{path}/{form}.A"] = module.lora_A["default"].weight
+        found[f"{edit}/{path}/{form}.B"] = module.lora_B["default"].weight
+        if dora:
+            found[f"{edit}/{path}/magnitude.m"] = module.lora_magnitude_vector["default"].weight
+        assert w["A"].shape == found[f"{edit}/{path}/{form}.A"].shape
+    _copy(found, weights)
+    return model, found
+
+
+def ia3(
+    ref: Reference,
+    outputs: Iterable[tuple[str, Rows]],
+    inputs: Iterable[tuple[str, Rows]],
+    weights: Mapping[str, Tensor],
+) -> tuple[nn.Module, Parameters]:
+    """(IA)³: `outputs` are scaled after, `inputs` before; pairs of (our name of the vector's tensor, where)."""
+    outputs, inputs = list(outputs), list(inputs)
+    before = [rows.module for _, rows in inputs]
+    config = peft.IA3Config(
+        target_modules=[rows.module for _, rows in outputs] + before,
+        feedforward_modules=before,
+        fan_in_fan_out=_transposed(ref, inputs),
+    )
+    model = peft.inject_adapter_in_model(config, ref.model)
+    model.to(torch.float64).eval()
+    found = {key: model.get_submodule(rows.module).ia3_l["default"] for key, rows in (*outputs, *inputs)}
+    _copy(found, weights)
+    return model, found
+
+
+def _transposed(ref: Reference, sites: list[tuple[str, Rows]]) -> bool:
+    return any(isinstance(ref.model.get_submodule(rows.module), Conv1D) for _, rows in sites)
+
+
+@torch.no_grad()
+def _copy(found: Parameters, weights: Mapping[str, Tensor]) -> None:
+    for key, parameter in found.items():
+        parameter.copy_(weights[key].reshape(parameter.shape))
