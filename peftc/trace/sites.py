@@ -43,6 +43,7 @@ class State:
     shape: Shape
     place: Place | None = None  # activations
     weight: WeightRef | None = None  # w and b
+    linear: str = ""  # path of the site whose Linear computes it, where nothing but dropout stands between
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,190 @@
+"""Whether an edit folds into a weight, read off its equations: no tensors.
+
+An edit of `h` folds where its value is affine, with constant coefficients, in what its Linear reads; the arithmetic
+itself is `peftc.weights.affine`, which interprets the same terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from peftc.forms.shapes import Weight
+from peftc.plan.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
+from peftc.trace.sites import Site, WeightRef
+
+Side = Literal["weight", "output", "input"]
+OUTPUT_OF = {"ffn": "down", "attn": "o", "self": "o", "cross": "o"}  # sub-layer -> the Linear that computes its h
+
+
+@dataclass(frozen=True)
+class FoldTarget:
+    """The parameters that an edit folds into.
+
+    side "weight": equations of w and b alone. "output": the value of h becomes the Linear's output, so W' = value's matrix.
+    "input": the edit changes what the Linear reads, so W' = W · value's matrix. `bias` is None where there is none yet.
+    """
+
+    side: Side
+    site: Site
+    weight: WeightRef | None
+    bias: WeightRef | None
+
+
+@dataclass(eq=False)
+class NotAffine(Exception):
+    """`reason`: why a term does not fold, naming the sub-expression; `term`: that sub-expression."""
+
+    reason: str
+    term: Term
+
+
+def fold_target(placed: Placed, sites: Mapping[str, Site]) -> FoldTarget | str:
+    """What the edit folds into, or the reason why there is no such Linear. `sites`: by path."""
+    states = {assign.state for assign in placed.assigns}
+    site = placed.site
+    if states <= {"w", "b"}:
+        return _target("weight", site)
+    if states <= {"h", "w", "b"} and is_linear(site):
+        return _target("output", site)
+    if states == {"h"} and site.steps[-1][0] == "hidden":
+        return _sibling("input", sites, _parent(site.path), "down")
+    if states == {"z"} and site.steps[-1][0] == "ffn":
+        return _sibling("input", sites, site.path, "down")
+    if states == {"h"} and site.steps[-1][0] in OUTPUT_OF:
+        return _sublayer(site, sites)
+    return f"`{min(states - {'w', 'b'})}` of `{site.path}` is not the output of a Linear"
+
+
+def fold_reason(placed: Placed, sites: Mapping[str, Site], tied: Collection[Collection[str]] = ()) -> str | None:
+    """None where the edit folds exactly at its site, else why not. `tied`: dotted names that are one parameter."""
+    target = fold_target(placed, sites)
+    if isinstance(target, str):
+        return _first_reason(placed, placed.site.states.keys()) or target
+    reason = _first_reason(placed, linear_states(target, placed.site))
+    return reason or _tied(target, tied)
+
+
+def affine_reason(term: Term, linear: Collection[str]) -> str | None:
+    """None where `term` is affine with constant coefficients in the states named in `linear`, else why not."""
+    try:
+        depends(term, linear)
+    except NotAffine as found:
+        return found.reason
+    return None
+
+
+def linear_states(target: FoldTarget, site: Site) -> frozenset[str]:
+    """The states at the edit's site that are linear in what the folded Linear reads."""
+    if target.side == "input":
+        return frozenset({"h"} if site.steps[-1][0] == "hidden" else {"z"})
+    return frozenset({"h", "x"} if site.path == target.site.path else {"h"})
+
+
+def is_linear(site: Site) -> bool:
+    """A site with a weight (out, in) of its own that reads hidden states."""
+    weight = site.states.get("w")
+    return weight is not None and {"x", "h"} <= site.states.keys() and len(_sizes(site)) == 2
+
+
+def depends(term: Term, linear: Collection[str]) -> bool:
+    """Whether an affine term depends on the states in `linear` at all (else it is constant).
+
+    Raises: NotAffine.
+    """
+    match term:
+        case Constant():
+            return False
+        case Read(state=state):
+            if state not in linear:
+                raise NotAffine(f"`{state}` is not what the Linear reads", term)
+            return True
+        case Applied(input=value):
+            return _applied(term, value, linear)
+        case Arithmetic(op=op, left=left, right=right):
+            return _arithmetic(term, op, depends(left, linear), depends(right, linear))
+        case Frozen(function=function):
+            raise NotAffine(f"`{said(term)}`: the model's own `{function}` is not folded through", term)
+        case Concat():
+            raise NotAffine(f"`{said(term)}` adds rows to the keys and values, which no weight holds", term)
+
+
+def said(term: Term) -> str:
+    """A term in few words, for messages: `adapter(h)`, `1 - g` as `1 - scalar()`."""
+    match term:
+        case Read(state=state):
+            return state
+        case Constant(value=value):
+            return f"{value:g}"
+        case Applied(instance=instance, input=value):
+            return f"{instance.form.name}({'' if value is None else said(value)})"
+        case Frozen(function=function, input=value):
+            return f"{function}({said(value)})"
+        case Arithmetic(op=op, left=left, right=right):
+            return f"{_grouped(left)} {op} {_grouped(right)}"
+        case Concat(parts=parts):
+            return f"concat({', '.join(map(said, parts))})"
+
+
+def _applied(term: Applied, value: Term | None, linear: Collection[str]) -> bool:
+    reason = term.instance.form.affine(term.instance.args)
+    if reason is not None:
+        raise NotAffine(f"`{said(term)}`: {reason}", term)
+    if value is not None and not depends(value, linear):
+        raise NotAffine(f"`{said(term)}` reads nothing that the Linear reads", term)
+    return value is not None
+
+
+def _arithmetic(term: Arithmetic, op: str, left: bool, right: bool) -> bool:
+    if op == "*" and left and right:
+        raise NotAffine(f"`{said(term)}` multiplies two values that both depend on the input", term)
+    if op == "/" and right:
+        raise NotAffine(f"`{said(term)}` divides by a value that depends on the input", term)
+    return left or right
+
+
+def _grouped(term: Term) -> str:
+    return f"({said(term)})" if isinstance(term, Arithmetic) else said(term)
+
+
+def _first_reason(placed: Placed, linear: Collection[str]) -> str | None:
+    equations = [a for a in placed.assigns if a.state not in ("w", "b")]
+    return next((r for r in (affine_reason(a.value, linear) for a in equations) if r), None)
+
+
+def _target(side: Side, site: Site) -> FoldTarget:
+    weight, bias = site.states.get("w"), site.states.get("b")
+    return FoldTarget(side, site, weight.weight if weight else None, bias.weight if bias else None)
+
+
+def _sibling(side: Side, sites: Mapping[str, Site], parent: str, name: str) -> FoldTarget | str:
+    found = sites.get(f"{parent}.{name}")
+    if found is None or not is_linear(found):
+        return f"`{parent}` has no single Linear `{name}`"
+    return _target(side, found)
+
+
+def _sublayer(site: Site, sites: Mapping[str, Site]) -> FoldTarget | str:
+    found = sites.get(site.states["h"].linear)
+    if found is None or not is_linear(found):
+        return f"`h` of `{site.path}` is not simply the output of `{OUTPUT_OF[site.steps[-1][0]]}`"
+    return _target("output", found)
+
+
+def _tied(target: FoldTarget, tied: Collection[Collection[str]]) -> str | None:
+    own = {f"{ref.module}.{ref.attribute}" for ref in (target.weight, target.bias) if ref is not None}
+    for group in tied:
+        others = sorted(set(group) - own)
+        if own & set(group) and others:
+            return f"`{min(own & set(group))}` is tied to `{others[0]}`: a fold would change both uses"
+    return None
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _sizes(site: Site) -> tuple[int, ...]:
+    shape = site.states["w"].shape
+    return (shape.d_out, shape.d_in) if isinstance(shape, Weight) else ()
