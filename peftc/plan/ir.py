@@ -95,9 +95,10 @@ class Assign:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """One edit at one site."""
+    """One edit at one site. `lets`: (i, term) is computed once, just before equation i."""
 
     edit: str
     site: Site
     assigns: tuple[Assign, ...]
     instances: tuple[Instance, ...] = field(default=())
+    lets: tuple[tuple[int, Term], ...] = ()
