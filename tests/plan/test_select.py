@@ -1,0 +1,222 @@
+"""Selectors against the tables of four architectures."""
+
+import pytest
+
+from peftc.diagnostics import PeftcError
+from peftc.plan.select import coverage, resolve
+from peftc.syntax import ast
+from tests.plan import tables
+
+BART, BERT, T5, LLAMA, GPT2 = tables.bart(), tables.bert(), tables.t5(), tables.llama(), tables.gpt2()
+
+
+def path(text: str) -> ast.Path:
+    """`layer[0..5, 7].attn` without the parser."""
+    steps = []
+    for part in text.replace("..", "~").split("."):
+        name, _, rest = part.partition("[")
+        indices = tuple(index(item.strip()) for item in rest.rstrip("]").split(",")) if rest else None
+        steps.append(ast.Step(name, indices))
+    return ast.Path(tuple(steps))
+
+
+def index(text: str) -> ast.Index:
+    if text == "*":
+        return ast.Index(None, None)
+    if "~" not in text:
+        return ast.Index(int(text), int(text))
+    start, _, stop = text.partition("~")
+    return ast.Index(int(start) if start else None, int(stop) if stop else None)
+
+
+def paths(text: str, table) -> list[str]:
+    return [site.path for site in resolve(path(text), table)]
+
+
+@pytest.mark.parametrize(
+    ("text", "table", "count"),
+    [
+        ("layer[*].attn", BART, 36),
+        ("layer.attn", BART, 36),
+        ("layer[*].attn.self", BART, 24),
+        ("layer[*].attn.cross", BART, 12),
+        ("encoder.layer[*].attn", BART, 12),
+        ("decoder.layer[*].attn", BART, 24),
+        ("layer[*].attn.q", BART, 36),
+        ("layer[*].attn.cross.q", BART, 12),
+        ("layer[*].attn.norm", BART, 36),
+        ("layer[*].ffn.norm", BART, 24),
+        ("layer[*].norm", BART, 60),
+        ("encoder.layer[*].norm", BART, 24),
+        ("layer[*].ffn", BART, 24),
+        ("layer[*].ffn.hidden", BART, 24),
+        ("layer", BART, 24),
+        ("embed", BART, 2),
+        ("encoder.embed", BART, 1),
+        ("head", BART, 1),
+        ("norm", T5, 2),
+        ("decoder.norm", T5, 1),
+        ("layer[*].norm", T5, 120),
+        ("layer[*].ffn.gate", LLAMA, 4),
+        ("layer[0, 2..3].attn.q", LLAMA, 3),
+        ("layer[6..].attn.q", BART, 18),
+        ("layer[..5].attn.self.q", BERT, 6),
+        ("layer[-2..].ffn", BART, 4),
+        ("layer[-1].ffn", BERT, 1),
+        ("layer[0..5, 3].ffn", BERT, 6),
+    ],
+)
+def test_counts(text, table, count):
+    assert len(paths(text, table)) == count
+
+
+def test_a_norm_is_not_the_final_norm_of_a_layer():
+    assert paths("norm", LLAMA) == ["decoder.norm"]
+    assert "decoder.norm" not in paths("layer[*].norm", LLAMA)
+
+
+def test_indices_count_in_each_stack():
+    uneven = tables.bart(layers=(6, 3))
+    assert paths("layer[-1].ffn", uneven) == ["encoder.layer[5].ffn", "decoder.layer[2].ffn"]
+    assert paths("layer[4].ffn", uneven) == ["encoder.layer[4].ffn"]
+
+
+def test_model_order_whatever_the_order_of_arms():
+    both = ast.Union((path("decoder.layer[1].ffn"), path("encoder.layer[3].attn"), path("encoder.layer[0].ffn")))
+    found = [site.path for site in resolve(both, BART)]
+    assert found == ["encoder.layer[0].ffn", "encoder.layer[3].attn.self", "decoder.layer[1].ffn"]
+
+
+def test_difference():
+    without = ast.Difference(path("layer[*].attn"), path("decoder.layer[*].attn.cross"))
+    assert [site.path for site in resolve(without, BART)] == paths("layer[*].attn.self", BART)
+
+
+def test_everything_below():
+    every = resolve(path("**"), BART)
+    assert len(every) == len({site.module for site in every}) == sum(1 for module in BART.modules if module.parameters)
+    below = resolve(path("layer[0].**"), BERT)
+    assert {site.module for site in below} == {
+        m.name for m in BERT.modules if m.name.startswith("encoder.layer.0.") and m.parameters
+    }
+    stack = resolve(path("decoder.**"), BART)
+    assert {site.module for site in stack} == {
+        m.name for m in BART.modules if m.name.startswith("model.decoder.") and m.parameters
+    }
+    assert {site.module.partition(".")[0] for site in resolve(path("decoder.**"), GPT2)} == {"transformer"}
+
+
+def test_a_sub_layer_that_is_no_module_of_its_own():
+    """BART's ffn is two Linears of the layer: `ffn.**` is them and the norm, not the whole layer."""
+    modules = {site.module.rpartition(".")[2] for site in resolve(path("encoder.layer[0].ffn.**"), BART)}
+    assert modules == {"fc1", "fc2", "final_layer_norm"}
+
+
+def test_globs():
+    found = resolve(ast.Glob("model.layers.*.mlp.*_proj"), LLAMA)
+    assert len(found) == 12
+    assert found[0].path == "decoder.layer[0].ffn.gate"
+    assert not {"model.layers.0"} & {site.module for site in resolve(ast.Glob("model.layers.*.mlp"), LLAMA)}
+    everything = resolve(ast.Glob("model.layers.0.**"), LLAMA)
+    assert {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp"} <= {site.module for site in everything}
+
+
+def test_a_module_without_a_role():
+    (site, *_) = resolve(ast.Glob("model.*.layernorm_embedding"), BART)
+    assert site.path == '"model.encoder.layernorm_embedding"'
+    assert set(site.states) == {"w", "b"}
+
+
+def test_a_fused_module_is_taken_whole_and_as_nn_linear_has_it():
+    (site,) = resolve(ast.Glob("transformer.h.0.attn.c_attn"), GPT2)
+    assert str(site.states["w"].shape) == "weight [192, 64]"
+    assert site.states["w"].weight.transposed
+    assert site.states["w"].weight.rows is None
+
+
+def error(selector, table):
+    with pytest.raises(PeftcError) as caught:
+        resolve(selector, table)
+    return caught.value.diagnostics
+
+
+def test_a_dead_step():
+    (found,) = error(path("layer[*].attn.croos"), BART)
+    assert found.code == "P201"
+    assert found.message == "`layer[*].attn.croos` matches nothing in facebook/bart-large"
+    assert found.label == "no such site under `layer[*].attn`"
+    assert found.notes == ("`layer[*].attn` has `self` (24 sites) and `cross` (12 sites)",)
+    assert found.help == "did you mean `cross`?"
+
+
+@pytest.mark.parametrize(
+    ("text", "table", "help_text"),
+    [
+        ("layer[*].attn.q_proj", BART, "did you mean `q`?"),
+        ("layer[*].mlp", LLAMA, "did you mean `ffn`?"),
+        ("layer[*].mlp.up", LLAMA, "did you mean `ffn`?"),
+        ("layers[*].ffn", LLAMA, "did you mean `layer`?"),
+        ("layer[*].q", BART, "did you mean `layer[*].attn.q`?"),
+        ("attn.q", BART, "did you mean `layer[*].attn`?"),
+        ("layer[*].ffn.fc2", BART, "did you mean `down`?"),
+        ("decodr.layer[*].ffn", BART, "did you mean `decoder`?"),
+        ("encoder", BART, "to reach every module below, write `encoder.**`"),
+    ],
+)
+def test_nearest_names(text, table, help_text):
+    (found,) = error(path(text), table)
+    assert (found.code, found.help) == ("P201", help_text)
+
+
+def test_cross_attention_where_there_is_none():
+    (found,) = error(path("layer[*].attn.cross"), BERT)
+    assert found.notes == ("`layer[*].attn` has `self` (12 sites)",)
+
+
+def test_every_dead_arm_is_told():
+    found = error(ast.Union((path("layer[*].ffn"), path("layer[*].fnn"), path("layer[*].atn"))), BART)
+    assert [diagnostic.help for diagnostic in found] == ["did you mean `ffn`?", "did you mean `attn`?"]
+
+
+@pytest.mark.parametrize(
+    "text", ["layer[99].ffn", "layer[0, 99].ffn", "layer[0..12].ffn", "layer[-13..].ffn", "layer[5..3].ffn"]
+)
+def test_indices_that_do_not_exist(text):
+    (found,) = error(path(text), BART)
+    assert found.code == "P202"
+    assert "`encoder.layer` has 0..11" in found.notes
+
+
+def test_an_index_where_nothing_is_numbered():
+    (found,) = error(path("layer[*].attn[0].q"), BART)
+    assert (found.code, found.help) == ("P202", "write `attn`")
+
+
+def test_a_dead_right_side():
+    (found,) = error(ast.Difference(path("layer[*].attn.self"), path("layer[*].attn.cross")), BART)
+    assert found.code == "P203"
+    (found,) = error(ast.Difference(path("layer[*].attn"), path("layer[*].attn.croos")), BART)
+    assert found.code == "P201"
+    (found,) = error(ast.Difference(path("layer[*].attn"), path("layer[*].attn")), BART)
+    assert found.code == "P206"
+
+
+def test_a_dead_glob():
+    (found,) = error(ast.Glob("model.layers.*.mlp.gate_prj"), LLAMA)
+    assert found.help == 'did you mean `"model.layers.*.mlp.gate_proj"`?'
+    assert found.label == 'no such module under `"model.layers.*.mlp"`'
+
+
+def test_uneven_coverage_is_a_warning():
+    table = tables.llama(layers=6, v_missing=(1, 4, 5))
+    assert len(resolve(path("layer[*].attn.v"), table)) == 3
+    (found,) = coverage(path("layer[*].attn.v"), table)
+    assert (found.code, found.severity) == ("P204", "warning")
+    assert found.notes == ("without it: decoder.layer[1, 4..5]",)
+    assert coverage(path("layer[*].attn.q"), table) == []
+    assert coverage(path("layer[*].attn"), BART) == []
+
+
+def test_a_range_past_the_end_of_one_stack_is_a_warning():
+    (found,) = coverage(path("layer[0..4].ffn"), tables.bart(layers=(6, 3)))
+    assert found.message == "`0..4` goes past the end of `decoder.layer`"
