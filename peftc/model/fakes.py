@@ -1,0 +1,86 @@
+"""Fake tensors: shapes, dtypes and devices without data."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class _CopyAsFake(TorchFunctionMode):
+    """Answers `Tensor.__deepcopy__` with a fake tensor, so that `copy.deepcopy` copies structure only."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__deepcopy__":
+            tensor, memo = args
+            memo[id(tensor)] = fake = as_fake(tensor, self.mode)
+            return fake
+        return func(*args, **(kwargs or {}))
+
+
+def new_mode() -> FakeTensorMode:
+    """A mode in which real tensors may meet fake ones (constants that a forward makes)."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode(model: nn.Module) -> FakeTensorMode:
+    """The mode of a skeleton: enter it to call the skeleton.
+
+    Raises: ValueError where the model holds no fake tensor.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    raise ValueError(f"{type(model).__name__} is not a skeleton: none of its tensors is fake")
+
+
+def as_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor (or parameter) of the same shape, strides, dtype, device (cpu for meta) and `requires_grad`."""
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
+        return tensor
+    device = torch.device("cpu") if tensor.is_meta and not isinstance(tensor, FakeTensor) else tensor.device
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def fake_copy(value: T, mode: FakeTensorMode | None = None) -> T:
+    """A deep copy of a model, a cache or arguments in which every tensor is fake.
+
+    Tied tensors stay tied; hooks stay behind; training flags and `requires_grad` are kept. The original is not touched and
+    none of its data is read, so the cost does not depend on the size of the tensors.
+    """
+    mode = mode or new_mode()
+    memo: dict[int, Any] = {}
+    if isinstance(value, nn.Module):
+        memo = {id(p): as_fake(p, mode) for p in value.parameters()}  # a parameter copies itself unasked
+        for module in value.modules():
+            memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in _HOOKS if vars(module).get(name)}
+    with _CopyAsFake(mode):
+        return copy.deepcopy(value, memo)

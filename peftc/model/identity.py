@@ -1,0 +1,59 @@
+"""What identifies a base model: its type, its parameters' names and shapes, and what is tied. Never the values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+
+from torch import nn
+
+# Facts of a configuration that change what the model computes and leave no trace in any shape.
+_FACTS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "hidden_act",
+    "hidden_activation",
+    "activation_function",
+    "feed_forward_proj",
+)
+
+
+def everything(name: str) -> bool:
+    """Keeps every parameter."""
+    return True
+
+
+def parameters(model: nn.Module, keep: Callable[[str], bool] = everything) -> int:
+    """The number of parameters (scalars), tied weights counted once. `keep` chooses by dotted name."""
+    return sum(p.numel() for name, p in model.named_parameters() if keep(name))
+
+
+def tied_groups(model: nn.Module, keep: Callable[[str], bool] = everything) -> tuple[tuple[str, ...], ...]:
+    """Groups of dotted names that are one tensor, each in model order."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if keep(name):
+            groups.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def fingerprint(model: nn.Module, keep: Callable[[str], bool] = everything) -> str:
+    """sha256 over model type, parameter names and shapes, ties, and the few facts that no shape shows.
+
+    The same for a skeleton and the loaded model, for every dtype and device, before and after training. It tells a base of
+    another architecture or size, not other weights of the same one. `keep` chooses parameters by dotted name: leave out
+    what an edit has added.
+    """
+    config = getattr(model, "config", None)
+    facts = {name: value for name in _FACTS if isinstance(value := getattr(config, name, None), (int, str))}
+    shapes = {n: list(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if keep(n)}
+    identity = {
+        "type": getattr(config, "model_type", None) or type(model).__name__,
+        "facts": facts,
+        "parameters": shapes,
+        "tied": tied_groups(model, keep),
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,110 @@
+"""Laws of fake copies: same structure, no data, original untouched."""
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from peftc.model.fakes import fake_copy, fake_mode, new_mode
+from peftc.model.identity import fingerprint, parameters, tied_groups
+from peftc.model.resolve import resolve
+from peftc.model.sample import sample_inputs
+from peftc.model.skeleton import skeleton
+from tests import zoo
+
+
+@pytest.mark.parametrize("name", zoo.ALL)
+def test_a_copy_has_the_same_structure_and_no_data(name: str) -> None:
+    model = zoo.build(name, torch.float64)
+    fake = fake_copy(model)
+    tensors = {**dict(fake.named_parameters(remove_duplicate=False)), **dict(fake.named_buffers())}
+    originals = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    assert list(tensors) == list(originals)
+    for key, tensor in tensors.items():
+        assert isinstance(tensor, FakeTensor), key
+        assert (tensor.shape, tensor.dtype, tensor.stride()) == (
+            originals[key].shape,
+            originals[key].dtype,
+            originals[key].stride(),
+        )
+    assert [type(m) for m in fake.modules()] == [type(m) for m in model.modules()]
+    assert tied_groups(fake) == tied_groups(model)
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_the_copy_gives_the_shapes_that_the_model_gives(name: str) -> None:
+    model = zoo.build(name)
+    fake = fake_copy(model)
+    with fake_mode(fake), torch.no_grad():
+        shape = fake(**sample_inputs(fake))[0].shape
+    given = zoo.inputs(name, model, batch=2, tokens=5, decoder_tokens=4)
+    assert shape == model(**given)[0].shape
+
+
+def test_flags_are_kept_and_hooks_stay_behind() -> None:
+    model = zoo.build("bart").train()
+    model.model.encoder.eval()
+    model.model.shared.weight.requires_grad_(False)
+    calls: list[str] = []
+    model.model.encoder.register_forward_hook(lambda *_: calls.append("hook"))
+    fake = fake_copy(model)
+    assert [m.training for m in fake.modules()] == [m.training for m in model.modules()]
+    assert [p.requires_grad for p in fake.parameters()] == [p.requires_grad for p in model.parameters()]
+    with fake_mode(fake), torch.no_grad():
+        fake(**sample_inputs(fake))
+    assert calls == []
+    model(**zoo.inputs("bart", model))
+    assert calls == ["hook"]
+
+
+def test_the_original_is_untouched() -> None:
+    model = zoo.build("qwen3")
+    before, identities = copy.deepcopy(model.state_dict()), [id(p) for p in model.parameters()]
+    fake = fake_copy(model)
+    next(iter(fake.modules())).marker = True
+    fake.config.hidden_size = 1
+    assert [id(p) for p in model.parameters()] == identities
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert not hasattr(model, "marker")
+    assert model.config.hidden_size == 32
+
+
+def test_tensors_outside_parameters_and_buffers_are_faked_too() -> None:
+    model = nn.Linear(2, 2)
+    model.table = [torch.ones(3), {"scale": torch.ones(())}]
+    fake = fake_copy(model)
+    assert isinstance(fake.table[0], FakeTensor)
+    assert isinstance(fake.table[1]["scale"], FakeTensor)
+
+
+def test_the_cost_does_not_depend_on_the_size() -> None:
+    shared = torch.empty(1).expand(1 << 20, 1 << 15)  # 128 GB if anything copied it
+    big = nn.Linear(1, 1, bias=False)
+    big.weight = nn.Parameter(shared)
+    start = time.perf_counter()
+    fake = fake_copy(big)
+    assert time.perf_counter() - start < 1
+    assert parameters(fake) == 1 << 35
+
+
+def test_copies_can_share_a_mode() -> None:
+    mode = new_mode()
+    one, two = fake_copy(nn.Linear(2, 2), mode), fake_copy(nn.Linear(2, 2), mode)
+    assert fake_mode(one) is fake_mode(two) is mode
+    assert fake_copy(one, mode).weight is one.weight
+    assert fake_mode(fake_copy(one)) is not mode
+
+
+def test_a_real_model_has_no_mode() -> None:
+    with pytest.raises(ValueError, match="not a skeleton"):
+        fake_mode(nn.Linear(2, 2))
+
+
+def test_a_skeleton_of_405_billion_is_built_at_once() -> None:
+    start = time.perf_counter()
+    model = skeleton(resolve("meta-llama/Llama-3.1-405B"))
+    assert time.perf_counter() - start < 15
+    assert len(fingerprint(model)) == 64
