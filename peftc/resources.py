@@ -1,0 +1,25 @@
+"""Where the grammar and the standard recipes are: inside the wheel, or at the root of a checkout."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@cache
+def folder(name: str) -> Path:
+    """The folder `grammar` or `specs`."""
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name
+
+
+def grammar() -> str:
+    """The text of `peft.lark`."""
+    return (folder("grammar") / "peft.lark").read_text(encoding="utf-8")
+
+
+def recipes() -> dict[str, Path]:
+    """The standard recipes, by the name that `use NAME from std` takes: `scaled_parallel` for scaled-parallel.peft."""
+    return {path.stem.replace("-", "_"): path for path in sorted(folder("specs").glob("*.peft"))}
