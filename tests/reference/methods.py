@@ -17,6 +17,7 @@ from tests.reference.table import Attention, Rows, Sublayer
 
 Weights = Mapping[str, Tensor]
 Method = Callable[[Reference, Weights], None]
+HEAD_DIM_NAMES = ("head_dim", "key_value_proj_dim", "attention_head_size")
 ROLES = ("q", "k", "v", "o", "up", "gate", "down")
 
 
@@ -109,6 +110,17 @@ def biased(edit: str, roles: str) -> Method:
     return apply
 
 
+def linear_adapter(edit: str, roles: str, s: float) -> Method:
+    """h ← h + s (h W_downᵀ + b_down) W_upᵀ + s b_up on the outputs of linears."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            w = part(weights, edit, path, "adapter")
+            ref.linear(rows, lambda h, x, w=w: h + s * forms.adapter(w, h, "none"))
+
+    return apply
+
+
 # Sub-layers ------------------------------------------------------------------------------------------------------------
 
 Equation = Callable[[At, Callable[[str], dict[str, Tensor]]], Tensor]
@@ -167,6 +179,13 @@ def interpolated(edit: str, which: str, act: str = "relu") -> Method:
     return at_sublayers(edit, which, equation)
 
 
+def gate_x_adapter_h(edit: str, which: str, act: str = "relu") -> Method:
+    """g = mean σ(x w + b), h ← h + g f(h)."""
+    return at_sublayers(
+        edit, which, lambda at, w: at.h + forms.gate(w("gate"), at.x) * forms.adapter(w("adapter"), at.h, act)
+    )
+
+
 def learned_scale(edit: str, which: str, act: str = "relu") -> Method:
     """h ← h + s f(x), s trained."""
     return at_sublayers(edit, which, lambda at, w: at.h + w("scalar")["scale"] * forms.adapter(w("adapter"), at.x, act))
@@ -221,6 +240,25 @@ def prefix(edit: str, which: str = "attn", form: str = "concat") -> Method:
             w = part(weights, edit, site.path, "prefix")
             ref.prefix(site, lambda w=w: forms.prefix(w))
             ref.inside(site).form = form  # type: ignore[assignment]
+
+    return apply
+
+
+def prefix_mlp(edit: str, which: str = "attn") -> Method:
+    """The reparametrised prefix: one MLP for each group (encoder self, decoder self, decoder cross)."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for layer in ref.layers:
+            for site in layer.attentions:
+                group = f"{layer.stack}.{site.slot}"
+                keys = {key.rpartition(".")[2]: value for key, value in weights.items() if group in key}
+                core = ref.model.get_submodule(site.core)
+                d_kv = ref.w(site.k)[0].shape[0]
+                d_head = next(d for d in (getattr(core, n, None) for n in HEAD_DIM_NAMES) if d)
+                ref.prefix(
+                    site,
+                    lambda w=keys, i=layer.index, n=d_kv // d_head, d=d_head: forms.prefix_group(w, i, n, d),
+                )
 
     return apply
 

@@ -1,0 +1,156 @@
+"""A compiled model beside the same model edited by hand, in float64, and how the two are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests import zoo
+from tests.laws.recipes import Recipe
+from tests.reference.reference import Reference
+
+TOLERANCE = 1e-10
+Inputs = dict[str, Tensor]
+
+
+def seed_of(key: str) -> int:
+    return sum((i + 1) * byte for i, byte in enumerate(key.encode())) % 2**31
+
+
+@torch.no_grad()
+def randomise(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Moves every edit parameter away from where it starts: + 0.3 N(0, 1), by its name."""
+    for key, parameter in parameters.items():
+        generator = torch.Generator().manual_seed(seed_of(key))
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter += (0.3 * noise).to(parameter.dtype)
+
+
+def values(parameters: Mapping[str, nn.Parameter], grad: bool = False) -> dict[str, Tensor]:
+    return {key: p.detach().clone().requires_grad_(grad) for key, p in parameters.items()}
+
+
+@torch.no_grad()
+def assign(parameters: Mapping[str, nn.Parameter], new: Mapping[str, Tensor]) -> None:
+    for key, parameter in parameters.items():
+        parameter.copy_(new[key])
+
+
+@dataclass(frozen=True)
+class Before:
+    """What must come back, bit for bit, when an adapter is removed."""
+
+    state: Mapping[str, Tensor]
+    classes: Mapping[str, type[nn.Module]]
+    requires_grad: Mapping[str, bool]
+    modules: Mapping[str, frozenset[str]]
+
+    @staticmethod
+    def of(model: nn.Module) -> Before:
+        return Before(
+            {k: v.detach().clone() for k, v in model.state_dict().items()},
+            {k: type(m) for k, m in model.named_modules()},
+            {k: p.requires_grad for k, p in model.named_parameters()},
+            {k: frozenset(m.__dict__) for k, m in model.named_modules()},
+        )
+
+    def assert_same(self, model: nn.Module) -> None:
+        now = Before.of(model)
+        assert list(now.state) == list(self.state)
+        assert all(torch.equal(now.state[k], v) for k, v in self.state.items())
+        assert now.classes == self.classes
+        assert now.requires_grad == self.requires_grad
+        left = {k: now.modules[k] - v for k, v in self.modules.items() if now.modules[k] - v}
+        assert not left, f"attributes left behind: {left}"
+
+
+class Case:
+    """One recipe on one architecture: the base's outputs, the compiled model, and the model edited by hand."""
+
+    def __init__(self, recipe: Recipe, name: str, **overrides: Any) -> None:
+        self.recipe, self.name, self.overrides = recipe, name, overrides
+        self.model = zoo.build(name, torch.float64, **overrides)
+        self.batches = batches(name, self.model)
+        self.before = Before.of(self.model)
+        with torch.no_grad():
+            self.base_logits = [self.model(**given)[0] for given in self.batches]
+        assert peftc.compile(recipe.text, self.model, seed=0) is self.model
+        self.parameters = peftc.parameters(self.model)
+        self.initial = values(self.parameters)
+
+    @cached_property
+    def random(self) -> dict[str, Tensor]:
+        """One fixed point in parameter space, far from the initial one."""
+        assign(self.parameters, self.initial)
+        randomise(self.parameters)
+        return values(self.parameters)
+
+    def at_init(self) -> Case:
+        return self._at(self.initial)
+
+    def at_random(self) -> Case:
+        return self._at(self.random)
+
+    def _at(self, point: Mapping[str, Tensor]) -> Case:
+        assign(self.parameters, point)
+        self.model.zero_grad()
+        self.model.eval()
+        return self
+
+    def reference(self, grad: bool = True, **overrides: Any) -> tuple[Reference, dict[str, Tensor]]:
+        """A fresh base edited by hand with the present values of the edit parameters, and those values."""
+        weights = values(self.parameters, grad)
+        ref = Reference(self.name, zoo.build(self.name, torch.float64, **{**self.overrides, **overrides}))
+        ref.model.requires_grad_(False)
+        self.recipe.method(ref, weights)
+        return ref, weights
+
+
+def batches(name: str, model: nn.Module) -> list[Inputs]:
+    """Without a mask (attention may run with mask None and is_causal) and with padding on either side."""
+    side: zoo.Padding = "left" if "bert" not in name else "right"
+    return [zoo.inputs(name, model), zoo.inputs(name, model, padding=side)]
+
+
+def visible(model: nn.Module, given: Inputs, out: Tensor) -> Tensor:
+    """The outputs that mean something: not those of padding (rows that attend to nothing differ between kernels)."""
+    if "attention_mask" not in given or getattr(model.config, "is_encoder_decoder", False):
+        return out.flatten(0, 1)
+    return out[given["attention_mask"].bool()]
+
+
+def loss(model: nn.Module, given: Inputs) -> tuple[Tensor, Tensor]:
+    """The visible logits, and a fixed linear function of them."""
+    out = visible(model, given, model(**given)[0])
+    generator = torch.Generator().manual_seed(7)
+    direction = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    return out, (out * direction).sum() / out.shape[0]
+
+
+def compare(
+    case: Case, run: Callable[[nn.Module], tuple[Tensor, Tensor]], ref: Reference, weights: Mapping[str, Tensor]
+) -> None:
+    """Outputs and the gradients of all edit parameters, to 1e-10."""
+    got, total = run(case.model)
+    total.backward()
+    want, wanted = run(ref.model)
+    wanted.backward()
+    assert (got - want).abs().max() <= TOLERANCE
+    for key, parameter in case.parameters.items():
+        expected = weights[key].grad
+        assert expected is not None, f"the reference does not use {key}"
+        assert parameter.grad is not None, f"{key} has no gradient"
+        assert parameter.grad.abs().max() > 0, f"the gradient of {key} is zero"
+        close(parameter.grad, expected, key)
+
+
+def close(got: Tensor, want: Tensor, what: str = "") -> None:
+    bound = TOLERANCE * max(1.0, want.abs().max().item())
+    error = (got - want).abs().max().item()
+    assert error <= bound, f"{what}: {error:.3g} > {bound:.3g}"

@@ -1,0 +1,99 @@
+"""What holds of every recipe on every architecture."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import peftc
+from tests.laws.harness import Case, compare, loss, visible
+from tests.laws.recipes import CASES
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c[1]}-{c[0].name}")
+def case(request: Any) -> Case:
+    torch.set_num_threads(1)
+    return Case(*request.param)
+
+
+def test_identity_at_init(case: Case) -> None:
+    """Where promised, logits are the base's bit for bit; where not promised, the promise is not owed by accident."""
+    plan = peftc.plan(case.recipe.text, case.model.config)
+    assert all(edit.identity == case.recipe.identity for edit in plan.edits) or len(plan.edits) > 1
+    assert all(edit.identity for edit in plan.edits) == case.recipe.identity
+    case.at_init()
+    with torch.no_grad():
+        now = [case.model(**given)[0] for given in case.batches]
+    same = [torch.equal(a, b) for a, b in zip(now, case.base_logits, strict=True)]
+    assert all(same) if case.recipe.identity else not any(same)
+
+
+def test_every_parameter_is_saved_under_an_edit_of_the_spec(case: Case) -> None:
+    assert {key.partition("/")[0] for key in case.parameters} == set(case.recipe.edits)
+    assert all(p.dtype == torch.float64 for p in case.parameters.values())
+
+
+def test_equals_the_reference(case: Case) -> None:
+    """Logits and gradients of the edit parameters, in float64, with and without a padding mask."""
+    case.at_random()
+    ref, weights = case.reference()
+
+    def run(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        outs, totals = zip(*(loss(model, given) for given in case.batches), strict=True)
+        return torch.cat(outs), sum(totals[1:], totals[0])
+
+    compare(case, run, ref, weights)
+    assert any(
+        (visible(case.model, g, case.model(**g)[0]) - visible(case.model, g, b)).abs().max() > 1e-3
+        for g, b in zip(case.batches, case.base_logits, strict=True)
+    )
+
+
+def test_the_base_gets_no_gradient_and_does_not_move(case: Case) -> None:
+    case.at_random()
+    own = {id(p) for p in case.parameters.values()}
+    trained = [p for p in case.model.parameters() if p.requires_grad]
+    assert {id(p) for p in trained} == own
+    optimiser = torch.optim.AdamW(case.model.parameters(), lr=0.1, weight_decay=0.1)
+    loss(case.model, case.batches[1])[1].backward()
+    assert all(p.grad is None for p in case.model.parameters() if id(p) not in own)
+    start = {k: p.detach().clone() for k, p in case.parameters.items()}
+    optimiser.step()
+    assert not any(torch.equal(start[k], p) for k, p in case.parameters.items())
+    now = case.model.state_dict()
+    assert all(torch.equal(now[k], v) for k, v in case.before.state.items())
+
+
+def test_disabled_is_the_base(case: Case) -> None:
+    case.at_random()
+    with torch.no_grad(), peftc.disabled(case.model):
+        inside = case.model(**case.batches[1])[0]
+    assert torch.equal(inside, case.base_logits[1])
+    with torch.no_grad():
+        outside = case.model(**case.batches[1])[0]
+    assert not torch.equal(outside, inside)
+
+
+def test_a_copy_is_another_model(case: Case) -> None:
+    case.at_random()
+    other = copy.deepcopy(case.model)
+    with torch.no_grad():
+        want = case.model(**case.batches[1])[0]
+        assert torch.equal(other(**case.batches[1])[0], want)
+        for parameter in peftc.parameters(other).values():
+            parameter.add_(0.1)
+        assert not torch.equal(other(**case.batches[1])[0], want)
+        assert torch.equal(case.model(**case.batches[1])[0], want)
+
+
+def test_remove_restores_every_bit(case: Case) -> None:
+    case.at_random()
+    other = copy.deepcopy(case.model)
+    assert peftc.remove(other) is other
+    case.before.assert_same(other)
+    with torch.no_grad():
+        for given, want in zip(case.batches, case.base_logits, strict=True):
+            assert torch.equal(other(**given)[0], want)
