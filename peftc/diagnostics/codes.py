@@ -1,0 +1,56 @@
+"""Every diagnostic code: its title and its explanation, as `peftc explain CODE` prints them. A code is never reused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CodeInfo:
+    title: str
+    explanation: str
+
+
+CODES: dict[str, CodeInfo] = {
+    # P5xx: the model, its weights, saved adapters
+    "P501": CodeInfo(
+        "unknown model",
+        "A model is named by a local folder, the path of a config.json, an id of peftc's catalogue, or an id on the hub. The "
+        "name given is none of the first three, its config.json is not in the hub cache, and the hub could not be asked or "
+        "does not have it. For planning, a config.json is all that is needed.",
+    ),
+    "P502": CodeInfo(
+        "no configuration there",
+        "The name looks like a path, but there is no such file or folder, or the folder (or hub repository) has no config.json.",
+    ),
+    "P503": CodeInfo(
+        "unusable configuration",
+        "The configuration is not JSON, names no model type or one that the installed transformers does not know, names a "
+        "model class that transformers does not have, or has values that its configuration class refuses.",
+    ),
+    "P504": CodeInfo(
+        "model needs code from its repository",
+        "The configuration points to Python files of its repository (`auto_map`). peftc never runs downloaded code. Build the "
+        "model yourself and pass it: `peftc.plan(spec, model)` and `peftc.compile(spec, model)` take any nn.Module.",
+    ),
+    "P505": CodeInfo(
+        "weights missing",
+        "The command needs weights, and there are none: the model is only a configuration, the folder has no "
+        "model.safetensors, or they are not in the hub cache and the hub may not be asked. Pickled weights (.bin) are not read, "
+        "because reading them runs code. Planning needs no weights.",
+    ),
+    "P506": CodeInfo(
+        "model cannot be built",
+        "The model class refuses the configuration: usually two values that do not fit together, such as a width that the "
+        "number of heads does not divide.",
+    ),
+    "P507": CodeInfo(
+        "no sample input",
+        "Tracing runs the model once on fake inputs, made from its `main_input_name` and its configuration. This model's input "
+        "is of another kind: give one with `sample={name: tensor}`.",
+    ),
+    "P508": CodeInfo(
+        "weights do not fit",
+        "A file of weights is damaged, or its tensors have other shapes than the configuration beside it says.",
+    ),
+}
