@@ -124,7 +124,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "P011",
-        when=lambda s: s.accepts == {"NAME"} and s.after in {"EDIT", "TRAIN", "METHOD", "LET", "USE", "APPLY", "AS", "DOT"},
+        when=lambda s: s.takes("NAME") and s.after in {"EDIT", "TRAIN", "METHOD", "LET", "USE", "APPLY", "AS", "DOT"},
         message=lambda s: f"expected a name after {s.before}, found {s.found}",
         help=_name_help,
         examples=(
@@ -200,7 +200,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "P017",
-        when=lambda s: s.inside == "LSQB" and s.statement in {"EDIT", "TRAIN", "APPLY"} and (s.wants("DOT_DOT") or s.after in {"MINUS", "DOT_DOT"} or s.wants("RSQB") and s.after in {"STAR", "NUMBER"}),
+        when=lambda s: s.inside == "LSQB" and s.statement in {"EDIT", "TRAIN", "APPLY"} and (s.wants("DOT_DOT") or s.after in {"MINUS", "DOT_DOT"} or (s.wants("RSQB") and s.after in {"STAR", "NUMBER"})),
         message=lambda s: f"expected an index, found {s.found}" if s.wants("STAR") else f"expected {s.expected}, found {s.found}",
         help=lambda s: "an index is `3`, `-1`, `*` or a range with both ends included: `0..5`, `6..`, `..5`",
         examples=(
@@ -213,7 +213,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "P021",
-        when=lambda s: s.statement == "TRAIN" and (s.accepts in ({"LSQB"}, {"NAME"}, {"COMMA", "RSQB"}) or s.wants("EQUAL")),
+        when=lambda s: s.statement == "TRAIN" and (s.takes("LSQB") or s.takes("NAME") or s.takes("COMMA", "RSQB") or s.wants("EQUAL")),
         message=lambda s: f"expected {s.expected}, found {s.found}",
         help=lambda s: "`train NAME = [w, b] at SELECTOR` names the parameters of the base to train",
         examples=(
@@ -234,7 +234,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "P019",
-        when=lambda s: s.statement == "METHOD" and s.inside == "LPAR" and s.accepts == {"EQUAL"},
+        when=lambda s: s.statement == "METHOD" and s.inside == "LPAR" and s.takes("EQUAL"),
         message=lambda s: f"the parameter {s.before} has no default" if s.type in {"COMMA", "RPAR"} else f"expected `=` after {s.before}, found {s.found}",
         span=lambda s: (s.previous or s.token) if s.type in {"COMMA", "RPAR"} else s.token,
         help=lambda s: f"give it one, e.g. `{s.previous} = 8`: every method can be planned as it stands",
@@ -253,14 +253,14 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "P012",
-        when=lambda s: s.accepts == {"EQUAL"} or s.accepts == {"DOT", "EQUAL"},
+        when=lambda s: s.takes("EQUAL") or s.takes("DOT", "EQUAL"),
         message=lambda s: f"expected `=` after {s.before}, found {s.found}",
         help=lambda s: "`let NAME = …` binds once" if s.type in {"PLUS_EQUAL", "STAR_EQUAL"} else None,
         examples=("peft 1 let r += 4", "peft 1 let r 4", "peft 1 let r == 4"),
     ),
     Mistake(
         "P013",
-        when=lambda s: s.accepts == {"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"} and nearest(str(s.previous), ("let",)) == "let",
+        when=lambda s: s.takes("EQUAL", "PLUS_EQUAL", "STAR_EQUAL") and nearest(str(s.previous), ("let",)) == "let",
         message=lambda s: f"expected an equation, found {s.before}",
         span=lambda s: s.previous or s.token,
         help=lambda s: "did you mean `let`?",
@@ -268,7 +268,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "P012",
-        when=lambda s: s.accepts == {"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"},
+        when=lambda s: s.takes("EQUAL", "PLUS_EQUAL", "STAR_EQUAL"),
         message=lambda s: f"expected `=`, `+=` or `*=` after {s.before}, found {s.found}",
         help=lambda s: (
             f"there is no `{s.token}=`; write " + (f"`{s.previous} += -(…)`" if s.type == "MINUS" else f"`{s.previous} *= 1 / (…)`")

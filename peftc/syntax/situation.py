@@ -70,6 +70,10 @@ class Situation:
         """Whether the parser would take each of `terminals`."""
         return self.accepts.issuperset(terminals)
 
+    def takes(self, *terminals: str) -> bool:
+        """Whether the parser would take `terminals` and nothing else."""
+        return self.accepts == frozenset(terminals)
+
     @property
     def found(self) -> str:
         return describe(self.token)
