@@ -1,0 +1,142 @@
+"""One form with arguments at a place, many times over: what the laws of forms are checked on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from peftc.forms import FORMS, Args, Dims, Form
+from peftc.forms.module import FormModule, build, build_owner, member
+from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
+
+BATCH, TOKENS = 3, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    target: Shape
+    input: Shape | None = None
+    given: Args = field(default_factory=dict)
+    d_model: int = 12
+    sites: int = 1
+
+    @property
+    def form(self) -> Form:
+        return FORMS[self.name]
+
+    @property
+    def args(self) -> Args:
+        return self.form.fill(self.given)
+
+    @property
+    def dims(self) -> Dims:
+        return Dims(self.input, self.target, self.d_model, self.sites)
+
+    @property
+    def grouped(self) -> bool:
+        return self.form.grouped(self.args)
+
+    def __str__(self) -> str:
+        given = ",".join(f"{k}={v}" for k, v in self.given.items())
+        return f"{self.name}({given}):{self.input}->{self.target}".replace(" ", "")
+
+    def like(self, dtype: torch.dtype = torch.float64, batch: int = BATCH) -> Tensor:
+        """Something to call the module with."""
+        shape = self.input or (Rows(2, 4) if isinstance(self.target, KeyValue) else self.target)
+        return torch.randn(size(shape, batch), generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(
+            dtype
+        )
+
+
+def size(shape: Shape, batch: int = BATCH) -> tuple[int, ...]:
+    match shape:
+        case Scalar(per_example):
+            return (batch, 1, 1) if per_example else (1,)
+        case Tokens(d):
+            return (batch, TOKENS, d)
+        case Heads(heads, d_head):
+            return (batch, TOKENS, heads, d_head)
+        case Rows(heads, d_head) | KeyValue(heads, d_head):
+            return (batch, heads, TOKENS, d_head)
+        case Weight(d_out, d_in):
+            return (d_out, d_in)
+        case Vector(d):
+            return (d,)
+
+
+T12, T8, H, R, W = Tokens(12), Tokens(8), Heads(3, 4), Rows(3, 4), Weight(6, 10)
+MLP = ("mlp", 7)
+
+CASES = (
+    Case("adapter", T12, T12, {"r": 4}),
+    Case("adapter", T8, T12, {"r": 20, "bias": False, "act": "gelu"}),
+    Case("adapter", T12, T8, {"reduction": 3, "act": "silu", "init": "houlsby"}),
+    Case("adapter", T12, T12, {"r": 4, "init": "lora", "norm_in": True}),
+    Case("adapter", T8, T12, {"r": 4, "init": "lora", "norm_in": True, "norm_out": True, "act": "none"}),
+    Case("adapter", T8, T12, {"r": 4, "act": "none", "dropout": 0.5}),
+    Case("adapter", T8, T8, {"r": 4, "act": "none", "norm_out": True}),
+    *(Case("adapter", T12, T12, {"r": 3, "act": act}) for act in ("gelu_tanh", "leaky_relu", "tanh", "sigmoid")),
+    Case("bottleneck", H, R, {"r": 5}),
+    Case("bottleneck", H, H, {"r": 5, "init": "lora", "act": "silu"}),
+    Case("bottleneck", R, R, {"r": 2, "act": "none", "dropout": 0.3}),
+    Case("lora", T8, T12, {"r": 4}),
+    Case("lora", T12, T12, {"r": 12, "alpha": 16, "dropout": 0.1}),
+    Case("lora", T12, T8, {"r": 4, "alpha": 3.5, "rslora": True}),
+    Case("lowrank", W, None, {"r": 3, "alpha": 16}),
+    Case("lowrank", Weight(10, 4), None, {"r": 4, "rslora": True}),
+    Case("magnitude", W, W),
+    Case("prefix", KeyValue(2, 4), None, {"len": 6}),
+    Case("prefix", KeyValue(2, 4), None, {"len": 1, "std": 1.0}),
+    Case("prefix", KeyValue(2, 4), None, {"len": 6, "reparam": MLP}, sites=3),
+    Case("prefix", KeyValue(2, 4), None, {"len": 2, "reparam": MLP, "keep": True}, d_model=5, sites=4),
+    Case("vector", T12),
+    Case("vector", H, None, {"init": 0.5}),
+    Case("vector", R, None, {"init": 0}),
+    Case("vector", Vector(9)),
+    Case("scalar", T12, None, {"init": 4}),
+    Case("gate", T12, T12),
+    Case("gate", H, T8),
+)
+
+
+def seeded(name: str) -> torch.Generator:
+    """A generator that depends on the parameter's name alone."""
+    return torch.Generator().manual_seed(int.from_bytes(sha256(name.encode()).digest()[:4], "big"))
+
+
+def base(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    return {"w": case.like(dtype)} if isinstance(case.target, Weight) else {}
+
+
+def owner(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
+    """Uninitialised, with all parameters of the case."""
+    return build_owner(case, dtype=dtype) if case.grouped else build(case, dtype=dtype)
+
+
+def made(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
+    """Initialised, ready to be called at one site (the last of a group)."""
+    module = owner(case, dtype)
+    module.initialise(seeded, base(case, dtype))
+    return member(module, case.sites - 1) if case.grouped else module
+
+
+def parameters(module: FormModule) -> dict[str, Tensor]:
+    return dict(getattr(module, "owner_module", module).named_parameters())
+
+
+def shaken(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
+    """As after training: no parameter is where it started."""
+    module = made(case, dtype)
+    with torch.no_grad():
+        for name, parameter in parameters(module).items():
+            parameter.add_(torch.randn(parameter.shape, generator=seeded(name + "!")).to(dtype))
+    return module.eval()
+
+
+def every(keep: Callable[[Case], bool] = lambda case: True) -> list[Case]:
+    return [case for case in CASES if keep(case)]

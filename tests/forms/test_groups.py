@@ -1,0 +1,106 @@
+"""Parameters shared by several sites: one owner, light members, direct rows at the end."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peftc.forms.module import build, build_owner, member
+from peftc.forms.prefix_module import Prefix, PrefixGroup, build_direct, collapse
+from peftc.forms.shapes import KeyValue, Tokens
+from tests.forms.cases import Case, seeded
+
+GROUP = Case("prefix", KeyValue(2, 4), None, {"len": 6, "reparam": ("mlp", 7)}, sites=3)
+SHARED = Case("adapter", Tokens(12), Tokens(12), {"r": 4, "dropout": 0.5}, sites=3)
+
+
+class Model(nn.Module):
+    """An owner at the root and a member in each layer."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.owner = build_owner(case, dtype=torch.float64)
+        self.owner.initialise(seeded, {})
+        self.layers = nn.ModuleList(member(self.owner, i) for i in range(case.sites))
+
+    def forward(self, like: Tensor) -> Tensor:
+        values = [layer(like) for layer in self.layers]
+        return torch.stack([value if isinstance(value, Tensor) else torch.cat(value) for value in values])
+
+
+@pytest.mark.parametrize("case", [GROUP, SHARED], ids=str)
+def test_parameters_are_registered_once(case: Case) -> None:
+    model = Model(case)
+    assert {name.partition(".")[0] for name in model.state_dict()} == {"owner"}
+    assert sum(p.numel() for p in model.parameters()) == case.form.count(case.args, case.dims).trained
+
+
+@pytest.mark.parametrize("case", [GROUP, SHARED], ids=str)
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_keep_one_owner_of_their_own(case: Case, again: object) -> None:
+    model = Model(case)
+    twin = again(model)  # type: ignore[operator]
+    assert all(layer.owner_module is twin.owner for layer in twin.layers)
+    assert twin.owner is not model.owner
+    twin.eval(), model.eval()
+    assert torch.equal(twin(case.like()), model(case.like()))
+    twin.owner.get_parameter(next(iter(dict(twin.owner.named_parameters())))).data.add_(1.0)
+    assert not torch.equal(twin(case.like()), model(case.like()))
+
+
+def test_members_follow_the_owner() -> None:
+    model = Model(SHARED).eval()
+    x = SHARED.like()
+    assert torch.equal(model(x), model(x))
+    model.train()
+    assert not torch.equal(model(x), model(x)), "dropout of the owner follows model.train()"
+    assert model.to(torch.float32).layers[0](x.float()).dtype == torch.float32
+    with torch.no_grad():
+        model.eval().owner.up.zero_()
+        model.owner.up_bias.zero_()
+    assert not model(x.float()).any()
+
+
+def test_each_site_of_a_group_has_its_own_rows() -> None:
+    model = Model(GROUP)
+    values = model(GROUP.like())
+    assert not torch.equal(values[0], values[1])
+    values[1].sum().backward()
+    touched = model.owner.up.grad.view(3, -1).abs().sum(1)
+    assert (touched > 0).tolist() == [False, True, False]
+
+
+def test_collapsed_rows_do_what_the_group_did() -> None:
+    model, like = Model(GROUP), GROUP.like()
+    for layer in model.layers:
+        direct = build_direct(GROUP, dtype=torch.float64)
+        assert isinstance(direct, Prefix)
+        direct.load_state_dict(collapse(layer))
+        assert all(torch.equal(a, b) for a, b in zip(direct(like), layer(like), strict=True))
+
+
+def test_a_direct_prefix_can_be_shared_too() -> None:
+    case = Case("prefix", KeyValue(2, 4), None, {"len": 6}, sites=3)
+    model = Model(case)
+    assert isinstance(model.owner, Prefix)
+    assert isinstance(Model(GROUP).owner, PrefixGroup)
+    values = model(case.like())
+    assert torch.equal(values[0], values[2])
+    assert case.form.count(case.args, case.dims).trained == sum(
+        p.numel() for p in build(case, dtype=torch.float32).parameters()
+    )
+
+
+def test_compiles_through_members() -> None:
+    model, like = Model(GROUP), GROUP.like()
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="eager")(like), model(like))
+
+
+def test_functional_call_reaches_members() -> None:
+    model, like = Model(GROUP), GROUP.like()
+    zeros = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    assert not torch.func.functional_call(model, zeros, (like,)).any()
+    assert model(like).any()

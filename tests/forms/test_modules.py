@@ -1,0 +1,192 @@
+"""The modules of forms: values, dtypes, first values, copies, compilation."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from peftc.forms.lora import scale
+from peftc.forms.module import FormModule, build, build_owner, member, parameter_dtype
+from peftc.forms.shapes import Tokens
+from tests.forms.cases import CASES, Case, base, every, made, owner, parameters, seeded, shaken
+from tests.reference import forms as reference
+
+TOLERANCE = 1e-12
+
+
+def parts(value: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+    """The value by the hand-written reference."""
+    args = case.args
+    match case.name:
+        case "adapter":
+            return (reference.adapter(w, x, str(args["act"])),)
+        case "bottleneck":
+            turned = x if "tokens," not in str(case.input) else x.transpose(1, 2)
+            value = reference.bottleneck(w, turned, str(args["act"]))
+            return (value if "tokens," not in str(case.target) else value.transpose(1, 2),)
+        case "lora":
+            return (reference.lora(w, x, scale(args) * args["r"]),)
+        case "lowrank":
+            return (reference.lowrank(w, scale(args) * args["r"]),)
+        case "magnitude":
+            return (reference.magnitude(w, x),)
+        case "prefix" if case.grouped:
+            return reference.prefix_group(w, case.sites - 1, 2, 4)
+        case "prefix":
+            return reference.prefix(w)
+        case "gate":
+            return (reference.gate(w, x).view(-1, *[1] * (len(case.like().shape) - 1 + ("heads" in str(case.target)))),)
+        case _:
+            return (w["scale"],)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_hand_written_reference(case: Case) -> None:
+    module, x = shaken(case), case.like()
+    for got, want in zip(parts(module(x)), expected(case, parameters(module), x), strict=True):
+        torch.testing.assert_close(got, want.expand_as(got), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_parameters_are_wide_and_values_have_the_dtype_of_the_input(case: Case, dtype: torch.dtype) -> None:
+    module = made(case, dtype)
+    wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    assert {p.dtype for p in parameters(module).values()} == {wide}
+    assert {part.dtype for part in parts(module(case.like(dtype)))} == {dtype}
+
+
+def test_dtype_argument_overrides() -> None:
+    assert parameter_dtype({"dtype": "bfloat16"}, torch.float32) == torch.bfloat16
+    module = build(Case("vector", CASES[0].target, None, {"dtype": "float64"}), dtype=torch.float16)
+    assert (module.scale.dtype, module(torch.ones(1, dtype=torch.float16)).dtype) == (torch.float64, torch.float16)
+
+
+@pytest.mark.parametrize("case", every(lambda c: c.like().ndim > 2 and c.form.takes_input), ids=str)
+def test_examples_of_a_batch_do_not_see_each_other(case: Case) -> None:
+    module, x = shaken(case), case.like()
+    for whole, one in zip(parts(module(x)), parts(module(x[1:2])), strict=True):
+        torch.testing.assert_close(whole[1:2], one, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_first_values_depend_on_the_parameter_alone(case: Case) -> None:
+    asked: list[str] = []
+
+    def generator(name: str) -> torch.Generator:
+        asked.append(name)
+        torch.rand(3)
+        return seeded(name)
+
+    first, again, single = owner(case), owner(case), owner(case, torch.float32)
+    before = torch.get_rng_state()
+    first.initialise(seeded, base(case))
+    assert torch.equal(torch.get_rng_state(), before), "the global generator was used"
+    again.initialise(generator, base(case))
+    single.initialise(seeded, base(case, torch.float32))
+    drawn = [name for name, _ in first.named_parameters()] if case.name != "magnitude" else []
+    assert sorted(asked) == sorted(drawn)
+    for name, value in first.named_parameters():
+        assert torch.equal(value, again.get_parameter(name))
+        torch.testing.assert_close(value.float(), single.get_parameter(name), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_construction_leaves_the_global_generator_alone(case: Case) -> None:
+    before = torch.get_rng_state()
+    owner(case)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "low", "high"),
+    [
+        ({"init": "bert"}, "down", 0.019, 0.021),
+        ({"init": "houlsby"}, "up", 0.0085, 0.0092),  # N(0, 0.01) cut at two deviations: 0.88 of the deviation
+        ({"init": "lora"}, "down", 0.98 / 3**0.5 / 300**0.5, 1.02 / 3**0.5 / 300**0.5),  # U(±1/√d)
+        ({"init": "lora"}, "up", 0.0, 0.0),
+    ],
+)
+def test_deviation_of_first_values(given: dict[str, object], name: str, low: float, high: float) -> None:
+    module = made(Case("adapter", Tokens(300), Tokens(300), {"r": 200, **given}))  # type: ignore[dict-item]
+    assert low <= float(module.get_parameter(name).detach().std()) <= high
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_parameter_gets_a_gradient(case: Case) -> None:
+    module = shaken(case)
+    values = parts(module(case.like()))
+    sum(part.pow(2).sum() for part in values).backward()
+    for name, parameter in parameters(module).items():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_no_gradient_through_the_norm_of_magnitude() -> None:
+    case = next(c for c in CASES if c.name == "magnitude")
+    module, w = shaken(case), case.like().requires_grad_()
+    module(w).sum().backward()
+    factor = module.m / w.norm(dim=1)
+    torch.testing.assert_close(w.grad, factor[:, None].expand_as(w).detach())
+
+
+@pytest.mark.parametrize("case", every(lambda c: bool(c.args.get("dropout"))), ids=str)
+def test_dropout_follows_the_training_flag(case: Case) -> None:
+    module, x = shaken(case), case.like()
+    assert torch.equal(module(x), module(x))
+    module.train()
+    assert not torch.equal(module(x), module(x))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_copies_and_pickles(case: Case) -> None:
+    module, x = shaken(case), case.like()
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert all(torch.equal(a, b) for a, b in zip(parts(module(x)), parts(twin(x)), strict=True))
+        next(iter(parameters(twin).values())).data.add_(1.0)
+        assert not all(torch.equal(a, b) for a, b in zip(parts(module(x)), parts(twin(x)), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_without_storage(case: Case) -> None:
+    with FakeTensorMode():
+        module = owner(case, torch.bfloat16)
+        module.initialise(seeded, base(case, torch.bfloat16))
+        fake = parts(
+            (member(module, 0) if case.grouped else module)(torch.empty(case.like().shape, dtype=torch.bfloat16))
+        )
+    real = parts(made(case)(case.like()))
+    assert [part.shape for part in fake] == [part.shape for part in real]
+    build_owner(case, dtype=torch.float32, device="meta").initialise(seeded, base(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiles_into_one_graph(case: Case) -> None:
+    module, x = shaken(case), case.like()
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    assert all(torch.equal(a, b) for a, b in zip(parts(compiled(x)), parts(module(x)), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(case: Case, dtype: torch.dtype) -> None:
+    module, x = shaken(case, torch.float32), case.like(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = parts(module(x))
+    assert {part.dtype for part in values} == {dtype}
+    for got, want in zip(values, parts(module(x)), strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=0.1, atol=0.3)
+
+
+def test_repr_says_what_it_is() -> None:
+    module: FormModule = made(CASES[0])
+    assert "r=4" in repr(module)
+    assert "down: (4, 12)" in repr(module)

@@ -1,0 +1,170 @@
+"""What the rows promise: counts, shapes, values at initialisation, affinity; and what they refuse."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from peftc.forms import FORMS, Dims, Illegal
+from peftc.forms.adapter_module import ACTIVATION
+from peftc.forms.arguments import ACTIVATIONS
+from peftc.forms.module import build
+from peftc.forms.prefix_module import collapse
+from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
+from tests.forms.cases import BATCH, CASES, Case, every, made, owner, parameters, shaken, size
+
+NUMERICAL = 1e-12
+
+
+def test_every_form_is_among_the_cases() -> None:
+    assert {case.name for case in CASES} == set(FORMS)
+
+
+def test_rows_do_not_import_torch() -> None:
+    code = "import sys, peftc.forms; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_activations_of_the_row_and_of_the_module_are_the_same() -> None:
+    assert set(ACTIVATIONS) == set(ACTIVATION)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_trained_count_is_the_number_of_entries(case: Case) -> None:
+    count = case.form.count(case.args, case.dims)
+    assert count.trained == sum(p.numel() for p in owner(case).parameters())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_stored_count_is_what_is_left_after_collapsing(case: Case) -> None:
+    count = case.form.count(case.args, case.dims)
+    if case.grouped and not case.args["keep"]:
+        assert count.stored == case.sites * sum(rows.numel() for rows in collapse(made(case)).values())
+    else:
+        assert count.stored == count.trained
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_value_fits_the_promised_shape(case: Case) -> None:
+    promised = case.form.shape(case.args, case.dims)
+    value = shaken(case)(case.like())
+    if isinstance(promised, KeyValue):
+        want = (BATCH, promised.kv_heads, case.args["len"], promised.d_head)
+        assert tuple(tuple(part.shape) for part in value) == (want, want)
+    elif isinstance(promised, Scalar) and promised.per_example:
+        assert value.shape[0] == BATCH
+        assert value.numel() == BATCH
+        assert value.ndim == len(size(case.target))
+    elif isinstance(promised, Scalar):
+        assert value.numel() == 1
+    else:
+        assert torch.broadcast_shapes(value.shape, size(promised)) == size(promised)
+
+
+@pytest.mark.parametrize("case", every(lambda c: c.name != "prefix"), ids=str)
+def test_value_at_initialisation_is_the_promised_constant(case: Case) -> None:
+    value, promised = made(case)(case.like()), case.form.at_init(case.args)
+    constant = bool((value == value.flatten()[0]).all())
+    assert constant == (promised is not None)
+    if promised is not None:
+        assert torch.equal(value, torch.full_like(value, promised))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_magnitude_passes_the_base_weight_bit_for_bit(dtype: torch.dtype, transposed: bool) -> None:
+    assert [form.name for form in FORMS.values() if form.passes] == ["magnitude"]
+    shape = Weight(64, 48)
+    module = build(Case("magnitude", shape, shape), dtype=dtype)
+    w = torch.randn(48, 64).T.to(dtype) if transposed else torch.randn(64, 48).to(dtype)
+    w[3] = 0.0
+    module.initialise(lambda name: torch.Generator(), {"w": w})
+    assert torch.equal(module(w + 0 * torch.ones(64, 48, dtype=dtype)), w)
+
+
+@pytest.mark.parametrize("case", every(lambda c: c.form.takes_input), ids=str)
+def test_affine_where_the_row_says_so_and_nowhere_else(case: Case) -> None:
+    module, x, y = shaken(case), case.like(), case.like().flip(-1)
+    mixed, apart = module(0.3 * x + 0.7 * y), 0.3 * module(x) + 0.7 * module(y)
+    error = ((mixed - apart).abs().max() / apart.abs().max()).item()
+    reason = case.form.affine(case.args)
+    assert (error < NUMERICAL) == (reason is None), (error, reason)
+
+
+@pytest.mark.parametrize(
+    "case", every(lambda c: c.form.affine(c.args) is None and c.name in ("adapter", "lora")), ids=str
+)
+def test_rank_bounds_the_change(case: Case) -> None:
+    module, d = shaken(case), case.like().shape[-1]
+    eye = torch.eye(d, dtype=torch.float64)[None]
+    change = module(eye) - module(torch.zeros_like(eye))
+    assert torch.linalg.matrix_rank(change[0]) == case.form.rank(case.args, case.dims)
+
+
+T, W, KV = Tokens(8), Weight(8, 4), KeyValue(2, 4)
+REFUSED = [
+    ("lora", {"r": 9}, T, T, "P311", "r"),
+    ("lora", {"r": 5}, Tokens(4), T, "P311", "r"),
+    ("lora", {"r": 2}, Heads(2, 4), T, "P310", "input"),
+    ("lora", {"r": 2}, T, W, "P310", None),
+    ("lowrank", {"r": 5}, None, W, "P311", "r"),
+    ("lowrank", {"r": 2}, None, T, "P310", None),
+    ("adapter", {}, T, T, "P312", None),
+    ("adapter", {"r": 2, "reduction": 2}, T, T, "P312", "reduction"),
+    ("adapter", {"r": 2}, T, KV, "P310", None),
+    ("adapter", {"r": 2}, None, T, "P310", "input"),
+    ("bottleneck", {"r": 2}, T, Heads(2, 4), "P310", "input"),
+    ("bottleneck", {"r": 2}, Rows(2, 4), T, "P310", None),
+    ("bottleneck", {"r": 2}, Rows(1, 4), Heads(2, 4), "P301", "input"),
+    ("magnitude", {}, T, T, "P310", None),
+    ("magnitude", {}, Weight(4, 8), W, "P301", "input"),
+    ("prefix", {"len": 3}, None, T, "P310", None),
+    ("prefix", {"len": 3, "reparam": ("mlp", 0)}, None, KV, "P312", "reparam"),
+    ("prefix", {"len": 3, "keep": True}, None, KV, "P312", "keep"),
+    ("prefix", {"len": 3, "std": 1.0, "reparam": ("mlp", 8)}, None, KV, "P312", "std"),
+    ("vector", {}, None, W, "P310", None),
+    ("vector", {}, None, KV, "P310", None),
+    ("gate", {}, Heads(2, 4), T, "P310", "input"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "source", "target", "code", "argument"), REFUSED)
+def test_refused_with_a_code_and_the_argument_to_underline(
+    name: str, given: dict[str, object], source: Shape | None, target: Shape, code: str, argument: str | None
+) -> None:
+    form = FORMS[name]
+    with pytest.raises(Illegal) as caught:
+        form.shape(form.fill(given), Dims(source, target, 8))  # type: ignore[arg-type]
+    assert (caught.value.code, caught.value.argument) == (code, argument)
+
+
+def test_numbers_have_ranges() -> None:
+    ranges = {
+        (form.name, p.name): (p.low, p.high, p.open)
+        for form in FORMS.values()
+        for p in form.params
+        if p.low is not None
+    }
+    assert ranges["lora", "alpha"] == ranges["lowrank", "alpha"] == (0.0, None, "low")
+    assert ranges["lora", "dropout"] == ranges["adapter", "dropout"] == (0.0, 1.0, "high")
+    assert {low for (_, name), (low, _, _) in ranges.items() if name in ("r", "len", "reduction")} == {1}
+
+
+def test_published_prefix_counts() -> None:
+    """BART-large MAM with mlp(800) (He et al.'s code) and T5-3B prefixes with mlp(512) (Lialin et al. 2024, Table 5)."""
+    prefix = FORMS["prefix"]
+    bart = Dims(None, KeyValue(16, 64), 1024, 12)
+    mam = prefix.count(prefix.fill({"len": 30, "reparam": ("mlp", 800)}), bart)
+    assert (3 * mam.trained + 25_202_688, 3 * mam.stored) == (86_810_976, 2_211_840)
+    t5 = Dims(None, KeyValue(32, 128), 1024, 24)
+    assert 3 * prefix.count(prefix.fill({"len": 30, "reparam": ("mlp", 512)}), t5).trained == 304_246_272
+
+
+def test_rows_can_be_listed_as_json() -> None:
+    listed = {f.name: {p.name: [p.type, p.doc, p.default, p.choices] for p in f.params} for f in FORMS.values()}
+    assert all(doc for form in json.loads(json.dumps(listed)).values() for _, doc, _, _ in form.values())
+    assert all(f.paper and f.equation for f in FORMS.values())
+    assert Vector(3) != Tokens(3)
+    assert parameters(made(CASES[0]))

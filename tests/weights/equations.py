@@ -1,0 +1,126 @@
+"""Terms and sites by hand, and what an edit computes when nothing is folded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from peftc.forms import FORMS, Dims
+from peftc.forms.module import FormModule, build
+from peftc.forms.shapes import Shape, Tokens, Vector, Weight
+from peftc.plan.ir import Applied, Arithmetic, Assign, Constant, Frozen, Instance, Placed, Read, Term
+from peftc.syntax import ast
+from peftc.trace.sites import Site, State, WeightRef
+
+SOURCE = ast.Name("…")
+
+
+def read(state: str, shape: Shape) -> Read:
+    return Read(state, shape=shape, source=SOURCE)
+
+
+def number(value: float) -> Constant:
+    return Constant(value, shape=Tokens(1), source=SOURCE)
+
+
+def op(symbol: str, left: Term, right: Term) -> Arithmetic:
+    return Arithmetic(symbol, left, right, shape=left.shape, source=SOURCE)  # type: ignore[arg-type]
+
+
+def apply(name: str, value: Term | None, target: Shape, key: str | None = None, **given: object) -> Applied:
+    form = FORMS[name]
+    dims = Dims(value.shape if value else None, target, 8)
+    instance = Instance(key or name, form, form.fill(given), dims)  # type: ignore[arg-type]
+    return Applied(instance, value, shape=target, source=SOURCE)
+
+
+def frozen(name: str, value: Term) -> Frozen:
+    return Frozen(name, name, value, shape=value.shape, source=SOURCE)
+
+
+def assign(state: str, value: Term) -> Assign:
+    return Assign(state, value, ast.Equation(state, "=", SOURCE))
+
+
+def site(path: str, d_out: int, d_in: int, *, bias: bool = True, linear: str = "", weight: bool = True) -> Site:
+    """A Linear (with w), or with `weight=False` a site that has hidden states alone."""
+    states = {"x": State("x", Tokens(d_in)), "h": State("h", Tokens(d_out), linear=linear)}
+    if weight:
+        states["w"] = State("w", Weight(d_out, d_in), weight=WeightRef(path, "weight"))
+    if weight and bias:
+        states["b"] = State("b", Vector(d_out), weight=WeightRef(path, "bias"))
+    steps = tuple((part.partition("[")[0], None) for part in path.split("."))
+    return Site(path, steps, path, "root", "kind", states)
+
+
+def instances(term: Term) -> list[Instance]:
+    match term:
+        case Applied(instance=instance, input=value):
+            return [instance, *([] if value is None else instances(value))]
+        case Arithmetic(left=left, right=right):
+            return instances(left) + instances(right)
+        case Frozen(input=value):
+            return instances(value)
+        case _:
+            return []
+
+
+def placed(where: Site, *assigns: Assign) -> Placed:
+    found = {id(i): i for a in assigns for i in instances(a.value)}
+    return Placed("edit", where, assigns, tuple(found.values()))
+
+
+def trained(
+    edit: Placed, dtype: torch.dtype = torch.float64, base: Mapping[str, Tensor] | None = None
+) -> dict[str, FormModule]:
+    """The modules of an edit, with every parameter away from where it started."""
+    modules: dict[str, FormModule] = {}
+    for instance in edit.instances:
+        module = build(instance, dtype=dtype).eval()
+        module.initialise(_seeded, base or {})
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=_seeded(instance.key + name), dtype=dtype))
+        modules[instance.key] = module
+    return modules
+
+
+def run(edit: Placed, modules: Mapping[str, FormModule], states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The states after the edit's equations, computed on plain tensors; `like` decides dtype for forms without input."""
+    known: dict[int, Tensor] = {}
+    for equation in edit.assigns:
+        states = states | {equation.state: _value(equation.value, modules, states, known)}
+    return states
+
+
+def _value(
+    term: Term, modules: Mapping[str, FormModule], states: Mapping[str, Tensor], known: dict[int, Tensor]
+) -> Tensor:
+    if id(term) not in known:
+        known[id(term)] = _fresh(term, modules, states, known)
+    return known[id(term)]
+
+
+def _fresh(
+    term: Term, modules: Mapping[str, FormModule], states: Mapping[str, Tensor], known: dict[int, Tensor]
+) -> Tensor:
+    match term:
+        case Read(state=state):
+            return states[state]
+        case Constant(value=value):
+            return torch.tensor(value, dtype=torch.float64)
+        case Applied(instance=instance, input=value):
+            like = states["like"] if value is None else _value(value, modules, states, known)
+            return modules[instance.key](like)
+        case Arithmetic(op=symbol, left=left, right=right):
+            function = {"+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div}[symbol]
+            return function(_value(left, modules, states, known), _value(right, modules, states, known))
+        case _:
+            raise AssertionError(term)
+
+
+def _seeded(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(int.from_bytes(sha256(name.encode()).digest()[:4], "big"))

@@ -1,0 +1,242 @@
+"""A folded edit computes what the edit computed, to 1e-10 in float64; what does not fold is refused by name."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from peftc.forms.shapes import KeyValue, Tokens, Vector, Weight
+from peftc.plan.affine import affine_reason, fold_reason, fold_target
+from peftc.plan.ir import Assign, Concat
+from peftc.weights.affine import FoldedWeights, Refusal, fold_terms
+from tests.weights import equations as eq
+
+TOLERANCE = 1e-10
+D_IN, D_OUT = 10, 6
+X, H, Z = eq.read("x", Tokens(D_IN)), eq.read("h", Tokens(D_OUT)), eq.read("h", Tokens(D_IN))
+W, B = eq.read("w", Weight(D_OUT, D_IN)), eq.read("b", Vector(D_OUT))
+OUT, IN = Tokens(D_OUT), Tokens(D_IN)
+
+
+def normal(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+WEIGHT, BIAS, INPUT = normal(D_OUT, D_IN), normal(D_OUT, seed=1), normal(2, 7, D_IN, seed=2)
+
+lora = eq.apply("lora", X, OUT, r=3, alpha=16, dropout=0.5)
+parallel = eq.apply("adapter", X, OUT, r=4, act="none")
+sequential = eq.apply("adapter", H, OUT, r=4, act="none", bias=False)
+l_v = eq.apply("vector", None, OUT, init=0.7)
+s = eq.apply("scalar", None, OUT, init=0.4)
+difference = eq.op("-", eq.apply("lora", H, OUT, r=3), eq.op("*", s, H))
+
+OUTPUT_EDITS: dict[str, list[Assign]] = {
+    "lora": [eq.assign("h", eq.op("+", H, lora))],
+    "ia3": [eq.assign("h", eq.op("*", H, l_v))],
+    "new bias": [eq.assign("h", eq.op("+", H, eq.apply("vector", None, OUT, init=0)))],
+    "parallel linear adapter": [eq.assign("h", eq.op("+", H, eq.op("*", eq.number(4), parallel)))],
+    "sequential linear adapter": [eq.assign("h", eq.op("+", H, sequential))],
+    "both in a row": [eq.assign("h", eq.op("+", H, lora)), eq.assign("h", eq.op("+", eq.read("h", OUT), sequential))],
+    "constant gate": [eq.assign("h", eq.op("+", eq.op("*", eq.op("-", eq.number(1), s), H), eq.op("*", lora, s)))],
+    "learned and shifted": [eq.assign("h", eq.op("-", eq.number(2), eq.op("/", eq.op("-", H, l_v), s)))],
+    "difference of affine values": [eq.assign("h", difference)],
+    "vector over lora": [eq.assign("h", eq.op("+", H, eq.op("*", l_v, eq.op("+", lora, eq.number(0.5)))))],
+    "nested": [eq.assign("h", eq.apply("lora", eq.apply("adapter", X, IN, r=4, act="none"), OUT, r=2))],
+    "DoRA and lora": [
+        eq.assign("h", eq.op("+", H, lora)),
+        eq.assign("w", eq.apply("magnitude", eq.op("+", W, eq.apply("lowrank", None, W.shape, r=2)), W.shape)),
+        eq.assign("h", eq.op("*", eq.read("h", OUT), l_v)),
+    ],
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", OUTPUT_EDITS)
+def test_an_edit_of_h_folds_into_its_linear(name: str, bias: bool) -> None:
+    where = eq.site("layer.attn.q", D_OUT, D_IN, bias=bias)
+    edit = eq.placed(where, *OUTPUT_EDITS[name])
+    assert fold_reason(edit, {where.path: where}) is None
+    b = BIAS if bias else None
+    modules = eq.trained(edit, base={"w": WEIGHT})
+    folded = fold_terms(edit, modules, WEIGHT, b)
+    assert isinstance(folded, FoldedWeights)
+    weights = eq.placed(where, *[a for a in edit.assigns if a.state == "w"])
+    hidden = eq.placed(where, *[a for a in edit.assigns if a.state == "h"])
+    w = eq.run(weights, modules, {"w": WEIGHT, "like": WEIGHT})["w"]
+    want = eq.run(hidden, modules, {"x": INPUT, "h": linear(INPUT, w, b), "like": INPUT})["h"]
+    assert not torch.allclose(want, linear(INPUT, WEIGHT, b), atol=1e-3)
+    torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+INPUT_EDITS = {
+    "l_ff": eq.op("*", Z, eq.apply("vector", None, IN)),
+    "shift": eq.op("+", Z, eq.apply("vector", None, IN, init=0)),
+    "linear adapter": eq.op("+", Z, eq.op("*", eq.number(2), eq.apply("adapter", Z, IN, r=3, act="none"))),
+    "lora": eq.op("-", Z, eq.apply("lora", Z, IN, r=3)),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", INPUT_EDITS)
+def test_an_edit_of_the_hidden_activation_folds_into_down(name: str, bias: bool) -> None:
+    down = eq.site("layer.ffn.down", D_OUT, D_IN, bias=bias)
+    edit = eq.placed(eq.site("layer.ffn.hidden", D_IN, D_IN, weight=False), eq.assign("h", INPUT_EDITS[name]))
+    sites = {down.path: down}
+    target = fold_target(edit, sites)
+    assert not isinstance(target, str)
+    assert (target.side, target.weight, fold_reason(edit, sites)) == ("input", down.states["w"].weight, None)
+    b, modules = BIAS if bias else None, eq.trained(edit)
+    folded = fold_terms(edit, modules, WEIGHT, b, target.side)
+    assert isinstance(folded, FoldedWeights)
+    want = linear(eq.run(edit, modules, {"h": INPUT, "like": INPUT})["h"], WEIGHT, b)
+    torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_sub_layer_folds_into_the_linear_that_computes_its_h() -> None:
+    down = eq.site("layer.ffn.down", D_OUT, D_IN)
+    where = eq.site("layer.ffn", D_OUT, D_OUT, weight=False, linear=down.path)
+    edit = eq.placed(where, eq.assign("h", eq.op("+", H, sequential)))
+    target = fold_target(edit, {down.path: down})
+    assert not isinstance(target, str)
+    assert (target.side, target.weight) == ("output", down.states["w"].weight)
+    modules = eq.trained(edit)
+    folded = fold_terms(edit, modules, WEIGHT, BIAS)
+    assert isinstance(folded, FoldedWeights)
+    want = eq.run(edit, modules, {"h": linear(INPUT, WEIGHT, BIAS), "like": INPUT})["h"]
+    torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
+    sandwich = eq.site("layer.ffn", D_OUT, D_OUT, weight=False)
+    said = fold_reason(eq.placed(sandwich, *edit.assigns), {down.path: down})
+    assert said == "`h` of `layer.ffn` is not simply the output of `down`"
+
+
+def test_weights_and_biases_of_norms() -> None:
+    where = eq.site("layer.norm", 5, 5, weight=False)
+    w, b = eq.read("w", Vector(5)), eq.read("b", Vector(5))
+    edit = eq.placed(
+        where,
+        eq.assign("w", eq.op("*", w, eq.apply("vector", None, Vector(5), "gain"))),
+        eq.assign("b", eq.op("+", b, eq.apply("vector", None, Vector(5), "shift", init=0))),
+    )
+    assert fold_reason(edit, {}) is None
+    modules = eq.trained(edit)
+    weight, bias = normal(5), normal(5, seed=1)
+    folded = fold_terms(edit, modules, weight, bias)
+    assert isinstance(folded, FoldedWeights)
+    torch.testing.assert_close(folded.weight, weight * modules["gain"].scale)
+    torch.testing.assert_close(folded.bias, bias + modules["shift"].scale)
+
+
+relu = eq.apply("adapter", X, OUT, r=4)
+gate = eq.apply("gate", X, OUT)
+REASONS = {
+    "nonlinear": (eq.op("+", H, relu), "`adapter(x)`: its activation relu is not linear"),
+    "layer norm": (
+        eq.apply("adapter", X, OUT, r=4, act="none", norm_in=True),
+        "`adapter(x)`: its layer norm is not linear",
+    ),
+    "gate": (eq.op("*", gate, lora), "`gate(x)`: it depends on the input"),
+    "square": (eq.op("*", H, eq.op("+", lora, eq.number(1))), "`h * (lora(x) + 1)` multiplies two values"),
+    "quotient": (eq.op("/", eq.number(1), H), "`1 / h` divides by a value that depends on the input"),
+    "other state": (eq.op("+", H, eq.read("res", OUT)), "`res` is not what the Linear reads"),
+    "the base's norm": (eq.op("+", H, eq.frozen("norm", H)), "`norm(h)`: the model's own `norm` is not folded"),
+    "form of a constant": (eq.apply("lora", l_v, OUT, r=2), "`lora(vector())` reads nothing"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_does_not_fold_is_named(name: str) -> None:
+    value, reason = REASONS[name]
+    where = eq.site("layer.attn.q", D_OUT, D_IN)
+    edit = eq.placed(where, eq.assign("h", value))
+    assert (affine_reason(value, {"x", "h"}) or "").startswith(reason)
+    assert (fold_reason(edit, {where.path: where}) or "").startswith(reason)
+    if name != "form of a constant":
+        folded = fold_terms(edit, eq.trained(edit), WEIGHT, BIAS)
+        assert isinstance(folded, Refusal)
+
+
+def test_prefixes_and_states_of_attention_do_not_fold() -> None:
+    where = eq.site("layer.attn", D_OUT, D_OUT, weight=False)
+    kv = eq.read("kv", KeyValue(2, 3))
+    joined = Concat((eq.apply("prefix", None, kv.shape, len=3), kv), shape=kv.shape, source=eq.SOURCE)
+    said = fold_reason(eq.placed(where, eq.assign("kv", joined)), {})
+    assert said == "`concat(prefix(), kv)` adds rows to the keys and values, which no weight holds"
+    q = eq.placed(where, eq.assign("q", eq.op("*", eq.read("h", OUT), eq.number(2))))
+    assert fold_reason(q, {}) == "`q` of `layer.attn` is not the output of a Linear"
+
+
+def test_a_parallel_adapter_of_a_sub_layer_does_not_fold() -> None:
+    down = eq.site("layer.ffn.down", D_OUT, D_IN)
+    where = eq.site("layer.ffn", D_OUT, D_IN, weight=False, linear=down.path)
+    edit = eq.placed(where, eq.assign("h", eq.op("+", H, parallel)))
+    assert fold_reason(edit, {down.path: down}) == "`x` is not what the Linear reads"
+    assert isinstance(fold_terms(edit, eq.trained(edit), WEIGHT, BIAS), Refusal)
+
+
+def test_tied_weights_are_refused() -> None:
+    where = eq.site("head", D_OUT, D_IN)
+    edit = eq.placed(where, *OUTPUT_EDITS["lora"])
+    said = fold_reason(edit, {where.path: where}, [("head.weight", "embed.weight")])
+    assert said == "`head.weight` is tied to `embed.weight`: a fold would change both uses"
+    assert fold_reason(edit, {where.path: where}, [("other.weight", "embed.weight")]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_are_summed_wide_and_rounded_once(dtype: torch.dtype) -> None:
+    where = eq.site("layer.attn.q", 64, 48, bias=False)
+    small = eq.apply("lora", eq.read("x", Tokens(48)), Tokens(64), r=2)
+    edit = eq.placed(where, eq.assign("h", eq.op("+", eq.read("h", Tokens(64)), small)))
+    modules = eq.trained(edit, torch.float32)
+    modules["lora"].B.data.mul_(0.05)
+    weight = normal(64, 48).to(dtype)
+    folded = fold_terms(edit, modules, weight, None)
+    assert isinstance(folded, FoldedWeights)
+    delta = modules["lora"].B.detach() @ modules["lora"].A.detach()
+    assert torch.equal(folded.weight, (weight.float() + delta).to(dtype))
+    assert not torch.equal(folded.weight, weight + delta.to(dtype))
+    kept = (folded.weight != weight).double().mean().item()
+    assert folded.survived == pytest.approx(kept)
+    assert 0 < folded.survived < 1
+    assert folded.bias is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_not_a_number_is_refused(value: float) -> None:
+    where = eq.site("layer.attn.q", D_OUT, D_IN)
+    edit = eq.placed(where, *OUTPUT_EDITS["lora"])
+    modules = eq.trained(edit)
+    modules["lora"].A.data[0, 0] = value
+    refused = fold_terms(edit, modules, WEIGHT, BIAS)
+    assert isinstance(refused, Refusal)
+    assert "NaN" in refused.reason
+    overflow = fold_terms(eq.placed(where, *OUTPUT_EDITS["ia3"]), _big(), WEIGHT.half(), BIAS.half())
+    assert isinstance(overflow, Refusal)
+
+
+def _big() -> dict[str, object]:
+    modules = eq.trained(eq.placed(eq.site("q", D_OUT, D_IN), *OUTPUT_EDITS["ia3"]), torch.float32)
+    modules["vector"].scale.data.fill_(1e6)
+    return modules  # type: ignore[return-value]
+
+
+def test_weights_that_are_not_there_are_refused() -> None:
+    where = eq.site("layer.attn.q", D_OUT, D_IN)
+    edit = eq.placed(where, *OUTPUT_EDITS["lora"])
+    modules = eq.trained(edit)
+    assert fold_terms(edit, modules, WEIGHT.to("meta"), BIAS) == Refusal("the weights are not loaded")
+    assert fold_terms(edit, modules, (100 * WEIGHT).to(torch.int8), None) == Refusal("the weight is quantised")
+
+
+def test_a_value_keeps_nothing_wide_for_a_wide_hidden_state() -> None:
+    """(IA)³ and low-rank edits of a 28,672-wide hidden state never form a square matrix (that would be 3.3 GB)."""
+    d = 28_672
+    z = eq.read("h", Tokens(d))
+    value = eq.op("*", eq.op("+", z, eq.apply("lora", z, Tokens(d), r=2)), eq.apply("vector", None, Tokens(d)))
+    edit = eq.placed(eq.site("layer.ffn.hidden", d, d, weight=False), eq.assign("h", value))
+    weight = torch.randn(4, d)
+    folded = fold_terms(edit, eq.trained(edit, torch.float32), weight, None)
+    assert isinstance(folded, FoldedWeights)
+    assert folded.weight.shape == weight.shape
