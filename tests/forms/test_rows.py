@@ -10,6 +10,7 @@ import torch
 from peftc.forms import FORMS, Dims, Illegal
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.arguments import ACTIVATIONS
+from peftc.forms.lora import scale
 from peftc.forms.module import build
 from peftc.forms.prefix_module import collapse
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
@@ -76,12 +77,25 @@ def test_value_at_initialisation_is_the_promised_constant(case: Case) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_magnitude_passes_the_base_weight_bit_for_bit(dtype: torch.dtype, transposed: bool) -> None:
     assert [form.name for form in FORMS.values() if form.passes] == ["magnitude"]
-    shape = Weight(64, 48)
+    shape = Weight(640, 480)
     module = build(Case("magnitude", shape, shape), dtype=dtype)
-    w = torch.randn(48, 64).T.to(dtype) if transposed else torch.randn(64, 48).to(dtype)
+    w = torch.randn(480, 640).T.to(dtype) if transposed else torch.randn(640, 480).to(dtype)
     w[3] = 0.0
     module.initialise(lambda name: torch.Generator(), {"w": w})
-    assert torch.equal(module(w + 0 * torch.ones(64, 48, dtype=dtype)), w)
+    assert torch.equal(module(w), w)
+    assert torch.equal(module(w.contiguous()), w), "the sum of squares must not depend on the storage"
+
+
+def test_scale_of_low_rank_forms() -> None:
+    form = FORMS["lora"]
+    said = [
+        ({}, 1.0),
+        ({"alpha": 16}, 4.0),
+        ({"alpha": 2.0}, 0.5),
+        ({"alpha": 16, "rslora": True}, 8.0),
+        ({"rslora": True}, 2.0),
+    ]
+    assert [scale(form.fill({"r": 4, **given})) for given, _ in said] == [want for _, want in said]
 
 
 @pytest.mark.parametrize("case", every(lambda c: c.form.takes_input), ids=str)
