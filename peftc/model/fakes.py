@@ -81,6 +81,8 @@ def fake_copy(value: T, mode: FakeTensorMode | None = None) -> T:
     if isinstance(value, nn.Module):
         memo = {id(p): as_fake(p, mode) for p in value.parameters()}  # a parameter copies itself unasked
         for module in value.modules():
+            held = [m for m in vars(module).values() if isinstance(m, nn.Module)]  # held without being registered
+            memo |= {id(p): as_fake(p, mode) for m in held for p in m.parameters() if id(p) not in memo}
             memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in _HOOKS if vars(module).get(name)}
     with _CopyAsFake(mode):
         return copy.deepcopy(value, memo)

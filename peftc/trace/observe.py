@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from peftc.trace.fakes import fake_copy
+from peftc.model.fakes import fake_copy
 from peftc.trace.tracer import bind, innermost
 
 

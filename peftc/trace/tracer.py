@@ -12,7 +12,7 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,9 +59,9 @@ class Traced:
     calls: list[ModuleCall]
     guards: list[Guard]
     facts: dict[tuple[str, str], Any]
-    depends_on_dtype: bool
-    signature: inspect.Signature = field(repr=False)
-    arguments: dict[str, Any] = field(repr=False)
+    depends_on_dtype: bool = False
+    parameter: tuple[str, torch.dtype] | None = None  # one that tells the dtype of the region's parameters
+    result: Any = None  # of a region whose code was not entered: the parts of its result, by path
 
 
 class TraceError(Exception):
@@ -132,9 +132,10 @@ class RegionTracer(fx.Tracer):
     def materialises(self, node: fx.Node, value: Any) -> bool:
         """Whether Python gets the plain value (and the graph a guard): None, dtypes and words.
 
-        The weights of an attention call stay symbolic: they are None under some implementations.
+        Parts of what an attention or a child returns stay symbolic: they are handed on, and are None at some times only.
         """
-        if node.target is operator.getitem and getattr(node.args[0], "target", None) is attention:
+        source = node.args[0] if node.target is operator.getitem else node
+        if isinstance(source, fx.Node) and (source.op == "call_module" or source.target is attention):
             return False
         if node.target is operator.setitem:
             return False
@@ -144,6 +145,9 @@ class RegionTracer(fx.Tracer):
         node = super().create_node(kind, target, *args, **kwargs)
         frame = self.frames[-1] if self.frames else ""
         word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if target is operator.getitem:  # one sort for each thing indexed, so that cache updates do not shift the count
+            source, index = args[0]
+            word = f"{word} {index} of {source.meta['origin'][1] if isinstance(source, fx.Node) else source}"
         key = (frame, f"{kind} {word}")
         self.counts[key] = self.counts.get(key, -1) + 1
         node.meta["origin"] = (frame, key[1], self.counts[key])
@@ -234,9 +238,9 @@ class RegionTracer(fx.Tracer):
         with spying(root, self), live(self):
             out = forward(root, *args, **kwargs)
             self.graph.output(self.create_arg(out))
-        return Traced(
-            self.graph, self.calls, self.guards, self.facts, self.depends_on_dtype, signature, dict(arguments)
-        )
+        floating = ((n, p.dtype) for n, p in root.named_parameters() if p.is_floating_point())
+        parameter = next(floating, None)
+        return Traced(self.graph, self.calls, self.guards, self.facts, self.depends_on_dtype, parameter)
 
     def placeholders(self, signature: inspect.Signature, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
@@ -341,7 +345,7 @@ def current() -> RegionTracer | None:
     return tracer if tracer is not None and tracer.live else None
 
 
-_patching = threading.Lock()
+_patching = threading.RLock()  # a leaf that runs while examples are computed may be traced itself
 
 
 @contextlib.contextmanager
@@ -380,11 +384,12 @@ def live(tracer: RegionTracer) -> Iterator[None]:
             cls.__enter__ = refused(context)
         for name, function in creates.items():
             setattr(torch, name, recorded(function))
+        outer = getattr(_active, "tracer", None)
         _active.tracer, tracer.live = tracer, True
         try:
             yield
         finally:
-            _active.tracer, tracer.live = None, False
+            _active.tracer, tracer.live = outer, False
             AttentionInterface.get_interface = interface
             for cls, context in blocks.items():
                 cls.__enter__ = context

@@ -1,0 +1,120 @@
+"""Where a hidden state is, said so that it can be found again in another trace of the same code.
+
+A value can have several anchors: the output of a Linear is also what its parent returns. An anchor names a module and a
+boundary of it (an argument, a part of the result), or the n-th operation of one sort that the module's own code runs. All of
+these stay the same when other children are inlined, and between training, evaluation and decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from peftc.trace.tracer import ModuleCall, Traced
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """`in`: argument `key` = (parameter, *path) of `module`; `out`: part `key` of its result; `node`: `key` = (operation, n)
+    in the code of `module`; `argument`: `key` = (operation, n, name) one of q, k, v, kv of an attention call there.
+    """
+
+    kind: Literal["in", "out", "node", "argument"]
+    module: str
+    key: tuple[Any, ...] = ()
+
+    def relative(self, region: str) -> Anchor:
+        """This anchor, its module named from `region`."""
+        return Anchor(self.kind, relative(self.module, region), self.key)
+
+
+def relative(name: str, region: str) -> str:
+    """`name` as seen from `region`, which contains it."""
+    return name if not region else name[len(region) + 1 :]
+
+
+def contains(region: str, name: str) -> bool:
+    return not region or name == region or name.startswith(region + ".")
+
+
+def parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
+    """The nodes in nested arguments or results, with the path to each."""
+    if isinstance(value, fx.Node):
+        yield path, value
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            yield from parts(item, (*path, i))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from parts(item, (*path, key))
+
+
+def part(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def calls_of(traced: Traced) -> list[ModuleCall]:
+    """The calls of modules that are called just once, the region itself among them."""
+    names = [c.name for c in traced.calls]
+    once = [c for c in traced.calls if names.count(c.name) == 1]
+    return [*once, own_call(traced)]
+
+
+def own_call(traced: Traced) -> ModuleCall:
+    """The region's own call, as seen from inside."""
+    placeholders = {str(n.target).lstrip("*"): n for n in traced.graph.nodes if n.op == "placeholder"}
+    output = next(n for n in traced.graph.nodes if n.op == "output")
+    result = output.args[0] if traced.result is None else traced.result
+    return ModuleCall("", "", placeholders, result, inlined=True)
+
+
+def anchors(node: fx.Node, traced: Traced) -> list[Anchor]:
+    """Every way to name a node's value."""
+    found: list[Anchor] = []
+    for call in calls_of(traced):
+        found += [Anchor("in", call.name, path) for path, n in parts(call.arguments) if n is node]
+        found += [Anchor("out", call.name, path) for path, n in parts(call.result) if n is node]
+    if node.op not in ("placeholder", "call_module"):
+        frame, operation, n = node.meta["origin"]
+        found.append(Anchor("node", frame, (operation, n)))
+    return found
+
+
+def find(anchor: Anchor, traced: Traced) -> fx.Node | None:
+    """The node that an anchor names in this trace; None where this trace has no such value."""
+    if anchor.kind in ("in", "out"):
+        for call in calls_of(traced):
+            if call.name == anchor.module:
+                try:
+                    value = part(call.arguments if anchor.kind == "in" else call.result, anchor.key)
+                except (KeyError, IndexError, TypeError):
+                    return None
+                return value if isinstance(value, fx.Node) else None
+        return None
+    origin = (anchor.module, *anchor.key[:2])
+    return next((n for n in traced.graph.nodes if n.meta.get("origin") == origin), None)
+
+
+def frames_between(region: str, anchor: Anchor, traced: Traced) -> frozenset[str] | None:
+    """The modules whose code must be entered, from `region` on, to reach an anchor; empty at the region's own boundary.
+
+    None where the anchor is not inside `region`.
+    """
+    callers = {c.name: c.frame for c in traced.calls}
+    if anchor.kind in ("in", "out") and anchor.module == region:
+        return frozenset()
+    frame = callers.get(anchor.module, "") if anchor.kind in ("in", "out") else anchor.module
+    if not contains(region, anchor.module) or not contains(region, frame):
+        return None
+    found = {frame}
+    while frame != region:
+        if frame not in callers or not contains(region, callers[frame]):
+            return None
+        frame = callers[frame]
+        found.add(frame)
+    return frozenset(found)

@@ -1,0 +1,263 @@
+"""Prints a graph as the Python function it is: readable, and free of anything from the text of a spec."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from peftc.trace.graphs import is_size
+
+INFIX = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.floordiv: "//",
+    operator.mod: "%",
+    operator.pow: "**",
+    operator.matmul: "@",
+    operator.eq: "==",
+    operator.ne: "!=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.and_: "&",
+    operator.or_: "|",
+    operator.xor: "^",
+}
+PREFIX = {operator.neg: "-", operator.invert: "~", operator.not_: "not "}
+WIDTH = 110
+
+
+class Names:
+    """The globals that emitted functions use: qualified names, and the objects to run them with."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {"torch": torch}
+        self.imports: dict[str, str] = {"torch": "import torch"}
+
+    def of(self, value: Any) -> str:
+        """The text by which emitted code refers to a function or class."""
+        public = public_torch_name(value)
+        if public is not None:
+            return public
+        module, name = value.__module__, value.__qualname__
+        if module == "builtins":
+            return name
+        base = short = name.replace("<", "").replace(">", "").replace(".", "_")
+        n = 1
+        while short in self.values and self.values[short] is not value:
+            n += 1
+            short = f"{base}_{n}"
+        self.values[short] = value
+        self.imports[short] = f"from {module} import {name}" + (f" as {short}" if short != name else "")
+        return short
+
+
+def public_torch_name(value: Any) -> str | None:
+    name = getattr(value, "__name__", "")
+    for prefix, owner in (("torch", torch), ("torch.nn.functional", torch.nn.functional), ("torch.Tensor", torch.Tensor)):
+        if getattr(owner, name, None) is value:
+            return f"{prefix}.{name}"
+    return None
+
+
+class Emitter:
+    """Prints one graph. Reads of attributes and sizes are written where they are used, everything else on its own line."""
+
+    def __init__(self, graph: fx.Graph, names: Names, signature: inspect.Signature) -> None:
+        self.graph, self.names, self.signature = graph, names, signature
+        self.texts: dict[fx.Node, str] = {}
+
+    def body(self) -> list[str]:
+        """The lines of the function. Made twice: local names must differ from all the globals in use."""
+        remove_dead(self.graph)
+        self.lines()
+        self.texts.clear()
+        return self.lines()
+
+    def local(self, node: fx.Node) -> str:
+        name = node.name
+        while name in self.names.values or name in self.signature.parameters:
+            name += "_"
+        return name
+
+    def lines(self) -> list[str]:
+        lines: list[str] = []
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self.texts[node] = str(node.target).lstrip("*")
+            elif node.op == "output":
+                lines.append(f"return {self.arg(node.args[0])}")
+            elif node.target is operator.setitem:
+                target, key, value = node.args
+                lines.append(f"{self.arg(target)}[{self.index(key)}] = {self.arg(value)}")
+            elif node.op == "get_attr" or (is_size(node) and self.stable(node)):
+                self.texts[node] = self.expression(node)
+            else:
+                text = self.expression(node)
+                self.texts[node] = self.local(node)
+                lines += wrapped(f"{self.texts[node]} = {text}" if node.users else text)
+        return lines
+
+    def stable(self, node: fx.Node) -> bool:
+        """Sizes are read where they are used, unless many use them."""
+        return len(node.users) <= 2
+
+    def expression(self, node: fx.Node) -> str:
+        """The Python expression of one node."""
+        if node.op == "get_attr":
+            return attribute_path(str(node.target))
+        if node.op == "call_module":
+            return f"{attribute_path(str(node.target))}({self.arguments(node.args, node.kwargs)})"
+        if node.op == "call_method":
+            return f"{self.operand(node.args[0])}.{node.target}({self.arguments(node.args[1:], node.kwargs)})"
+        return self.call(node)
+
+    def call(self, node: fx.Node) -> str:
+        target: Any = node.target
+        args = node.args
+        if target is getattr:
+            return f"{self.operand(args[0])}.{args[1]}"
+        if target is operator.getitem:
+            return f"{self.operand(args[0])}[{self.index(args[1])}]"
+        if target in INFIX and len(args) == 2:
+            return f"{self.operand(args[0])} {INFIX[target]} {self.operand(args[1])}"
+        if target in PREFIX:
+            return f"{PREFIX[target]}{self.operand(args[0])}"
+        if target is base_call:
+            return f"{self.names.of(args[0])}.forward({passed_on(self.signature, ['self', *map(self.arg, args[1:])])})"
+        return f"{self.names.of(target)}({self.arguments(args, node.kwargs)})"
+
+    def guard(self, node: fx.Node) -> str:
+        """A node as one nested expression of the placeholders."""
+        if node.op == "placeholder":
+            return str(node.target).lstrip("*")
+        inner = Emitter(self.graph, self.names, self.signature)
+        for source in node.all_input_nodes:
+            inner.texts[source] = self.guard(source)
+        text = inner.expression(node)
+        return f"({text})" if node.target in INFIX or node.target in PREFIX else text
+
+    # Arguments ---------------------------------------------------------------------------------------------------
+
+    def arguments(self, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+        return ", ".join([*map(self.arg, args), *(f"{k}={self.arg(v)}" for k, v in kwargs.items())])
+
+    def operand(self, value: Any) -> str:
+        text = self.arg(value)
+        simple = isinstance(value, fx.Node) or isinstance(value, (str, bool)) or (isinstance(value, (int, float)) and value >= 0)
+        return text if simple else f"({text})"
+
+    def index(self, key: Any) -> str:
+        if isinstance(key, tuple) and key:
+            return ", ".join(map(self.index, key))
+        if isinstance(key, slice):
+            parts = ["" if v is None else self.arg(v) for v in (key.start, key.stop)]
+            return ":".join(parts) + (f":{self.arg(key.step)}" if key.step is not None else "")
+        return self.arg(key)
+
+    def arg(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.texts[value]
+        if isinstance(value, tuple):
+            return f"({', '.join(map(self.arg, value))}{',' if len(value) == 1 else ''})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.arg, value))}]"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self.arg(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({', '.join(self.arg(v) for v in (value.start, value.stop, value.step))})"
+        if value is ...:
+            return "..."
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return repr(value)
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return str(value)
+        if isinstance(value, torch.device):
+            return f"torch.{value!r}"
+        return self.names.of(value)
+
+
+def attribute_path(target: str) -> str:
+    """`layer.0.dropout` as code: `self.layer[0].dropout`."""
+    if target == "_self":
+        return "self"
+    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in target.split("."))
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Removes unused nodes that only look: everything that may act stays."""
+    looks = (getattr, operator.getitem, *INFIX, *PREFIX)
+    for node in reversed(list(graph.nodes)):
+        looking = node.op == "get_attr" or is_size(node) or node.target in (*looks, "get")
+        if looking and not node.users:
+            graph.erase_node(node)
+
+
+def wrapped(line: str) -> list[str]:
+    """A long call with one argument a line."""
+    if len(line) <= WIDTH or not line.endswith(")"):
+        return [line]
+    opening, depth = -1, 0
+    for i in range(len(line) - 1, -1, -1):
+        depth += {")": 1, "]": 1, "}": 1, "(": -1, "[": -1, "{": -1}.get(line[i], 0)
+        if depth == 0:
+            opening = i
+            break
+    parts, depth, start = list[str](), 0, opening + 1
+    for i in range(opening + 1, len(line) - 1):
+        depth += {")": -1, "]": -1, "}": -1, "(": 1, "[": 1, "{": 1}.get(line[i], 0)
+        if line[i] == "," and depth == 0:
+            parts.append(line[start:i].strip())
+            start = i + 1
+    parts.append(line[start:-1].strip())
+    return [line[: opening + 1], *(f"    {p}," for p in parts), ")"]
+
+
+def parameters(signature: inspect.Signature) -> str:
+    """A forward's parameters as code; defaults that are not plain constants become None."""
+    texts: list[str] = []
+    starred = False
+    for p in signature.parameters.values():
+        if p.kind is p.VAR_POSITIONAL:
+            texts.append(f"*{p.name}")
+            starred = True
+        elif p.kind is p.VAR_KEYWORD:
+            texts.append(f"**{p.name}")
+        else:
+            if p.kind is p.KEYWORD_ONLY and not starred:
+                texts.append("*")
+                starred = True
+            plain = isinstance(p.default, (bool, int, float, str))
+            texts.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}" if plain else f"{p.name}=None")
+    return ", ".join(texts)
+
+
+def passed_on(signature: inspect.Signature, values: Iterable[str] | None = None) -> str:
+    """The arguments of a call that hands on all of a forward's own parameters, or these values in their places."""
+    texts: list[str] = []
+    for p, value in zip(signature.parameters.values(), values or signature.parameters, strict=True):
+        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        texts.append(f"{p.name}={value}" if p.kind is p.KEYWORD_ONLY else star + value)
+    return ", ".join(texts)
+
+
+def base_call(base: type, *arguments: Any) -> Any:
+    """Stands in a graph for the forward of the region's own class; printed as `Base.forward(self, …)`."""
+    raise AssertionError("only printed")
+
+
+def function(name: str, signature: inspect.Signature, lines: list[str], doc: str = "") -> str:
+    """The source of a function of `signature` with these body lines."""
+    documented = [f'"""{doc}"""'] if doc else []
+    return "\n".join([f"def {name}({parameters(signature)}):", *(f"    {line}" for line in [*documented, *lines])])

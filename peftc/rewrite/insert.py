@@ -1,0 +1,325 @@
+"""Writes the equations of edits into the graph of a region."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.plan import ir
+from peftc.rewrite.anchors import Anchor, find
+from peftc.rewrite.regions import Bound, RegionEdit
+from peftc.runtime import attention_with_rows
+from peftc.trace.graphs import is_attention
+from peftc.trace.sites import Slice
+from peftc.trace.tracer import Traced
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+CONTAINER = "peftc"  # the name under which a region's own modules are registered
+
+
+class Inserter:
+    """Inserts edits one after the other. A later edit reads what an earlier one wrote."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced, self.graph = traced, traced.graph
+        self.latest: dict[fx.Node, fx.Node] = {}
+        self.weights: dict[tuple[str, str], fx.Node] = {}  # the parameter reads that have been rewritten
+
+    def insert(self, edit: RegionEdit) -> None:
+        memo: dict[int, Any] = {}
+        for i, assign in enumerate(edit.assigns):
+            lets = [term for at, term in edit.lets if at == i]
+            _Assignment(self, edit, assign, memo, lets).run()
+        try:
+            self.graph.lint()
+        except RuntimeError as error:
+            raise PeftcError(
+                Diagnostic("P405", f"`{edit.edit}` reads a state that is computed after the one it writes", notes=(str(error),))
+            ) from error
+
+    def now(self, node: fx.Node) -> fx.Node:
+        while node in self.latest:
+            node = self.latest[node]
+        return node
+
+    def locate(self, anchor: Anchor, what: str) -> fx.Node:
+        node = find(anchor, self.traced)
+        if node is None:
+            raise PeftcError(
+                Diagnostic(
+                    "P403",
+                    f"in this call pattern the model computes no `{what}` where its layer was analysed",
+                    notes=(f"looked for {anchor.kind} {anchor.key} of `{anchor.module or 'the region'}`",),
+                    help="report the model and the call; the model has not been changed by this call",
+                )
+            )
+        return node
+
+
+class _Assignment:
+    """One equation of one edit: nodes are added after everything they depend on, then the state's users are redirected."""
+
+    def __init__(
+        self, inserter: Inserter, edit: RegionEdit, assign: ir.Assign, memo: dict[int, Any], lets: list[ir.Term]
+    ) -> None:
+        self.inserter, self.edit, self.assign = inserter, edit, assign
+        self.graph = inserter.graph
+        self.made: list[fx.Node] = []
+        self.memo = memo  # of the whole edit: what `let` bound is computed once
+        self.lets = lets
+
+    def run(self) -> None:
+        bound = self.edit.states[self.assign.state]
+        if bound.weight is not None:
+            self.write_parameter(bound)
+        elif bound.anchor is not None and bound.anchor.kind == "argument":
+            self.write_argument(bound.anchor)
+        else:
+            self.write_value(bound)
+
+    # Writing -----------------------------------------------------------------------------------------------------
+
+    def write_value(self, bound: Bound) -> None:
+        assert bound.anchor is not None
+        node = self.inserter.now(self.inserter.locate(bound.anchor, self.assign.state))
+        self.start_after(node)
+        new = self.value()
+        if bound.rows is not None:
+            new = self.joined(node, bound.rows, new, -1, bound.width)
+        mine = set(self.made)
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in mine)
+        self.inserter.latest[node] = new
+
+    def write_argument(self, anchor: Anchor) -> None:
+        call, name = self.attention_call(anchor)
+        self.start_before(call)
+        for let in self.lets:
+            self.term(let)
+        shift = 2 if call.target is attention_with_rows else 0
+        if name == "kv":
+            self.write_pair(call, shift)
+            return
+        value = self.term(self.assign.value)
+        arguments = list(call.args)
+        arguments["qkv".index(name) + 2 + shift] = value
+        call.args = tuple(arguments)
+
+    def write_pair(self, call: fx.Node, shift: int) -> None:
+        key, value, before, after = self.pair(self.assign.value, call, shift)
+        old_before, old_after = call.args[:2] if shift else (0, 0)
+        assert isinstance(old_before, int)
+        assert isinstance(old_after, int)
+        arguments = list(call.args[shift:])
+        arguments[3:5] = [key, value]
+        call.target = attention_with_rows
+        call.args = (old_before + before, old_after + after, *arguments)
+
+    def pair(self, term: ir.Term, call: fx.Node, shift: int) -> tuple[Any, Any, int, int]:
+        """Keys, values, and how many rows were joined before and after, of a term of keys and values."""
+        if isinstance(term, ir.Read):
+            return call.args[3 + shift], call.args[4 + shift], 0, 0
+        if isinstance(term, ir.Concat):
+            parts = [self.pair(p, call, shift) for p in term.parts]
+            own = next(i for i, p in enumerate(term.parts) if contains_state(p))
+            before = sum(rows(p) for p in term.parts[:own]) + parts[own][2]
+            after = sum(rows(p) for p in term.parts[own + 1 :]) + parts[own][3]
+            keys, values = [p[0] for p in parts], [p[1] for p in parts]
+            return self.function(torch.cat, keys, 2), self.function(torch.cat, values, 2), before, after
+        if isinstance(term, ir.Applied):
+            made = self.applied(term, like=call.args[3 + shift])
+            return self.function(operator.getitem, made, 0), self.function(operator.getitem, made, 1), 0, 0
+        if isinstance(term, ir.Arithmetic):
+            return self.scaled_pair(term, call, shift)
+        raise AssertionError(term)
+
+    def scaled_pair(self, term: ir.Arithmetic, call: fx.Node, shift: int) -> tuple[Any, Any, int, int]:
+        """A number or a gate times keys and values."""
+        sides = [isinstance(t.shape, type(term.shape)) for t in (term.left, term.right)]
+        which = 0 if sides[0] else 1
+        inner, factor = (term.left, term.right) if which == 0 else (term.right, term.left)
+        key, value, before, after = self.pair(inner, call, shift)
+        if isinstance(factor.shape, type(term.shape)):
+            other = self.pair(factor, call, shift)
+            both = ((key, other[0]), (value, other[1]))
+        else:
+            by = self.per_head(self.term(factor), factor)
+            both = ((key, by), (value, by))
+        made = [self.function(OPERATORS[term.op], *(pair if which == 0 else pair[::-1])) for pair in both]
+        return made[0], made[1], before, after
+
+    def per_head(self, value: Any, term: ir.Term) -> Any:
+        """A number an example, (batch, 1, 1), made to fit (batch, heads, tokens, d_head)."""
+        per_example = getattr(term.shape, "per_example", False)
+        return self.method("unsqueeze", value, 1) if per_example else value
+
+    def write_parameter(self, bound: Bound) -> None:
+        """`w` and `b`: every read of the parameter in the region gets the new value."""
+        assert bound.weight is not None
+        name = f"{bound.weight.module}.{bound.weight.attribute}".lstrip(".")
+        nodes = [n for n in self.graph.nodes if n.op == "get_attr" and n.target == name and n not in set(self.made)]
+        if not nodes:
+            raise PeftcError(Diagnostic("P404", f"the forward of the module at this site does not read `{name}`"))
+        node = self.inserter.now(nodes[0])
+        self.start_after(node)
+        new = self.value()
+        if bound.weight.rows is not None:
+            seen = self.method("t", node) if bound.weight.transposed else node
+            new = self.joined(seen, bound.weight.rows, new, 0, bound.width)
+        if bound.weight.transposed:
+            new = self.method("t", new)
+        mine = set(self.made)
+        for read in nodes:
+            self.inserter.now(read).replace_all_uses_with(new, delete_user_cb=lambda user: user not in mine)
+        self.inserter.latest[node] = new
+
+    # Reading -----------------------------------------------------------------------------------------------------
+
+    def read(self, state: str) -> Any:
+        bound = self.edit.states[state]
+        if bound.weight is not None:
+            return self.read_parameter(bound)
+        assert bound.anchor is not None
+        if bound.anchor.kind == "argument":
+            call, name = self.attention_call(bound.anchor)
+            return call.args["qkv".index(name) + 2 + (2 if call.target is attention_with_rows else 0)]
+        node = self.inserter.now(self.inserter.locate(bound.anchor, state))
+        self.move_after(node)
+        return node if bound.rows is None else self.cut(node, bound.rows, -1)
+
+    def read_parameter(self, bound: Bound) -> fx.Node:
+        assert bound.weight is not None
+        name = f"{bound.weight.module}.{bound.weight.attribute}".lstrip(".")
+        node = next((n for n in self.graph.nodes if n.op == "get_attr" and n.target == name), None)
+        if node is None:
+            node = self.add(self.graph.get_attr(name))
+        node = self.inserter.now(node)
+        self.move_after(node)
+        seen = self.method("t", node) if bound.weight.transposed else node
+        return seen if bound.weight.rows is None else self.cut(seen, bound.weight.rows, 0)
+
+    def attention_call(self, anchor: Anchor) -> tuple[fx.Node, str]:
+        call = self.inserter.locate(anchor, str(anchor.key[-1]))
+        assert is_attention(call) or call.target is attention_with_rows
+        return call, str(anchor.key[-1])
+
+    def value(self) -> Any:
+        for let in self.lets:
+            self.term(let)
+        return self.term(self.assign.value)
+
+    # Terms -------------------------------------------------------------------------------------------------------
+
+    def term(self, term: ir.Term) -> Any:
+        if id(term) not in self.memo:
+            self.memo[id(term)] = self.new_term(term)
+        made = self.memo[id(term)]
+        if isinstance(made, fx.Node):
+            self.move_after(made)
+        return made
+
+    def new_term(self, term: ir.Term) -> Any:
+        match term:
+            case ir.Read(state=state):
+                return self.read(state)
+            case ir.Constant(value=value):
+                return value
+            case ir.Applied():
+                return self.applied(term, like=None)
+            case ir.Frozen(function=function, input=value):
+                argument = self.term(value)
+                return self.module(self.edit.functions[function], argument)
+            case ir.Arithmetic(op=op, left=left, right=right):
+                a, b = self.term(left), self.term(right)
+                return self.function(OPERATORS[op], a, b)
+            case ir.Concat():
+                raise AssertionError("keys and values are written in pairs")
+
+    def applied(self, term: ir.Applied, like: Any) -> Any:
+        if id(term) in self.memo:
+            return self.memo[id(term)]
+        argument = self.term(term.input) if term.input is not None else like
+        if argument is None:
+            argument = self.read(self.assign.state)  # a form without an input takes dtype and batch from the state
+        name = f"{CONTAINER}.{self.edit.edit_name}.{self.edit.slug}.{term.instance.key}"
+        self.memo[id(term)] = made = self.module(name, argument)
+        return made
+
+    # Nodes -------------------------------------------------------------------------------------------------------
+
+    def start_after(self, node: fx.Node) -> None:
+        self.point = node
+        while self.point.op == "placeholder" and self.point.next.op == "placeholder":
+            self.point = self.point.next
+
+    def start_before(self, node: fx.Node) -> None:
+        self.start_after(node.prev)
+
+    def move_after(self, node: fx.Node) -> None:
+        """What is read must have been computed: later nodes go behind it."""
+        if node.op != "placeholder" and self.point < node:
+            self.point = node
+
+    def add(self, node: fx.Node) -> fx.Node:
+        self.point.append(node)
+        self.point = node
+        self.made.append(node)
+        return node
+
+    def function(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        return self.add(self.graph.call_function(target, args))
+
+    def method(self, name: str, *args: Any) -> fx.Node:
+        return self.add(self.graph.call_method(name, args))
+
+    def module(self, name: str, *args: Any) -> fx.Node:
+        return self.add(self.graph.create_node("call_module", name, args))
+
+    def cut(self, node: Any, rows: Slice, dim: int) -> fx.Node:
+        piece = slice(rows.start, rows.stop)
+        return self.function(operator.getitem, node, (..., piece) if dim == -1 else piece)
+
+    def joined(self, whole: fx.Node, rows: Slice, new: Any, dim: int, width: int) -> fx.Node:
+        """`whole`, `width` long, with `rows` of it replaced."""
+        pieces: list[Any] = [new]
+        if rows.start > 0:
+            pieces.insert(0, self.cut(whole, Slice(0, rows.start), dim))
+        if rows.stop < width:
+            pieces.append(self.cut(whole, Slice(rows.stop, width), dim))
+        return self.function(torch.cat, pieces, dim)
+
+
+def contains_state(term: ir.Term) -> bool:
+    match term:
+        case ir.Read():
+            return True
+        case ir.Concat(parts=parts):
+            return any(map(contains_state, parts))
+        case ir.Arithmetic(left=left, right=right):
+            return contains_state(left) or contains_state(right)
+        case _:
+            return False
+
+
+def rows(term: ir.Term) -> int:
+    """The number of rows of keys that a term without the state itself has."""
+    match term:
+        case ir.Applied(instance=instance):
+            length = instance.args["len"]
+            assert isinstance(length, int)
+            return length
+        case ir.Arithmetic(left=left, right=right):
+            return max(rows(left), rows(right))
+        case ir.Concat(parts=parts):
+            return sum(map(rows, parts))
+        case _:
+            return 0

@@ -1,0 +1,224 @@
+"""A rewritten region: one generated class for all modules of one structure with the same edits."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.rewrite import emit, guards
+from peftc.rewrite.emit import base_call
+from peftc.rewrite.insert import Inserter
+from peftc.rewrite.regions import RegionEdit
+from peftc.runtime import replaced, still
+from peftc.model.fakes import fake_copy
+from peftc.trace.tracer import ModuleCall, RegionTracer, Traced, TraceError, bind, innermost
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a forward: when it holds, its graph, and its code."""
+
+    name: str
+    conditions: tuple[str, ...]
+    graph: fx.Graph
+    source: str
+
+
+def base_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    return innermost(cls.forward)
+
+
+class Kind:
+    """Owns the generated class of a region and the variants of its forward.
+
+    A region that is only touched at its boundary has one forward for all calls. Another has a variant for each call
+    pattern that its Python code can tell apart; an unseen one is traced when it first comes up.
+    """
+
+    def __init__(self, base: type[nn.Module], inline: frozenset[str], edits: tuple[RegionEdit, ...], name: str) -> None:
+        self.base, self.inline, self.edits, self.name = base, inline, edits, name
+        self.signature = inspect.signature(base_forward(base))
+        self.names = emit.Names()
+        self.variants: list[Variant] = []
+        self.lock = threading.RLock()
+        self.dispatch: Callable[..., Any] = self.unseen
+        self.cls = make_class(self)
+        self.prepare()
+
+    def __deepcopy__(self, memo: object) -> Kind:
+        return self
+
+    def __reduce__(self) -> Any:
+        return (Kind, (self.base, self.inline, self.edits, self.name))
+
+    # Variants ----------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """The forward of a region of which only arguments and result are touched: the model's own, in between."""
+        if not self.inline and not self.variants:
+            self.add(boundary_graph(self.base, self.signature, self.edits))
+
+    def unseen(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A call pattern that no variant holds for: traced, rewritten, added and run."""
+        with self.lock:
+            arguments = bind(base_forward(self.base), module, args, kwargs)
+            known = len(self.variants)
+            traced = self.trace(module, arguments)
+            self.add(traced)
+            variant = self.variants[known]
+            if not self.holds(variant)(module, *args, **kwargs):
+                self.variants.pop()
+                self.link()
+                raise PeftcError(
+                    Diagnostic(
+                        "P901",
+                        f"the forward made for a call of {self.name} does not recognise that call",
+                        notes=tuple(variant.conditions),
+                        help="this is a bug in peftc: report the model, the spec and the call",
+                    )
+                )
+        return self.functions[variant.name](module, *args, **kwargs)
+
+    def trace(self, module: nn.Module, arguments: dict[str, Any]) -> Traced:
+        """The region's graph for one call, on a copy without data, so that nothing happens to the model, its caches or
+        the random state.
+        """
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        copy = fake_copy(module, mode)
+        copy.__class__ = self.base
+        tracer = RegionTracer(lambda name: name in self.inline)
+        try:
+            with mode:
+                return tracer.trace_region(copy, fake_copy(arguments, mode))
+        except (TraceError, DataDependentOutputException) as error:
+            raise PeftcError(
+                Diagnostic(
+                    "P407",
+                    f"a call of {self.name} cannot be traced: {error}",
+                    notes=(f"in the code of {tracer.frames[-1]}",) if tracer.frames else (),
+                    help="edit a smaller part of the layer, so that this code is not entered",
+                )
+            ) from error
+
+    def add(self, traced: Traced) -> None:
+        """Rewrites a traced graph and adds it as a variant."""
+        conditions: tuple[str, ...] = ()
+        if self.inline:
+            conditions = tuple(guards.conditions(traced, emit.Emitter(traced.graph, self.names, self.signature)))
+            for guard in guards.late(traced):
+                with traced.graph.inserting_after(guard.node):
+                    traced.graph.call_function(still, (guard.node, guard.kind, guard.value))
+        self.rewrite(traced)
+        name = f"variant_{len(self.variants) + 1}"
+        body = emit.Emitter(traced.graph, self.names, self.signature).body()
+        self.variants.append(Variant(name, conditions, traced.graph, emit.function(name, self.signature, body)))
+        self.link()
+
+    def rewrite(self, traced: Traced) -> None:
+        inserter = Inserter(traced)
+        for edit in self.edits:
+            inserter.insert(edit)
+
+    # Code --------------------------------------------------------------------------------------------------------
+
+    @property
+    def source(self) -> str:
+        """The generated functions as readable Python."""
+        parts = [v.source for v in self.variants]
+        return "\n\n\n".join([*parts, self.dispatch_source()] if self.inline else parts)
+
+    def holds(self, variant: Variant) -> Callable[..., Any]:
+        """Whether a variant is the one for a call."""
+        lines = ["return (", "    " + "\n        and ".join(variant.conditions or ("True",)), ")"]
+        namespace = dict(self.names.values)
+        exec(compile(emit.function("holds", self.signature, lines), f"<peftc {self.name}>", "exec"), namespace)
+        return namespace["holds"]
+
+    def dispatch_source(self) -> str:
+        passed = emit.passed_on(self.signature)
+        lines: list[str] = []
+        for v in self.variants:
+            lines += ["if (", "    " + "\n        and ".join(v.conditions or ("True",)), "):"]
+            lines.append(f"    return {v.name}({passed})")
+        lines.append(f"return unseen({passed})")
+        return emit.function("dispatch", self.signature, lines)
+
+    def link(self) -> None:
+        """Compiles the generated source and lets the class run it."""
+        filename = f"<peftc {self.name} {id(self):x}>"
+        source = self.source
+        namespace = dict(self.names.values) | {"unseen": self.unseen}
+        exec(compile(source, filename, "exec"), namespace)
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        self.functions = namespace
+        self.dispatch = namespace["dispatch"] if self.inline else namespace["variant_1"]
+
+
+def make_class(kind: Kind) -> type[nn.Module]:
+    """A subclass of the region's own class under the same names, so that everything that asks for the class still works."""
+    source = emit.function("forward", kind.signature, [f"return kind.dispatch({emit.passed_on(kind.signature)})"])
+    namespace: dict[str, Any] = {"kind": kind, "torch": torch}
+    exec(compile(source, f"<peftc {kind.name}>", "exec"), namespace)
+    forward = namespace["forward"]
+    members = {
+        "forward": forward,
+        "__module__": kind.base.__module__,
+        "__qualname__": kind.base.__qualname__,
+        "__doc__": kind.base.__doc__,
+        "__reduce_ex__": reduce,
+        "_peftc_kind": kind,
+    }
+    return type(kind.base.__name__, (kind.base,), members)
+
+
+def reduce(self: Any, protocol: Any) -> Any:
+    """Copies and pickles a module of a generated class by its kind."""
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    return (blank, (type(self)._peftc_kind,), state)
+
+
+def blank(kind: Kind) -> nn.Module:
+    return kind.cls.__new__(kind.cls)
+
+
+def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: tuple[RegionEdit, ...]) -> Traced:
+    """A graph that calls the base's own forward, and takes apart only what the edits use of its result."""
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+    for p in list(signature.parameters.values())[1:]:
+        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        nodes.append(graph.placeholder(star + p.name))
+    call = out = graph.call_function(base_call, (base, *nodes))
+    result: Any = {}
+    for path in dict.fromkeys(result_paths(edits)):
+        part = call
+        for key in path:
+            part = graph.call_function(operator.getitem, (part, key))
+        out = graph.call_function(replaced, (out, path, part)) if path else part
+        result = nested(result, path, part)
+    graph.output(out)
+    return Traced(graph, [], [], {}, result=result)
+
+
+def result_paths(edits: tuple[RegionEdit, ...]) -> Iterator[tuple[Any, ...]]:
+    for edit in edits:
+        for bound in edit.states.values():
+            if bound.anchor is not None and bound.anchor.kind == "out":
+                yield bound.anchor.key
+
+
+def nested(parts: Any, path: tuple[Any, ...], value: fx.Node) -> Any:
+    """The parts of a result by path, as nested dictionaries."""
+    if not path:
+        return value
+    return {**parts, path[0]: nested(parts.get(path[0], {}), path[1:], value)}

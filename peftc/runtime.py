@@ -1,0 +1,91 @@
+"""What generated forwards call. Everything here runs inside user models: plain functions of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.trace.tracer import attention
+
+__all__ = ["attention", "attention_with_rows", "replaced", "still"]
+
+
+def replaced(result: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """`result` with the part at `path` replaced; tuples and lists are copied, not changed."""
+    if not path:
+        return value
+    parts = list(result)
+    parts[path[0]] = replaced(parts[path[0]], path[1:], value)
+    return parts if isinstance(result, list) else tuple(parts)
+
+
+def still(value: Any, kind: str, expected: Any) -> None:
+    """Asks again, where the model's own code asks, what was asked before anything had happened.
+
+    Raises: P408 where the answer has changed in between, so that this forward would be the wrong branch.
+    """
+    answers: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "len": len}
+    answer = answers.get(kind, lambda v: v)(value)
+    if answer != expected:
+        raise PeftcError(
+            Diagnostic(
+                "P408",
+                f"a decision of the model changed while its layer ran: expected {expected!r}, found {answer!r}",
+                help="edit a smaller part of the layer, so that this code is not entered",
+            )
+        )
+
+
+def attention_with_rows(
+    before: int,
+    after: int,
+    module: nn.Module,
+    eager: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Attention over keys and values to which `before` and `after` rows have been joined that every query may see.
+
+    The mask gets open columns for them, a position bias zero columns.
+
+    Shapes: query (batch, heads, q, d_head); key, value (batch, kv_heads, before + k + after, d_head); mask (…, q, k).
+    Raises: P402 where the attention implementation cannot take such a mask.
+    """
+    length = key.shape[2] - before - after
+    mask = open_columns(module, query, mask, length, before, after, kwargs.get("is_causal"))
+    bias = kwargs.get("position_bias")
+    if bias is not None:
+        kwargs["position_bias"] = nn.functional.pad(bias[..., :length], (before, after))
+    return attention(module, eager, query, key, value, mask, *args, **kwargs)
+
+
+def open_columns(
+    module: Any, query: torch.Tensor, mask: Any, length: int, before: int, after: int, is_causal: bool | None
+) -> torch.Tensor | None:
+    """The mask of `length` keys, widened by columns that are open; made explicit where the implementation would have."""
+    implementation: str = module.config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        raise PeftcError(
+            Diagnostic(
+                "P402",
+                f"a prefix cannot be joined to the keys under attn_implementation={implementation!r}",
+                notes=("the implementation takes no mask with columns that every query may see",),
+                help="load the model with attn_implementation='sdpa' or 'eager'",
+            )
+        )
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if implementation == "eager" or not causal or query.shape[2] == 1:
+            return None
+        rows = torch.arange(query.shape[2], device=query.device)[:, None]
+        mask = (rows >= torch.arange(length, device=query.device))[None, None]  # as sdpa's is_causal: aligned top left
+    fill = mask.dtype == torch.bool
+    return nn.functional.pad(mask[..., :length], (before, after), value=fill)
