@@ -12,6 +12,23 @@ class CodeInfo:
 
 
 CODES: dict[str, CodeInfo] = {
+    # P31x: a form where it cannot stand
+    "P310": CodeInfo(
+        "form out of place",
+        "Each form reads and writes states of certain shapes: `adapter(x)` and `lora(x)` hidden states [batch, tokens, d], "
+        "`bottleneck(q)` attention heads, `lowrank` and `magnitude` weights, `prefix` keys and values. Here the state that the "
+        "equation writes, or the value given, has another shape.",
+    ),
+    "P311": CodeInfo(
+        "rank too high",
+        "A product of two thin matrices between d_in and d_out features has at most rank min(d_in, d_out). A higher `r` adds "
+        "parameters and nothing else. (The bottleneck of an `adapter` has an activation, so its `r` is free.)",
+    ),
+    "P312": CodeInfo(
+        "arguments that do not go together",
+        "`adapter` takes its width as `r` or as `reduction`, exactly one of them; `keep` belongs to a prefix with `reparam`, "
+        "`std` to one without; the MLP of `reparam` has at least one hidden feature.",
+    ),
     # P5xx: the model, its weights, saved adapters
     "P501": CodeInfo(
         "unknown model",

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from peftc.forms.shapes import Weight
+from peftc.forms.shapes import Tokens, Weight
 from peftc.plan.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
 from peftc.trace.sites import Site, WeightRef
 
@@ -83,9 +83,11 @@ def linear_states(target: FoldTarget, site: Site) -> frozenset[str]:
 
 
 def is_linear(site: Site) -> bool:
-    """A site with a weight (out, in) of its own that reads hidden states."""
-    weight = site.states.get("w")
-    return weight is not None and {"x", "h"} <= site.states.keys() and len(_sizes(site)) == 2
+    """A site that multiplies its x by a weight (out, in) of its own and gives the result as h."""
+    weight, x, h = (site.states.get(name) for name in ("w", "x", "h"))
+    if weight is None or x is None or h is None or not isinstance(weight.shape, Weight):
+        return False
+    return (x.shape, h.shape) == (Tokens(weight.shape.d_in), Tokens(weight.shape.d_out))
 
 
 def depends(term: Term, linear: Collection[str]) -> bool:
@@ -183,8 +185,3 @@ def _tied(target: FoldTarget, tied: Collection[Collection[str]]) -> str | None:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
-
-
-def _sizes(site: Site) -> tuple[int, ...]:
-    shape = site.states["w"].shape
-    return (shape.d_out, shape.d_in) if isinstance(shape, Weight) else ()
