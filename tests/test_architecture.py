@@ -1,0 +1,117 @@
+"""The shape of the package: imports flow one way, what needs no torch imports none, packages only re-export."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "peftc").rglob("*.py"))
+
+# A module may import from its own stage and from stages to its left. The longest prefix decides.
+STAGES = (
+    "peftc.resources",
+    "peftc.diagnostics",
+    "peftc.syntax",
+    "peftc.forms",
+    "peftc.semantics",
+    "peftc.trace.sites",
+    "peftc.plan",
+    "peftc.model",
+    "peftc.trace",
+    "peftc.runtime",
+    "peftc.rewrite",
+    "peftc.weights",
+    "peftc.compiler",
+    "peftc",
+    "peftc.cli",
+)
+
+TORCH_FREE = (
+    "peftc.resources",
+    "peftc.diagnostics",
+    "peftc.syntax",
+    "peftc.forms",
+    "peftc.semantics",
+    "peftc.trace.sites",
+    "peftc.plan",
+)
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def stage(module: str) -> str:
+    found = [s for s in STAGES if module == s or module.startswith(f"{s}.")]
+    return max(found, key=len)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules of peftc that a file imports, anywhere in it; not those for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for (
+                alias
+            ) in node.names:  # `from peftc.plan import ir` imports a module, `from peftc.plan.ir import Read` a name
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
+        else:
+            yield from imported(node)
+
+
+MODULES = {name_of(path) for path in FILES}
+
+
+def torch_free() -> list[str]:
+    # In forms, the files named for modules hold torch modules; the rows name them as text.
+    return sorted(m for m in MODULES if stage(m) in TORCH_FREE and not m.endswith(("_module", "forms.module")))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_flow_one_way(path: Path) -> None:
+    here = stage(name_of(path))
+    for module in imported(ast.parse(path.read_text(encoding="utf-8"))):
+        if module.startswith("peftc"):
+            there = stage(module)
+            assert STAGES.index(there) <= STAGES.index(here), f"{name_of(path)} ({here}) imports {module} ({there})"
+
+
+def test_stages_are_all_there_are() -> None:
+    assert {stage(m) for m in MODULES} <= set(STAGES)
+
+
+def test_planning_knows_no_torch() -> None:
+    modules = torch_free()
+    assert len(modules) > 20
+    code = f"import sys, importlib\nfor m in {modules}: importlib.import_module(m)\n"
+    code += "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name == "__init__.py"], ids=name_of)
+def test_packages_only_reexport(path: Path) -> None:
+    allowed = {"__all__", "__version__", "__getattr__", "__dir__"}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign):
+            names = {t.id for t in node.targets if isinstance(t, ast.Name)}
+        elif isinstance(node, ast.FunctionDef):
+            names = {node.name}
+        else:
+            assert isinstance(node, ast.Import | ast.ImportFrom | ast.Expr | ast.If), ast.unparse(node)
+            continue
+        assert all(n in allowed or n.startswith("_") for n in names), ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_stay_small(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
