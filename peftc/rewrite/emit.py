@@ -63,7 +63,11 @@ class Names:
 
 def public_torch_name(value: Any) -> str | None:
     name = getattr(value, "__name__", "")
-    for prefix, owner in (("torch", torch), ("torch.nn.functional", torch.nn.functional), ("torch.Tensor", torch.Tensor)):
+    for prefix, owner in (
+        ("torch", torch),
+        ("torch.nn.functional", torch.nn.functional),
+        ("torch.Tensor", torch.Tensor),
+    ):
         if getattr(owner, name, None) is value:
             return f"{prefix}.{name}"
     return None
@@ -153,7 +157,11 @@ class Emitter:
 
     def operand(self, value: Any) -> str:
         text = self.arg(value)
-        simple = isinstance(value, fx.Node) or isinstance(value, (str, bool)) or (isinstance(value, (int, float)) and value >= 0)
+        simple = (
+            isinstance(value, fx.Node)
+            or isinstance(value, (str, bool))
+            or (isinstance(value, (int, float)) and value >= 0)
+        )
         return text if simple else f"({text})"
 
     def index(self, key: Any) -> str:

@@ -106,7 +106,9 @@ def check_pure(node: fx.Node) -> None:
             Diagnostic(
                 "P406",
                 "the forward takes a Python decision on a value that is only known while it runs",
-                notes=(f"the value depends on `{node.target}` of `{node.meta.get('origin', ('?',))[0] or 'the region'}`",),
+                notes=(
+                    f"the value depends on `{node.target}` of `{node.meta.get('origin', ('?',))[0] or 'the region'}`",
+                ),
                 help="edit a smaller part of the layer, so that this code is not entered",
             )
         )
@@ -120,7 +122,11 @@ def acts(node: fx.Node) -> bool:
         return True
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
-        return node.target is attention or name in ("setitem", "dropout") or (name.endswith("_") and not name.endswith("__"))
+        return (
+            node.target is attention
+            or name in ("setitem", "dropout")
+            or (name.endswith("_") and not name.endswith("__"))
+        )
     if node.op == "call_method":
         name = str(node.target)
         return name in ("update", "append", "pop", "setdefault") or (name.endswith("_") and not name.endswith("__"))

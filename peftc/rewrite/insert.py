@@ -44,7 +44,9 @@ class Inserter:
             self.graph.lint()
         except RuntimeError as error:
             raise PeftcError(
-                Diagnostic("P405", f"`{edit.edit}` reads a state that is computed after the one it writes", notes=(str(error),))
+                Diagnostic(
+                    "P405", f"`{edit.edit}` reads a state that is computed after the one it writes", notes=(str(error),)
+                )
             ) from error
 
     def now(self, node: fx.Node) -> fx.Node:

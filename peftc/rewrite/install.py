@@ -36,7 +36,7 @@ class Installation:
     trained: dict[str, str]  # saved name -> name of a base parameter
     originals: dict[str, torch.Tensor]  # the values those had
     places: dict[str, str]  # saved name without the parameter -> dotted name of a form's module
-    slots: list[str] = field(default_factory=list[str])  # base parameters created by an edit
+    placed: list[ir.Placed] = field(default_factory=list[ir.Placed])
 
 
 def installed(model: nn.Module) -> Installation:

@@ -15,13 +15,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.model.fakes import fake_copy
 from peftc.rewrite import emit, guards
 from peftc.rewrite.emit import base_call
 from peftc.rewrite.insert import Inserter
 from peftc.rewrite.regions import RegionEdit
 from peftc.runtime import replaced, still
-from peftc.model.fakes import fake_copy
-from peftc.trace.tracer import ModuleCall, RegionTracer, Traced, TraceError, bind, innermost
+from peftc.trace.tracer import RegionTracer, Traced, TraceError, bind, innermost
 
 
 @dataclass(frozen=True)

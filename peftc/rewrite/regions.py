@@ -49,7 +49,16 @@ class RegionEdit:
     @property
     def fingerprint(self) -> str:
         """A text that two edits share exactly if they rewrite a region in the same way."""
-        return repr((self.edit, self.slug, self.states, self.functions, [describe(a) for a in self.assigns], [(i, describe_term(t)) for i, t in self.lets]))
+        return repr(
+            (
+                self.edit,
+                self.slug,
+                self.states,
+                self.functions,
+                [describe(a) for a in self.assigns],
+                [(i, describe_term(t)) for i, t in self.lets],
+            )
+        )
 
 
 @dataclass
@@ -218,7 +227,9 @@ class LayerRegions:
         states = {n: placed.site.states[n] for n in used_states(placed)}
         for region in names:
             module = self.kind.root.get_submodule(region)
-            if next(module.parameters(), None) is None or not all(contains(region, f) and f != region for f in functions):
+            if next(module.parameters(), None) is None or not all(
+                contains(region, f) and f != region for f in functions
+            ):
                 continue
             choice = self.try_region(region, states, written(placed))
             if choice is not None:

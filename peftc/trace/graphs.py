@@ -90,7 +90,12 @@ def stripped(node: fx.Node, root: nn.Module) -> fx.Node:
 def sources(node: fx.Node) -> list[fx.Node]:
     """The nodes that the value of `node` is computed from; a cache update hands on what it is given."""
     source = node.args[0] if node.target is operator.getitem else None
-    if isinstance(source, fx.Node) and source.op == "call_method" and source.target == "update" and node.args[1] in (0, 1):
+    if (
+        isinstance(source, fx.Node)
+        and source.op == "call_method"
+        and source.target == "update"
+        and node.args[1] in (0, 1)
+    ):
         given = source.args[1 + node.args[1]]  # cache.update(k, v, …)[0 | 1]
         return [given] if isinstance(given, fx.Node) else []
     return node.all_input_nodes

@@ -120,7 +120,11 @@ def attention_roles(sub: SubLayer, root: nn.Module) -> SubLayer:
         sub.x = graphs.first_input(sub.projections["q"].node)
     if "k" in sub.projections:
         sub.context = graphs.first_input(sub.projections["k"].node)
-    if sub.x is not None and sub.context is not None and graphs.stripped(sub.x, root) is not graphs.stripped(sub.context, root):
+    if (
+        sub.x is not None
+        and sub.context is not None
+        and graphs.stripped(sub.x, root) is not graphs.stripped(sub.context, root)
+    ):
         sub.variant = "cross"
     return sub
 

@@ -61,7 +61,9 @@ class Site:
     root: str
     kind: str
     states: Mapping[str, State]
-    functions: Mapping[str, str] = field(default_factory=dict[str, str])  # frozen sub-modules: name -> dotted module name
+    functions: Mapping[str, str] = field(
+        default_factory=dict[str, str]
+    )  # frozen sub-modules: name -> dotted module name
     group: str = ""
 
 

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peftc.forms import shapes
 from peftc.trace import graphs
-from peftc.trace.kinds import Anatomy, LayerKind, Stack, example_width
+from peftc.trace.kinds import Anatomy, LayerKind, example_width
 from peftc.trace.roles import Projection, SubLayer
 from peftc.trace.sites import ModuleInfo, Place, Site, Slice, State, WeightRef
 
@@ -67,7 +67,9 @@ class LayerSites:
                 yield self.linear(steps + ((role, None),), sub.projections[role], group)
         out = next((u for u in sub.attention.users if u.args[1:] == (0,)), None)
         if out is not None and "q" in states:
-            yield self.site(steps + (("heads", None),), module, {"h": self.state("h", out), "q": states["q"]}, group=group)
+            yield self.site(
+                steps + (("heads", None),), module, {"h": self.state("h", out), "q": states["q"]}, group=group
+            )
         yield from self.norm_sites(sub, steps, group)
         yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
 
@@ -152,7 +154,9 @@ class LayerSites:
     ) -> Site:
         steps = self.steps + steps
         kind = f"{self.kind.name}@{id(self.kind)}"
-        return Site(path_of(steps), steps, module, self.layer, kind, dict(states), dict(functions or {}), group or self.stack)
+        return Site(
+            path_of(steps), steps, module, self.layer, kind, dict(states), dict(functions or {}), group or self.stack
+        )
 
     def full(self, name: str) -> str:
         return f"{self.layer}.{name}".rstrip(".")
@@ -175,7 +179,9 @@ def norm_owner(node: fx.Node, sub: SubLayer, root: nn.Module) -> str:
     if sub.attention is None or node is sub.output_norm:
         return ""
     for role, value in zip("qk", sub.attention.args[2:4], strict=True):
-        behind = set(graphs.upstream(value, lambda n: graphs.is_linear(n, root))) if isinstance(value, fx.Node) else set()
+        behind = (
+            set(graphs.upstream(value, lambda n: graphs.is_linear(n, root))) if isinstance(value, fx.Node) else set()
+        )
         if node in behind:
             return role
     return ""
@@ -255,7 +261,11 @@ def embeddings(anatomy: Anatomy) -> Iterator[Site]:
         own = None
     for name in outside(anatomy):
         module = anatomy.model.get_submodule(name)
-        if isinstance(module, nn.Embedding) and isinstance(own, nn.Embedding) and module.weight.shape == own.weight.shape:
+        if (
+            isinstance(module, nn.Embedding)
+            and isinstance(own, nn.Embedding)
+            and module.weight.shape == own.weight.shape
+        ):
             stack = stack_of(name, anatomy)
             yield module_site(name, qualified(stack, (("embed", None),)), anatomy, stack or "")
 
@@ -287,7 +297,9 @@ def heads(anatomy: Anatomy) -> Iterator[Site]:
     names = [n for n in outside(anatomy) if n and model.get_submodule(n) is own] if own is not None else []
     if not names and anatomy.stacks:
         last = max(order.index(s.layers[-1]) for s in anatomy.stacks)
-        names = [n for n in outside(anatomy) if order.index(n) > last and isinstance(model.get_submodule(n), nn.Linear)][-1:]
+        names = [
+            n for n in outside(anatomy) if order.index(n) > last and isinstance(model.get_submodule(n), nn.Linear)
+        ][-1:]
     for name in names:
         yield module_site(name, (("head", None),), anatomy)
 

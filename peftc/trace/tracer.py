@@ -123,7 +123,9 @@ class RegionTracer(fx.Tracer):
     ) -> Any:
         with self.dead():
             value = self.compute(kind, target, values(tuple(args)), values(dict(kwargs)))
-        node = self.create_node(kind, target, self.create_arg(tuple(args)), self.create_arg(dict(kwargs)), name, type_expr)
+        node = self.create_node(
+            kind, target, self.create_arg(tuple(args)), self.create_arg(dict(kwargs)), name, type_expr
+        )
         node.meta["example"] = value
         if self.materialises(node, value):
             return self.decide(node, "is", value)
@@ -242,7 +244,9 @@ class RegionTracer(fx.Tracer):
         parameter = next(floating, None)
         return Traced(self.graph, self.calls, self.guards, self.facts, self.depends_on_dtype, parameter)
 
-    def placeholders(self, signature: inspect.Signature, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def placeholders(
+        self, signature: inspect.Signature, arguments: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for p in list(signature.parameters.values())[1:]:

@@ -1,0 +1,48 @@
+"""peftc: a model-surgery compiler. Parameter-efficient fine-tuning methods, written as equations, compiled onto any model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from peftc.diagnostics import Diagnostic, PeftcError
+
+if TYPE_CHECKING:
+    from peftc.compiler import compile, disabled, graphs, parameters, parse, plan, remove, sites
+    from peftc.explore import rewrite, trace
+    from peftc.weights import fold, load, save
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "peftc.compiler": ("compile", "disabled", "graphs", "parameters", "parse", "plan", "remove", "sites"),
+    "peftc.explore": ("rewrite", "trace"),
+    "peftc.weights": ("fold", "load", "save"),
+}
+
+__all__ = [
+    "Diagnostic",
+    "PeftcError",
+    "compile",
+    "disabled",
+    "fold",
+    "graphs",
+    "load",
+    "parameters",
+    "parse",
+    "plan",
+    "remove",
+    "rewrite",
+    "save",
+    "sites",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first asked for: checking a spec does not need torch."""
+    from importlib import import_module
+
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'peftc' has no attribute {name!r}")

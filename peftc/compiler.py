@@ -1,0 +1,196 @@
+"""The pipeline, in order. Read this first.
+
+text → `parse` → Spec → `expand` → a flat Spec → `analyse` a model → `make_plan` → `regions_of` → `Surgery` → the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any
+
+import torch
+from torch import nn
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.model.fakes import fake_copy, fake_mode
+from peftc.model.sample import sample_inputs
+from peftc.plan.plan import Plan, Planned, make_plan
+from peftc.rewrite.install import Installation, Surgery, installed, is_installed, regions_of, suspended, uninstall
+from peftc.semantics.expand import expand
+from peftc.semantics.load import read_spec
+from peftc.syntax import ast
+from peftc.syntax.parser import parse_text
+from peftc.syntax.printer import print_spec
+from peftc.trace.analysis import Analysis, ModelLike, analyse
+from peftc.trace.sites import SiteTable
+
+SpecLike = str | PathLike[str] | ast.Spec
+Settings = Mapping[str, ast.Expr]
+
+
+def parse(text: str, path: str = "<text>") -> ast.Spec:
+    """The spec that a text states.
+
+    Raises: P0xx, every syntax error of the text.
+    """
+    return parse_text(text, path)
+
+
+def spec_of(spec: SpecLike) -> ast.Spec:
+    """A spec from a path, from text (anything with a line break in it, or that begins as specs do), or as it is."""
+    if isinstance(spec, ast.Spec):
+        return spec
+    name = fspath(spec)
+    if isinstance(spec, str) and ("\n" in name or name.lstrip().startswith("peft ")):
+        return parse_text(name)
+    return read_spec(name)
+
+
+def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None) -> SiteTable:
+    """Every place of a model that an edit can name, with its hidden states, shapes and weights. No weight is read.
+
+    Args: `model`: a module, a config, or a name (hub id, folder, config.json). `sample`: the keyword arguments of one
+    forward, for a model that cannot be fed from its config.
+    """
+    return analysed(model, sample).table
+
+
+def plan(spec: SpecLike, model: ModelLike, *, settings: Settings | None = None) -> Plan:
+    """What compiling `spec` onto `model` would do: sites, exact parameter counts, fold verdicts. No weight is read.
+
+    Args: `settings`: parameters of the spec's method to override, as `--set` does.
+    Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model.
+    """
+    return planned(spec_of(spec), analysed(model), settings).plan
+
+
+def planned(spec: ast.Spec, analysis: Analysis, settings: Settings | None = None) -> Planned:
+    return make_plan(expand(spec, settings or {}), analysis.table)
+
+
+def analysed(model: ModelLike, sample: Mapping[str, Any] | None = None) -> Analysis:
+    """The analysis of a model as it is without edits."""
+    if isinstance(model, nn.Module) and is_installed(model):
+        model = uninstall(fake_copy(model))
+    return analyse(model, sample)
+
+
+def compile(
+    spec: SpecLike,
+    model: nn.Module,
+    seed: int | None = None,
+    *,
+    settings: Settings | None = None,
+    sample: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Changes `model` in place as `spec` says, and returns it.
+
+    The base is frozen; the parameters of the edits (and those that `train` names) require gradients. The forward of each
+    edited region becomes a generated subclass of its own class; everything else of the model stays as it is.
+    `remove(model)` undoes it bit for bit.
+
+    Args: `seed`: of the initial values, which depend on it, the edit, the site and the parameter alone (default: torch's
+    initial seed).
+    Raises: as `plan`; P309 for an expectation that does not hold; P411 for a model that is compiled already. After an
+    error the model is as it was.
+    """
+    if is_installed(model):
+        raise PeftcError(Diagnostic("P411", "this model is compiled already", help="peftc.remove(model) first"))
+    flat = expand(spec_of(spec), settings or {})
+    analysis = analyse(model, sample)
+    found = make_plan(flat, analysis.table)
+    if found.findings:
+        raise PeftcError(found.findings)
+    return install(model, flat, found, analysis, torch.initial_seed() if seed is None else seed)
+
+
+def install(model: nn.Module, flat: ast.Spec, found: Planned, analysis: Analysis, seed: int) -> nn.Module:
+    """Installs what was planned: all or nothing."""
+    surgery = Surgery(model, seed)
+    regions = regions_of(found.placed, analysis.anatomy)
+    surgery.prepare(regions)
+    parameters = dict(model.named_parameters())
+    flags = {n: p.requires_grad for n, p in parameters.items()}
+    trained = found.trained
+    originals = {n: parameters[n].detach().clone() for n in trained.values()}
+
+    def record(done: Surgery) -> Installation:
+        made = [(name, kind) for name, _, kind, _ in done.prepared]
+        text = print_spec(flat)
+        return Installation(
+            text, found.plan, seed, made, flags, dict(trained), originals, done.places, list(found.placed)
+        )
+
+    surgery.apply(trained, record)
+    try:
+        warm(model)
+    except BaseException:
+        uninstall(model)
+        raise
+    return model
+
+
+def warm(model: nn.Module) -> None:
+    """Makes the common variants ahead of time, by running a copy without data: evaluation, training, and decoding."""
+    if not any(kind.inline for _, kind in installed(model).regions):
+        return
+    fake = fake_copy(model)
+    inputs = sample_inputs(fake)
+    for training in (False, True):
+        fake.train(training)
+        with fake_mode(fake), torch.no_grad():
+            fake(**inputs)
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """The base model again: classes, parameters and `requires_grad` as they were before `compile`, bit for bit.
+
+    Raises: P410 for a model that is not compiled.
+    """
+    return uninstall(model)
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside the block the model computes what the base computes; parameters of edits are kept.
+
+    Raises: P410 for a model that is not compiled.
+    """
+    with suspended(model):
+        yield model
+
+
+def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What a compiled model trains, by the names under which it is saved: `<edit>/<site>/<form>.<parameter>`.
+
+    Parameters of the base that `train` unfroze are named `<edit>/<dotted name>`.
+    Raises: P410 for a model that is not compiled.
+    """
+    record = installed(model)
+    found: dict[str, nn.Parameter] = {}
+    for name, place in record.places.items():
+        found |= {f"{name}.{n}": p for n, p in model.get_submodule(place).named_parameters()}
+    return found | {name: model.get_parameter(place) for name, place in record.trained.items()}
+
+
+@dataclass(frozen=True)
+class InstalledRegion:
+    """A rewritten module: its dotted name, the graph of each variant of its forward, and the code they became."""
+
+    module: str
+    graphs: tuple[torch.fx.Graph, ...]
+    code: str
+
+
+def graphs(model: nn.Module) -> dict[str, InstalledRegion]:
+    """The rewritten regions of a compiled model, by dotted name.
+
+    Raises: P410 for a model that is not compiled.
+    """
+    return {
+        name: InstalledRegion(name, tuple(v.graph for v in kind.variants), kind.source)
+        for name, kind in installed(model).regions
+    }

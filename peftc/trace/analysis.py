@@ -1,0 +1,63 @@
+"""From a model, or the name of one, to its sites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.model.fakes import fake_mode
+from peftc.model.identity import fingerprint, parameters, tied_groups
+from peftc.model.resolve import ModelSource, resolve
+from peftc.model.sample import sample_inputs
+from peftc.model.skeleton import skeleton
+from peftc.trace.kinds import Anatomy, dissect, example_width
+from peftc.trace.sites import SiteTable
+from peftc.trace.table import all_sites, module_infos
+
+ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
+
+
+@dataclass
+class Analysis:
+    """A model taken apart: where it comes from, its skeleton's traced layers, and the table of its sites."""
+
+    source: ModelSource
+    anatomy: Anatomy
+    table: SiteTable
+
+
+def analyse(model: ModelLike, sample: Mapping[str, Any] | None = None) -> Analysis:
+    """Traces a model on fake tensors; no weight is read.
+
+    Args: `sample`: keyword arguments of one forward, for a model that cannot be fed from its config.
+    Raises: P501-P507 (the model), P206 where no layers are found.
+    """
+    source = resolve(model)
+    fake = skeleton(source).eval()
+    anatomy = dissect(fake, sample_inputs(fake) if sample is None else sample, fake_mode(fake))
+    if not anatomy.stacks:
+        raise PeftcError(
+            Diagnostic(
+                "P206",
+                f"no transformer layers were found in {source.id}",
+                notes=tuple(anatomy.warnings) or ("no list of like modules with a residual stream ran",),
+            )
+        )
+    table = SiteTable(
+        model_id=source.id,
+        model_type=source.type,
+        parameters=parameters(fake),
+        d_model=example_width(anatomy.stacks[0].kinds[0]),
+        fingerprint=fingerprint(fake),
+        sites=all_sites(anatomy),
+        modules=module_infos(fake),
+        tied=tied_groups(fake),
+        warnings=tuple(anatomy.warnings),
+    )
+    return Analysis(source, anatomy, table)
