@@ -6,7 +6,7 @@ is `peftc.plan.affine`; this module does the arithmetic for edits that do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, Member, has_values
 from peftc.plan.affine import NotAffine, Side, is_linear, said
-from peftc.plan.ir import Applied, Arithmetic, Assign, Constant, Placed, Read, Term
+from peftc.plan.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
 
 Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
 
@@ -84,8 +84,14 @@ class Interpreter:
     states: dict[str, Value]
     known: dict[int, Value] = field(default_factory=dict[int, Value])
 
-    def run(self, assign: Assign) -> None:
-        self.states[assign.state] = self.value(assign.value)
+    def run(self, placed: Placed, wanted: Collection[str]) -> None:
+        """The equations of the states in `wanted`, in order; what `let` binds is computed where it stands."""
+        for i, assign in enumerate(placed.assigns):
+            for _, term in (let for let in placed.lets if let[0] == i):
+                if reads(term) <= self.states.keys():
+                    self.value(term)
+            if assign.state in wanted:
+                self.states[assign.state] = self.value(assign.value)
 
     def value(self, term: Term) -> Value:
         if id(term) not in self.known:
@@ -116,6 +122,24 @@ class Interpreter:
         if reason is not None:
             raise NotAffine(f"`{said(term)}`: {reason}", term)
         return module.fold(value)
+
+
+def reads(term: Term) -> set[str]:
+    """The states that a term reads."""
+    match term:
+        case Read(state=state):
+            return {state}
+        case Constant() | Applied(input=None):
+            return set()
+        case Applied(input=value):
+            assert value is not None
+            return reads(value)
+        case Frozen(input=value):
+            return reads(value)
+        case Arithmetic(left=left, right=right):
+            return reads(left) | reads(right)
+        case Concat(parts=parts):
+            return {state for part in parts for state in reads(part)}
 
 
 def arithmetic(term: Arithmetic, left: Value, right: Value) -> Value:
@@ -156,9 +180,7 @@ def _fold(
     if bias is not None:
         present["b"] = bias
     weights = Interpreter(modules, like, present)
-    for assign in placed.assigns:
-        if assign.state in ("w", "b"):
-            weights.run(assign)
+    weights.run(placed, ("w", "b"))
     weight, bias = _tensor(weights.states["w"]), _optional(weights.states.get("b"))
     if side == "weight":
         return weight, bias
@@ -171,11 +193,8 @@ def _fold(
 def _hidden(placed: Placed, modules: Mapping[str, FormModule], like: Tensor, start: dict[str, Value]) -> Affine:
     """The value of h (or z) after its equations."""
     hidden = Interpreter(modules, like, start)
-    state = "h"
-    for assign in placed.assigns:
-        if assign.state not in ("w", "b"):
-            hidden.run(assign)
-            state = assign.state
+    hidden.run(placed, ("h", "z"))
+    state = "h" if any(assign.state == "h" for assign in placed.assigns) else "z"
     value = hidden.states[state]
     if isinstance(value, Affine):
         return value

@@ -1,5 +1,6 @@
 """A folded edit computes what the edit computed, to 1e-10 in float64; what does not fold is refused by name."""
 
+import dataclasses
 import math
 
 import pytest
@@ -28,7 +29,7 @@ WEIGHT, BIAS, INPUT = normal(D_OUT, D_IN), normal(D_OUT, seed=1), normal(2, 7, D
 
 lora = eq.apply("lora", X, OUT, r=3, alpha=16, dropout=0.5)
 parallel = eq.apply("adapter", X, OUT, r=4, act="none")
-sequential = eq.apply("adapter", H, OUT, r=4, act="none", bias=False)
+sequential = eq.apply("adapter", eq.read("h", OUT), OUT, r=4, act="none", bias=False)
 l_v = eq.apply("vector", None, OUT, init=0.7)
 s = eq.apply("scalar", None, OUT, init=0.4)
 difference = eq.op("-", eq.apply("lora", H, OUT, r=3), eq.op("*", s, H))
@@ -68,6 +69,20 @@ def test_an_edit_of_h_folds_into_its_linear(name: str, bias: bool) -> None:
     w = eq.run(weights, modules, {"w": WEIGHT, "like": WEIGHT})["w"]
     want = eq.run(hidden, modules, {"x": INPUT, "h": linear(INPUT, w, b), "like": INPUT})["h"]
     assert not torch.allclose(want, linear(INPUT, WEIGHT, b), atol=1e-3)
+    torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_what_let_binds_keeps_the_value_it_had() -> None:
+    """`let f = adapter(h)   h += lora(x)   h += f`: f saw the first h."""
+    where = eq.site("layer.attn.q", D_OUT, D_IN)
+    after = eq.op("+", eq.read("h", OUT), sequential)
+    edit = eq.placed(where, eq.assign("h", eq.op("+", H, lora)), eq.assign("h", after))
+    bound = dataclasses.replace(edit, lets=((0, sequential),))
+    modules = eq.trained(edit)
+    f = modules["adapter"](linear(INPUT, WEIGHT, BIAS))
+    folded = fold_terms(bound, modules, WEIGHT, BIAS)
+    assert isinstance(folded, FoldedWeights)
+    want = linear(INPUT, WEIGHT, BIAS) + modules["lora"](INPUT) + f
     torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
