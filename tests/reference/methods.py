@@ -162,6 +162,11 @@ def seq_bn(edit: str, which: str, act: str = "relu") -> Method:
     return at_sublayers(edit, which, lambda at, w: at.h + forms.adapter(w("adapter"), at.norm(at.h + at.res), act))
 
 
+def seq_bn_without_norm(edit: str, which: str, act: str = "relu") -> Method:
+    """AdapterHub `seq_bn` in pre-norm models: h ← h + f(h + res)."""
+    return at_sublayers(edit, which, lambda at, w: at.h + forms.adapter(w("adapter"), at.h + at.res, act))
+
+
 def gated(edit: str, which: str, act: str = "relu") -> Method:
     """g = mean σ(h w + b), h ← h + g f(h): one third of UniPELT."""
     return at_sublayers(
