@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.model.fakes import fake_copy, fake_mode
-from peftc.model.sample import sample_inputs
+from peftc.model.fakes import fake_copy
 from peftc.plan.plan import Plan, Planned, make_plan
-from peftc.rewrite.install import Installation, Surgery, installed, is_installed, regions_of, suspended, uninstall
+from peftc.rewrite.install import Installation, Surgery, installed, is_installed, regions_of, suspended, uninstall, warm
 from peftc.semantics.expand import expand
 from peftc.semantics.load import read_spec
 from peftc.syntax import ast
@@ -131,18 +130,6 @@ def install(model: nn.Module, flat: ast.Spec, found: Planned, analysis: Analysis
         uninstall(model)
         raise
     return model
-
-
-def warm(model: nn.Module) -> None:
-    """Makes the common variants ahead of time, by running a copy without data: evaluation, training, and decoding."""
-    if not any(kind.inline for _, kind in installed(model).regions):
-        return
-    fake = fake_copy(model)
-    inputs = sample_inputs(fake)
-    for training in (False, True):
-        fake.train(training)
-        with fake_mode(fake), torch.no_grad():
-            fake(**inputs)
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from peftc.forms.shapes import Shape
 
@@ -91,6 +91,9 @@ class Form:
         default=lambda args, dims: None
     )  # of the change it makes to a weight
     passes: bool = False  # at initialisation its value is its input, bit for bit, where that is the base's own weight
+
+    def __reduce__(self) -> Any:
+        return (FORMS.__getitem__, (self.name,))  # pickled by name: a row is code
 
     def param(self, name: str) -> Param | None:
         return next((p for p in self.params if p.name == name), None)

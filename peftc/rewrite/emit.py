@@ -158,9 +158,7 @@ class Emitter:
     def operand(self, value: Any) -> str:
         text = self.arg(value)
         simple = (
-            isinstance(value, fx.Node)
-            or isinstance(value, (str, bool))
-            or (isinstance(value, (int, float)) and value >= 0)
+            isinstance(value, (fx.Node, str, bool)) or (isinstance(value, (int, float)) and value >= 0)
         )
         return text if simple else f"({text})"
 

@@ -13,6 +13,8 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_owner, member
+from peftc.model.fakes import fake_copy, fake_mode
+from peftc.model.sample import sample_inputs
 from peftc.plan import ir
 from peftc.rewrite.insert import CONTAINER
 from peftc.rewrite.kind import Kind
@@ -254,3 +256,15 @@ def swap_originals(model: nn.Module, record: Installation) -> None:
         record.originals[name] = parameter.detach().clone()
         with torch.no_grad():
             parameter.copy_(value)
+
+
+def warm(model: nn.Module) -> None:
+    """Makes the common variants ahead of time, by running a copy without data: evaluation, training, and decoding."""
+    if not any(kind.inline for _, kind in installed(model).regions):
+        return
+    fake = fake_copy(model)
+    inputs = sample_inputs(fake)
+    for training in (False, True):
+        fake.train(training)
+        with fake_mode(fake), torch.no_grad():
+            fake(**inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import fx, nn
@@ -59,7 +60,7 @@ class LayerSites:
     def attention_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
         assert sub.attention is not None
         group = f"{self.stack}.{sub.variant}"
-        states = self.sub_layer_states(sub) | self.attention_states(sub.attention)
+        states = self.sub_layer_states(sub, steps, "o") | self.attention_states(sub.attention)
         module = self.full(common([str(p.node.target) for p in sub.projections.values()]))
         yield self.site(steps, module, states, self.functions(sub), group)
         for role in ("q", "k", "v", "o"):
@@ -74,7 +75,7 @@ class LayerSites:
         yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
 
     def ffn_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
-        states = self.sub_layer_states(sub)
+        states = self.sub_layer_states(sub, steps, "down")
         if sub.hidden is not None:
             states["z"] = self.state("z", sub.hidden)
         module = self.full(common([str(p.node.target) for p in sub.projections.values()]))
@@ -100,8 +101,11 @@ class LayerSites:
 
     # Parts -------------------------------------------------------------------------------------------------------
 
-    def sub_layer_states(self, sub: SubLayer) -> dict[str, State]:
+    def sub_layer_states(self, sub: SubLayer, steps: Steps, last: str) -> dict[str, State]:
         states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}
+        if last in sub.projections and graphs.stripped(sub.h, self.kind.root) is sub.projections[last].node:
+            linear = path_of(self.steps + steps + ((last, None),))
+            states["h"] = replace(states["h"], linear=linear)
         if sub.x is not None:
             states["x"] = self.state("x", sub.x)
         if sub.context is not None:
