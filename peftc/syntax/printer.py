@@ -41,7 +41,7 @@ def _apart(statement: ast.Statement) -> bool:
 
 def _statement(statement: ast.Statement, indent: str) -> list[str]:
     above = _comments(_stripped(statement.leading), indent)
-    return [*above, *(indent + line if line else "" for line in _lines(statement))]
+    return [*above, *(indent + line if line else "" for line in _lines(statement, WIDTH - len(indent)))]
 
 
 def _comments(lines: Iterable[str], indent: str) -> list[str]:
@@ -61,12 +61,12 @@ def _beside(line: str, comment: str | None) -> str:
     return f"{line}  {comment}" if comment else line
 
 
-def _lines(statement: ast.Statement) -> list[str]:
+def _lines(statement: ast.Statement, width: int) -> list[str]:
     match statement:
         case ast.Method():
-            return _method(statement)
+            return _method(statement, width)
         case ast.Edit():
-            return _edit(statement)
+            return _edit(statement, width)
         case _:
             return [_beside(_line(statement), statement.trailing)]
 
@@ -96,22 +96,22 @@ def _apply(statement: ast.Apply) -> str:
     return f"apply {statement.name}({args}){at}" + (f" as {statement.alias}" if statement.alias else "")
 
 
-def _edit(edit: ast.Edit) -> list[str]:
+def _edit(edit: ast.Edit, width: int) -> list[str]:
     """On one line where it is one equation without comments of its own, and short enough."""
     tail = " per task" if edit.per_task else ""
     head = f"edit {edit.name} at {selector(edit.selector)}{tail}"
     if len(edit.body) <= 1 and not edit.closing and not any(_commented(line) for line in edit.body):
         body = " ".join(_line(line) for line in edit.body)
         whole = _beside(f"{head} {{ {body} }}" if body else f"{head} {{ }}", edit.trailing)
-        if len(whole) <= WIDTH:
+        if len(whole) <= width:
             return [whole]
-    return [*_edit_head(edit, head, tail), *_block(edit.body, edit.closing)]
+    return [*_edit_head(edit, head, tail, width), *_block(edit.body, edit.closing)]
 
 
-def _edit_head(edit: ast.Edit, head: str, tail: str) -> list[str]:
+def _edit_head(edit: ast.Edit, head: str, tail: str, width: int) -> list[str]:
     """A long union has its arms below each other."""
     whole = _beside(f"{head} {{", edit.trailing)
-    if len(whole) <= WIDTH or not isinstance(edit.selector, ast.Union):
+    if len(whole) <= width or not isinstance(edit.selector, ast.Union):
         return [whole]
     first, *others = (selector(arm, nested=True) for arm in edit.selector.arms)
     arms = [f"edit {edit.name} at {first}", *(f"{_INDENT}| {arm}" for arm in others)]
@@ -140,11 +140,11 @@ def _trimmed(lines: list[str]) -> list[str]:
     return lines[:-1] if lines and not lines[-1] else lines
 
 
-def _method(method: ast.Method) -> list[str]:
+def _method(method: ast.Method, width: int) -> list[str]:
     params = [f"{param.name} = {expression(param.default)}" for param in method.params]
     head = f"method {method.name}({', '.join(params)}) {{"
     lines = [_beside(head, method.trailing)]
-    if len(lines[0]) > WIDTH or any(param.leading or param.trailing for param in method.params):
+    if len(lines[0]) > width or any(param.leading or param.trailing for param in method.params):
         lines = [f"method {method.name}("]
         for param, text in zip(method.params, params, strict=True):
             lines += _comments(_trimmed(_stripped(param.leading)), _INDENT)

@@ -1,0 +1,72 @@
+"""Puts the values of parameters and constants in the place of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.semantics.constants import constant, fold, placed
+from peftc.semantics.vocabulary import STATES
+from peftc.semantics.walk import size
+from peftc.syntax import ast
+
+Environment = Mapping[str, ast.Expr]
+_DEEPEST, _LARGEST = 150, 20_000
+
+
+def substitute(value: ast.Expr, known: Environment) -> ast.Expr:
+    """`value` with the names of `known` replaced and arithmetic on constants done.
+
+    Raises: PeftcError P120 where arithmetic fails or the result is too large.
+    """
+    result = _substituted(value, known)
+    if not size(result, _DEEPEST, _LARGEST):
+        raise PeftcError(
+            Diagnostic("P120", "this expression becomes too large when its names are replaced", value.span)
+        )
+    return result
+
+
+def _substituted(value: ast.Expr, known: Environment) -> ast.Expr:
+    match value:
+        case ast.Name(name):
+            return placed(known[name], value) if name in known else value
+        case ast.Call(function, args, kwargs):
+            named = tuple(replace(keyword, value=_substituted(keyword.value, known)) for keyword in kwargs)
+            meant = known.get(function)
+            called = meant.id if isinstance(meant, ast.Name) else function
+            return replace(value, function=called, args=tuple(_substituted(arg, known) for arg in args), kwargs=named)
+        case ast.Negative(operand):
+            return fold(replace(value, operand=_substituted(operand, known)))
+        case ast.Binary(_, left, right):
+            return fold(replace(value, left=_substituted(left, known), right=_substituted(right, known)))
+        case _:
+            return value
+
+
+def in_body(body: tuple[ast.Equation | ast.Let, ...], known: Environment) -> tuple[ast.Equation | ast.Let, ...]:
+    """The equations of an edit, in which a `let` hides a name from there on; constants bound by `let` are replaced too.
+
+    Raises: PeftcError P120, with every failure.
+    """
+    scope, local = dict(known), set[str]()
+    kept: list[ast.Equation | ast.Let] = []
+    for line in body:
+        value = substitute(line.value, scope)
+        if isinstance(line, ast.Let):
+            scope.pop(line.name, None)
+            if is_constant(value) and not (isinstance(value, ast.Name) and value.id in local):
+                scope[line.name] = value
+                local.discard(line.name)
+                continue
+            local.add(line.name)
+        kept.append(replace(line, value=value))
+    return tuple(kept)
+
+
+def is_constant(value: ast.Expr) -> bool:
+    """A number, a word such as `relu`, true or false: something that does not depend on a site."""
+    if isinstance(value, ast.Name):
+        return value.id not in STATES
+    return isinstance(value, ast.Boolean | ast.String) or constant(value) is not None

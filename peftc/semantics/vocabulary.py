@@ -1,0 +1,62 @@
+"""The words of the language that are not grammar: states, sites, facts, and the functions that are no forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+STATES: Mapping[str, str] = {
+    "h": "the hidden state that the site computes",
+    "x": "its direct input",
+    "res": "the residual stream it is added to",
+    "c": "the context of an attention: what its keys and values are made of",
+    "q": "queries",
+    "k": "keys",
+    "v": "values",
+    "kv": "keys and values",
+    "z": "the hidden activation of an ffn",
+    "w": "the weight of a Linear, norm or embedding",
+    "b": "its bias",
+}
+
+PARAMETERS = ("w", "b")  # what `train` can name
+
+STACKS = ("encoder", "decoder")
+
+# Site name -> the names that may follow it, directly or with a qualifier left out.
+_LINEARS = ("q", "k", "v", "o")
+_ATTENTION = (*_LINEARS, "heads", "norm", "add")
+_FFN = ("up", "gate", "down", "hidden", "experts", "norm", "add")
+_LAYER = ("attn", "self", "cross", "ffn", "norm", "add", *_ATTENTION, *_FFN)
+_TOP = ("embed", "layer", "norm", "head")
+BELOW: Mapping[str, tuple[str, ...]] = {
+    "": (*STACKS, *_TOP, *_LAYER),
+    "encoder": (*_TOP, *_LAYER),
+    "decoder": (*_TOP, *_LAYER),
+    "layer": _LAYER,
+    "attn": ("self", "cross", *_ATTENTION),
+    "self": _ATTENTION,
+    "cross": _ATTENTION,
+    "ffn": _FFN,
+    "experts": _FFN,
+    "q": ("norm",),
+    "k": ("norm",),
+}
+SITES: tuple[str, ...] = tuple(dict.fromkeys(BELOW[""]))
+
+# Site name -> its states, for the sites whose states no model can change. Others may have any.
+_OF_LINEAR = ("h", "x", "w", "b")
+STATES_AT: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("q", "k", "v", "o", "up", "gate", "down", "head", "embed", "norm"), _OF_LINEAR),
+    **dict.fromkeys(("attn", "self", "cross"), ("h", "x", "res", "c", "q", "k", "v", "kv")),
+    "heads": ("h", "x", "q", "k", "v", "kv", "res", "c"),
+    "ffn": ("h", "x", "res", "z"),
+    "hidden": ("h", "x", "z", "res"),
+}
+
+FROZEN = ("norm", "head")  # frozen sub-modules of a site, called as functions
+CONCAT = "concat"
+SHARED = "shared"
+
+COUNTS = ("trained", "stored", "changed", "served")  # facts of the whole plan
+OF_EDIT = ("sites",)  # numbers about one edit
+TRUTHS = ("foldable", "identity")  # facts about one edit that hold or do not

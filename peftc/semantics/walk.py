@@ -1,0 +1,64 @@
+"""Walking over expressions and selectors, without recursion where the depth is not known yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from peftc.syntax import ast
+
+
+def children(value: ast.Expr) -> tuple[ast.Expr, ...]:
+    """The expressions directly inside of `value`."""
+    match value:
+        case ast.Call(_, args, kwargs):
+            return (*args, *(keyword.value for keyword in kwargs))
+        case ast.Negative(operand):
+            return (operand,)
+        case ast.Binary(_, left, right):
+            return (left, right)
+        case _:
+            return ()
+
+
+def expressions(value: ast.Expr) -> Iterator[ast.Expr]:
+    """`value` and everything inside of it, in the order of the text."""
+    stack = [value]
+    while stack:
+        found = stack.pop()
+        yield found
+        stack.extend(reversed(children(found)))
+
+
+def size(value: ast.Expr, deepest: int, largest: int) -> bool:
+    """Whether `value` has at most `deepest` levels and `largest` expressions."""
+    stack = [(value, 1)]
+    seen = 0
+    while stack:
+        found, level = stack.pop()
+        seen += 1
+        if level > deepest or seen > largest:
+            return False
+        stack.extend((child, level + 1) for child in children(found))
+    return True
+
+
+def names(value: ast.Expr) -> Iterator[str]:
+    """Every name in `value`, those of functions among them."""
+    for found in expressions(value):
+        if isinstance(found, ast.Name):
+            yield found.id
+        elif isinstance(found, ast.Call):
+            yield found.function
+
+
+def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:
+    """The paths and patterns that a selector is made of, what it takes away included."""
+    match selector:
+        case ast.Union(parts):
+            for part in parts:
+                yield from arms(part)
+        case ast.Difference(left, right):
+            yield from arms(left)
+            yield from arms(right)
+        case _:
+            yield selector
