@@ -19,7 +19,7 @@ from peftc.semantics.scope import (
     refuse_second,
     refuse_variable,
 )
-from peftc.semantics.substitute import Environment, in_body, substitute
+from peftc.semantics.substitute import Environment, in_body, in_expectation, substitute
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import expression
 from peftc.syntax.printer import print_statement
@@ -156,8 +156,8 @@ class _Expansion:
             case ast.Train():
                 done = statement
             case ast.Expect(left, _, right):
-                compared = None if right is None else substitute(right, known)
-                done = replace(statement, left=substitute(left, known), right=compared)
+                compared = None if right is None else in_expectation(right, known)
+                done = replace(statement, left=in_expectation(left, known), right=compared)
             case ast.Apply():
                 return self._apply(statement, scope, known, via)
             case _:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.semantics.constants import constant, fold, placed
-from peftc.semantics.vocabulary import STATES
-from peftc.semantics.walk import size
+from peftc.semantics.vocabulary import OF_EDIT, STATES, TRUTHS
+from peftc.semantics.walk import expressions, names, size
 from peftc.syntax import ast
 
 Environment = Mapping[str, ast.Expr]
@@ -63,6 +63,16 @@ def in_body(body: tuple[ast.Equation | ast.Let, ...], known: Environment) -> tup
             local.add(line.name)
         kept.append(replace(line, value=value))
     return tuple(kept)
+
+
+def in_expectation(value: ast.Expr, known: Environment) -> ast.Expr:
+    """One side of an `expect`: in `sites(qv)`, `qv` is the name of an edit whatever else is called so."""
+    edits = {name for call in expressions(value) if _is_of_edit(call) for name in names(call)}
+    return substitute(value, {name: constant for name, constant in known.items() if name not in edits})
+
+
+def _is_of_edit(value: ast.Expr) -> bool:
+    return isinstance(value, ast.Call) and value.function in (*OF_EDIT, *TRUTHS)
 
 
 def is_constant(value: ast.Expr) -> bool:
