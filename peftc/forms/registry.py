@@ -93,7 +93,7 @@ class Form:
     passes: bool = False  # at initialisation its value is its input, bit for bit, where that is the base's own weight
 
     def __reduce__(self) -> Any:
-        return (FORMS.__getitem__, (self.name,))  # pickled by name: a row is code
+        return (named, (self.name,))  # pickled by name: a row is code
 
     def param(self, name: str) -> Param | None:
         return next((p for p in self.params if p.name == name), None)
@@ -111,3 +111,10 @@ def register(form: Form) -> Form:
     assert form.name not in FORMS, form.name
     FORMS[form.name] = form
     return form
+
+
+def named(name: str) -> Form:
+    """The row of that name."""
+    import peftc.forms  # noqa: F401  # registers all rows
+
+    return FORMS[name]

@@ -21,32 +21,6 @@ NORM_OWNERS = frozenset({"attn", "ffn", "self", "cross", "q", "k"})
 Steps = tuple[tuple[str, int | None], ...]
 
 
-def show(selector: ast.Selector) -> str:
-    """The selector as the formatter would print it."""
-    match selector:
-        case ast.Path(steps):
-            return ".".join(map(show_step, steps))
-        case ast.Glob(pattern):
-            return f'"{pattern}"'
-        case ast.Union(arms):
-            return " | ".join(map(show, arms))
-        case ast.Difference(left, right):
-            wrap = f"({show(right)})" if isinstance(right, ast.Union | ast.Difference) else show(right)
-            return f"{show(left)} - {wrap}"
-
-
-def show_step(step: ast.Step) -> str:
-    return step.name + (f"[{', '.join(map(show_index, step.indices))}]" if step.indices is not None else "")
-
-
-def show_index(index: ast.Index) -> str:
-    if index.start is None and index.stop is None:
-        return "*"
-    if index.start == index.stop:
-        return str(index.start)
-    return f"{'' if index.start is None else index.start}..{'' if index.stop is None else index.stop}"
-
-
 def show_site_steps(steps: Steps) -> str:
     """`(("layer", 3), ("attn", None))` as `layer[3].attn`."""
     return ".".join(name if index is None else f"{name}[{index}]" for name, index in steps)

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.plan import nearest
+from peftc.plan.collapse import runs
 from peftc.plan.modules import module_site, modules_below
-from peftc.plan.paths import Family, Match, Paths, families, fits, glob_pattern, selected, show, show_index
+from peftc.plan.paths import Family, Match, Paths, families, fits, glob_pattern, selected
 from peftc.syntax import ast
+from peftc.syntax.print_expressions import index as show_index
+from peftc.syntax.print_expressions import selector as show
 from peftc.trace.sites import ModuleInfo, Site, SiteTable
 
 Found = dict[str, Site]  # by path
@@ -182,17 +185,6 @@ def _past_the_end(index: ast.Index, family: Family, size: int) -> Diagnostic:
         notes=("the layers that are there are taken",),
         severity="warning",
     )
-
-
-def runs(numbers: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` as `0..2, 5`, in the notation of selectors."""
-    out: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if out and out[-1][-1] == number - 1:
-            out[-1].append(number)
-        else:
-            out.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in out)
 
 
 def _in_model_order(sites: Iterable[Site], table: SiteTable) -> list[Site]:
