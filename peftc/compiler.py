@@ -16,15 +16,15 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_copy
-from peftc.plan.plan import Plan, Planned, make_plan
-from peftc.rewrite.install import Installation, Surgery, installed, is_installed, regions_of, suspended, uninstall, warm
+from peftc.planning.plan import Plan, Planned, make_plan
+from peftc.rewriting.install import Installation, Surgery, installed, is_installed, regions_of, suspended, uninstall, warm
 from peftc.semantics.expand import expand
 from peftc.semantics.load import read_spec
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
-from peftc.trace.analysis import Analysis, ModelLike, analyse
-from peftc.trace.sites import SiteTable
+from peftc.tracing.analysis import Analysis, ModelLike, analyse
+from peftc.tracing.sites import SiteTable
 
 SpecLike = str | PathLike[str] | ast.Spec
 Settings = Mapping[str, ast.Expr]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.trace.tracer import attention
+from peftc.tracing.tracer import attention
 
 __all__ = ["attention", "attention_with_rows", "replaced", "still"]
 

@@ -18,7 +18,7 @@ STAGES = (
     "peftc.syntax",
     "peftc.forms",
     "peftc.semantics",
-    "peftc.trace.sites",
+    "peftc.tracing.sites",
     "peftc.plan",
     "peftc.model",
     "peftc.trace",
@@ -36,7 +36,7 @@ TORCH_FREE = (
     "peftc.syntax",
     "peftc.forms",
     "peftc.semantics",
-    "peftc.trace.sites",
+    "peftc.tracing.sites",
     "peftc.plan",
 )
 
@@ -61,7 +61,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for (
                 alias
-            ) in node.names:  # `from peftc.plan import ir` imports a module, `from peftc.plan.ir import Read` a name
+            ) in node.names:  # `from peftc.planning import ir` imports a module, `from peftc.planning.ir import Read` a name
                 full = f"{node.module}.{alias.name}"
                 yield full if full in MODULES else node.module
         else:

@@ -22,7 +22,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Placement(Protocol):
-    """What building needs of a `peftc.plan.ir.Instance`."""
+    """What building needs of a `peftc.planning.ir.Instance`."""
 
     @property
     def form(self) -> Form: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -13,7 +13,7 @@ from peftc.semantics.check_definitions import check_definitions
 from peftc.semantics.check_equations import check_edit, unknown_form
 from peftc.semantics.check_expects import check_expect
 from peftc.semantics.check_selectors import check_selector
-from peftc.semantics.expand import expand, expand_method
+from peftc.semantics.expand import only_method, partial
 from peftc.semantics.scope import applied, is_shared
 from peftc.semantics.vocabulary import CONCAT, FROZEN, PARAMETERS
 from peftc.semantics.walk import arms, expressions
@@ -21,14 +21,18 @@ from peftc.syntax import ast
 from peftc.syntax.print_expressions import selector
 
 
+_OF_WHOLE = frozenset({"P114", "P117"})
+
+
 def check_file(spec: ast.Spec) -> list[Diagnostic]:
     """Everything wrong with a file as it was written: its definitions, what it applies, and each of its methods."""
     found = list(check_definitions(spec))
     methods = [statement.name for statement in spec.statements if isinstance(statement, ast.Method)]
     if any(applied(spec.statements)) or len(methods) <= 1:
-        found += _checked(lambda: expand(spec))
-    for name in methods if any(applied(spec.statements)) or len(methods) > 1 else ():
-        found += _checked(lambda name=name: expand_method(spec, name))
+        found += _checked(spec)
+    if any(applied(spec.statements)) or len(methods) > 1:
+        for name in methods:
+            found += _checked(only_method(spec, name))
     return _each_once(found)
 
 
@@ -60,11 +64,12 @@ def said_of(found: Diagnostic, statement: ast.Statement, spec: ast.Spec) -> Diag
     return told.within(statement.origin or spec.source)
 
 
-def _checked(expanded: Callable[[], ast.Spec]) -> list[Diagnostic]:
-    try:
-        return check(expanded())
-    except PeftcError as error:
-        return list(error.diagnostics)
+def _checked(spec: ast.Spec) -> list[Diagnostic]:
+    expanded, errors = partial(spec)
+    found = check(expanded)
+    if any(error.severity == "error" for error in errors):  # what could not be expanded seems missing
+        found = [error for error in found if error.code not in _OF_WHOLE]
+    return [*errors, *found]
 
 
 def _each_once(found: Iterable[Diagnostic]) -> list[Diagnostic]:

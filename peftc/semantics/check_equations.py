@@ -38,6 +38,7 @@ class Equations:
         self._shared = shared
         self._local: dict[str, ast.Let] = {}
         self._used: set[str] = set()
+        self._told: set[str] = set()
 
     def line(self, line: ast.Equation | ast.Let) -> Iterator[Diagnostic]:
         yield from self._value(line.value)
@@ -79,7 +80,8 @@ class Equations:
             yield Diagnostic("P107", f"there is no {what} `{name}`", span, help=help_)
             return
         missing = list(dict.fromkeys(states_missing(self._selector, name)))
-        if missing:
+        if missing and name not in self._told:
+            self._told.add(name)
             message = f"{listed(missing)} {'have' if len(missing) > 1 else 'has'} no state `{name}`, {STATES[name]}"
             yield Diagnostic("P123", message, span, help=_elsewhere(name))
 

@@ -38,17 +38,23 @@ def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None) -> as
     Raises:
         PeftcError: P1xx, everything that is wrong with names, arguments and arithmetic; P0xx in files that are used.
     """
+    expanded, errors = partial(spec, settings)
+    if errors:
+        raise PeftcError(errors)
+    return expanded
+
+
+def partial(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None) -> tuple[ast.Spec, list[Diagnostic]]:
+    """As `expand`: as much as can be expanded, and everything that is wrong with the rest."""
     expansion = _Expansion(settings or {})
     statements = expansion.spec(spec)
-    if expansion.errors:
-        raise PeftcError(expansion.errors)
-    return replace(spec, statements=statements, header=(), header_trailing=None, closing=())
+    return replace(spec, statements=statements, header=(), header_trailing=None, closing=()), expansion.errors
 
 
-def expand_method(spec: ast.Spec, name: str) -> ast.Spec:
-    """The method `name` of a file, with its defaults, as if the file had nothing else. Raises: PeftcError as `expand`."""
+def only_method(spec: ast.Spec, name: str) -> ast.Spec:
+    """A file as if it applied its method `name`, with its defaults, and did nothing else."""
     kept = tuple(s for s in spec.statements if isinstance(s, ast.Use | ast.Method | ast.Let))
-    return expand(replace(spec, statements=(*kept, ast.Apply(name))))
+    return replace(spec, statements=(*kept, ast.Apply(name)))
 
 
 class _Expansion:

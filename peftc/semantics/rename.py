@@ -11,22 +11,23 @@ from peftc.syntax import ast
 def renamed(statements: Iterable[ast.Statement], alias: str) -> list[ast.Statement]:
     """The statements of one applied method; the edits, `train`s and shared parameters among them get the prefix."""
     found = list(statements)
-    defined = {s.name: f"{alias}.{s.name}" for s in found if isinstance(s, ast.Edit | ast.Train | ast.Let)}
-    return [_statement(statement, defined) for statement in found]
+    edits = {s.name: f"{alias}.{s.name}" for s in found if isinstance(s, ast.Edit | ast.Train)}
+    shared = {s.name: f"{alias}.{s.name}" for s in found if isinstance(s, ast.Let)}
+    return [_statement(statement, edits, shared) for statement in found]
 
 
-def _statement(statement: ast.Statement, names: Mapping[str, str]) -> ast.Statement:
+def _statement(statement: ast.Statement, edits: Mapping[str, str], shared: Mapping[str, str]) -> ast.Statement:
     match statement:
         case ast.Edit():
-            body = tuple(replace(line, value=_expression(line.value, names, calls=True)) for line in statement.body)
-            return replace(statement, name=names[statement.name], body=body)
+            body = tuple(replace(line, value=_expression(line.value, shared, calls=True)) for line in statement.body)
+            return replace(statement, name=edits[statement.name], body=body)
         case ast.Train():
-            return replace(statement, name=names[statement.name])
+            return replace(statement, name=edits[statement.name])
         case ast.Let():
-            return replace(statement, name=names[statement.name])
+            return replace(statement, name=shared[statement.name])
         case ast.Expect(left, _, right):
-            compared = None if right is None else _expression(right, names, calls=False)
-            return replace(statement, left=_expression(left, names, calls=False), right=compared)
+            compared = None if right is None else _expression(right, edits, calls=False)
+            return replace(statement, left=_expression(left, edits, calls=False), right=compared)
         case _:
             return statement
 

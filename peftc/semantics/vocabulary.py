@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 STATES: Mapping[str, str] = {
-    "h": "the hidden state that the site computes",
-    "x": "its direct input",
-    "res": "the residual stream it is added to",
+    "h": "the hidden state that a site computes",
+    "x": "the direct input of a site",
+    "res": "the residual stream that a site is added to",
     "c": "the context of an attention: what its keys and values are made of",
     "q": "queries",
     "k": "keys",
@@ -15,7 +15,7 @@ STATES: Mapping[str, str] = {
     "kv": "keys and values",
     "z": "the hidden activation of an ffn",
     "w": "the weight of a Linear, norm or embedding",
-    "b": "its bias",
+    "b": "the bias of a Linear, norm or embedding",
 }
 
 PARAMETERS = ("w", "b")  # what `train` can name

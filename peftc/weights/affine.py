@@ -1,7 +1,7 @@
 """Folding the equations of one edit into a weight and a bias: an abstract interpretation over affine values.
 
 Computed in float32 (float64 where the weight is float64) and rounded once. Whether an edit folds at all, and into what,
-is `peftc.plan.affine`; this module does the arithmetic for edits that do.
+is `peftc.planning.affine`; this module does the arithmetic for edits that do.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, Member, has_values
-from peftc.plan.affine import NotAffine, Side, is_linear, said
-from peftc.plan.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
+from peftc.planning.affine import NotAffine, Side, is_linear, said
+from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
 
 Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
 

@@ -3,7 +3,7 @@
 import pytest
 
 from peftc.diagnostics import PeftcError
-from peftc.plan.select import coverage, resolve
+from peftc.planning.select import coverage, resolve
 from peftc.syntax import ast
 from tests.plan import tables
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from peftc.forms import FORMS, Dims
 from peftc.forms.module import FormModule, build
 from peftc.forms.shapes import Shape, Tokens, Vector, Weight
-from peftc.plan.ir import Applied, Arithmetic, Assign, Constant, Frozen, Instance, Placed, Read, Term
+from peftc.planning.ir import Applied, Arithmetic, Assign, Constant, Frozen, Instance, Placed, Read, Term
 from peftc.syntax import ast
-from peftc.trace.sites import Site, State, WeightRef
+from peftc.tracing.sites import Site, State, WeightRef
 
 SOURCE = ast.Name("…")
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peftc.forms.shapes import KeyValue, Tokens, Vector, Weight
-from peftc.plan.affine import affine_reason, fold_reason, fold_target
-from peftc.plan.ir import Assign, Concat
+from peftc.planning.affine import affine_reason, fold_reason, fold_target
+from peftc.planning.ir import Assign, Concat
 from peftc.weights.affine import FoldedWeights, Refusal, fold_terms
 from tests.weights import equations as eq
 

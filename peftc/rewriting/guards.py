@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.rewrite.emit import Emitter, attribute_path
-from peftc.trace.tracer import Guard, Traced, attention, baked
+from peftc.rewriting.emit import Emitter, attribute_path
+from peftc.tracing.tracer import Guard, Traced, attention, baked
 
 
 def conditions(traced: Traced, emitter: Emitter) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from peftc.trace.tracer import ModuleCall, Traced
+from peftc.tracing.tracer import ModuleCall, Traced
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch import fx, nn
 from transformers.pytorch_utils import Conv1D
 
 from peftc.forms import shapes
-from peftc.trace import graphs
-from peftc.trace.kinds import Anatomy, LayerKind, example_width
-from peftc.trace.roles import Projection, SubLayer
-from peftc.trace.sites import ModuleInfo, Place, Site, Slice, State, WeightRef
+from peftc.tracing import graphs
+from peftc.tracing.kinds import Anatomy, LayerKind, example_width
+from peftc.tracing.roles import Projection, SubLayer
+from peftc.tracing.sites import ModuleInfo, Place, Site, Slice, State, WeightRef
 
 Steps = tuple[tuple[str, int | None], ...]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from peftc.syntax import ast
-from peftc.trace.sites import Site, SiteTable
+from peftc.tracing.sites import Site, SiteTable
 
 STACKS = frozenset({"encoder", "decoder"})
 BRANCHES = frozenset({"self", "cross"})

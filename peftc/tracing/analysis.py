@@ -16,9 +16,9 @@ from peftc.model.identity import fingerprint, parameters, tied_groups
 from peftc.model.resolve import ModelSource, resolve
 from peftc.model.sample import sample_inputs
 from peftc.model.skeleton import skeleton
-from peftc.trace.kinds import Anatomy, dissect, example_width
-from peftc.trace.sites import SiteTable
-from peftc.trace.table import all_sites, module_infos
+from peftc.tracing.kinds import Anatomy, dissect, example_width
+from peftc.tracing.sites import SiteTable
+from peftc.tracing.table import all_sites, module_infos
 
 ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx, nn
 
-from peftc.trace.sites import Slice
-from peftc.trace.tracer import attention
+from peftc.tracing.sites import Slice
+from peftc.tracing.tracer import attention
 
 ADDS = (operator.add, operator.iadd, torch.add)
 PASSING_METHODS = frozenset(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.plan import nearest
-from peftc.plan.collapse import runs
-from peftc.plan.modules import module_site, modules_below
-from peftc.plan.paths import Family, Match, Paths, families, fits, glob_pattern, selected
+from peftc.planning import nearest
+from peftc.planning.collapse import runs
+from peftc.planning.modules import module_site, modules_below
+from peftc.planning.paths import Family, Match, Paths, families, fits, glob_pattern, selected
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import index as show_index
 from peftc.syntax.print_expressions import selector as show
-from peftc.trace.sites import ModuleInfo, Site, SiteTable
+from peftc.tracing.sites import ModuleInfo, Site, SiteTable
 
 Found = dict[str, Site]  # by path
 

@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.plan import ir
-from peftc.rewrite.anchors import Anchor, find
-from peftc.rewrite.regions import Bound, RegionEdit
+from peftc.planning import ir
+from peftc.rewriting.anchors import Anchor, find
+from peftc.rewriting.regions import Bound, RegionEdit
 from peftc.runtime import attention_with_rows
-from peftc.trace.graphs import is_attention
-from peftc.trace.sites import Slice
-from peftc.trace.tracer import Traced
+from peftc.tracing.graphs import is_attention
+from peftc.tracing.sites import Slice
+from peftc.tracing.tracer import Traced
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "+": operator.add,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from torch import fx, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.plan import ir
-from peftc.rewrite.anchors import Anchor, anchors, calls_of, contains, frames_between, relative
-from peftc.trace.kinds import LayerKind
-from peftc.trace.sites import Slice, State, WeightRef
-from peftc.trace.table import INPUT, OUTPUT
-from peftc.trace.tracer import Traced
+from peftc.planning import ir
+from peftc.rewriting.anchors import Anchor, anchors, calls_of, contains, frames_between, relative
+from peftc.tracing.kinds import LayerKind
+from peftc.tracing.sites import Slice, State, WeightRef
+from peftc.tracing.table import INPUT, OUTPUT
+from peftc.tracing.tracer import Traced
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def module_region(placed: list[ir.Placed], module: nn.Module) -> Region:
 def boundary(node: str, module: nn.Module) -> Anchor:
     import inspect
 
-    from peftc.trace.tracer import innermost
+    from peftc.tracing.tracer import innermost
 
     if node == OUTPUT:
         return Anchor("out", "", ())

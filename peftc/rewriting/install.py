@@ -15,12 +15,12 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_owner, member
 from peftc.model.fakes import fake_copy, fake_mode
 from peftc.model.sample import sample_inputs
-from peftc.plan import ir
-from peftc.rewrite.insert import CONTAINER
-from peftc.rewrite.kind import Kind
-from peftc.rewrite.regions import LayerRegions, Region, module_region
-from peftc.trace.kinds import Anatomy
-from peftc.trace.sites import WeightRef
+from peftc.planning import ir
+from peftc.rewriting.insert import CONTAINER
+from peftc.rewriting.kind import Kind
+from peftc.rewriting.regions import LayerRegions, Region, module_region
+from peftc.tracing.kinds import Anatomy
+from peftc.tracing.sites import WeightRef
 
 SHARED = "peftc_shared"  # the name under which modules that several sites share are registered, at the model's root
 RECORD = "_peftc"

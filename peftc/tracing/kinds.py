@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftc.trace.observe import Observation, observe
-from peftc.trace.roles import SubLayer, sub_layers
-from peftc.trace.tracer import RegionTracer, Traced, TraceError
+from peftc.tracing.observe import Observation, observe
+from peftc.tracing.roles import SubLayer, sub_layers
+from peftc.tracing.tracer import RegionTracer, Traced, TraceError
 
 
 @dataclass

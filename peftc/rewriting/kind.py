@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_copy
-from peftc.rewrite import emit, guards
-from peftc.rewrite.emit import base_call
-from peftc.rewrite.insert import Inserter
-from peftc.rewrite.regions import RegionEdit
+from peftc.rewriting import emit, guards
+from peftc.rewriting.emit import base_call
+from peftc.rewriting.insert import Inserter
+from peftc.rewriting.regions import RegionEdit
 from peftc.runtime import replaced, still
-from peftc.trace.tracer import RegionTracer, Traced, TraceError, bind, innermost
+from peftc.tracing.tracer import RegionTracer, Traced, TraceError, bind, innermost
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from peftc.trace.graphs import is_size
+from peftc.tracing.graphs import is_size
 
 INFIX = {
     operator.add: "+",

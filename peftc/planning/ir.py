@@ -12,7 +12,7 @@ from typing import Literal
 from peftc.forms.registry import Args, Dims, Form
 from peftc.forms.shapes import Shape
 from peftc.syntax import ast
-from peftc.trace.sites import Site
+from peftc.tracing.sites import Site
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from transformers.modeling_utils import AttentionInterface
 
-from peftc.trace.example import Attribute, Example, attribute, is_example, mentions_example, values
+from peftc.tracing.example import Attribute, Example, attribute, is_example, mentions_example, values
 
 _CREATES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
 _active = threading.local()

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from peftc.forms.shapes import Vector, Weight
-from peftc.plan.paths import STACKS, Steps
-from peftc.trace.sites import ModuleInfo, Site, SiteTable, State, WeightRef
+from peftc.planning.paths import STACKS, Steps
+from peftc.tracing.sites import ModuleInfo, Site, SiteTable, State, WeightRef
 
 NAMES = {"weight": "w", "bias": "b"}
 TRANSPOSED = frozenset({"Conv1D"})  # transformers' Conv1D stores (in, out)

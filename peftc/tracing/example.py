@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 if TYPE_CHECKING:
-    from peftc.trace.tracer import RegionTracer
+    from peftc.tracing.tracer import RegionTracer
 
 # Facts about a tensor that Python code asks and that do not depend on its values.
 TENSOR_FACTS = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peftc.forms.shapes import Tokens, Weight
-from peftc.plan.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
-from peftc.trace.sites import Site, WeightRef
+from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
+from peftc.tracing.sites import Site, WeightRef
 
 Side = Literal["weight", "output", "input"]
 OUTPUT_OF = {"ffn": "down", "attn": "o", "self": "o", "cross": "o"}  # sub-layer -> the Linear that computes its h

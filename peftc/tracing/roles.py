@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import fx, nn
 
-from peftc.trace import graphs
-from peftc.trace.sites import Slice
+from peftc.tracing import graphs
+from peftc.tracing.sites import Slice
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import nearest
-from peftc.plan.paths import BRANCHES, STACKS, Family, Paths, glob_pattern
+from peftc.planning.paths import BRANCHES, STACKS, Family, Paths, glob_pattern
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import index as show_index
 from peftc.syntax.print_expressions import selector as show
 from peftc.syntax.print_expressions import step as show_step
-from peftc.trace.sites import SiteTable
+from peftc.tracing.sites import SiteTable
 
 LISTED = 8  # names in a note, at most
 

@@ -1,0 +1,249 @@
+"""From an expanded spec and the sites of a model to the Plan. No weight is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
+
+from peftc.diagnostics import Diagnostic, PeftcError, Source
+from peftc.forms import FORMS
+from peftc.planning import counts, expectations
+from peftc.planning.assignments import clashes
+from peftc.planning.identity import is_identity
+from peftc.planning.ir import Placed
+from peftc.planning.lower import place
+from peftc.planning.model import Plan, PlanEdit, PlanExpectation, PlanModel, PlanSite, PlanSpec, PlanTotals
+from peftc.planning.regions import Region, numel
+from peftc.planning.scope import Scope, Shared, groups_of, shared_members
+from peftc.planning.select import coverage, resolve
+from peftc.planning.train import Trained, missing, trained
+from peftc.planning.verdict import Verdict, verdicts
+from peftc.syntax import ast
+from peftc.tracing.sites import Site, SiteTable
+
+T = TypeVar("T")
+
+
+class Planned(NamedTuple):
+    """A plan and what the compiler needs beyond it.
+
+    `placed`: every edit at every site, in the order of the spec. `trained`: base parameters that get a gradient, from
+    `<statement>/<dotted name>` to the dotted name, each once. `findings`: expectations that do not hold. `warnings`: what
+    is probably not meant, such as uneven coverage.
+    """
+
+    plan: Plan
+    placed: tuple[Placed, ...]
+    trained: Mapping[str, str]
+    findings: tuple[Diagnostic, ...]
+    warnings: tuple[Diagnostic, ...]
+
+
+def make_plan(spec: ast.Spec, table: SiteTable, *, source: Source | None = None) -> Planned:
+    """Resolves, types and counts every edit of an expanded spec.
+
+    An expectation that does not hold is a finding, not an exception: there is a plan, and it says so.
+
+    Args:
+        spec: after `peftc.semantics` has expanded it: only edits, `train`, `expect` and shared `let` are left.
+        source: the text that is named and hashed in the plan; that of the spec without it.
+
+    Raises: everything wrong in the whole spec at once: P201-P206, P301-P309, P320 and what forms refuse.
+    """
+    planner = _Planner(spec, table, source or spec.source)
+    edits, trains = planner.edits(), planner.trains()
+    planner.stop_at_errors()
+    plan = planner.plan(edits, trains)
+    plan = planner.with_expectations(plan)
+    planner.stop_at_errors()
+    placed = tuple(placed for _, places in edits for placed in places)
+    first = {name: made.name for made in reversed(list(trains.values())) for name in made.parameters}
+    names = {f"{statement}/{name}": name for name, statement in first.items()}
+    return Planned(plan, placed, names, tuple(planner.findings), tuple(planner.warnings))
+
+
+@dataclass
+class _Planner:
+    spec: ast.Spec
+    table: SiteTable
+    source: Source
+    errors: list[Diagnostic] = field(default_factory=list[Diagnostic])
+    findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
+    warnings: list[Diagnostic] = field(default_factory=list[Diagnostic])
+
+    # Statements to places --------------------------------------------------------------------------------------------
+
+    def edits(self) -> list[tuple[ast.Edit, list[Placed]]]:
+        """Every edit with its places; twice where parameters are shared, since their number is known after one pass."""
+        found = [(edit, self.sites(edit)) for edit in self.spec.statements if isinstance(edit, ast.Edit)]
+        groups = {edit.name: groups_of(sites) for edit, sites in found}
+        scope = Scope(self.table, self.shared(), groups=groups)
+        placed = self.placed(found, scope)
+        if scope.shared and not self.errors:
+            uses = [(p.edit, p.site.path, one) for _, places in placed for p in places for one in p.instances]
+            placed = self.placed(found, Scope(self.table, scope.shared, shared_members(uses), groups))
+        for clash in clashes(placed):
+            self.report(clash.statement, (clash.diagnostic,))
+        return placed
+
+    def placed(
+        self, found: Sequence[tuple[ast.Edit, Sequence[Site]]], scope: Scope
+    ) -> list[tuple[ast.Edit, list[Placed]]]:
+        return [(edit, self.places(edit, sites, scope)) for edit, sites in found]
+
+    def places(self, edit: ast.Edit, sites: Sequence[Site], scope: Scope) -> list[Placed]:
+        placed: list[Placed] = []
+        wrong: dict[object, list[Diagnostic]] = defaultdict(list)
+        for site in sites:
+            try:
+                placed.append(place(edit, site, scope))
+            except PeftcError as error:
+                for diagnostic in error.diagnostics:
+                    wrong[diagnostic.code, diagnostic.span].append(diagnostic)
+        self.report(edit, (_at_all(same) for same in wrong.values()))
+        return placed
+
+    def trains(self) -> dict[str, Trained]:
+        found: dict[str, Trained] = {}
+        for statement in self.spec.statements:
+            if isinstance(statement, ast.Train) and (sites := self.sites(statement)):
+                with_sites = lambda statement=statement, sites=sites: trained(statement, sites, self.table)  # noqa: E731
+                if made := self.attempt(statement, with_sites):
+                    found[statement.name] = made
+                    self.warn(statement, missing(statement, made))
+        return found
+
+    def sites(self, statement: ast.Edit | ast.Train) -> list[Site]:
+        found = self.attempt(statement, lambda: resolve(statement.selector, self.table))
+        if found:
+            self.warn(statement, coverage(statement.selector, self.table))
+        return found or []
+
+    def shared(self) -> dict[str, Shared]:
+        found: dict[str, Shared] = {}
+        for let in self.spec.statements:
+            match let:
+                case ast.Let(name, ast.Call("shared", (ast.Call(function) as call,), ())) if function in FORMS:
+                    found[name] = Shared(let, call)
+                case ast.Let(_, ast.Call("shared") as call):
+                    wrong = Diagnostic(
+                        "P303", "`shared` takes one form", call.span, help="write `shared(adapter(r=64))`"
+                    )
+                    self.report(let, (wrong,))
+                case _:
+                    pass
+        return found
+
+    # Places to a plan ------------------------------------------------------------------------------------------------
+
+    def plan(self, edits: Sequence[tuple[ast.Edit, Sequence[Placed]]], trains: dict[str, Trained]) -> Plan:
+        judged = verdicts([places for _, places in edits], self.table)
+        entries = {edit.name: _entry(edit, places, v) for (edit, places), v in zip(edits, judged, strict=True)}
+        entries |= {name: _train_entry(made) for name, made in trains.items()}
+        names = [s.name for s in self.spec.statements if isinstance(s, ast.Edit | ast.Train)]
+        model = self.table
+        return Plan(
+            spec=PlanSpec(path=self.source.path, sha256=hashlib.sha256(self.source.text.encode()).hexdigest()),
+            model=PlanModel(
+                id=model.model_id, type=model.model_type, parameters=model.parameters, fingerprint=model.fingerprint
+            ),
+            edits=tuple(entries[name] for name in names),
+            totals=_totals(edits, judged, trains.values(), model.parameters),
+            expectations=(),
+        )
+
+    def with_expectations(self, plan: Plan) -> Plan:
+        outcomes: list[PlanExpectation] = []
+        for statement in self.spec.statements:
+            if not isinstance(statement, ast.Expect):
+                continue
+            evaluated = self.attempt(statement, lambda statement=statement: expectations.evaluate(statement, plan))
+            if evaluated is None:
+                continue
+            outcomes.append(PlanExpectation(text=evaluated.text, holds=evaluated.holds))
+            if evaluated.failure:
+                self.findings.extend(self.located(statement, (evaluated.failure,)))
+        return plan.model_copy(update={"expectations": tuple(outcomes)})
+
+    # What is wrong ---------------------------------------------------------------------------------------------------
+
+    def attempt(self, statement: ast.Statement, made: Callable[[], T]) -> T | None:
+        try:
+            return made()
+        except PeftcError as error:
+            self.report(statement, error.diagnostics)
+            return None
+
+    def report(self, statement: ast.Statement, diagnostics: Iterable[Diagnostic]) -> None:
+        self.errors.extend(self.located(statement, diagnostics))
+
+    def warn(self, statement: ast.Statement, diagnostics: Iterable[Diagnostic]) -> None:
+        self.warnings.extend(self.located(statement, diagnostics))
+
+    def located(self, statement: ast.Statement, diagnostics: Iterable[Diagnostic]) -> Iterable[Diagnostic]:
+        """In the text the statement came from; a statement that expansion brought here says how."""
+        for found in diagnostics:
+            yield replace(found, notes=(*found.notes, *statement.via)).within(statement.origin or self.source)
+
+    def stop_at_errors(self) -> None:
+        if self.errors:
+            raise PeftcError(self.errors)
+
+
+def _at_all(same: Sequence[Diagnostic]) -> Diagnostic:
+    """One message for what is wrong at many sites of an edit."""
+    first, more = same[0], len(same) - 1
+    if not more:
+        return first
+    return replace(first, notes=(*first.notes, f"the same at {more} more site{'s' * (more > 1)} of this edit"))
+
+
+def _entry(edit: ast.Edit, places: Sequence[Placed], verdict: Verdict) -> PlanEdit:
+    count = counts.count(counts.owned(places).values())
+    return PlanEdit(
+        name=edit.name,
+        sites=tuple(PlanSite(path=p.site.path, module=p.site.module) for p in places),
+        trained=count.trained,
+        stored=count.stored,
+        changed=numel(verdict.changed),
+        served=0 if verdict.foldable else count.stored,
+        foldable=verdict.foldable,
+        reason=verdict.reason,
+        identity=all(is_identity(p) for p in places),
+    )
+
+
+def _train_entry(made: Trained) -> PlanEdit:
+    """Parameters of the base itself: trained, stored, changed in place, and nothing is left over."""
+    total = numel(made.regions)
+    return PlanEdit(
+        name=made.name,
+        sites=tuple(PlanSite(path=site.path, module=site.module) for site in made.sites),
+        trained=total,
+        stored=total,
+        changed=total,
+        served=0,
+        foldable=True,
+        reason="trains parameters of the base in place",
+        identity=True,
+    )
+
+
+def _totals(
+    edits: Sequence[tuple[ast.Edit, Sequence[Placed]]], judged: Sequence[Verdict], trains: Iterable[Trained], base: int
+) -> PlanTotals:
+    """Over the whole plan: shared sets of parameters and entries of the base once, however many edits name them."""
+    own = frozenset[Region]().union(*(made.regions for made in trains))
+    changed = own.union(*(verdict.changed for verdict in judged))
+    all_of_them = counts.count(counts.owned(p for _, places in edits for p in places).values())
+    stays = [p for (_, places), verdict in zip(edits, judged, strict=True) if not verdict.foldable for p in places]
+    return PlanTotals(
+        base=base,
+        trained=all_of_them.trained + numel(own),
+        stored=all_of_them.stored + numel(own),
+        changed=numel(changed),
+        served=counts.count(counts.owned(stays).values()).stored,
+    )

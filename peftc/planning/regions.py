@@ -1,0 +1,59 @@
+"""Sets of entries of base parameters, so that what is changed twice or under two names is counted once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from peftc.forms.shapes import Shape, Vector, Weight
+from peftc.tracing.sites import SiteTable, WeightRef
+
+
+@dataclass(frozen=True)
+class Region:
+    """Rows [start, stop) of a parameter, seen as (out, in); `width` entries a row."""
+
+    parameter: str
+    start: int
+    stop: int
+    width: int = 1
+
+
+class Parameters:
+    """The base parameters of a model by name; tied ones under one name."""
+
+    def __init__(self, table: SiteTable) -> None:
+        self._first = {name: group[0] for group in table.tied for name in group}
+        self._sizes = {f"{m.name}.{a}".lstrip("."): shape for m in table.modules for a, shape in m.parameters.items()}
+
+    def canonical(self, ref: WeightRef) -> str:
+        name = f"{ref.module}.{ref.attribute}".lstrip(".")
+        return self._first.get(name, name)
+
+    def numel(self, name: str) -> int:
+        return prod(self._sizes[name])
+
+    def region(self, ref: WeightRef, shape: Shape) -> Region:
+        """All the entries that a state `w` or `b` of this shape has."""
+        assert isinstance(shape, Weight | Vector)
+        rows, width = (shape.d_out, shape.d_in) if isinstance(shape, Weight) else (shape.d, 1)
+        start = ref.rows.start if ref.rows else 0
+        return Region(self.canonical(ref), start, start + rows, width)
+
+
+def numel(regions: Iterable[Region]) -> int:
+    """Entries in the union of the regions."""
+    spans: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for region in set(regions):
+        spans[region.parameter, region.width].append((region.start, region.stop))
+    return sum(width * _length(found) for (_, width), found in spans.items())
+
+
+def _length(spans: list[tuple[int, int]]) -> int:
+    total, reached = 0, 0
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total

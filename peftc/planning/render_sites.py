@@ -1,0 +1,135 @@
+"""The sites of a model as a tree: what an edit can name, in which module, of which shape, with how many parameters."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from peftc.planning.collapse import collapsed, runs
+from peftc.planning.paths import Steps, show_site_steps
+from peftc.tracing.sites import Site, SiteTable
+
+Row = tuple[str, ...]  # site, module, shape, parameters, states
+
+
+def sites_text(table: SiteTable, width: int = 80) -> str:
+    """The tree as plain text without colours."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, legacy_windows=False, highlight=False)
+    console.print(render_sites(table))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def render_sites(table: SiteTable) -> RenderableType:
+    """Every site once for all the layers that are alike: `layer[0..11] × 12`."""
+    header = Text.assemble((table.model_id, "bold"), f"  ({table.model_type}, {table.parameters:,} parameters)")
+    rows = _Tree(table).rows()
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    grid.add_column("site", no_wrap=True)
+    grid.add_column("module", overflow="fold", min_width=min(24, max((len(row[1]) for row in rows), default=0)))
+    grid.add_column("shape", no_wrap=True)
+    grid.add_column("parameters", justify="right", no_wrap=True)
+    grid.add_column("states", overflow="fold", style="dim")
+    for row in rows:
+        grid.add_row(*row)
+    return Group(header, Text(), grid)
+
+
+class _Tree:
+    def __init__(self, table: SiteTable) -> None:
+        self.table = table
+        self.own = {m.name: sum(prod(shape) for shape in m.parameters.values()) for m in table.modules}
+
+    def rows(self) -> list[Row]:
+        rows: list[Row] = []
+        told: set[str] = set()
+        layers = self._layers()
+        for site in self.table.sites:
+            stack = site.steps[0][0] if len(site.steps) > 1 else ""
+            if stack and stack not in told:
+                told.add(stack)
+                rows.append((stack, "", "", "", ""))
+            if _in_layer(site):
+                rows += layers.pop(site.steps[:2], [])
+            else:
+                name = show_site_steps(site.steps[1:] if stack else site.steps)
+                rows.append(self._row(f"{'  ' if stack else ''}{name}", site, site.module))
+        return rows
+
+    def _layers(self) -> dict[Steps, list[Row]]:
+        """The rows of each sort of layer, under the first layer of that sort."""
+        members: dict[Steps, list[Site]] = {}
+        for site in self.table.sites:
+            if _in_layer(site):
+                members.setdefault(site.steps[:2], []).append(site)
+        alike: dict[object, list[Steps]] = {}
+        for steps, sites in members.items():
+            alike.setdefault((steps[0], *map(self._signature, sites)), []).append(steps)
+        return {steps[0]: self._layer_rows(steps, members) for steps in alike.values()}
+
+    def _signature(self, site: Site) -> object:
+        states = tuple((name, state.shape) for name, state in site.states.items())
+        return site.steps[2:], site.module.removeprefix(site.root), states
+
+    def _layer_rows(self, alike: Sequence[Steps], members: Mapping[Steps, Sequence[Site]]) -> list[Row]:
+        first = members[alike[0]]
+        modules = collapsed([site.module for steps in alike for site in members[steps] if site.steps == steps])
+        numbers = runs([index for steps in alike if (index := steps[1][1]) is not None])
+        name = f"  layer[{numbers}]" + (f" × {len(alike)}" if len(alike) > 1 else "")
+        rows: list[Row] = []
+        for site in first:
+            steps = site.steps[2:]
+            if not steps:
+                each = self._below(site.module)
+                rows.append((name, modules[0][0], _shape(site), f"{each:,}", " ".join(site.states)))
+                continue
+            depth = len([step for step in steps if step[0] not in ("self", "cross")])
+            rows.append(self._row(f"{'  ' * (depth + 1)}{_last(steps)}", site, _relative(site, first)))
+        return rows
+
+    def _row(self, name: str, site: Site, module: str) -> Row:
+        total = self._parameters(site)
+        return name, module, _shape(site), f"{total:,}" if total else "", " ".join(site.states)
+
+    def _parameters(self, site: Site) -> int:
+        """Those of the site's own weight and bias, or of the sites below it."""
+        sites = [
+            one for one in self.table.sites if one.steps[: len(site.steps)] == site.steps and one.root == site.root
+        ]
+        refs = {(ref, state.shape) for one in sites for state in one.states.values() if (ref := state.weight)}
+        return sum(_size(shape) for _, shape in refs)
+
+    def _below(self, module: str) -> int:
+        return sum(total for name, total in self.own.items() if name == module or name.startswith(module + "."))
+
+
+def _last(steps: Steps) -> str:
+    """`attn.self`, `q`: the words that are new under the row above."""
+    tail = steps[-2:] if len(steps) > 1 and steps[-1][0] in ("self", "cross") else steps[-1:]
+    return show_site_steps(tail)
+
+
+def _in_layer(site: Site) -> bool:
+    return len(site.steps) > 1 and site.steps[1][0] == "layer"
+
+
+def _relative(site: Site, layer: Sequence[Site]) -> str:
+    """The site's module, from the module of the site above it on; empty where it is the layer itself."""
+    above = [one.module for one in layer if one is not site and site.steps[: len(one.steps)] == one.steps]
+    parents = [name for name in above if site.module.startswith(name + ".")]
+    return "" if site.module == site.root else site.module[len(max(parents, key=len, default="")) + bool(parents) :]
+
+
+def _shape(site: Site) -> str:
+    """`4096 × 1024` of a weight (out × in), `16 × 64` of heads, `1024` features of a hidden state."""
+    found = site.states.get("w") or site.states.get("h")
+    return " × ".join(str(size) for size in vars(found.shape).values()) if found else ""
+
+
+def _size(shape: object) -> int:
+    return prod(vars(shape).values())

@@ -1,0 +1,93 @@
+"""What lowering knows beyond one edit at one site: the model, `shared` parameters, and who shares a group's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms import Dims, Form
+from peftc.forms.shapes import Shape
+from peftc.planning.ir import Instance
+from peftc.semantics.arguments import Bound, bind
+from peftc.syntax import ast
+from peftc.tracing.sites import Site, SiteTable
+
+
+@dataclass(frozen=True)
+class Shared:
+    """`let NAME = shared(form(…))` outside an edit: one set of parameters wherever NAME stands."""
+
+    let: ast.Let
+    call: ast.Call
+
+
+Member = tuple[str, str]  # edit and path of a site
+
+
+@dataclass
+class Scope:
+    """One planning run. Bound arguments are kept, so that an equation is bound once and not at every site.
+
+    `shared_by` lists the places of every shared set of parameters; it is complete after a first pass over all edits.
+    """
+
+    table: SiteTable
+    shared: Mapping[str, Shared] = field(default_factory=dict[str, Shared])
+    shared_by: Mapping[str, Sequence[Member]] = field(default_factory=dict[str, Sequence[Member]])
+    groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)
+    bindings: dict[tuple[int, int], tuple[ast.Call, Bound]] = field(default_factory=dict)
+    owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
+
+    def bound(self, call: ast.Call, form: Form) -> Bound:
+        key = (id(call), id(form))
+        if key not in self.bindings:  # the call is kept too, so that its id stays its own
+            self.bindings[key] = (call, bind(call, form))
+        return self.bindings[key][1]
+
+    def group_of(self, edit: str, site: Site, state: str) -> tuple[str, Sequence[str]]:
+        """The name of the attention group, and the sites of the edit in it whose state has the same shape."""
+        shape = site.states[state].shape
+        alike = {key: paths for key, paths in self.groups[edit].items() if key[:2] == (site.group, state)}
+        name = site.group if len(alike) == 1 else f"{site.group}.{list(alike).index((site.group, state, shape)) + 1}"
+        return name, alike[site.group, state, shape]
+
+    def agree(self, name: str, form: Form, dims: Dims, span: ast.Expr) -> None:
+        """Raises: P305 where a shared set of parameters would need another shape than at its first place."""
+        found = (form, dims.target, dims.input)
+        first = self.owners.setdefault(name, found)
+        if first != found:
+            before, now = ((shapes[2], shapes[1]) for shapes in (first, found))
+            raise PeftcError(
+                Diagnostic(
+                    "P305",
+                    f"`{name}` is shared by places of different shapes",
+                    span.span,
+                    label=f"here {_mapping(*now)}",
+                    notes=(f"first used with {_mapping(*before)}",),
+                    help="let each shape have its own `shared`",
+                )
+            )
+
+
+def _mapping(source: Shape | None, target: Shape) -> str:
+    return f"{target}" if source is None else f"{source} to {target}"
+
+
+def groups_of(sites: Iterable[Site]) -> dict[tuple[str, str, Shape], list[str]]:
+    """The sites of an edit by attention group, state and its shape."""
+    found: dict[tuple[str, str, Shape], list[str]] = defaultdict(list)
+    for site in sites:
+        for state in site.states.values():
+            found[site.group, state.name, state.shape].append(site.path)
+    return dict(found)
+
+
+def shared_members(instances: Iterable[tuple[str, str, Instance]]) -> dict[str, list[Member]]:
+    """For each shared set of parameters the places that use it, in order; from a first pass."""
+    found: dict[str, list[Member]] = defaultdict(list)
+    for edit, path, instance in instances:
+        if instance.owner is not None:
+            found[instance.owner].append((edit, path))
+    return dict(found)

@@ -1,0 +1,79 @@
+"""`train` statements: which parameters of the base get a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.suggestions import listed
+from peftc.planning.regions import Parameters, Region, numel
+from peftc.syntax import ast
+from peftc.tracing.sites import Site, SiteTable, State
+
+
+@dataclass(frozen=True)
+class Trained:
+    """`parameters`: dotted names in the base; `sites`: those that have one of the states."""
+
+    name: str
+    states: tuple[str, ...]
+    sites: tuple[Site, ...]
+    regions: frozenset[Region]
+    parameters: tuple[str, ...]
+
+
+def trained(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Trained:
+    """What a `train` statement unfreezes at these sites. A site need not have all the states (an RMS norm has no `b`).
+
+    Raises: P205 where none has any of them. P309 where only some rows of a parameter are meant.
+    """
+    parameters = Parameters(table)
+    found = [(site, state) for site in sites for name in statement.states if (state := site.states.get(name))]
+    refs = [(site, state, state.weight) for site, state in found if state.weight is not None]
+    if not refs:
+        raise PeftcError(_nothing(statement, sites))
+    regions = frozenset(parameters.region(ref, state.shape) for _, state, ref in refs)
+    names = dict.fromkeys(parameters.canonical(ref) for _, _, ref in refs)
+    for site, state, ref in refs:
+        name = parameters.canonical(ref)
+        if ref.rows and numel(region for region in regions if region.parameter == name) < parameters.numel(name):
+            raise PeftcError(_part(statement, site, state, name))
+    return Trained(statement.name, statement.states, _unique([site for site, _, _ in refs]), regions, tuple(names))
+
+
+def missing(statement: ast.Train, made: Trained) -> list[Diagnostic]:
+    """P204 warnings for states that none of the sites has."""
+    there = {name for site in made.sites for name in site.states}
+    return [
+        Diagnostic("P204", f"no site of `{statement.name}` has `{name}`", statement.span, severity="warning")
+        for name in statement.states
+        if name not in there
+    ]
+
+
+def _unique(sites: Sequence[Site]) -> tuple[Site, ...]:
+    return tuple({site.path: site for site in sites}.values())
+
+
+def _nothing(statement: ast.Train, sites: Sequence[Site]) -> Diagnostic:
+    has = dict.fromkeys(name for site in sites for name, state in site.states.items() if state.weight)
+    only_base = [name for name in statement.states if name not in ("w", "b")]
+    return Diagnostic(
+        "P205",
+        f"none of the {len(sites)} sites has {listed(statement.states, 'or')} to train",
+        statement.span,
+        label="nothing to unfreeze",
+        notes=(f"they have {listed(has)}" if has else "they have no parameters of their own",),
+        help="`train` takes `w` and `b`" if only_base else None,
+    )
+
+
+def _part(statement: ast.Train, site: Site, state: State, name: str) -> Diagnostic:
+    return Diagnostic(
+        "P309",
+        f"`{state.name}` of `{site.path}` is only some rows of `{name}`",
+        statement.span,
+        label="a parameter gets a gradient as a whole",
+        help=f'train all of it, by name: `at "{site.module}"`',
+    )

@@ -1,0 +1,159 @@
+"""Whether each edit folds, into what, and what stands in its way: methods of folding applied to placed edits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from peftc.planning import change
+from peftc.planning.affine import FoldTarget, fold_reason, fold_target
+from peftc.planning.ir import Applied, Arithmetic, Concat, Frozen, Placed, Read, Term
+from peftc.planning.regions import Parameters, Region
+from peftc.tracing.sites import Site, SiteTable, WeightRef
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`reason`: into what an edit folds and by what rank, or the sub-expression (or the edit) that prevents it."""
+
+    foldable: bool
+    reason: str
+    changed: frozenset[Region] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class _At:
+    """One placed edit with its fold: `obstacle` says why it cannot be, `order` where its edit stands in the spec."""
+
+    placed: Placed
+    order: int
+    target: FoldTarget | None
+    obstacle: str | None
+
+
+def verdicts(edits: Sequence[Sequence[Placed]], table: SiteTable) -> list[Verdict]:
+    """One verdict for each edit (given as its places, in the order of the spec).
+
+    An edit folds when it folds at all its sites, and nothing that stays behind comes between it and the weight.
+    """
+    sites = {site.path: site for site in table.sites}
+    found = [[_at(placed, order, sites, table) for placed in places] for order, places in enumerate(edits)]
+    while blocked := _blocked(found):  # an edit that stays may hold back another
+        for order, reason in blocked.items():
+            found[order] = [_At(at.placed, order, at.target, at.obstacle or reason) for at in found[order]]
+    parameters = Parameters(table)
+    return [_verdict(places, parameters) for places in found]
+
+
+def _at(placed: Placed, order: int, sites: Mapping[str, Site], table: SiteTable) -> _At:
+    target = fold_target(placed, sites)
+    obstacle = fold_reason(placed, sites, table.tied)
+    return _At(placed, order, None if isinstance(target, str) else target, obstacle)
+
+
+def _verdict(places: Sequence[_At], parameters: Parameters) -> Verdict:
+    obstacles = [(at.placed.site.path, at.obstacle) for at in places if at.obstacle is not None]
+    if obstacles:
+        path, reason = obstacles[0]
+        some = len(obstacles) < len(places)
+        return Verdict(
+            False, f"{reason} (at {len(obstacles)} of {len(places)} sites, such as {path})" if some else reason
+        )
+    targets = [(at.placed, at.target) for at in places if at.target is not None]
+    regions = frozenset(region for placed, target in targets for region in change.changed(placed, target, parameters))
+    return Verdict(True, _into(targets), regions)
+
+
+def _into(targets: Sequence[tuple[Placed, FoldTarget]]) -> str:
+    refs = dict.fromkeys(_name(target) for _, target in targets)
+    names = list(refs)
+    text = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    ranks = {change.rank(placed) for placed, target in targets if target.side != "input"}
+    rank = next(iter(ranks)) if len(ranks) == 1 and len({t.side for _, t in targets}) == 1 else None
+    return f"into {text}" + (f", rank {rank}" if rank else "")
+
+
+def _name(target: FoldTarget) -> str:
+    ref: WeightRef | None = target.weight or target.bias
+    name = target.site.module.rpartition(".")[2].strip('"')
+    text = f"rows of {name}" if ref is not None and ref.rows is not None else name
+    return f"columns of {text}" if target.side == "input" else text
+
+
+# Edits between an edit and its weight --------------------------------------------------------------------------------
+
+
+def _blocked(found: Sequence[Sequence[_At]]) -> dict[int, str]:
+    """The foldable edits that an edit which stays holds back, with the reason; by their order."""
+    stays = [at for places in found if any(at.obstacle for at in places) for at in places]
+    near: dict[str, list[_At]] = defaultdict(list)
+    for at in stays:
+        near[at.placed.site.root].append(at)
+    blocked: dict[int, str] = {}
+    for order, places in enumerate(found):
+        if any(at.obstacle for at in places):
+            continue
+        for at in places:
+            between = next((other for other in near[at.placed.site.root] if _between(other, at)), None)
+            if between is not None:
+                blocked[order] = f"`{between.placed.edit}`, which does not fold, stands between it and the weight"
+    return blocked
+
+
+def _between(stays: _At, folds: _At) -> bool:
+    """Whether `stays` would see other values if `folds` went into the weight."""
+    target = folds.target
+    if target is None or target.side == "weight":
+        return False
+    if target.side == "output":
+        return _writes(stays, "h", _outputs(folds)) and _precedes(stays, folds)
+    changed_input = {(target.site.path, "x"), (folds.placed.site.path, "h"), (folds.placed.site.path, "z")}
+    changed_input |= {(f"{_above(target.site.path)}.hidden", "h"), (_above(target.site.path), "z")}
+    if _writes(stays, "h", {f"{_above(target.site.path)}.hidden"}) or _writes(stays, "z", {_above(target.site.path)}):
+        return stays.order > folds.order
+    return any((stays.placed.site.path, state) in changed_input for state in _read(stays.placed))
+
+
+def _writes(at: _At, state: str, paths: Iterable[str]) -> bool:
+    return at.placed.site.path in set(paths) and any(assign.state == state for assign in at.placed.assigns)
+
+
+def _outputs(at: _At) -> set[str]:
+    """The sites whose `h` is the output of the Linear that `at` folds into: the Linear, and the sub-layer it ends."""
+    assert at.target is not None
+    return {at.target.site.path, at.placed.site.path, _above(at.target.site.path)}
+
+
+def _precedes(first: _At, then: _At) -> bool:
+    same = first.placed.site.path == then.placed.site.path
+    if same:
+        return first.order < then.order
+    assert then.target is not None
+    return first.placed.site.path == then.target.site.path
+
+
+def _above(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _read(placed: Placed) -> set[str]:
+    terms = [assign.value for assign in placed.assigns] + [term for _, term in placed.lets]
+    return {state for term in terms for state in _states(term)}
+
+
+def _states(term: Term) -> Iterable[str]:
+    match term:
+        case Read(state=state):
+            yield state
+        case Arithmetic(left=left, right=right):
+            yield from (*_states(left), *_states(right))
+        case Applied(input=value) if value is not None:
+            yield from _states(value)
+        case Frozen(input=value):
+            yield from _states(value)
+        case Concat(parts=parts):
+            for part in parts:
+                yield from _states(part)
+        case _:
+            return
