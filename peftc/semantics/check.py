@@ -28,11 +28,11 @@ def check_file(spec: ast.Spec) -> list[Diagnostic]:
     """Everything wrong with a file as it was written: its definitions, what it applies, and each of its methods."""
     found = list(check_definitions(spec))
     methods = [statement.name for statement in spec.statements if isinstance(statement, ast.Method)]
-    if any(applied(spec.statements)) or len(methods) <= 1:
-        found += _checked(spec)
     if any(applied(spec.statements)) or len(methods) > 1:
         for name in methods:
             found += _checked(only_method(spec, name))
+    if any(applied(spec.statements)) or len(methods) <= 1:
+        found += _checked(spec)
     return _each_once(found)
 
 
