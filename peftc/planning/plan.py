@@ -14,7 +14,7 @@ from peftc.planning import counts, expectations
 from peftc.planning.assignments import clashes
 from peftc.planning.identity import is_identity
 from peftc.planning.ir import Placed
-from peftc.planning.lower import place
+from peftc.planning.lower import place, unused
 from peftc.planning.model import Plan, PlanEdit, PlanExpectation, PlanModel, PlanSite, PlanSpec, PlanTotals
 from peftc.planning.regions import Region, numel
 from peftc.planning.scope import Scope, Shared, groups_of, shared_members
@@ -79,6 +79,8 @@ class _Planner:
     def edits(self) -> list[tuple[ast.Edit, list[Placed]]]:
         """Every edit with its places; twice where parameters are shared, since their number is known after one pass."""
         found = [(edit, self.sites(edit)) for edit in self.spec.statements if isinstance(edit, ast.Edit)]
+        for edit, _ in found:
+            self.warn(edit, unused(edit))
         groups = {edit.name: groups_of(sites) for edit, sites in found}
         scope = Scope(self.table, self.shared(), groups=groups)
         placed = self.placed(found, scope)
@@ -95,6 +97,8 @@ class _Planner:
         return [(edit, self.places(edit, sites, scope)) for edit, sites in found]
 
     def places(self, edit: ast.Edit, sites: Sequence[Site], scope: Scope) -> list[Placed]:
+        if edit.per_task:
+            self.report(edit, (Diagnostic("P118", "`per task` cannot be planned by this peftc", edit.span),))
         placed: list[Placed] = []
         wrong: dict[object, list[Diagnostic]] = defaultdict(list)
         for site in sites:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import Dims, Form
@@ -17,10 +17,20 @@ from peftc.tracing.sites import Site, SiteTable
 
 @dataclass(frozen=True)
 class Shared:
-    """`let NAME = shared(form(…))` outside an edit: one set of parameters wherever NAME stands."""
+    """`let NAME = shared(form(…))` outside an edit: one set of parameters wherever NAME is called."""
 
     let: ast.Let
     call: ast.Call
+    uses: dict[int, tuple[ast.Call, ast.Call]] = field(
+        default_factory=dict[int, tuple[ast.Call, ast.Call]], compare=False
+    )
+
+    def at(self, use: ast.Call) -> ast.Call:
+        """The call of the form with the input it has at this use; the same object each time."""
+        if id(use) not in self.uses:
+            made = replace(self.call, args=use.args, kwargs=(*self.call.kwargs, *use.kwargs), span=use.span)
+            self.uses[id(use)] = (use, made)
+        return self.uses[id(use)][1]
 
 
 Member = tuple[str, str]  # edit and path of a site
@@ -45,6 +55,11 @@ class Scope:
         if key not in self.bindings:  # the call is kept too, so that its id stays its own
             self.bindings[key] = (call, bind(call, form))
         return self.bindings[key][1]
+
+    def weight_of(self, module: str) -> tuple[int, ...]:
+        """The stored size of a module's weight; empty where it has none."""
+        info = next((one for one in self.table.modules if one.name == module), None)
+        return info.parameters.get("weight", ()) if info else ()
 
     def group_of(self, edit: str, site: Site, state: str) -> tuple[str, Sequence[str]]:
         """The name of the attention group, and the sites of the edit in it whose state has the same shape."""

@@ -1,0 +1,194 @@
+"""Expressions to typed terms at one site: names become states, calls become forms with shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from peftc.diagnostics import Diagnostic, PeftcError, Span
+from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.forms import FORMS, Dims, Form, Illegal
+from peftc.forms.shapes import KeyValue, Scalar, Tokens
+from peftc.planning.combine import combine
+from peftc.planning.instances import Instances
+from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read, Term
+from peftc.planning.scope import Scope
+from peftc.semantics.constants import amount
+from peftc.semantics.vocabulary import FROZEN
+from peftc.syntax import ast
+from peftc.syntax.print_expressions import expression
+from peftc.tracing.sites import Site, State
+
+LONGEST = 50  # characters of an expression that is quoted in a message
+
+
+@dataclass
+class Terms:
+    """Expressions of one edit at one site. `target` is the state that the present equation writes."""
+
+    edit: str
+    site: Site
+    scope: Scope
+    instances: Instances
+    lets: dict[str, Term] = field(default_factory=dict[str, Term])
+    target: State | None = None
+
+    def term(self, source: ast.Expr) -> Term:
+        match source:
+            case ast.Number():
+                return constant(float(amount(source)), source)
+            case ast.Name(name):
+                return self.lets[name] if name in self.lets else self.read(name, source.span)
+            case ast.Negative(operand):
+                value = self.term(operand)
+                if isinstance(value, Constant):
+                    return constant(-value.value, source)
+                return self.arithmetic("*", constant(-1.0, source), value, source)
+            case ast.Binary(op, left, right):
+                return self.arithmetic(op, self.term(left), self.term(right), source)
+            case ast.Call():
+                return self.call(source)
+            case ast.Boolean() | ast.String():
+                raise error("P105", f"expected a hidden state or a number, found `{expression(source)}`", source.span)
+
+    def read(self, name: str, span: Span) -> Read:
+        state = self.state(name, span)
+        return Read(name, shape=state.shape, source=ast.Name(name, span=span))
+
+    def state(self, name: str, span: Span) -> State:
+        if (found := self.site.states.get(name)) is not None:
+            return found
+        states = list(self.site.states)
+        raise error(
+            "P205",
+            f"`{self.site.path}` has no state `{name}`",
+            span,
+            label="not a state of this site",
+            notes=(f"`{self.site.path}` has {listed(states)}" if states else f"`{self.site.path}` has no states",),
+            help=did_you_mean(name, [*states, *self.lets]),
+        )
+
+    def arithmetic(self, op: str, left: Term, right: Term, source: ast.Expr) -> Term:
+        if op == "/" and isinstance(right, Constant) and right.value == 0:
+            raise error("P120", f"`{quoted(source)}` divides by zero", source.span)
+        if isinstance(left, Constant) and isinstance(right, Constant):
+            return constant(_calculate(op, left.value, right.value), source)
+        shape = combine(op, left.shape, right.shape)
+        if shape is None or isinstance(left, Concat) or isinstance(right, Concat):
+            raise self.mismatch(op, left, right, source)
+        assert op in ("+", "-", "*", "/")
+        return Arithmetic(op, left, right, shape=shape, source=source)
+
+    def mismatch(self, op: str, left: Term, right: Term, source: ast.Expr) -> PeftcError:
+        pair = isinstance(left.shape, KeyValue) or isinstance(right.shape, KeyValue)
+        return error(
+            "P301",
+            f"`{op}` puts together {left.shape} and {right.shape} at `{self.site.path}`",
+            source.span,
+            label=f"{left.shape} {op} {right.shape}",
+            notes=tuple(f"`{quoted(side.source)}` is {side.shape}" for side in (left, right)),
+            help="join keys and values with `concat`" if pair else None,
+        )
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def call(self, call: ast.Call) -> Term:
+        name = call.function
+        if name == "concat":
+            return self.concat(call)
+        if (shared := self.scope.shared.get(name)) is not None:
+            return self.applied(shared.at(call), FORMS[shared.call.function], owner=name, at=call)
+        if (module := self.site.functions.get(name)) is not None:
+            return self.frozen(call, module)
+        if (form := FORMS.get(name)) is not None:
+            return self.applied(call, form)
+        if name in FROZEN:
+            own = listed(self.site.functions) if self.site.functions else "none"
+            notes = (f"frozen modules of `{self.site.path}`: {own}",)
+            raise error("P307", f"`{self.site.path}` has no `{name}`", call.function_span, notes=notes)
+        known = ["concat", *self.site.functions, *FORMS, *self.scope.shared]
+        raise error("P101", f"there is no form `{name}`", call.function_span, help=did_you_mean(name, known))
+
+    def concat(self, call: ast.Call) -> Concat:
+        parts = tuple(self.term(argument) for argument in call.args)
+        wrong = next((part for part in parts if not isinstance(part.shape, KeyValue)), None)
+        if wrong is not None:
+            raise error("P303", "`concat` joins keys and values", wrong.source.span, label=f"this is {wrong.shape}")
+        own = [part for part in parts if isinstance(part, Read)]
+        if len(own) != 1 or len(parts) < 2 or call.kwargs or any(isinstance(part, Concat) for part in parts):
+            raise error(
+                "P303",
+                "`concat` takes rows to add and, exactly once, `kv`",
+                call.span,
+                label=f"`kv` stands here {len(own)} times" if len(own) != 1 else "",
+                help="write `kv = concat(prefix(…), kv)`",
+            )
+        return Concat(parts, shape=own[0].shape, source=call)
+
+    def frozen(self, call: ast.Call, module: str) -> Frozen:
+        if len(call.args) != 1 or call.kwargs:
+            raise error("P108", f"`{call.function}` is a module of the model and takes one value", call.span)
+        value = self.term(call.args[0])
+        size = self.scope.weight_of(module)
+        if not isinstance(value.shape, Tokens) or (size and size[-1] != value.shape.d):
+            expected = f"[…, {size[-1]}]" if size else "hidden states"
+            raise error(
+                "P301",
+                f"`{call.function}` of `{self.site.path}` reads {expected}, here it has {value.shape}",
+                call.args[0].span,
+                label=f"{value.shape}",
+                notes=(f"`{call.function}` is the module `{module}`",),
+            )
+        shape = Tokens(size[0]) if len(size) == 2 else value.shape
+        return Frozen(call.function, module, value, shape=shape, source=call)
+
+    def applied(self, call: ast.Call, form: Form, owner: str | None = None, at: ast.Call | None = None) -> Applied:
+        bound = self.scope.bound(call, form)
+        value = None if bound.input is None else self.term(bound.input)
+        assert self.target is not None
+        dims = Dims(None if value is None else value.shape, self.target.shape, self.scope.table.d_model)
+        instance = self.instances.make(form, bound.args, dims, self.target.name, owner)
+        try:
+            shape = form.shape(bound.args, instance.dims)
+        except Illegal as illegal:
+            raise self.illegal(illegal, at or call, bound.input) from None
+        if owner is not None:
+            self.scope.agree(owner, form, dims, at or call)
+        return Applied(instance, value, shape=shape, source=at or call)
+
+    def illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:
+        """What a form refuses, at the argument it blames, with the shapes it saw and where they come from."""
+        keyword = next((k for k in call.kwargs if k.name == illegal.argument), None)
+        span = keyword.span if keyword else value.span if illegal.argument == "input" and value else call.span
+        assert self.target is not None
+        notes = [*illegal.notes, f"`{self.target.name}` of `{self.site.path}` is {self.target.shape}"]
+        if isinstance(value, ast.Name) and value.id in self.site.states and value.id != self.target.name:
+            notes.append(f"`{value.id}` of `{self.site.path}` is {self.site.states[value.id].shape}")
+        return error(illegal.code, illegal.message, span, notes=tuple(notes), help=illegal.help)
+
+
+def constant(value: float, source: ast.Expr) -> Constant:
+    return Constant(value, shape=Scalar(), source=source)
+
+
+def quoted(source: ast.Expr) -> str:
+    """An expression as it stands in the text, cut where it is long."""
+    text = expression(source)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def error(
+    code: str, message: str, span: Span, *, label: str = "", notes: tuple[str, ...] = (), help: str | None = None
+) -> PeftcError:
+    return PeftcError(Diagnostic(code, message, span, label=label, notes=notes, help=help))
+
+
+def _calculate(op: str, left: float, right: float) -> float:
+    match op:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "*":
+            return left * right
+        case _:
+            return left / right
