@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class CodeInfo:
-    title: str
-    explanation: str
-
+from peftc.diagnostics.code_info import CodeInfo
+from peftc.diagnostics.codes_names import NAMES
+from peftc.diagnostics.codes_syntax import SYNTAX
 
 CODES: dict[str, CodeInfo] = {
+    **SYNTAX,
+    **NAMES,
     # P31x: a form where it cannot stand
     "P310": CodeInfo(
         "form out of place",

@@ -48,7 +48,7 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> Bound:
     for param in form.params:
         if param.name not in args:
             args[param.name] = param.default
-            if param.required:
+            if param.required and len(call.args) <= form.takes_input:  # else the value is there, without its name
                 errors.append(_missing(call, param, form))
     if errors:
         raise PeftcError(errors)

@@ -21,7 +21,8 @@ from peftc.syntax import ast
 from peftc.syntax.print_expressions import selector
 
 
-_OF_WHOLE = frozenset({"P114", "P117"})
+_OF_WHOLE = frozenset({"P114", "P117"})  # what could not be expanded may be what is missing
+_OF_NAMES = frozenset({"P101", "P105", "P107"})
 
 
 def check_file(spec: ast.Spec) -> list[Diagnostic]:
@@ -65,11 +66,16 @@ def said_of(found: Diagnostic, statement: ast.Statement, spec: ast.Spec) -> Diag
 
 
 def _checked(spec: ast.Spec) -> list[Diagnostic]:
-    expanded, errors = partial(spec)
-    found = check(expanded)
-    if any(error.severity == "error" for error in errors):  # what could not be expanded seems missing
+    """What is wrong with a file; of what follows from another error, nothing."""
+    done = partial(spec, {})
+    found = check(done.spec)
+    if done.errors:
         found = [error for error in found if error.code not in _OF_WHOLE]
-    return [*errors, *found]
+    unknown = [f"`{name}`" for name in done.broken]
+    found = [
+        error for error in found if not (error.code in _OF_NAMES and any(name in error.message for name in unknown))
+    ]
+    return [*done.errors, *found]
 
 
 def _each_once(found: Iterable[Diagnostic]) -> list[Diagnostic]:

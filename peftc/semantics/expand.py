@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
@@ -38,17 +38,27 @@ def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None) -> as
     Raises:
         PeftcError: P1xx, everything that is wrong with names, arguments and arithmetic; P0xx in files that are used.
     """
-    expanded, errors = partial(spec, settings)
-    if errors:
-        raise PeftcError(errors)
-    return expanded
+    found = partial(spec, settings or {})
+    if found.errors:
+        raise PeftcError(found.errors)
+    return found.spec
 
 
-def partial(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None) -> tuple[ast.Spec, list[Diagnostic]]:
-    """As `expand`: as much as can be expanded, and everything that is wrong with the rest."""
-    expansion = _Expansion(settings or {})
+@dataclass(frozen=True)
+class Partial:
+    """As much of a spec as can be expanded, what is wrong with the rest, and the names that have no value by that."""
+
+    spec: ast.Spec
+    errors: list[Diagnostic]
+    broken: set[str]
+
+
+def partial(spec: ast.Spec, settings: Environment) -> Partial:
+    """As `expand`, without giving up where something is wrong."""
+    expansion = _Expansion(settings)
     statements = expansion.spec(spec)
-    return replace(spec, statements=statements, header=(), header_trailing=None, closing=()), expansion.errors
+    expanded = replace(spec, statements=statements, header=(), header_trailing=None, closing=())
+    return Partial(expanded, expansion.errors, expansion.broken)
 
 
 def only_method(spec: ast.Spec, name: str) -> ast.Spec:
@@ -62,6 +72,7 @@ class _Expansion:
         self._settings = settings
         self._scopes = Scopes()
         self.errors = self._scopes.errors
+        self.broken = self._scopes.broken
         self._stack: list[str] = []
         self._shared: dict[int, ast.Let] = {}
         self._count = 0
@@ -148,9 +159,11 @@ class _Expansion:
                     found.append(self._said(replace(statement, value=substitute(statement.value, inner)), scope, via))
                 else:
                     refuse_second(statement, bound)
+                    self.broken.add(statement.name)
                     value = substitute(statement.value, inner)
                     refuse_variable(statement, value)
                     inner[statement.name] = bound[statement.name] = value
+                    self.broken.discard(statement.name)
         return found
 
     def _statement(

@@ -36,6 +36,7 @@ class Scopes:
 
     def __init__(self) -> None:
         self.errors: list[Diagnostic] = []
+        self.broken: set[str] = set()  # names whose `let` is wrong: nothing can be said about their uses
         self._read: dict[Path, Scope | None] = {}
         self._open: list[Path] = []
 
@@ -61,11 +62,13 @@ class Scopes:
                     pass
 
     def _constant(self, let: ast.Let, scope: Scope, settings: Environment) -> None:
+        self.broken.add(let.name)
         with collected(self.errors, scope.spec):
             value = settings.get(let.name) or substitute(let.value, scope.constants)
             refuse_second(let, scope.constants)
             refuse_variable(let, value)
             scope.constants[let.name] = value
+            self.broken.discard(let.name)
 
     def _define(self, name: str, definition: Definition, at: ast.Statement, scope: Scope) -> None:
         if name in scope.methods:
