@@ -17,7 +17,16 @@ from torch import nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_copy
 from peftc.planning.plan import Plan, Planned, make_plan
-from peftc.rewriting.install import Installation, Surgery, installed, is_installed, regions_of, suspended, uninstall, warm
+from peftc.rewriting.install import (
+    Installation,
+    Surgery,
+    installed,
+    is_installed,
+    regions_of,
+    suspended,
+    uninstall,
+    warm,
+)
 from peftc.semantics.expand import expand
 from peftc.semantics.load import read_spec
 from peftc.syntax import ast
@@ -63,11 +72,12 @@ def plan(spec: SpecLike, model: ModelLike, *, settings: Settings | None = None) 
     Args: `settings`: parameters of the spec's method to override, as `--set` does.
     Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model.
     """
-    return planned(spec_of(spec), analysed(model), settings).plan
+    return planned(expand(spec_of(spec), settings or {}), analysed(model)).plan
 
 
-def planned(spec: ast.Spec, analysis: Analysis, settings: Settings | None = None) -> Planned:
-    return make_plan(expand(spec, settings or {}), analysis.table)
+def planned(flat: ast.Spec, analysis: Analysis) -> Planned:
+    """The plan of an expanded spec, and what it was made from."""
+    return make_plan(flat, analysis.table)
 
 
 def analysed(model: ModelLike, sample: Mapping[str, Any] | None = None) -> Analysis:
@@ -100,13 +110,13 @@ def compile(
         raise PeftcError(Diagnostic("P411", "this model is compiled already", help="peftc.remove(model) first"))
     flat = expand(spec_of(spec), settings or {})
     analysis = analyse(model, sample)
-    found = make_plan(flat, analysis.table)
+    found = planned(flat, analysis)
     if found.findings:
         raise PeftcError(found.findings)
-    return install(model, flat, found, analysis, torch.initial_seed() if seed is None else seed)
+    return installed_on(model, flat, found, analysis, torch.initial_seed() if seed is None else seed)
 
 
-def install(model: nn.Module, flat: ast.Spec, found: Planned, analysis: Analysis, seed: int) -> nn.Module:
+def installed_on(model: nn.Module, flat: ast.Spec, found: Planned, analysis: Analysis, seed: int) -> nn.Module:
     """Installs what was planned: all or nothing."""
     surgery = Surgery(model, seed)
     regions = regions_of(found.placed, analysis.anatomy)

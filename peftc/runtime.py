@@ -11,7 +11,7 @@ from torch import nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.tracing.tracer import attention
 
-__all__ = ["attention", "attention_with_rows", "replaced", "still"]
+__all__ = ["attention", "attention_with_rows", "full_precision", "replaced", "still", "stored_as", "unseen"]
 
 
 def replaced(result: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -21,6 +21,16 @@ def replaced(result: Any, path: tuple[Any, ...], value: Any) -> Any:
     parts = list(result)
     parts[path[0]] = replaced(parts[path[0]], path[1:], value)
     return parts if isinstance(result, list) else tuple(parts)
+
+
+def full_precision(weight: torch.Tensor) -> torch.Tensor:
+    """A parameter to compute with: float32 where it is stored in half precision, so that small changes are not lost."""
+    return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
+
+
+def stored_as(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The new value of a parameter, rounded once to the dtype it is stored in."""
+    return value.to(weight.dtype)
 
 
 def still(value: Any, kind: str, expected: Any) -> None:
@@ -89,3 +99,9 @@ def open_columns(
         mask = (rows >= torch.arange(length, device=query.device))[None, None]  # as sdpa's is_causal: aligned top left
     fill = mask.dtype == torch.bool
     return nn.functional.pad(mask[..., :length], (before, after), value=fill)
+
+
+def unseen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A call pattern that no generated forward holds for: it is traced, rewritten, added to the module's kind, and run."""
+    kind: Any = type(module)._peftc_kind
+    return kind.unseen(module, *args, **kwargs)

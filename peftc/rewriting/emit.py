@@ -157,9 +157,7 @@ class Emitter:
 
     def operand(self, value: Any) -> str:
         text = self.arg(value)
-        simple = (
-            isinstance(value, (fx.Node, str, bool)) or (isinstance(value, (int, float)) and value >= 0)
-        )
+        simple = isinstance(value, (fx.Node, str, bool)) or (isinstance(value, (int, float)) and value >= 0)
         return text if simple else f"({text})"
 
     def index(self, key: Any) -> str:

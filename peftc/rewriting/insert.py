@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.regions import Bound, RegionEdit
-from peftc.runtime import attention_with_rows
+from peftc.runtime import attention_with_rows, full_precision, stored_as
 from peftc.tracing.graphs import is_attention
 from peftc.tracing.sites import Slice
 from peftc.tracing.tracer import Traced
@@ -175,8 +175,11 @@ class _Assignment:
         self.start_after(node)
         new = self.value()
         if bound.weight.rows is not None:
+            new = self.function(stored_as, new, node)
             seen = self.method("t", node) if bound.weight.transposed else node
             new = self.joined(seen, bound.weight.rows, new, 0, bound.width)
+        else:
+            new = self.function(stored_as, new, node)
         if bound.weight.transposed:
             new = self.method("t", new)
         mine = set(self.made)
@@ -206,7 +209,8 @@ class _Assignment:
             node = self.add(self.graph.get_attr(name))
         node = self.inserter.now(node)
         self.move_after(node)
-        seen = self.method("t", node) if bound.weight.transposed else node
+        seen = self.function(full_precision, node)
+        seen = self.method("t", seen) if bound.weight.transposed else seen
         return seen if bound.weight.rows is None else self.cut(seen, bound.weight.rows, 0)
 
     def attention_call(self, anchor: Anchor) -> tuple[fx.Node, str]:

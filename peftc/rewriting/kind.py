@@ -20,7 +20,7 @@ from peftc.rewriting import emit, guards
 from peftc.rewriting.emit import base_call
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.regions import RegionEdit
-from peftc.runtime import replaced, still
+from peftc.runtime import replaced, still, unseen
 from peftc.tracing.tracer import RegionTracer, Traced, TraceError, bind, innermost
 
 
@@ -51,7 +51,7 @@ class Kind:
         self.names = emit.Names()
         self.variants: list[Variant] = []
         self.lock = threading.RLock()
-        self.dispatch: Callable[..., Any] = self.unseen
+        self.dispatch: Callable[..., Any] = unseen
         self.cls = make_class(self)
         self.prepare()
 
@@ -157,7 +157,7 @@ class Kind:
         """Compiles the generated source and lets the class run it."""
         filename = f"<peftc {self.name} {id(self):x}>"
         source = self.source
-        namespace = dict(self.names.values) | {"unseen": self.unseen}
+        namespace = dict(self.names.values) | {"unseen": unseen}
         exec(compile(source, filename, "exec"), namespace)
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         self.functions = namespace

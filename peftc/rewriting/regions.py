@@ -146,12 +146,16 @@ class LayerRegions:
         found: list[Region] = []
         for region, inline in groups:
             members = [(p, c) for p, c in chosen if self.home(c.region, groups) == region]
-            members.sort(key=lambda item: -item[0].site.path.count("."))  # Linears before the sub-layers they are in
+            members.sort(key=lambda item: depth(item[0]))
             name = f"{self.layer}.{region}".rstrip(".")
             edits = [self.edit(p, c, region) for p, c in members]
             entered = frozenset(relative(f, region) if f != region else "" for f in inline)
             found.append(Region(name, entered, edits, [p for p, _ in members]))
         return found
+
+    def whole(self, placed: Iterable[ir.Placed]) -> list[RegionEdit]:
+        """The edits as seen from the whole layer."""
+        return [self.edit(p, _Choice("", frozenset(), {}), "") for p in sorted(placed, key=depth)]
 
     def merged(self, chosen: list[tuple[str, frozenset[str]]]) -> list[tuple[str, frozenset[str]]]:
         """Joins a region into one whose code is entered around it."""
@@ -206,10 +210,13 @@ class LayerRegions:
         return Bound(anchor.relative(region), rows, width)
 
     def anchored(self, placed: ir.Placed, choice: _Choice, region: str) -> dict[str, Anchor | None]:
-        if region == choice.region:
+        if region == choice.region and choice.anchors:
             return {n: choice.anchors.get(n) for n in used_states(placed)}
         found: dict[str, Anchor | None] = {}
         for name in used_states(placed):
+            if placed.site.states[name].weight is not None:
+                found[name] = None
+                continue
             options = self.options(placed.site.states[name], name in written(placed), region)
             found[name] = min(options, key=lambda o: len(o[1]))[0] if options else None
         return found
@@ -306,6 +313,11 @@ def may_write(anchor: Anchor, frames: frozenset[str], state: State, region: str,
 def owner(node: fx.Node) -> str:
     """The module whose code uses the inputs of `node`: a leaf module itself, else the frame that ran it."""
     return str(node.target) if node.op == "call_module" else str(node.meta.get("origin", ("",))[0])
+
+
+def depth(placed: ir.Placed) -> int:
+    """Sorts Linears before the sub-layers they are in."""
+    return -placed.site.path.count(".")
 
 
 def used_states(placed: ir.Placed) -> list[str]:

@@ -134,8 +134,22 @@ AttributeInt = _attribute_class(int)
 AttributeFloat = _attribute_class(float)
 
 
+class Flag(Attribute, int):
+    """`training`, read from a module: handed on as that attribute; recorded when Python decides on it."""
+
+    def __bool__(self) -> bool:
+        self.tracer.escaped(self)
+        return int(self) != 0
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    __hash__ = int.__hash__
+
+
 def attribute(value: float, path: str, tracer: RegionTracer) -> Any:
-    made: Any = (AttributeInt if isinstance(value, int) else AttributeFloat)(value)
+    kind = Flag if isinstance(value, bool) else AttributeInt if isinstance(value, int) else AttributeFloat
+    made: Any = kind(value)
     made.path, made.tracer = path, tracer
     return made
 
@@ -144,6 +158,8 @@ def values(value: Any) -> Any:
     """`value` with every proxy replaced by its example."""
     if is_example(value):
         return value._value
+    if isinstance(value, Flag):
+        return value.real != 0
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(values, value))
     if isinstance(value, (tuple, list)):

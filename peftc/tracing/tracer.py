@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from transformers.modeling_utils import AttentionInterface
 
-from peftc.tracing.example import Attribute, Example, attribute, is_example, mentions_example, values
+from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, mentions_example, values
 
 _CREATES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
 _active = threading.local()
@@ -93,16 +93,16 @@ class RegionTracer(fx.Tracer):
         """Python computed with a number read from a module: this graph is right only where the number is the same."""
         if self.live:
             owner, _, name = number.path.rpartition(".")
-            self.facts[owner, name] = number.real  # pyright: ignore[reportAttributeAccessIssue]
+            self.facts[owner, name] = values(number) if isinstance(number, Flag) else number.real  # pyright: ignore
 
     def attribute_read(self, module: nn.Module, name: str, value: Any) -> Any:
         owner = self.names.get(id(module))
         if owner is None or name.startswith("_"):
             return value
-        if type(value) is bool:
+        if type(value) is bool and name != "training":
             self.facts[owner, name] = value
             return value
-        if type(value) in (int, float):
+        if type(value) in (bool, int, float):
             return attribute(value, f"{owner}.{name}".lstrip("."), self)
         return value
 
@@ -295,6 +295,11 @@ def innermost(function: Any) -> Any:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
+
+
+def signature_of(module: nn.Module) -> inspect.Signature:
+    """The signature of a module's own forward, behind whatever wraps it."""
+    return inspect.signature(innermost(type(module).forward))
 
 
 def bind(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""What `peftc compile -o DIR` writes: the generated forwards, the plan, the expanded spec, and how to use them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from torch import nn
+
+from peftc.compiler import Settings, SpecLike, installed_on, planned, spec_of
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.model.fakes import fake_mode
+from peftc.planning.plan import Planned
+from peftc.planning.render import percent
+from peftc.rewriting.install import Installation, installed
+from peftc.rewriting.kind import Kind
+from peftc.semantics.expand import expand
+from peftc.tracing.analysis import ModelLike, analyse
+
+PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A spec compiled onto a skeleton: the plan, and the text of each file by its name."""
+
+    planned: Planned
+    files: dict[str, str]
+
+
+def compile_skeleton(
+    spec: SpecLike, model: ModelLike, seed: int | None = None, *, settings: Settings | None = None
+) -> Compiled:
+    """Compiles onto a model without weights, for its code and its plan.
+
+    Raises: as `peftc.compile`.
+    """
+    flat = expand(spec_of(spec), settings or {})
+    analysis = analyse(model)
+    found = planned(flat, analysis)
+    if found.findings:
+        raise PeftcError(found.findings)
+    skeleton = analysis.anatomy.model
+    with fake_mode(skeleton):
+        installed_on(skeleton, flat, found, analysis, 0 if seed is None else seed)
+    record = installed(skeleton)
+    files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: record.spec, README: readme(record, str(spec))}
+    return Compiled(found, files | forwards(skeleton))
+
+
+def forwards(model: nn.Module) -> dict[str, str]:
+    """The generated code, one file for each kind of region."""
+    groups: dict[int, tuple[Kind, list[str]]] = {}
+    for name, kind in installed(model).regions:
+        groups.setdefault(id(kind), (kind, []))[1].append(name)
+    files: dict[str, str] = {}
+    for kind, modules in groups.values():
+        stem = "forward_" + re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.name).lower()
+        n = 1
+        while (name := f"{stem}.py" if n == 1 else f"{stem}_{n}.py") in files:
+            n += 1
+        files[name] = kind_source(kind, modules)
+    return files
+
+
+def kind_source(kind: Kind, modules: list[str]) -> str:
+    edits = dict.fromkeys(f"{e.edit} at {e.slug.replace('_', '.')}" for e in kind.edits)
+    shown = modules if len(modules) <= 6 else [*modules[:3], f"… ({len(modules)} in all)", modules[-1]]
+    note = [f'"""{kind.name}, as rewritten by peftc.', "", "Edits: " + ", ".join(edits) + ".", "Modules:"]
+    note += [f"    {m}" for m in shown]
+    note += ["", "Generated: for reading; `peftc.compile` makes it again from the spec.", '"""']
+    imports = sorted(dict.fromkeys(kind.names.imports.values()), key=lambda line: (line.startswith("from"), line))
+    unseen = ["from peftc.runtime import unseen"] if kind.inline else []
+    return "\n".join([*note, "", *imports, *unseen, "", "", kind.source, ""])
+
+
+def readme(record: Installation, spec: str) -> str:
+    plan = record.plan
+    total, base = plan.totals, plan.totals.base
+    rows = [
+        f"| {e.name} | {len(e.sites)} | {e.trained:,} | {e.stored:,} | {'yes' if e.foldable else 'no'} | {e.reason} |"
+        for e in plan.edits
+    ]
+    return f"""# {Path(plan.spec.path).stem} on {plan.model.id}
+
+{len(plan.edits)} edits of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by peftc.
+Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the base). Stored: {total.stored:,}.
+
+| edit | sites | trained | stored | folds | why |
+|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+    import peftc
+    peftc.compile("{SPEC}", model, seed={record.seed})
+
+* `{SPEC}`: the spec, expanded: nothing is left to a default.
+* `{PLAN}`: the plan, with every site.
+* `forward_*.py`: the generated forwards, one file for each kind of region.
+"""
+
+
+def write(compiled: Compiled, directory: str | PathLike[str]) -> Path:
+    """Writes the files, all or none. An existing directory is only replaced if it was written by this function.
+
+    Raises: P420 where the directory holds something else, or cannot be written.
+    """
+    target = Path(directory)
+    if target.exists() and not (target.is_dir() and all(is_ours(p) for p in target.iterdir())):
+        message = f"{target} exists and holds other files"
+        raise PeftcError(Diagnostic("P420", message, help="choose another directory for -o"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+        for name, text in compiled.files.items():
+            (made / name).write_text(text, encoding="utf-8")
+        made.chmod(0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(made, target)
+    except OSError as error:
+        raise PeftcError(Diagnostic("P420", f"{target} cannot be written: {error.strerror or error}")) from error
+    return target
+
+
+def is_ours(path: Path) -> bool:
+    return path.name in (PLAN, SPEC, README) or (path.name.startswith("forward_") and path.suffix == ".py")
