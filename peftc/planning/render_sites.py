@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -17,27 +18,51 @@ from peftc.tracing.sites import Site, SiteTable
 Row = tuple[str, ...]  # site, module, shape, parameters, states
 
 
+ORDER = ("x", "h", "res", "c", "q", "k", "v", "kv", "z", "w", "b")
+NARROWEST = 8  # of the states, in characters
+
+
 def sites_text(table: SiteTable, width: int = 80) -> str:
     """The tree as plain text without colours."""
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, legacy_windows=False, highlight=False)
-    console.print(render_sites(table))
+    console.print(render_sites(table, width))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def render_sites(table: SiteTable) -> RenderableType:
-    """Every site once for all the layers that are alike: `layer[0..11] × 12`."""
+def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
+    """Every site once for all the layers that are alike: `layer[0..11] × 12`. `width`: of a line, in characters."""
     header = Text.assemble((table.model_id, "bold"), f"  ({table.model_type}, {table.parameters:,} parameters)")
     rows = _Tree(table).rows()
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    grid.add_column("site", no_wrap=True)
-    grid.add_column("module", overflow="fold", min_width=min(24, max((len(row[1]) for row in rows), default=0)))
-    grid.add_column("shape", no_wrap=True)
+    for name in ("site", "module", "shape"):
+        grid.add_column(name, no_wrap=True)
     grid.add_column("parameters", justify="right", no_wrap=True)
-    grid.add_column("states", overflow="fold", style="dim")
+    grid.add_column("states", no_wrap=True, style="dim")
+    module, states = _room(rows, width)
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(row[0], _wrapped(row[1], module, "."), *row[2:4], _wrapped(row[4], states, " "))
     return Group(header, Text(), grid)
+
+
+def _room(rows: Sequence[Row], width: int) -> tuple[int, int]:
+    """Characters for modules and for states, after the columns that are never wrapped."""
+    longest = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
+    left = width - longest[0] - longest[2] - max(longest[3], len("parameters")) - 8
+    module = max(NARROWEST, min(longest[1], left - min(longest[4], NARROWEST)))
+    return module, max(NARROWEST, left - module)
+
+
+def _wrapped(text: str, width: int, separator: str) -> str:
+    """Lines of at most `width` characters, broken after a separator where there is one."""
+    lines = [""]
+    for part in re.findall(rf"[^{separator}]*\{separator}|[^{separator}]+$", text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 class _Tree:
@@ -49,7 +74,8 @@ class _Tree:
         rows: list[Row] = []
         told: set[str] = set()
         layers = self._layers()
-        for site in self.table.sites:
+        stacks = list(dict.fromkeys(site.steps[0][0] for site in self.table.sites))
+        for site in sorted(self.table.sites, key=lambda site: stacks.index(site.steps[0][0])):
             stack = site.steps[0][0] if len(site.steps) > 1 else ""
             if stack and stack not in told:
                 told.add(stack)
@@ -86,7 +112,7 @@ class _Tree:
             steps = site.steps[2:]
             if not steps:
                 each = self._below(site.module)
-                rows.append((name, modules[0][0], _shape(site), f"{each:,}", " ".join(site.states)))
+                rows.append((name, modules[0][0], _shape(site), f"{each:,}", _states(site)))
                 continue
             depth = len([step for step in steps if step[0] not in ("self", "cross")])
             rows.append(self._row(f"{'  ' * (depth + 1)}{_last(steps)}", site, _relative(site, first)))
@@ -94,7 +120,7 @@ class _Tree:
 
     def _row(self, name: str, site: Site, module: str) -> Row:
         total = self._parameters(site)
-        return name, module, _shape(site), f"{total:,}" if total else "", " ".join(site.states)
+        return name, module, _shape(site), f"{total:,}" if total else "", _states(site)
 
     def _parameters(self, site: Site) -> int:
         """Those of the site's own weight and bias, or of the sites below it."""
@@ -112,6 +138,10 @@ def _last(steps: Steps) -> str:
     """`attn.self`, `q`: the words that are new under the row above."""
     tail = steps[-2:] if len(steps) > 1 and steps[-1][0] in ("self", "cross") else steps[-1:]
     return show_site_steps(tail)
+
+
+def _states(site: Site) -> str:
+    return " ".join(sorted(site.states, key=lambda name: (*ORDER, name).index(name)))
 
 
 def _in_layer(site: Site) -> bool:
