@@ -146,14 +146,14 @@ NAMES: dict[str, CodeInfo] = {
         "peft 1\nmethod m() { edit ffn at decoder.layer[*].ffn { h += adapter(x, r=64) } }\napply m() at encoder",
         "peft 1\nmethod m() { edit ffn at layer[*].ffn { h += adapter(x, r=64) } }\napply m() at encoder",
     ),
-    "P123": explained(
+    "P205": explained(
         "state that the site does not have",
         "Which states there are depends on the site: `w` and `b` belong to a single module such as `attn.q`, `kv` to an "
         "attention, `z` to an ffn.",
         "peft 1\nedit dora at layer[*].attn { w = magnitude(w + lowrank(r=8)) }",
         "peft 1\nedit dora at layer[*].attn.q { w = magnitude(w + lowrank(r=8)) }",
     ),
-    "P205": explained(
+    "P208": explained(
         "unknown site name",
         "Sites are named by what they do: `layer`, `attn` (`.self`, `.cross`), `.q .k .v .o .heads`, `ffn`, `.up .gate .down "
         ".hidden .experts`, `norm`, `add`, `embed`, `head`. Names of modules stand in quotes.",

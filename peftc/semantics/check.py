@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean
@@ -11,15 +10,14 @@ from peftc.forms import FORMS
 from peftc.semantics.arguments import bind
 from peftc.semantics.check_definitions import check_definitions
 from peftc.semantics.check_equations import check_edit, unknown_form
-from peftc.semantics.check_expects import check_expect
 from peftc.semantics.check_selectors import check_selector
+from peftc.semantics.check_structure import check_structure, said_of
 from peftc.semantics.expand import only_method, partial
-from peftc.semantics.scope import applied, is_shared
+from peftc.semantics.scope import applied
 from peftc.semantics.vocabulary import CONCAT, FROZEN, PARAMETERS
-from peftc.semantics.walk import arms, expressions
+from peftc.semantics.walk import arms, expressions, is_shared
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import selector
-
 
 _OF_WHOLE = frozenset({"P114", "P117"})  # what could not be expanded may be what is missing
 _OF_NAMES = frozenset({"P101", "P105", "P107"})
@@ -38,31 +36,21 @@ def check_file(spec: ast.Spec) -> list[Diagnostic]:
 
 
 def check(spec: ast.Spec) -> list[Diagnostic]:
-    """Everything wrong with an expanded spec: P1xx, P205, P302. Each names the text it is about."""
+    """Everything wrong with an expanded spec: P1xx, P205, P208, P302. Each names the text it is about."""
     shared = {s.name: s for s in spec.statements if isinstance(s, ast.Let) and is_shared(s.value)}
-    named = [s for s in spec.statements if isinstance(s, ast.Edit | ast.Train)]
-    names = [statement.name for statement in named]
-    found = [*_duplicates([*shared.values(), *named], spec), *_twice_assigned(spec)]
+    found = [*check_structure(spec), *_twice_assigned(spec)]
     for statement in spec.statements:
         match statement:
             case ast.Edit():
                 errors = [*check_selector(statement.selector), *check_edit(statement, shared)]
             case ast.Train():
                 errors = [*check_selector(statement.selector), *_train(statement)]
-            case ast.Expect():
-                errors = list(check_expect(statement, names))
             case ast.Let():
                 errors = [*_shared(statement), *_unused(statement, spec)]
             case _:
                 errors = []
         found += (said_of(error, statement, spec) for error in errors)
     return found
-
-
-def said_of(found: Diagnostic, statement: ast.Statement, spec: ast.Spec) -> Diagnostic:
-    """`found` with the text that `statement` came from, and how it came here."""
-    told = replace(found, notes=(*found.notes, *statement.via)) if not found.source else found
-    return told.within(statement.origin or spec.source)
 
 
 def _checked(spec: ast.Spec) -> list[Diagnostic]:
@@ -84,27 +72,6 @@ def _each_once(found: Iterable[Diagnostic]) -> list[Diagnostic]:
     for error in found:
         kept.setdefault((error.code, error.span, error.source and error.source.path, error.message), error)
     return sorted(kept.values(), key=lambda e: (e.source.path if e.source else "", e.span.start if e.span else -1))
-
-
-Named = ast.Edit | ast.Train | ast.Let
-
-
-def _duplicates(named: Sequence[Named], spec: ast.Spec) -> Iterator[Diagnostic]:
-    seen: dict[str, Named] = {}
-    for statement in named:
-        first = seen.setdefault(statement.name, statement)
-        if first is not statement:
-            span = statement.span if isinstance(statement, ast.Let) else statement.name_span
-            help_ = f"name one of them otherwise; a method that is applied twice needs `as`: `apply … as {statement.name}_2`"
-            where = (first.origin or spec.source).path
-            error = Diagnostic(
-                "P111",
-                f"there are two edits called `{statement.name}`",
-                span,
-                notes=(f"the other is in line {first.span.line} of {where}",),
-                help=help_,
-            )
-            yield said_of(error, statement, spec)
 
 
 def _train(train: ast.Train) -> Iterator[Diagnostic]:

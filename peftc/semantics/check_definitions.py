@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic
-from peftc.semantics.scope import is_shared
 from peftc.semantics.vocabulary import STATES
-from peftc.semantics.walk import names
+from peftc.semantics.walk import is_shared, names
 from peftc.syntax import ast
 
 

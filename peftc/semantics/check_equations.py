@@ -18,12 +18,6 @@ Shared = Mapping[str, ast.Let]
 
 def check_edit(edit: ast.Edit, shared: Shared) -> Iterator[Diagnostic]:
     """Everything that is wrong with the body of an edit."""
-    if not any(isinstance(line, ast.Equation) for line in edit.body):
-        help_ = "write an equation, e.g. `h += adapter(x, r=64)`"
-        yield Diagnostic("P119", f"the edit `{edit.name}` has no equation", edit.name_span, help=help_)
-    if edit.per_task:
-        message = "`per task` is part of the language, but this peftc cannot plan it"
-        yield Diagnostic("P118", message, edit.span, help="leave it out, and apply the method once for each task")
     equations = Equations(edit.selector, shared)
     for line in edit.body:
         yield from equations.line(line)
@@ -83,7 +77,7 @@ class Equations:
         if missing and name not in self._told:
             self._told.add(name)
             message = f"{listed(missing)} {'have' if len(missing) > 1 else 'has'} no state `{name}`, {STATES[name]}"
-            yield Diagnostic("P123", message, span, help=_elsewhere(name))
+            yield Diagnostic("P205", message, span, help=_elsewhere(name))
 
     def _value(self, value: ast.Expr) -> Iterator[Diagnostic]:
         match value:

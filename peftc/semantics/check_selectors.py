@@ -12,7 +12,7 @@ from peftc.syntax import ast
 
 
 def check_selector(selector: ast.Selector) -> Iterator[Diagnostic]:
-    """P205 for a name that is no site, or none that can follow the one before."""
+    """P208 for a name that is no site, or none that can follow the one before."""
     for arm in arms(selector):
         if isinstance(arm, ast.Path):
             yield from _path(arm)
@@ -23,18 +23,18 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
     for number, step in enumerate(path.steps):
         if step.name == "**":
             if number != len(path.steps) - 1:
-                yield Diagnostic("P205", "`**` ends a path: it is every module below", step.span)
+                yield Diagnostic("P208", "`**` ends a path: it is every module below", step.span)
             return
         if step.name not in SITES:
             known = _following(above)
             help_ = did_you_mean(step.name, known) or did_you_mean(step.name, SITES)
             yield Diagnostic(
-                "P205", f"there is no site called `{step.name}`", name_span(step), help=help_ or _choices(above)
+                "P208", f"there is no site called `{step.name}`", name_span(step), help=help_ or _choices(above)
             )
             return
         if step.name not in _following(above):
             help_ = did_you_mean(step.name, BELOW.get(above, ())) or _choices(above)
-            yield Diagnostic("P205", f"`{above}` has no `{step.name}`", name_span(step), help=help_)
+            yield Diagnostic("P208", f"`{above}` has no `{step.name}`", name_span(step), help=help_)
             return
         above = step.name
 

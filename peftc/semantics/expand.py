@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.semantics.check_structure import check_structure
 from peftc.semantics.rename import renamed
 from peftc.semantics.restrict import within
 from peftc.semantics.scope import (
@@ -15,11 +16,11 @@ from peftc.semantics.scope import (
     Scopes,
     applied,
     collected,
-    is_shared,
     refuse_second,
     refuse_variable,
 )
 from peftc.semantics.substitute import Environment, in_body, in_expectation, substitute
+from peftc.semantics.walk import is_shared
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import expression
 from peftc.syntax.printer import print_statement
@@ -58,7 +59,9 @@ def partial(spec: ast.Spec, settings: Environment) -> Partial:
     expansion = _Expansion(settings)
     statements = expansion.spec(spec)
     expanded = replace(spec, statements=statements, header=(), header_trailing=None, closing=())
-    return Partial(expanded, expansion.errors, expansion.broken)
+    errors = expansion.errors
+    errors += [found for found in check_structure(expanded) if not (errors and found.code == "P117")]
+    return Partial(expanded, errors, expansion.broken)
 
 
 def only_method(spec: ast.Spec, name: str) -> ast.Spec:

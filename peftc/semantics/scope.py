@@ -9,9 +9,10 @@ from pathlib import Path
 from peftc import resources
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.semantics.check_definitions import check_definitions
 from peftc.semantics.load import read_spec
 from peftc.semantics.substitute import Environment, is_constant, substitute
-from peftc.semantics.vocabulary import SHARED
+from peftc.semantics.walk import is_shared
 from peftc.syntax import ast
 
 
@@ -43,6 +44,7 @@ class Scopes:
     def of(self, spec: ast.Spec, settings: Environment) -> Scope:
         """The scope of `spec`; constants that `settings` names have the value given there."""
         scope = Scope(spec)
+        self.errors += [found for found in check_definitions(spec) if found.severity == "error"]
         with collected(self.errors, spec):
             self._fill(scope, settings)
         return scope
@@ -124,10 +126,6 @@ class collected:
             return False
         self._errors += [found.within(self._spec.source) for found in error.diagnostics]
         return True
-
-
-def is_shared(value: ast.Expr) -> bool:
-    return isinstance(value, ast.Call) and value.function == SHARED
 
 
 def refuse_second(let: ast.Let, known: Environment) -> None:

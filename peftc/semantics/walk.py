@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from peftc.semantics.vocabulary import SHARED
 from peftc.syntax import ast
 
 
@@ -40,6 +41,11 @@ def size(value: ast.Expr, deepest: int, largest: int) -> bool:
             return False
         stack.extend((child, level + 1) for child in children(found))
     return True
+
+
+def is_shared(value: ast.Expr) -> bool:
+    """`shared(…)`: one set of parameters for all the sites that use it."""
+    return isinstance(value, ast.Call) and value.function == SHARED
 
 
 def names(value: ast.Expr) -> Iterator[str]:
