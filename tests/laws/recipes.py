@@ -56,6 +56,13 @@ def _head(ref: Reference, weights: by_hand.Weights) -> None:
     ref.linear(by_hand.Rows(name), lambda h, x: h + by_hand.forms.lora(w, x, 4.0))
 
 
+ORDERED = {  # edits that read different states of one sub-layer, hence live in different modules
+    "x": "adapter(x, r=2, act=tanh)",
+    "h": "adapter(h, r=2, act=tanh)",
+    "r": "adapter(res, r=2, act=tanh)",
+    "n": "adapter(norm(h + res), r=2, act=tanh)",
+}
+
 LINEAR = (
     Recipe(
         "lora",
@@ -211,6 +218,26 @@ SUB_LAYER = (
         together(by_hand.twice("e", "ffn"), by_hand.sequential("f", "ffn", "gelu")),
         identity=False,
         edits=("e", "f"),
+    ),
+    *(
+        Recipe(
+            f"order-{site}-{order}",
+            "\n".join(f"edit {e} at layer[*].{site} {{ h += {ORDERED[e]} }}" for e in order),
+            together(*(by_hand.ordered(e, site) for e in order)),
+            identity=False,
+            edits=tuple(order),
+        )
+        for site in ("ffn", "attn")
+        for order in ("xhr", "rhx", "hrx", "nxh")
+    ),
+    Recipe(
+        "order-linear",
+        "edit e at layer[*].attn.v { h += lora(x, r=3) }\n"
+        "edit f at layer[*].attn.v { h *= vector(init=1) }\n"
+        "edit g at layer[*].attn.v { h += adapter(h, r=2) }",
+        together(by_hand.lora("e", "v", 3.0), by_hand.scaled("f", "v"), by_hand.linear_act("g", "v")),
+        identity=False,
+        edits=("e", "f", "g"),
     ),
     Recipe(
         "by-layer",

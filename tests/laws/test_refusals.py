@@ -23,7 +23,7 @@ MISTAKES = {  # what is wrong: (spec, family of the code, the text that is under
     "state of another site": ("edit e at layer[*].ffn { kv = concat(prefix(len=3), kv) }", "P", "kv"),
     "dead arm": ("edit e at layer[*].attn.q | layer[*].attn.vproj { h += lora(x, r=4) }", "P2", "vproj"),
     "index out of range": ("edit e at layer[0, 99].ffn { h += adapter(x, r=4) }", "P2", "99"),
-    "dead glob": ('edit e at "model.nothing.*" { h += lora(x, r=4) }', "P2", "model.nothing.*"),
+    "dead glob": ('edit e at "model.nothing.*" { h += lora(x, r=4) }', "P2", "nothing"),
     "rank too big": ("edit e at layer[*].attn.q { h += lora(x, r=4096) }", "P3", "4096"),
     "alpha zero": ("edit e at layer[*].attn.q { h += lora(x, r=4, alpha=0) }", "P", "0"),
     "alpha negative": ("edit e at layer[*].attn.q { h += lora(x, r=4, alpha=-5) }", "P", "-5"),
@@ -44,7 +44,7 @@ MISTAKES = {  # what is wrong: (spec, family of the code, the text that is under
     ),
     "expectation of an edit that is not there": (
         "edit e at layer[*].ffn { h += adapter(x, r=4) }\nexpect foldable(qv)",
-        "P1",
+        "P",
         "qv",
     ),
 }

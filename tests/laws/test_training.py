@@ -105,7 +105,8 @@ def test_gradient_checkpointing_changes_no_gradient(name: str, method: str, reen
     case.model.train()
     given = case.batches[1]
     plain = gradients(case, given)
-    case.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint = getattr(case.model, "activation_checkpointing_enable", case.model.gradient_checkpointing_enable)
+    checkpoint({"use_reentrant": reentrant})
     if reentrant:
         case.model.enable_input_require_grads()
     calls = count_layer_calls(case)

@@ -121,6 +121,17 @@ def linear_adapter(edit: str, roles: str, s: float) -> Method:
     return apply
 
 
+def linear_act(edit: str, roles: str, act: str = "relu") -> Method:
+    """h ← h + f(h) on the outputs of linears."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            w = part(weights, edit, path, "adapter")
+            ref.linear(rows, lambda h, x, w=w: h + forms.adapter(w, h, act))
+
+    return apply
+
+
 # Sub-layers ------------------------------------------------------------------------------------------------------------
 
 Equation = Callable[[At, Callable[[str], dict[str, Tensor]]], Tensor]
@@ -172,6 +183,12 @@ def gated(edit: str, which: str, act: str = "relu") -> Method:
     return at_sublayers(
         edit, which, lambda at, w: at.h + forms.gate(w("gate"), at.h) * forms.adapter(w("adapter"), at.h, act)
     )
+
+
+def ordered(edit: str, which: str) -> Method:
+    """h ← h + f(·) with tanh, f reading x, h, res or norm(h + res): edits named x, h, r, n."""
+    reads = {"x": lambda at: at.x, "h": lambda at: at.h, "r": lambda at: at.res, "n": lambda at: at.norm(at.h + at.res)}
+    return at_sublayers(edit, which, lambda at, w: at.h + forms.adapter(w("adapter"), reads[edit](at), "tanh"))
 
 
 def interpolated(edit: str, which: str, act: str = "relu") -> Method:
