@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from peftc.diagnostics.code_info import CodeInfo
 from peftc.diagnostics.codes_names import NAMES
+from peftc.diagnostics.codes_plan import PLAN
 from peftc.diagnostics.codes_syntax import SYNTAX
 
 CODES: dict[str, CodeInfo] = {
     **SYNTAX,
     **NAMES,
+    **PLAN,
     # P31x: a form where it cannot stand
     "P310": CodeInfo(
         "form out of place",

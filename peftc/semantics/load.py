@@ -14,7 +14,11 @@ LARGEST = 1_000_000  # bytes of a spec
 
 def read_text(path: str | Path) -> str:
     """The text of a spec. Raises: PeftcError P024 where it is not text, OSError where it cannot be read."""
-    data = Path(path).read_bytes()
+    return decoded(Path(path).read_bytes(), str(path))
+
+
+def decoded(data: bytes, path: str) -> str:
+    """The bytes of a spec as text. Raises: PeftcError P024."""
     if len(data) > LARGEST:
         raise PeftcError(Diagnostic("P024", f"{path} has {len(data)} bytes; a spec has at most {LARGEST}"))
     try:
@@ -23,11 +27,9 @@ def read_text(path: str | Path) -> str:
         good = data[: error.start].decode("utf-8")
         line, column = good.count("\n") + 1, len(good) - good.rfind("\n")
         at = Span(len(good), len(good) + 1, line, column, line, column + 1)
-        shown = data.decode("utf-8", errors="replace")
+        source = Source(path, data.decode("utf-8", errors="replace"))
         message = f"byte {error.start} is not UTF-8"
-        raise PeftcError(
-            Diagnostic("P024", message, at, Source(str(path), shown), help="save the file as UTF-8")
-        ) from None
+        raise PeftcError(Diagnostic("P024", message, at, source, help="save the file as UTF-8")) from None
 
 
 def read_spec(path: str | Path) -> ast.Spec:

@@ -1,0 +1,33 @@
+"""`--set name=value`, as texts, to the expressions that `expand` takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.syntax import ast
+from peftc.syntax.parser import parse_expression
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, ast.Expr]:
+    """`["r=256", "reparam=mlp(800)"]` by name.
+
+    Raises: PeftcError P110 for what is no `name=value` or names something twice, P0xx for a value that is no expression.
+    """
+    found: dict[str, ast.Expr] = {}
+    errors: list[Diagnostic] = []
+    for setting in settings:
+        name, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
+            errors.append(Diagnostic("P110", f"--set {setting}: expected `name=value`", help="e.g. `--set r=256`"))
+        elif name in found:
+            errors.append(Diagnostic("P110", f"--set {setting}: `{name}` is set twice"))
+        else:
+            try:
+                found[name] = parse_expression(value, f"--set {name}")
+            except PeftcError as error:
+                errors += error.diagnostics
+    if errors:
+        raise PeftcError(errors)
+    return found
