@@ -21,3 +21,9 @@ def count(instances: Iterable[Instance]) -> Count:
     """Parameters with a gradient while training, and in the saved adapter."""
     found = [instance.form.count(instance.args, instance.dims) for instance in instances]
     return Count(sum(one.trained for one in found), sum(one.stored for one in found))
+
+
+def percent(value: int, base: int) -> str:
+    """`6.747 %` of the base, cut and not rounded, so that a budget that is met never looks exceeded."""
+    thousandths = 100_000 * value // base if base else 0
+    return f"{thousandths // 1000}.{thousandths % 1000:03} %"

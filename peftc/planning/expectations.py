@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from peftc.diagnostics import Diagnostic, PeftcError, Span
-from peftc.diagnostics.suggestions import did_you_mean
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.planning.counts import percent
 from peftc.planning.model import Plan, PlanEdit, PlanTotals
+from peftc.semantics.check_expects import check_expect
 from peftc.semantics.constants import amount
+from peftc.semantics.vocabulary import COUNTS
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import expression
 
-COUNTS = ("trained", "stored", "changed", "served")
-FACTS = ("foldable", "identity", "sites")
 ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -42,45 +42,35 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Outcome:
+    """`text`: the expectation as the formatter prints it; `failure`: P304 where it does not hold."""
+
     text: str
     holds: bool
     failure: Diagnostic | None
 
 
-def text_of(statement: ast.Expect) -> str:
-    """`stored <= 6.8%`, as the formatter prints it."""
-    left = expression(statement.left)
-    return (
-        left
-        if statement.op is None or statement.right is None
-        else f"{left} {statement.op} {expression(statement.right)}"
-    )
-
-
 def evaluate(statement: ast.Expect, plan: Plan) -> Outcome:
     """Whether the plan is as expected.
 
-    Raises: P320 for an expression that means nothing here (an unknown name or edit, a comparison of unlike things).
+    Raises: P116 for an unknown fact or a comparison of unlike things, P117 for an unknown edit, P120 for a division by zero.
     """
+    if wrong := list(check_expect(statement, [edit.name for edit in plan.edits])):
+        raise PeftcError(wrong)
     facts = _Facts(plan)
     left = facts.value(statement.left)
-    if statement.op is None or statement.right is None:
-        if left.kind != "truth":
-            raise _error(
-                "an expectation is true or false", statement.left.span, "this is a number", "compare it: `<= 6.8%`"
-            )
-        holds = bool(left.value)
-    else:
-        right = facts.value(statement.right)
-        a, b = facts.comparable(left, right, statement)
-        holds = COMPARISONS[statement.op](a, b)
-    text = text_of(statement)
+    holds, text = bool(left.value), expression(statement.left)
+    if statement.op is not None and statement.right is not None:
+        holds = COMPARISONS[statement.op](*facts.comparable(left, facts.value(statement.right)))
+        text = f"{text} {statement.op} {expression(statement.right)}"
     return Outcome(text, holds, None if holds else _failure(statement, text, left, plan))
 
 
 class _Facts:
+    """Expressions of an expectation that has been checked."""
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.edits = {edit.name: edit for edit in plan.edits}
 
     def value(self, source: ast.Expr) -> Quantity:
         match source:
@@ -93,67 +83,37 @@ class _Facts:
             case ast.Negative(operand):
                 inner = self.value(operand)
                 return Quantity(-inner.value, inner.kind)
-            case ast.Name(name):
-                return self.total(source, name)
             case ast.Binary(op, left, right):
                 return self.arithmetic(source, op, self.value(left), self.value(right))
-            case ast.Call():
-                return self.fact(source)
-            case ast.String():
-                raise _error("a text is nothing to expect", source.span)
+            case ast.Call(function, (ast.Name(name),)):
+                return self.fact(function, self.edits[name])
+            case ast.Name(name):
+                return Quantity(_count(self.plan.totals, name), "count")
+            case _:
+                raise AssertionError(source)  # refused by check_expect
 
-    def total(self, source: ast.Name, name: str) -> Quantity:
-        if name in (*COUNTS, "base"):
-            return Quantity(_count(self.plan.totals, name), "count")
-        raise _error(
-            f"`{name}` is no number of a plan",
-            source.span,
-            "expected one of " + ", ".join((*COUNTS, "base")),
-            did_you_mean(name, (*COUNTS, "base")),
-        )
-
-    def fact(self, call: ast.Call) -> Quantity:
-        known = (*FACTS, *COUNTS)
-        if call.function not in known:
-            raise _error(
-                f"`{call.function}` is no fact of a plan", call.function_span, help=did_you_mean(call.function, known)
-            )
-        if len(call.args) != 1 or call.kwargs or not isinstance(call.args[0], ast.Name):
-            raise _error(f"`{call.function}` takes the name of one edit", call.span)
-        edit = self.edit(call.args[0])
-        if call.function == "sites":
+    def fact(self, function: str, edit: PlanEdit) -> Quantity:
+        if function == "sites":
             return Quantity(len(edit.sites), "count")
-        if call.function in FACTS:
-            return Quantity(edit.foldable if call.function == "foldable" else edit.identity, "truth")
-        return Quantity(_count(edit, call.function), "count")
-
-    def edit(self, name: ast.Name) -> PlanEdit:
-        found = {edit.name: edit for edit in self.plan.edits}
-        if name.id not in found:
-            raise _error(f"there is no edit `{name.id}`", name.span, help=did_you_mean(name.id, found))
-        return found[name.id]
+        return Quantity(edit.foldable if function == "foldable" else edit.identity, "truth")
 
     def arithmetic(self, source: ast.Binary, op: str, left: Quantity, right: Quantity) -> Quantity:
-        if "truth" in (left.kind, right.kind):
-            raise _error("true and false are not numbers", source.span)
         if op == "/" and right.value == 0:
-            raise _error("this divides by zero", source.span)
-        if op in "+-" and left.kind != right.kind and "percent" in (left.kind, right.kind):
-            left, right = self.plain(left), self.plain(right)
-        elif op in "*/" and "percent" in (left.kind, right.kind):
-            left, right = _ratio(left), _ratio(right)
-        kind = _kind(op, left, right)
-        return Quantity(ARITHMETIC[op](left.value, right.value), kind)
+            raise PeftcError(Diagnostic("P120", f"`{expression(source)}` divides by zero", source.span))
+        kinds = {left.kind, right.kind}
+        if "percent" in kinds and len(kinds) > 1:
+            both_add = op in "+-" and "count" in kinds
+            left, right = (self.plain(side) if both_add else _ratio(side) for side in (left, right))
+        return Quantity(ARITHMETIC[op](left.value, right.value), _kind(op, left, right))
 
     def plain(self, quantity: Quantity) -> Quantity:
+        """A percentage as parameters."""
         if quantity.kind != "percent":
             return quantity
         return Quantity(quantity.value / 100 * self.plan.totals.base, "count")
 
-    def comparable(self, left: Quantity, right: Quantity, statement: ast.Expect) -> tuple[float, float]:
+    def comparable(self, left: Quantity, right: Quantity) -> tuple[float, float]:
         kinds = {left.kind, right.kind}
-        if "truth" in kinds and (len(kinds) > 1 or statement.op not in ("==", "!=")):
-            raise _error("true or false can only be compared with `true` or `false`", statement.span, "unlike things")
         if kinds == {"count", "percent"}:
             left, right = self.plain(left), self.plain(right)
         elif kinds == {"number", "percent"}:
@@ -173,7 +133,7 @@ def _ratio(quantity: Quantity) -> Quantity:
 def _kind(op: str, left: Quantity, right: Quantity) -> Literal["number", "count", "percent"]:
     kinds = (left.kind, right.kind)
     if kinds == ("percent", "percent"):
-        return "percent"
+        return "number" if op == "/" else "percent"
     if op == "/" and kinds == ("count", "count"):
         return "number"
     return "count" if "count" in kinds else "number"
@@ -183,7 +143,7 @@ def _failure(statement: ast.Expect, text: str, left: Quantity, plan: Plan) -> Di
     return Diagnostic(
         "P304",
         f"expected `{text}`, which does not hold",
-        statement.span,
+        statement.left.span if statement.right is None else statement.left.span.until(statement.right.span),
         label=_found(statement, left, plan),
         notes=tuple(_notes(statement, plan)),
     )
@@ -191,19 +151,19 @@ def _failure(statement: ast.Expect, text: str, left: Quantity, plan: Plan) -> Di
 
 def _found(statement: ast.Expect, left: Quantity, plan: Plan) -> str:
     subject = expression(statement.left)
-    match left.kind:
-        case "truth":
-            return f"`{subject}` is {'true' if left.value else 'false'}"
-        case "count" if plan.totals.base and not subject.startswith("sites"):
-            return f"`{subject}` is {left.value:,.0f} ({left.value / plan.totals.base:.3%} of the base)"
-        case _:
-            return f"`{subject}` is {left.value:,g}"
+    if left.kind == "truth":
+        return f"`{subject}` is {'true' if left.value else 'false'}"
+    value = f"{left.value:,.0f}" if left.kind == "count" else f"{left.value:,g}"
+    of_base = isinstance(statement.left, ast.Name) and left.kind == "count"
+    return f"`{subject}` is {value}" + (
+        f", {percent(int(left.value), plan.totals.base)} of the base" if of_base else ""
+    )
 
 
 def _notes(statement: ast.Expect, plan: Plan) -> list[str]:
     match statement.left:
         case ast.Name(name) if name in COUNTS and len(plan.edits) > 1:
-            return [f"`{edit.name}`: {_count(edit, name):,}" for edit in plan.edits if _count(edit, name)]
+            return [f"`{edit.name}` has {_count(edit, name):,}" for edit in plan.edits if _count(edit, name)]
         case ast.Call("foldable", (ast.Name(name),)):
             return [
                 f"`{name}` does not fold: {edit.reason}"
@@ -212,7 +172,3 @@ def _notes(statement: ast.Expect, plan: Plan) -> list[str]:
             ]
         case _:
             return []
-
-
-def _error(message: str, span: Span, label: str = "", help: str | None = None) -> PeftcError:
-    return PeftcError(Diagnostic("P320", message, span, label=label, help=help))

@@ -21,6 +21,7 @@ from peftc.planning.scope import Scope, Shared, groups_of, shared_members
 from peftc.planning.select import coverage, resolve
 from peftc.planning.train import Trained, missing, trained
 from peftc.planning.verdict import Verdict, verdicts
+from peftc.semantics.check_structure import said_of
 from peftc.syntax import ast
 from peftc.tracing.sites import Site, SiteTable
 
@@ -188,9 +189,8 @@ class _Planner:
         self.warnings.extend(self.located(statement, diagnostics))
 
     def located(self, statement: ast.Statement, diagnostics: Iterable[Diagnostic]) -> Iterable[Diagnostic]:
-        """In the text the statement came from; a statement that expansion brought here says how."""
-        for found in diagnostics:
-            yield replace(found, notes=(*found.notes, *statement.via)).within(statement.origin or self.source)
+        """In the text the statement came from, and how expansion brought it here."""
+        return (said_of(found, statement, self.spec).within(self.source) for found in diagnostics)
 
     def stop_at_errors(self) -> None:
         if self.errors:

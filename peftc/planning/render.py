@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from peftc.planning.collapse import collapsed
+from peftc.planning.counts import percent
 from peftc.planning.ir import Placed
 from peftc.planning.model import Plan, PlanEdit, PlanTotals
 from peftc.planning.shapes_of import mappings
-
-COUNTS = ("trained", "stored", "changed", "served")
+from peftc.semantics.vocabulary import COUNTS
 
 
 def plan_text(plan: Plan, placed: Sequence[Placed] = (), width: int = 80) -> str:
@@ -66,12 +66,6 @@ def _row(numbers: PlanEdit | PlanTotals, base: int) -> Iterable[Text]:
     for name in COUNTS:
         value: int = getattr(numbers, name)
         yield Text.assemble(f"{value:,}", "\n", (percent(value, base), "dim"))
-
-
-def percent(value: int, base: int) -> str:
-    """`6.747 %` of the base, cut and not rounded, so that a budget that is met never looks exceeded."""
-    thousandths = 100_000 * value // base if base else 0
-    return f"{thousandths // 1000}.{thousandths % 1000:03} %"
 
 
 def _edit(edit: PlanEdit, shapes: Sequence[str]) -> RenderableType:

@@ -21,8 +21,8 @@ def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
     """The sites a selector names, each once, in model order.
 
     Raises:
-        P201: an arm matches nothing. P202: an index that does not exist. P203: a difference that removes nothing.
-        P206: a difference that leaves nothing. Every arm is looked at before anything is raised.
+        P201: an arm matches nothing. P202: an index that does not exist. P203: a difference that removes
+        nothing, or everything. Every arm is looked at before anything is raised.
     """
     resolution = _Resolution(Paths(table))
     found = resolution.of(selector)
@@ -94,7 +94,7 @@ class _Resolution:
             self.errors.append(_removes_nothing(selector, left, right))
         elif not kept:
             self.errors.append(
-                Diagnostic("P206", f"`{show(selector)}` leaves no site", selector.span, label="takes all of them away")
+                Diagnostic("P203", f"`{show(selector)}` leaves no site", selector.span, label="takes all of them away")
             )
         return kept
 
