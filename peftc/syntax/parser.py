@@ -83,8 +83,7 @@ def _read(tokens: Sequence[Token], errors: list[Diagnostic], start: str) -> Tree
             continue
         accepts = accepted(before)
         if at >= quiet_until and not _near(tokens, at, lexical_errors):
-            found = diagnosed(tokens, at, accepts)
-            errors += [] if errors and tokens[at].type == "$END" and found.code != "P006" else [found]
+            errors += diagnosed(tokens, at, accepts, before.parser_state.value_stack, first=not errors)
         quiet_until = at + _QUIET
         resumed = resume(before, tokens, at, accepts) if len(errors) < MOST_ERRORS else None
         if resumed is None:
@@ -93,11 +92,19 @@ def _read(tokens: Sequence[Token], errors: list[Diagnostic], start: str) -> Tree
     return parser.parser_state.value_stack[-1] if not errors else Tree("spec", [])
 
 
-def diagnosed(tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Diagnostic:
-    """What is said of `tokens[at]`, where one of `accepts` was expected."""
-    seen = situation(tokens, at, accepts)
+def diagnosed(
+    tokens: Sequence[Token], at: int, accepts: frozenset[str], stack: Sequence[object], first: bool
+) -> list[Diagnostic]:
+    """What is said of `tokens[at]`, where one of `accepts` was expected; nothing where a repair is the cause.
+
+    Only the `first` error may be that the text ends: later, something else was not understood.
+    """
+    seen = situation(tokens, at, accepts, stack)
     row, message = explain(seen)
-    return Diagnostic(row.code, message, span_of(row.span(seen)), label=row.label(seen), help=row.help(seen))
+    token = row.span(seen)
+    if (seen.type == "$END" and not first and token is seen.token) or not (token or token is seen.token):
+        return []
+    return [Diagnostic(row.code, message, span_of(token), label=row.label(seen), help=row.help(seen))]
 
 
 def _near(tokens: Sequence[Token], at: int, lexical_errors: set[int]) -> bool:

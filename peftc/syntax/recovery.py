@@ -14,6 +14,9 @@ from lark import Token
 from lark.exceptions import UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
+from peftc.diagnostics.suggestions import nearest
+from peftc.syntax.tokens import keywords
+
 _AHEAD = 16  # tokens that a repair is judged by
 _ENOUGH = 3  # tokens that must pass for a repair to count as one
 _STARTS = frozenset({"METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET"})
@@ -55,12 +58,12 @@ def resume(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts:
 
 def _repaired(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumed | None:
     best: tuple[int, Resumed] | None = None
-    for inserted in (None, *sorted(accepts - {"$END"})):
+    for inserted in (None, *_candidates(tokens[at], accepts)):
         for skip in (0, 1):
             if (inserted is None and not skip) or at + skip >= len(tokens):
                 continue
             trial = copied(parser)
-            if inserted and not feeds(trial, Token(inserted, "")):
+            if inserted and not feeds(trial, Token.new_borrow_pos(inserted, "", tokens[at])):
                 continue
             reached = _progress(copied(trial), tokens, at + skip)
             score = 2 * reached - skip
@@ -68,6 +71,13 @@ def _repaired(parser: InteractiveParser, tokens: Sequence[Token], at: int, accep
             if enough and (best is None or score > best[0]):
                 best = score, Resumed(trial, at + skip)
     return best[1] if best else None
+
+
+def _candidates(token: Token, accepts: frozenset[str]) -> list[str]:
+    """What could be put in; first the keyword that `token` looks like."""
+    spelled = {text: terminal for terminal, text in keywords().items() if terminal in accepts}
+    meant = spelled.get(nearest(str(token), spelled) or "")
+    return sorted(accepts - {"$END"}, key=lambda terminal: (terminal != meant, terminal))
 
 
 def _progress(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> int:

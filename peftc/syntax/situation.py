@@ -11,6 +11,7 @@ from peftc.syntax.tokens import keywords, spelling
 
 CLOSING = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}
 _STATEMENTS = frozenset({"PEFT", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET"})
+_ASSIGNS = frozenset({"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"})
 
 
 @dataclass(frozen=True)
@@ -101,32 +102,27 @@ def shown(text: str, limit: int = 30) -> str:
     return plain if len(text) <= limit else plain[:limit] + "…"
 
 
-def situation(tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Situation:
-    """Reads statement and brackets off the tokens before `at`."""
+def situation(tokens: Sequence[Token], at: int, accepts: frozenset[str], stack: Sequence[object]) -> Situation:
+    """Reads statement and brackets off what the parser has not reduced yet: its `stack` of tokens and trees."""
     statement = ""
     brackets: list[tuple[Token, str, Token | None]] = []
     owner: Token | None = None
-    for index in range(at):
-        token = tokens[index]
-        if token.type in _STATEMENTS:
-            statement = token.type
-            owner = token if token.type in {"EDIT", "METHOD"} else owner
-        elif token.type in CLOSING:
-            brackets.append((token, statement, owner))
-            statement = "" if token.type == "LBRACE" else statement
-        elif token.type in CLOSING.values() and brackets and CLOSING[brackets[-1][0].type] == token.type:
+    before: object = None
+    for item in stack:
+        if not isinstance(item, Token):
+            pass
+        elif item.type in _STATEMENTS:
+            statement = item.type
+            owner = item if item.type in {"EDIT", "METHOD"} else owner
+        elif item.type in CLOSING:
+            brackets.append((item, statement, owner))
+            statement = "" if item.type == "LBRACE" else statement
+        elif item.type in CLOSING.values():
             _, outer, _ = brackets.pop()
-            statement = "" if token.type == "RBRACE" else outer
-        elif token.type in {"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"} and (not brackets or brackets[-1][0].type == "LBRACE"):
-            statement = statement if _names_statement(tokens, index) else "EQUATION"
+            statement = "" if item.type == "RBRACE" else outer
+        elif item.type in _ASSIGNS and isinstance(before, Token) and (not brackets or brackets[-1][0].type == "LBRACE"):
+            statement = "EQUATION"  # `let` and `train` have a tree before their `=`
+        before = item
     opened = tuple(token for token, _, _ in brackets)
     braces = [owner for token, _, owner in brackets if token.type == "LBRACE"]
     return Situation(tokens, at, accepts, statement, opened, braces[-1] if braces else None)
-
-
-def _names_statement(tokens: Sequence[Token], at: int) -> bool:
-    """Whether the `=` at `at` belongs to `let a.b =` or `train a.b =`."""
-    at -= 1
-    while at > 0 and tokens[at].type in {"NAME", "DOT"}:
-        at -= 1
-    return tokens[at].type in {"LET", "TRAIN"}
