@@ -20,9 +20,13 @@ from peftc.semantics.vocabulary import COUNTS
 
 def plan_text(plan: Plan, placed: Sequence[Placed] = (), width: int = 80) -> str:
     """The plan as plain text without colours."""
+    return plain(render_plan(plan, placed), width)
+
+
+def plain(result: RenderableType, width: int) -> str:
+    """Text without colours and without blanks at the ends of lines."""
     out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, legacy_windows=False, highlight=False)
-    console.print(render_plan(plan, placed))
+    Console(file=out, width=width, color_system=None, legacy_windows=False, highlight=False).print(result)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 

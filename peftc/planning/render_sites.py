@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from peftc.planning.collapse import collapsed, runs
 from peftc.planning.paths import Steps, show_site_steps
+from peftc.planning.render import plain
 from peftc.tracing.sites import Site, SiteTable
 
 Row = tuple[str, ...]  # site, module, shape, parameters, states
@@ -24,10 +24,7 @@ NARROWEST = 8  # of the states, in characters
 
 def sites_text(table: SiteTable, width: int = 80) -> str:
     """The tree as plain text without colours."""
-    out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, legacy_windows=False, highlight=False)
-    console.print(render_sites(table, width))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return plain(render_sites(table, width), width)
 
 
 def render_sites(table: SiteTable, width: int = 80) -> RenderableType:

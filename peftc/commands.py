@@ -1,0 +1,70 @@
+"""The commands about a model, as the command line runs them: `sites`, `plan`, `compile`. They import torch."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+from rich.console import Console, RenderableType
+
+from peftc.compiler import sites
+from peftc.diagnostics import Diagnostic
+from peftc.diagnostics.formats import render_json
+from peftc.diagnostics.render import render_text, wants_color
+from peftc.files import read
+from peftc.planning.plan import Planned, make_plan
+from peftc.planning.render import plain, render_plan
+from peftc.planning.render_sites import render_sites
+from peftc.semantics.expand import expand
+from peftc.semantics.settings import parse_settings
+from peftc.syntax.parser import parse_text
+
+
+def run_sites(args: Namespace) -> int:
+    """`peftc sites --model M`: the tree of places. Raises: P5xx, P2xx for a model whose layers are not understood."""
+    table = sites(args.model)
+    show(lambda width: render_sites(table, width))
+    for warning in table.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return 0
+
+
+def run_plan(args: Namespace) -> int:
+    """`peftc plan SPEC --model M`: exit 1 where an expectation does not hold. Raises: everything wrong with the spec."""
+    spec = parse_text(read(args.spec), "<stdin>" if args.spec == "-" else args.spec)
+    flat = expand(spec, parse_settings(args.set))
+    planned = make_plan(flat, sites(args.model), source=spec.source)
+    records_only = bool(planned.findings) and args.output_format == "json" and not args.json
+    if args.json:
+        print(planned.plan.model_dump_json(indent=2))
+    elif not records_only:
+        show(lambda _: render_plan(planned.plan, planned.placed))
+    report((*planned.findings, *planned.warnings), args, to_stdout=records_only)
+    return exit_code(planned)
+
+
+def exit_code(planned: Planned) -> int:
+    """0 all well, 1 an expectation that does not hold."""
+    return 1 if planned.findings else 0
+
+
+def report(found: Sequence[Diagnostic], args: Namespace, *, to_stdout: bool = False) -> None:
+    """What was found beside the result: on stderr, unless there is no other result to print."""
+    if not found:
+        return
+    stream = sys.stdout if to_stdout else sys.stderr
+    if args.output_format == "json":
+        stream.write(render_json(found))
+    else:
+        stream.write(("" if to_stdout else "\n") + render_text(found, wants_color(stream)))
+
+
+def show(result: Callable[[int], RenderableType]) -> None:
+    """Prints what `result` makes for the width of the terminal; plain text, 80 wide, into a pipe or under NO_COLOR."""
+    if wants_color(sys.stdout):
+        console = Console(file=sys.stdout, highlight=False)
+        console.print(result(console.width))
+    else:
+        width = Console(file=sys.stdout).width
+        sys.stdout.write(plain(result(width), width))
