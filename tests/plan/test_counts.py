@@ -1,0 +1,144 @@
+"""Published and measured parameter counts (tests/data/counts.json), each from an explicit spec, on the real configurations."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import peftc
+from peftc.planning.plan import Planned, make_plan
+from peftc.semantics.expand import expand
+from peftc.syntax import parse_text
+from peftc.tracing.sites import SiteTable
+
+DATA = json.loads((Path(__file__).parent.parent / "data" / "counts.json").read_text(encoding="utf-8"))
+LATER = ("compacter", "loreft")  # recipes whose forms are not part of the language yet
+
+PREFIX = "edit prefix at layer[*].attn { kv = concat(prefix(len=%s), kv) }"
+FFN = "edit ffn at layer[*].ffn { h += adapter(x, %s) }"
+QV = "edit qv at layer[*].attn.q | layer[*].attn.v { h += lora(x, %s) }"
+LORA_FFN = "edit ffn at layer[*].ffn.up | layer[*].ffn.down { h += lora(x, %s) }"
+IA3 = """
+edit kv at layer[*].attn.k | layer[*].attn.v { h *= vector(init=1) }
+edit ff at layer[*].ffn.hidden { h *= vector(init=1) }
+"""
+
+# A method's spec; `{d}` is d_model, `{d/16}` a part of it. Several specs: all of them count alike.
+SPECS: dict[str, tuple[str, ...]] = {
+    "prefix, direct, l=200, every attention": (PREFIX % "200",),
+    "prefix, direct, l=512, every attention": (PREFIX % "512",),
+    "prefix, direct, l=30, every attention": (PREFIX % "30",),
+    "adapter without biases r=200, every attention (sequential, parallel and multi-head count alike)": (
+        "edit a at layer[*].attn { h += adapter(h, r=200, bias=false) }",
+        "edit a at layer[*].attn { h += adapter(x, r=200, bias=false) }",
+        "edit a at layer[*].attn.heads { h += bottleneck(q, r=200) }",
+    ),
+    "adapter without biases r=512, every attention": (
+        "edit a at layer[*].attn { h += adapter(x, r=512, bias=false) }",
+    ),
+    "adapter without biases r=200, every ffn": (FFN % "r=200, bias=false",),
+    "adapter without biases r=512, every ffn": (FFN % "r=512, bias=false",),
+    "adapter without biases r=600, every ffn": (FFN % "r=600, bias=false",),
+    "adapter without biases r=1024, every ffn": (FFN % "r=1024, bias=false",),
+    "lora r=200 on q and v of every attention": (QV % "r=200",),
+    "lora r=102 on both ffn weights": (LORA_FFN % "r=102",),
+    "parallel adapter r=30 without biases on attention + r=512 on ffn": (
+        "edit a at layer[*].attn { h += adapter(x, r=30, bias=false) }\n" + FFN % "r=512, bias=false",
+    ),
+    "prefix l=30 + lora ffn r=102": (PREFIX % "30" + "\n" + LORA_FFN % "r=102",),
+    "MAM l=30 r=512 without biases": (PREFIX % "30" + "\n" + FFN % "r=512, bias=false",),
+    "MAM l=30 r=512, adapter biases, prefix direct": (PREFIX % "30" + "\n" + FFN % "r=512",),
+    "MAM l=30 r=512, adapter biases, prefix reparametrised by an MLP of width 800": (
+        PREFIX % "30, reparam=mlp(800)" + "\n" + FFN % "r=512",
+    ),
+    "scaled parallel adapter r=512 with biases, every ffn": ("edit ffn at layer[*].ffn { h += 4 * adapter(x, r=512) }",),
+    "BitFit: every bias": ("train bias = [b] at **",),
+    "adapters:seq_bn": ("edit ffn at layer[*].ffn { h += adapter(h, r={d/16}) }",),
+    "adapters:double_seq_bn": ("edit both at layer[*].attn.self | layer[*].ffn { h += adapter(h, r={d/16}) }",),
+    "adapters:double_seq_bn[cross_adapter=True]": ("edit both at layer[*].attn | layer[*].ffn { h += adapter(h, r={d/16}) }",),
+    "adapters:par_bn": (FFN % "r={d/2}",),
+    "adapters:scaled_par_bn": ("edit ffn at layer[*].ffn { h += scalar(init=1) * adapter(x, r={d/2}) }",),
+    "adapters:prefix_tuning": (PREFIX % "30, reparam=mlp(512), keep=true",),
+    "adapters:prefix_tuning_flat": (PREFIX % "30",),
+    "adapters:lora": (QV % "r=8",),
+    "adapters:lora, FFN only (intermediate + output)": (LORA_FFN % "r=8",),
+    "adapters:lora q,k,v + FFN": (
+        "edit qkv at layer[*].attn.q | layer[*].attn.k | layer[*].attn.v { h += lora(x, r=8) }\n" + LORA_FFN % "r=8",
+    ),
+    "adapters:ia3": (IA3,),
+    "adapters:dora": (
+        "edit qv at layer[*].attn.q | layer[*].attn.v { w = magnitude(w + lowrank(r=8)) }",
+    ),
+    "adapters:mam": (PREFIX % "30, reparam=mlp(800), keep=true" + "\n" + FFN % "r={d/2}",),
+    "adapters:unipelt": (
+        """
+        edit qv at layer[*].attn.q | layer[*].attn.v { h += gate(x) * lora(x, r=8) }
+        edit prefix at layer[*].attn { kv = concat(gate(x) * prefix(len=10, reparam=mlp(512), keep=true), kv) }
+        edit ffn at layer[*].ffn { let g = gate(h)  h += g * adapter(h, r={d/16}) }
+        """,
+    ),
+    "Houlsby adapters r=64, biases, after attention and ffn (no cross-attention)": (
+        "edit both at layer[*].attn.self | layer[*].ffn { h += adapter(h, r=64) }",
+        "edit both at layer[*].attn - layer[*].attn.cross | layer[*].ffn { h += adapter(h, r=64) }",
+    ),
+    "Pfeiffer adapters r=64, biases, after ffn": ("edit ffn at layer[*].ffn { h += adapter(h, r=64) }",),
+    "scaled parallel adapters r=512 (d/2), biases, ffn": ("edit ffn at layer[*].ffn { h += 4 * adapter(x, r={d/2}) }",),
+    "(IA)3: k, v (cross-attention too) and the ffn hidden state": (IA3,),
+    "prefix l=30, MLP of width 512, three groups (encoder, decoder self, decoder cross)": (
+        PREFIX % "30, reparam=mlp(512), keep=true",
+    ),
+    "layer-norm tuning: every layer norm": ("train norms = [w] at layer[*].norm | norm",),
+    "lora r=8 on q and v of every attention": (QV % "r=8",),
+    "lora r=8 on every linear except the head (q,k,v,o and ffn)": (
+        """
+        edit qkvo at layer[*].attn.q | layer[*].attn.k | layer[*].attn.v | layer[*].attn.o { h += lora(x, r=8) }
+        """
+        + LORA_FFN % "r=8",
+        'edit all at ("encoder.block.*.**.q" | "decoder.block.*.**.q") | layer[*].attn.k | layer[*].attn.v'
+        " | layer[*].attn.o | layer[*].ffn.up | layer[*].ffn.down { h += lora(x, r=8) }",
+    ),
+}  # fmt: skip
+
+ROWS = [
+    pytest.param(row, text, id=f"{row['model']}-{row['method']}-{i}")
+    for row in DATA["rows"]
+    for i, text in enumerate(SPECS.get(row["method"], ()))
+]
+
+
+@cache
+def table(model: str) -> SiteTable:
+    return peftc.sites(model)
+
+
+def planned(text: str, model: str) -> Planned:
+    sites = table(model)
+    filled = re.sub(r"\{d(?:/(\d+))?\}", lambda part: str(sites.d_model // int(part[1] or 1)), text)
+    return make_plan(expand(parse_text("peft 1\n" + filled)), sites)
+
+
+def test_every_row_is_there_or_for_later():
+    missing = {row["method"] for row in DATA["rows"]} - SPECS.keys()
+    assert all(any(name in method for name in LATER) for method in missing), missing
+    assert len(ROWS) >= 90
+
+
+@pytest.mark.parametrize("model", DATA["base"])
+def test_the_base(model):
+    assert table(model).parameters == DATA["base"][model]
+
+
+@pytest.mark.parametrize(("row", "text"), ROWS)
+def test_counts(row, text):
+    totals = planned(text, row["model"]).plan.totals
+    assert (totals.trained, totals.stored) == (row["trained"], row["stored"])
+    assert totals.base == DATA["base"][row["model"]]
+
+
+def test_the_public_function_counts_the_same():
+    text = "peft 1\n" + PREFIX % "30, reparam=mlp(800)" + "\n" + FFN % "r=512"
+    plan = peftc.plan(text, "facebook/bart-large")
+    assert (plan.totals.trained, plan.totals.stored) == (86_810_976, 27_414_528)
+    assert [len(edit.sites) for edit in plan.edits] == [36, 24]
