@@ -248,8 +248,8 @@ SUB_LAYER = (
     ),
     Recipe(
         "cross-only",
-        _h("decoder.layer[*].attn.cross", "adapter(x, r=4)"),
-        by_hand.parallel("e", "cross"),
+        _h("decoder.layer[*].attn.cross", "adapter(x, r=4, act=tanh)"),
+        by_hand.parallel("e", "cross", "tanh"),
         identity=False,
         on=ENCODER_DECODER,
     ),

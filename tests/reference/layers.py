@@ -291,7 +291,10 @@ class MistralDecoderLayer(Opened, mistral.MistralDecoderLayer):
 
 
 class OPTDecoderLayer(Opened, opt.OPTDecoderLayer):
-    """Pre-norm (`do_layer_norm_before`); its ffn runs on (batch · tokens, d), the equations on (batch, tokens, d)."""
+    """Pre-norm, or post-norm (the 350m) where not `do_layer_norm_before`.
+
+    Its ffn runs on (batch · tokens, d); the equations are on (batch, tokens, d).
+    """
 
     def forward(
         self,
@@ -302,9 +305,9 @@ class OPTDecoderLayer(Opened, opt.OPTDecoderLayer):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        assert self.do_layer_norm_before
+        pre = self.do_layer_norm_before
         u = hidden_states
-        x = self.self_attn_layer_norm(u)
+        x = self.self_attn_layer_norm(u) if pre else u
         h, _ = self.self_attn(
             hidden_states=x,
             past_key_values=past_key_values,
@@ -314,10 +317,13 @@ class OPTDecoderLayer(Opened, opt.OPTDecoderLayer):
         )
         h = dropout(h, self.dropout, self.training)
         u = u + seam(self, "self", h, x, u, self.self_attn_layer_norm)
-        flat = self.final_layer_norm(u.reshape(-1, u.size(-1)))
+        u = u if pre else self.self_attn_layer_norm(u)
+        flat = u.reshape(-1, u.size(-1))
+        flat = self.final_layer_norm(flat) if pre else flat
         h = dropout(self.fc2(self.activation_fn(self.fc1(flat))), self.dropout, self.training)
         h, x = h.view(u.shape), flat.view(u.shape)
-        return u + seam(self, "ffn", h, x, u, self.final_layer_norm)
+        u = u + seam(self, "ffn", h, x, u, self.final_layer_norm)
+        return u if pre else self.final_layer_norm(u)
 
 
 OPENED: dict[type[nn.Module], type[nn.Module]] = {
