@@ -32,13 +32,20 @@ class _At:
     obstacle: str | None
 
 
-def verdicts(edits: Sequence[Sequence[Placed]], table: SiteTable) -> list[Verdict]:
+def verdicts(
+    edits: Sequence[Sequence[Placed]], table: SiteTable, staying: Mapping[str, str] | None = None
+) -> list[Verdict]:
     """One verdict for each edit (given as its places, in the order of the spec).
 
     An edit folds when it folds at all its sites, and nothing that stays behind comes between it and the weight.
+    `staying`: edits that stay whatever their equations say, each with the reason.
     """
     sites = {site.path: site for site in table.sites}
     found = [[_at(placed, order, sites, table) for placed in places] for order, places in enumerate(edits)]
+    for order, places in enumerate(found):
+        reason = (staying or {}).get(places[0].placed.edit) if places else None
+        if reason is not None:
+            found[order] = [_At(at.placed, order, at.target, reason) for at in places]
     while blocked := _blocked(found):  # an edit that stays may hold back another
         for order, reason in blocked.items():
             found[order] = [_At(at.placed, order, at.target, at.obstacle or reason) for at in found[order]]
@@ -89,13 +96,15 @@ def _blocked(found: Sequence[Sequence[_At]]) -> dict[int, str]:
     stays = [at for places in found if any(at.obstacle for at in places) for at in places]
     near: dict[str, list[_At]] = defaultdict(list)
     for at in stays:
-        near[at.placed.site.root].append(at)
+        for place in {at.placed.site.root, *(ref.module for ref in _written(at))}:  # a weight lies in its module
+            near[place].append(at)
     blocked: dict[int, str] = {}
     for order, places in enumerate(found):
         if any(at.obstacle for at in places):
             continue
         for at in places:
-            between = next((other for other in near[at.placed.site.root] if _between(other, at)), None)
+            around = [*near[at.placed.site.root], *near[_module(at)]]
+            between = next((other for other in around if _between(other, at)), None)
             if between is not None:
                 blocked[order] = f"`{between.placed.edit}`, which does not fold, stands between it and the weight"
     return blocked
@@ -104,7 +113,11 @@ def _blocked(found: Sequence[Sequence[_At]]) -> dict[int, str]:
 def _between(stays: _At, folds: _At) -> bool:
     """Whether `stays` would see other values if `folds` went into the weight."""
     target = folds.target
-    if target is None or target.side == "weight":
+    if target is None:
+        return False
+    if any(_same_rows(ref, own) for ref in _written(stays) for own in _refs(target)):  # w and b come before h
+        return target.side != "weight" or stays.order < folds.order
+    if target.side == "weight":
         return False
     if target.side == "output":
         return _writes(stays, "h", _outputs(folds)) and _precedes(stays, folds)
@@ -113,6 +126,28 @@ def _between(stays: _At, folds: _At) -> bool:
     if _writes(stays, "h", {f"{_above(target.site.path)}.hidden"}) or _writes(stays, "z", {_above(target.site.path)}):
         return stays.order > folds.order
     return any((stays.placed.site.path, state) in changed_input for state in _read(stays.placed))
+
+
+def _written(at: _At) -> list[WeightRef]:
+    """The weights and biases that the edit writes."""
+    states = (at.placed.site.states[assign.state] for assign in at.placed.assigns)
+    return [state.weight for state in states if state.weight is not None]
+
+
+def _refs(target: FoldTarget) -> list[WeightRef]:
+    return [ref for ref in (target.weight, target.bias) if ref is not None]
+
+
+def _same_rows(one: WeightRef, other: WeightRef) -> bool:
+    """Whether two views of a module's parameters have rows in common."""
+    if one.module != other.module:
+        return False
+    return not (one.rows and other.rows) or (one.rows.start < other.rows.stop and other.rows.start < one.rows.stop)
+
+
+def _module(at: _At) -> str:
+    """The module that the edit folds into."""
+    return next((ref.module for ref in _refs(at.target)), "") if at.target else ""
 
 
 def _writes(at: _At, state: str, paths: Iterable[str]) -> bool:
