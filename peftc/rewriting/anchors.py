@@ -7,6 +7,7 @@ these stay the same when other children are inlined, and between training, evalu
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,10 +53,28 @@ def parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
             yield from parts(item, (*path, key))
 
 
-def part(value: Any, path: tuple[Any, ...]) -> Any:
+def value_at(value: Any, path: tuple[Any, ...]) -> fx.Node | None:
+    """The node at a path of nested arguments or results; the parts of an opaque result are taken out of it."""
     for key in path:
-        value = value[key]
-    return value
+        if isinstance(value, fx.Node):
+            value = taken_out(value, key)
+            continue
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value if isinstance(value, fx.Node) else None
+
+
+def taken_out(node: fx.Node, key: Any) -> fx.Node:
+    """The one node that takes `key` out of what `node` returns."""
+    found = [u for u in node.users if u.target is operator.getitem and u.args[1] == key]
+    for other in found[1:]:
+        other.replace_all_uses_with(found[0])
+    if found:
+        return found[0]
+    with node.graph.inserting_after(node):
+        return node.graph.call_function(operator.getitem, (node, key))
 
 
 def calls_of(traced: Traced) -> list[ModuleCall]:
@@ -90,11 +109,7 @@ def find(anchor: Anchor, traced: Traced) -> fx.Node | None:
     if anchor.kind in ("in", "out"):
         for call in calls_of(traced):
             if call.name == anchor.module:
-                try:
-                    value = part(call.arguments if anchor.kind == "in" else call.result, anchor.key)
-                except (KeyError, IndexError, TypeError):
-                    return None
-                return value if isinstance(value, fx.Node) else None
+                return value_at(call.arguments if anchor.kind == "in" else call.result, anchor.key)
         return None
     origin = (anchor.module, *anchor.key[:2])
     return next((n for n in traced.graph.nodes if n.meta.get("origin") == origin), None)

@@ -181,7 +181,7 @@ class _Assignment:
         else:
             new = self.function(stored_as, new, node)
         if bound.weight.transposed:
-            new = self.method("t", new)
+            new = self.method("contiguous", self.method("t", new))  # as it was stored
         mine = set(self.made)
         for read in nodes:
             self.inserter.now(read).replace_all_uses_with(new, delete_user_cb=lambda user: user not in mine)

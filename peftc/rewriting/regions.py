@@ -141,7 +141,7 @@ class LayerRegions:
         self.kind, self.layer, self.memory = kind, layer, memory
 
     def regions(self, placed: Iterable[ir.Placed]) -> list[Region]:
-        chosen = [(p, self.choice(p)) for p in placed]
+        chosen = [(p, c) for group in together(placed) for c in [self.choice(group)] for p in group]
         groups = self.merged([(c.region, c.inline) for _, c in chosen])
         found: list[Region] = []
         for region, inline in groups:
@@ -221,33 +221,29 @@ class LayerRegions:
             found[name] = min(options, key=lambda o: len(o[1]))[0] if options else None
         return found
 
-    def choice(self, placed: ir.Placed) -> _Choice:
-        site = placed.site
-        key = (id(self.kind), site.steps[2:], tuple(sorted(used_states(placed))), tuple(sorted(written(placed))))
-        functions = {relative(m, self.layer) for a in placed.assigns for _, m in frozen_modules(a.value)}
-        if (key, *sorted(functions)) not in self.memory:
-            self.memory[(key, *sorted(functions))] = self.choose(placed, functions)
-        return self.memory[(key, *sorted(functions))]
+    def choice(self, group: list[ir.Placed]) -> _Choice:
+        """The region for edits that have to be applied in one place."""
+        states = {n: p.site.states[n] for p in group for n in used_states(p)}
+        writes = {n for p in group for n in written(p)}
+        functions = {relative(m, self.layer) for p in group for a in p.assigns for _, m in frozen_modules(a.value)}
+        key = (id(self.kind), group[0].site.steps[2:], *map(tuple, map(sorted, (states, writes, functions))))
+        if key not in self.memory:
+            self.memory[key] = self.choose(group, states, writes, functions)
+        return self.memory[key]
 
-    def choose(self, placed: ir.Placed, functions: set[str]) -> _Choice:
+    def choose(
+        self, group: list[ir.Placed], states: dict[str, State], writes: set[str], functions: set[str]
+    ) -> _Choice:
         names = sorted({c.name for c in calls_of(self.kind.traced)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
-        states = {n: placed.site.states[n] for n in used_states(placed)}
         for region in names:
             module = self.kind.root.get_submodule(region)
-            if next(module.parameters(), None) is None or not all(
-                contains(region, f) and f != region for f in functions
-            ):
+            if next(module.parameters(), None) is None or not all(contains(region, f) and f != region for f in functions):
                 continue
-            choice = self.try_region(region, states, written(placed))
+            choice = self.try_region(region, states, writes)
             if choice is not None:
                 return choice
-        raise PeftcError(
-            Diagnostic(
-                "P401",
-                f"no one module of {placed.site.root} contains all the states that `{placed.edit}` uses at {placed.site.path}",
-                notes=(f"states: {', '.join(states)}",),
-            )
-        )
+        where = f"of {group[0].site.root} contains all the states that `{group[0].edit}` uses at {group[0].site.path}"
+        raise PeftcError(Diagnostic("P401", f"no one module {where}", notes=(f"states: {', '.join(states)}",)))
 
     def try_region(self, region: str, states: dict[str, State], writes: set[str]) -> _Choice | None:
         inline: frozenset[str] = frozenset()
@@ -313,6 +309,16 @@ def may_write(anchor: Anchor, frames: frozenset[str], state: State, region: str,
 def owner(node: fx.Node) -> str:
     """The module whose code uses the inputs of `node`: a leaf module itself, else the frame that ran it."""
     return str(node.target) if node.op == "call_module" else str(node.meta.get("origin", ("",))[0])
+
+
+def together(placed: Iterable[ir.Placed]) -> list[list[ir.Placed]]:
+    """Edits of one state at one site stay together: they apply in the order of the spec."""
+    groups: list[list[ir.Placed]] = []
+    for p in placed:
+        mine = [g for g in groups if g[0].site.path == p.site.path and any(written(o) & written(p) for o in g)]
+        groups = [g for g in groups if g not in mine]
+        groups.append([*(o for g in mine for o in g), p])
+    return groups
 
 
 def depth(placed: ir.Placed) -> int:
