@@ -6,11 +6,13 @@ from peftc.diagnostics.code_info import CodeInfo
 from peftc.diagnostics.codes_names import NAMES
 from peftc.diagnostics.codes_plan import PLAN
 from peftc.diagnostics.codes_syntax import SYNTAX
+from peftc.diagnostics.codes_weights import WEIGHTS
 
 CODES: dict[str, CodeInfo] = {
     **SYNTAX,
     **NAMES,
     **PLAN,
+    **WEIGHTS,
     # P31x: a form where it cannot stand
     "P310": CodeInfo(
         "form out of place",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -40,20 +41,27 @@ def tied_groups(model: nn.Module, keep: Callable[[str], bool] = everything) -> t
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
+def identity(model: nn.Module, keep: Callable[[str], bool] = everything) -> dict[str, Any]:
+    """What tells a base from others: its type, the few facts that no shape shows, names and shapes, and ties."""
+    config = getattr(model, "config", None)
+    return {
+        "type": getattr(config, "model_type", None) or type(model).__name__,
+        "facts": {name: value for name in _FACTS if isinstance(value := getattr(config, name, None), (int, str))},
+        "parameters": {n: list(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if keep(n)},
+        "tied": tied_groups(model, keep),
+    }
+
+
 def fingerprint(model: nn.Module, keep: Callable[[str], bool] = everything) -> str:
-    """sha256 over model type, parameter names and shapes, ties, and the few facts that no shape shows.
+    """sha256 over the model's identity.
 
     The same for a skeleton and the loaded model, for every dtype and device, before and after training. It tells a base of
     another architecture or size, not other weights of the same one. `keep` chooses parameters by dotted name: leave out
     what an edit has added.
     """
-    config = getattr(model, "config", None)
-    facts = {name: value for name in _FACTS if isinstance(value := getattr(config, name, None), (int, str))}
-    shapes = {n: list(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if keep(n)}
-    identity = {
-        "type": getattr(config, "model_type", None) or type(model).__name__,
-        "facts": facts,
-        "parameters": shapes,
-        "tied": tied_groups(model, keep),
-    }
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return fingerprint_of(identity(model, keep))
+
+
+def fingerprint_of(found: Mapping[str, Any]) -> str:
+    """sha256 over an identity."""
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

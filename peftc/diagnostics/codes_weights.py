@@ -1,0 +1,74 @@
+"""P52x and P53x: saved adapters and folding."""
+
+from __future__ import annotations
+
+from peftc.diagnostics.code_info import CodeInfo
+
+WEIGHTS: dict[str, CodeInfo] = {
+    "P520": CodeInfo(
+        "no saved adapter there",
+        "A saved adapter is a directory with `adapter.json` and `adapter.safetensors`, as `peftc.save(model, directory)` writes "
+        "it. One of them is not there or cannot be read.",
+    ),
+    "P521": CodeInfo(
+        "damaged adapter",
+        "The files of the adapter do not agree: `adapter.json` has the sha256 of `adapter.safetensors`, its keys are checked "
+        "one by one, and the tensors have the names, shapes and dtypes that it lists. Something was cut off, changed or "
+        "exchanged after the adapter was saved. Save it again, or fetch it again.",
+    ),
+    "P522": CodeInfo(
+        "adapter of a newer format",
+        "The adapter was saved by a later version of peftc, in a format that this version does not know. Nothing is guessed: "
+        "install that version.",
+    ),
+    "P523": CodeInfo(
+        "adapter of another base",
+        "What an adapter adds means something only on the model it was trained on. This model has another type, other "
+        "parameters or other facts of its configuration; the notes say which. The dtype and the device may differ.",
+    ),
+    "P524": CodeInfo(
+        "adapter of other weights",
+        "The model has the architecture that the adapter was saved for, but other values in its weights: another checkpoint, a "
+        "head that was initialised at random again, or weights into which something was folded. The edits would be applied to "
+        "functions they were not trained on. `peftc.load(directory, model, other_weights=True)` does it all the same.",
+    ),
+    "P525": CodeInfo(
+        "tensors that do not fit",
+        "The spec of the adapter, planned on this model, wants other tensors than those saved: some are missing, left over or "
+        "of another shape; or it cannot be planned on this model at all.",
+    ),
+    "P526": CodeInfo(
+        "cannot be saved there",
+        "An adapter is saved into a new or empty directory, or over an adapter that peftc saved before. Anything else there is "
+        "left alone. Nothing was written.",
+    ),
+    "P527": CodeInfo(
+        "weights are not loaded",
+        "Parameters are on the meta device, or fake: they have shapes and no values. Load the model's weights before saving, "
+        "loading an adapter or folding.",
+    ),
+    "P528": CodeInfo(
+        "prefix that cannot be saved as rows",
+        "A prefix with `reparam` is saved as the rows that its MLP makes, and loads as a direct prefix of the same spec. That "
+        "cannot be written down where one edit uses a shared prefix more than once. Save the MLP with `keep=true`.",
+    ),
+    "P529": CodeInfo(
+        "edits are switched off",
+        "Inside `with peftc.disabled(model):` the model has the weights of its base. Save and fold outside of the block.",
+    ),
+    "P530": CodeInfo(
+        "folded weights that are not finite",
+        "With the edits folded in, a weight would have NaN or infinite entries: training has diverged, or the change is too "
+        "large for the dtype of the weight. Nothing was written.",
+    ),
+    "P531": CodeInfo(
+        "edit that does not fold",
+        "`peftc.fold(model, only=…)` names an edit that cannot be expressed in the weights of the base; the message names what "
+        "prevents it. Nothing was written. Without `only`, everything that folds is folded, and the rest is reported.",
+    ),
+    "P532": CodeInfo(
+        "no edit of that name",
+        "`only` names edits and `train` statements of the spec that the model was compiled with; after `apply … as enc`, with "
+        "`enc.` before it.",
+    ),
+}
