@@ -77,6 +77,7 @@ def train(
     rate: float,
 ) -> None:
     optimizer = torch.optim.AdamW(parameters, lr=rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
     draw = random.Random(1)
     model.train()
     for _ in range(steps):
@@ -86,6 +87,7 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
 
 
 def written(model: nn.Module, names: list[str], **how: object) -> list[str]:
@@ -110,7 +112,7 @@ def main() -> None:
     plan = peftc.plan(SPEC, model)
     peftc.compile(SPEC, model, seed=0)
     print(f"MAM: trains {plan.totals.trained:,} beside {plan.totals.base:,} frozen parameters")
-    train(model, peftc.parameters(model).values(), learn, snake, steps=500, rate=6e-3)
+    train(model, peftc.parameters(model).values(), learn, snake, steps=500, rate=5e-3)
 
     greedy = written(model, test)
     print(f"greedy: converts {right(greedy, test, snake)}")

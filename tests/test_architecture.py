@@ -19,14 +19,18 @@ STAGES = (
     "peftc.forms",
     "peftc.semantics",
     "peftc.tracing.sites",
-    "peftc.plan",
+    "peftc.planning",
     "peftc.model",
-    "peftc.trace",
+    "peftc.tracing",
     "peftc.runtime",
-    "peftc.rewrite",
+    "peftc.rewriting",
     "peftc.weights",
     "peftc.compiler",
+    "peftc.explore",
+    "peftc.output",
     "peftc",
+    "peftc.files",
+    "peftc.commands",
     "peftc.cli",
 )
 
@@ -37,7 +41,7 @@ TORCH_FREE = (
     "peftc.forms",
     "peftc.semantics",
     "peftc.tracing.sites",
-    "peftc.plan",
+    "peftc.planning",
 )
 
 
@@ -47,7 +51,7 @@ def name_of(path: Path) -> str:
 
 
 def stage(module: str) -> str:
-    found = [s for s in STAGES if module == s or module.startswith(f"{s}.")]
+    found = [s for s in STAGES if module == s or (s != "peftc" and module.startswith(f"{s}."))]
     return max(found, key=len)
 
 
@@ -59,9 +63,9 @@ def imported(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            for (
-                alias
-            ) in node.names:  # `from peftc.planning import ir` imports a module, `from peftc.planning.ir import Read` a name
+            for alias in (
+                node.names
+            ):  # `from peftc.planning import ir` imports a module, `from peftc.planning.ir import Read` a name
                 full = f"{node.module}.{alias.name}"
                 yield full if full in MODULES else node.module
         else:
