@@ -122,32 +122,35 @@ def test_a_failure_in_the_middle_of_an_install_leaves_the_model_as_it_was(
     with torch.no_grad():
         want = model(**given)[0]
     k, failures = 1, 0
-    while True:
-        with monkeypatch.context() as patch:
-            bomb = Bomb(patch, k)
-            bomb.armed = True
-            try:
-                peftc.compile(NAMED[method].text, model, seed=0)
-            except Exception:
-                failures += 1
-            finally:
-                bomb.armed = False
-        if bomb.left > 0:
-            break
-        if failures * 1 == k or bomb.left <= 0:
-            if peftc_installed(model):
-                peftc.remove(model)  # it caught the failure and went on
-            before.assert_same(model)
+    while compile_until(k, NAMED[method].text, model, monkeypatch):
+        failures += 1
+        assert not is_compiled(model)
+        before.assert_same(model)
         k = k + 1 if k < 12 else int(k * 1.7)
     assert failures >= 3, "nothing was made to fail"
-    assert peftc_installed(model)
+    assert is_compiled(model)
     peftc.remove(model)
     before.assert_same(model)
     with torch.no_grad():
         assert torch.equal(model(**given)[0], want)
 
 
-def peftc_installed(model: nn.Module) -> bool:
+def compile_until(k: int, text: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Compiles with a failure at step k; False where it ended before that step."""
+    with monkeypatch.context() as patch:
+        bomb = Bomb(patch, k)
+        bomb.armed = True
+        try:
+            peftc.compile(text, model, seed=0)
+        except Exception:
+            return True
+        finally:
+            bomb.armed = False
+    assert bomb.left > 0, "a failure was swallowed"
+    return False
+
+
+def is_compiled(model: nn.Module) -> bool:
     try:
         return bool(peftc.parameters(model))
     except peftc.PeftcError:
