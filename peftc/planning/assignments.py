@@ -51,11 +51,14 @@ def _overlap(rows: Slice | None, others: Slice | None) -> bool:
 
 def _clash(before: ast.Edit, at: Placed, earlier: Assign, edit: ast.Edit, assign: Assign) -> Diagnostic:
     line = earlier.source.span.line
+    help_ = (
+        "put all rows in one `concat`" if assign.state == "kv" else "write both equations in one edit, or add with `+=`"
+    )
     return Diagnostic(
         "P302",
         f"`{before.name}` and `{edit.name}` both assign `{assign.state}` of `{at.site.path}`",
         assign.source.span,
         label="this would undo the other",
         notes=(f"`{before.name}` assigns `{earlier.state}` in line {line}",),
-        help="write both equations in one edit, or add with `+=`",
+        help=help_,
     )

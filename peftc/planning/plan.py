@@ -193,8 +193,13 @@ class _Planner:
         return (said_of(found, statement, self.spec).within(self.source) for found in diagnostics)
 
     def stop_at_errors(self) -> None:
+        """Raises everything that is wrong so far, in the order of the text."""
         if self.errors:
-            raise PeftcError(self.errors)
+            raise PeftcError(sorted(self.errors, key=_position))
+
+
+def _position(found: Diagnostic) -> tuple[str, int]:
+    return (found.source.path if found.source else "", found.span.start if found.span else 0)
 
 
 def _at_all(same: Sequence[Diagnostic]) -> Diagnostic:

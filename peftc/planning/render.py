@@ -59,7 +59,7 @@ def _numbers(plan: Plan) -> Table:
     for name in COUNTS:
         table.add_column(name, justify="right")
     for edit in plan.edits:
-        table.add_row(edit.name, str(len(edit.sites)), *_row(edit, plan.totals.base))
+        table.add_row(Text(edit.name), str(len(edit.sites)), *_row(edit, plan.totals.base))
     total = sum(len(edit.sites) for edit in plan.edits)
     table.add_section()
     table.add_row("total", str(total), *_row(plan.totals, plan.totals.base), style="bold")
@@ -79,9 +79,9 @@ def _edit(edit: PlanEdit, shapes: Sequence[str]) -> RenderableType:
     sites = collapsed([site.path for site in edit.sites])
     modules = collapsed([site.module for site in edit.sites])
     for label, lines in (("at", sites), ("in", modules)):
-        table.add_row(label, "\n".join(f"{path} × {count}" if count > 1 else path for path, count in lines))
+        table.add_row(label, Text("\n".join(f"{path} × {count}" if count > 1 else path for path, count in lines)))
     if shapes:
-        table.add_row("shapes", "\n".join(shapes))
+        table.add_row("shapes", Text("\n".join(shapes)))
     table.add_row("folds", Text.assemble(("yes", "green") if edit.foldable else ("no", "yellow"), f": {edit.reason}"))
     table.add_row("at init", "the model is unchanged" if edit.identity else "the model's output changes")
     return Group(Text(edit.name, "bold"), Padding(table, (0, 0, 0, 2)))
@@ -90,5 +90,7 @@ def _edit(edit: PlanEdit, shapes: Sequence[str]) -> RenderableType:
 def _expectations(plan: Plan) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     for expectation in plan.expectations:
-        table.add_row(Text("holds", "green") if expectation.holds else Text("fails", "bold red"), expectation.text)
+        table.add_row(
+            Text("holds", "green") if expectation.holds else Text("fails", "bold red"), Text(expectation.text)
+        )
     return Group(Text("expectations", "bold"), Padding(table, (0, 0, 0, 2)))

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peftc.planning.collapse import collapsed, runs
+from peftc.planning.collapse import runs
 from peftc.planning.paths import Steps, show_site_steps
 from peftc.planning.render import plain
 from peftc.tracing.sites import Site, SiteTable
@@ -20,6 +20,7 @@ Row = tuple[str, ...]  # site, module, shape, parameters, states
 
 ORDER = ("x", "h", "res", "c", "q", "k", "v", "kv", "z", "w", "b")
 NARROWEST = 8  # of the states, in characters
+WIDEST = 24  # of the sites
 
 
 def sites_text(table: SiteTable, width: int = 80) -> str:
@@ -38,16 +39,25 @@ def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
     grid.add_column("states", no_wrap=True, style="dim")
     module, states = _room(rows, width)
     for row in rows:
-        grid.add_row(row[0], _wrapped(row[1], module, "."), *row[2:4], _wrapped(row[4], states, " "))
+        cells = (_indented(row[0]), _wrapped(row[1], module, "."), *row[2:4], _wrapped(row[4], states, " "))
+        grid.add_row(*map(Text, cells))
     return Group(header, Text(), grid)
 
 
 def _room(rows: Sequence[Row], width: int) -> tuple[int, int]:
     """Characters for modules and for states, after the columns that are never wrapped."""
     longest = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
+    longest[0] = min(longest[0], WIDEST)
     left = width - longest[0] - longest[2] - max(longest[3], len("parameters")) - 8
     module = max(NARROWEST, min(longest[1], left - min(longest[4], NARROWEST)))
     return module, max(NARROWEST, left - module)
+
+
+def _indented(site: str) -> str:
+    """The name of a site; a long list of layers goes on under its own beginning."""
+    inner = site.lstrip()
+    indent = " " * (len(site) - len(inner))
+    return indent + _wrapped(inner, WIDEST - len(indent), " ").replace("\n", f"\n{indent}")
 
 
 def _wrapped(text: str, width: int, separator: str) -> str:
@@ -101,7 +111,6 @@ class _Tree:
 
     def _layer_rows(self, alike: Sequence[Steps], members: Mapping[Steps, Sequence[Site]]) -> list[Row]:
         first = members[alike[0]]
-        modules = collapsed([site.module for steps in alike for site in members[steps] if site.steps == steps])
         numbers = runs([index for steps in alike if (index := steps[1][1]) is not None])
         name = f"  layer[{numbers}]" + (f" × {len(alike)}" if len(alike) > 1 else "")
         rows: list[Row] = []
@@ -109,7 +118,15 @@ class _Tree:
             steps = site.steps[2:]
             if not steps:
                 each = self._below(site.module)
-                rows.append((name, modules[0][0], _shape(site), f"{each:,}", _states(site)))
+                rows.append(
+                    (
+                        name,
+                        re.sub(r"\.\d+$", ".*", site.module) if len(alike) > 1 else site.module,
+                        _shape(site),
+                        f"{each:,}",
+                        _states(site),
+                    )
+                )
                 continue
             depth = len([step for step in steps if step[0] not in ("self", "cross")])
             rows.append(self._row(f"{'  ' * (depth + 1)}{_last(steps)}", site, _relative(site, first)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from peftc.forms.shapes import Heads, KeyValue, Rows, Shape, Tokens, Vector, Weight
@@ -38,8 +38,10 @@ class Builder:
         self.module(name, "Norm", weight=(self.d,), **({"bias": (self.d,)} if self.bias else {}))
 
     def site(self, steps: Steps, module: str, root: str, shapes: dict[str, Shape], group: str = "", **more) -> None:
-        path = ".".join(name if index is None else f"{name}[{index}]" for name, index in steps)
+        path = _path(steps)
         states = {name: State(name, shape, Place(f"{path}:{name}")) for name, shape in shapes.items()}
+        if more.get("linear"):
+            states["h"] = replace(states["h"], linear=more["linear"])
         states |= more.get("weights", {})
         kind = ".".join(name for name, _ in steps)
         self.sites.append(
@@ -68,7 +70,8 @@ class Builder:
         shapes: dict[str, Shape] = {"h": stream, "res": stream, "x": stream, "c": stream, "q": q, "k": k, "v": k}
         shapes["kv"] = KeyValue(self.kv_heads, self.d_head)
         self.module(module)
-        self.site(steps, module, layer, shapes, group, functions={"norm": norm})
+        linear = f"{_path(steps)}.o"
+        self.site(steps, module, layer, shapes, group, functions={"norm": norm}, linear=linear)
         for role, d_out, d_in in (("q", width, self.d), ("k", kv, self.d), ("v", kv, self.d), ("o", self.d, width)):
             name = f"{module}.{names[role]}"
             self.linear(name, d_out, d_in)
@@ -84,7 +87,12 @@ class Builder:
         if module != layer:
             self.module(module)
         self.site(
-            steps, module, layer, {"h": stream, "res": stream, "x": stream, "z": hidden}, functions={"norm": norm}
+            steps,
+            module,
+            layer,
+            {"h": stream, "res": stream, "x": stream, "z": hidden},
+            functions={"norm": norm},
+            linear=f"{_path(steps)}.down",
         )
         for role, name in names.items():
             size = (self.d, self.d_ff) if role == "down" else (self.d_ff, self.d)
@@ -137,6 +145,10 @@ def _with_containers(modules: list[ModuleInfo]) -> Iterator[ModuleInfo]:
             if name not in seen:
                 seen.add(name)
                 yield own.get(name) or ModuleInfo(name, "Module", {})
+
+
+def _path(steps: Steps) -> str:
+    return ".".join(name if index is None else f"{name}[{index}]" for name, index in steps)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -1,0 +1,35 @@
+"""Planning a text, in tests."""
+
+import pytest
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.planning.model import PlanEdit
+from peftc.planning.plan import Planned, make_plan
+from peftc.semantics.expand import expand
+from peftc.syntax import parse_text
+from peftc.tracing.sites import SiteTable
+
+
+def planned(text: str, table: SiteTable) -> Planned:
+    """The plan of a text (without its first line) on a table of sites."""
+    return make_plan(expand(parse_text(f"peft 1\n{text}", "test.peft")), table)
+
+
+def only_edit(text: str, table: SiteTable) -> PlanEdit:
+    (edit,) = planned(text, table).plan.edits
+    return edit
+
+
+def refused(text: str, table: SiteTable) -> tuple[Diagnostic, ...]:
+    """What is wrong with a text; each diagnostic knows where in it."""
+    with pytest.raises(PeftcError) as caught:
+        planned(text, table)
+    found = caught.value.diagnostics
+    assert all(one.span and one.source and one.source.path == "test.peft" for one in found)
+    return found
+
+
+def underlined(found: Diagnostic) -> str:
+    assert found.source
+    assert found.span
+    return found.source.text[found.span.start : found.span.end]

@@ -1,0 +1,143 @@
+"""What folds, into what, how many entries of the base change, and what is left to serve."""
+
+import pytest
+
+from peftc.planning.regions import Region, numel
+from tests.plan import tables
+from tests.plan.specs import only_edit, planned, refused
+
+BART, LLAMA, GPT2 = tables.bart(layers=(1, 1)), tables.llama(layers=1), tables.gpt2(layers=1)
+D, FF = 1024, 4096
+
+
+@pytest.mark.parametrize(
+    ("site", "equations", "changed", "reason"),
+    [
+        ("attn.q", "h += lora(x, r=8)", D * D, "into q_proj, rank 8"),
+        ("attn.q", "h += 2 * lora(x, r=8) - scalar() * lora(x, r=4) / 2", D * D, "into q_proj, rank 12"),
+        ("attn.q", "w = w + lowrank(r=8)", D * D, "into q_proj, rank 8"),
+        ("attn.q", "w = magnitude(w + lowrank(r=8))", D * D, "into q_proj"),
+        ("attn.k", "h *= vector(init=1)", D * D + D, "into k_proj"),
+        ("attn.k", "h = 2 * h", D * D + D, "into k_proj"),
+        ("attn.k", "h = 1 * h + lora(x, r=2)", D * D, "into k_proj"),
+        ("attn.k", "h = h + vector(init=0)", D, "into k_proj"),
+        ("attn.k", "h += lora(h, r=2)", D * D + D, "into k_proj, rank 2"),
+        ("attn.k", "h += adapter(x, r=2, act=none)", D * D + D, "into k_proj, rank 2"),
+        ("attn.k", "h += adapter(x, r=2, act=none, bias=false)", D * D, "into k_proj, rank 2"),
+        ("attn.k", "b += vector(init=0)", D, "into k_proj"),
+        ("ffn.hidden", "h *= vector(init=1)", D * FF, "into columns of fc2"),
+        ("ffn.hidden", "h += vector(init=0)", D, "into columns of fc2"),
+        ("ffn", "z *= vector(init=1)", D * FF, "into columns of fc2"),
+        ("ffn", "h *= vector(init=1)", D * FF + D, "into fc2"),
+        ("attn.self", "h += lora(h, r=2)", D * D + D, "into out_proj, rank 2"),
+    ],
+)
+def test_what_folds(site, equations, changed, reason):
+    edit = only_edit(f"edit e at encoder.layer[0].{site} {{ {equations} }}", BART)
+    assert (edit.foldable, edit.reason, edit.changed, edit.served) == (True, reason, changed, 0)
+
+
+@pytest.mark.parametrize(
+    ("site", "equations", "said"),
+    [
+        ("ffn", "h += adapter(x, r=4)", "`adapter(x)`"),
+        ("ffn", "h += adapter(h, r=4)", "`adapter(h)`"),
+        ("attn.q", "h += adapter(x, r=4, act=gelu)", "gelu"),
+        ("attn.q", "h += gate(x) * lora(x, r=4)", "`gate(x)`"),
+        ("attn.q", "h = h * h", "`h * h`"),
+        ("attn", "kv = concat(prefix(len=2), kv)", "concat(prefix(), kv)"),
+        ("ffn", "h += lora(x, r=4)", "`x`"),
+        ("ffn", "h = norm(h)", "norm"),
+        ("attn", "q *= vector()", "`q`"),
+    ],
+)
+def test_what_does_not_fold(site, equations, said):
+    edit = only_edit(f"edit e at encoder.layer[0].{site} {{ {equations} }}", BART)
+    assert not edit.foldable
+    assert said in edit.reason
+    assert edit.changed == 0
+    assert edit.served == edit.stored
+
+
+def test_no_bias_no_bias_to_change():
+    assert only_edit("edit e at layer[*].attn.k { h *= vector() }", LLAMA).changed == 16 * 64
+
+
+def test_a_bias_where_none_was_is_changed_too():
+    edit = only_edit("edit e at layer[*].attn.k { h += vector(init=0) }", LLAMA)
+    assert (edit.foldable, edit.changed) == (True, 16)
+
+
+def test_rows_of_a_fused_projection():
+    edit = only_edit("edit e at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2) }", GPT2)
+    assert (edit.changed, edit.reason) == (2 * 64 * 64, "into rows of c_attn, rank 2")
+
+
+def test_a_tied_weight_is_not_changed_behind_the_back_of_its_twin():
+    edit = only_edit("edit e at head { w = w + lowrank(r=2) }", BART)
+    assert not edit.foldable
+    assert "tied" in edit.reason
+
+
+def test_an_edit_that_folds_at_some_sites_only_does_not_fold():
+    edit = only_edit(
+        "edit e at encoder.layer[0].ffn | encoder.layer[0].ffn.up { h += lora(h, r=2) - lora(h, r=2) * 0 }", BART
+    )
+    assert edit.foldable
+    edit = only_edit("edit e at encoder.layer[0].ffn | encoder.layer[0].ffn.up { h += lora(x, r=2) }", BART)
+    assert not edit.foldable
+    assert "1 of 2 sites" in edit.reason
+
+
+def test_what_stays_holds_back_what_comes_after_it():
+    first = "edit a at layer[*].ffn { h += adapter(h, r=4) }\n"
+    second = "edit b at layer[*].ffn { h *= vector() }\n"
+    after = planned(first + second, BART).plan.edit("b")
+    assert not after.foldable
+    assert "`a`" in after.reason
+    assert planned(second + first, BART).plan.edit("b").foldable
+
+
+def test_an_adapter_on_down_reads_the_hidden_state():
+    text = "edit a at layer[*].ffn.hidden { h *= vector() }\nedit b at layer[*].ffn.down { h += adapter(x, r=4) }"
+    assert not planned(text, BART).plan.edit("a").foldable
+    text = "edit a at layer[*].ffn.hidden { h *= vector() }\nedit b at layer[*].ffn { h += adapter(x, r=4) }"
+    assert planned(text, BART).plan.edit("a").foldable
+
+
+def test_totals_count_an_entry_once():
+    text = "edit a at layer[*].attn.q { h += lora(x, r=2) }\nedit b at layer[*].attn.q { h += lora(x, r=4) }\n"
+    plan = planned(text + "train c = [w, b] at layer[*].attn.q", BART).plan
+    assert [edit.changed for edit in plan.edits] == [3 * D * D, 3 * D * D, 3 * (D * D + D)]
+    assert plan.totals.changed == 3 * (D * D + D)
+    assert plan.totals.trained == 3 * 2 * D * 6 + 3 * (D * D + D)
+    assert plan.totals.served == 0
+
+
+def test_regions():
+    two = [Region("p", 0, 4, 3), Region("p", 2, 6, 3), Region("q", 0, 1)]
+    assert numel(two) == 6 * 3 + 1
+    assert numel([]) == 0
+
+
+def test_tied_parameters_are_trained_once():
+    made = planned("train e = [w] at embed | head", BART)
+    assert made.plan.totals.trained == 50265 * D
+    assert made.trained == {"e/model.shared.weight": "model.shared.weight"}
+
+
+def test_names_of_what_is_trained():
+    made = planned("train n = [w] at layer[*].norm\ntrain all = [w, b] at layer[*].norm", LLAMA)
+    assert made.trained == {
+        "n/model.layers.0.input_layernorm.weight": "model.layers.0.input_layernorm.weight",
+        "n/model.layers.0.post_attention_layernorm.weight": "model.layers.0.post_attention_layernorm.weight",
+    }
+    assert [warning.code for warning in made.warnings] == ["P204"]
+
+
+def test_part_of_a_parameter_cannot_be_trained():
+    (found,) = refused("train q = [w] at layer[*].attn.q", GPT2)
+    assert (found.code, found.help) == ("P309", 'train all of it, by name: `at "transformer.h.0.attn.c_attn"`')
+    whole = planned("train q = [w] at layer[*].attn.q | layer[*].attn.k | layer[*].attn.v", GPT2)
+    assert whole.plan.totals.trained == 3 * 64 * 64
+    assert list(whole.trained.values()) == ["transformer.h.0.attn.c_attn.weight"]
