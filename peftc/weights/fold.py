@@ -1,0 +1,264 @@
+"""Folding edits into the weights of the base, in memory and in place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from peftc.compiler import analysed, planned
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.forms.module import FormModule
+from peftc.planning.affine import FoldTarget, fold_target
+from peftc.planning.ir import Placed
+from peftc.planning.verdict import Verdict, verdicts
+from peftc.rewriting.insert import CONTAINER
+from peftc.rewriting.install import Installation
+from peftc.rewriting.regions import slug
+from peftc.rewriting.reinstall import reinstall, strip
+from peftc.semantics.walk import names
+from peftc.syntax import ast
+from peftc.syntax.parser import parse_text
+from peftc.syntax.printer import print_spec
+from peftc.tracing.analysis import Analysis
+from peftc.weights.combine import CannotFold, Fold, NewValue, combine
+from peftc.weights.compiled import compiled, require_values
+from peftc.weights.report import Change, Folded, FoldReport, Refused
+
+NOT_ASKED = "it was not asked for"
+
+
+def fold(model: nn.Module, *, only: Iterable[str] | None = None, sample: Mapping[str, Any] | None = None) -> FoldReport:
+    """Folds what folds into the weights of the base, in place; the other edits go on working.
+
+    W' = W + (α/r) B A for LoRA, and so on for every equation that is affine in what a Linear reads: sums in float32 (float64),
+    rounded once. Folded edits are gone from the model; values that `train` changed stay. When all edits are folded, the model
+    is one without edits, with the `requires_grad` it had before `compile`.
+
+    Args: `only`: the names of the edits to fold, all of which must fold. `sample`: as in `compile`.
+    Returns: what was folded, what became of each parameter, and what was refused, with the sub-expression that prevents it.
+    Raises: P410 (not compiled), P527 (no weights), P529 (switched off), P530 (NaN or infinite entries), P531 and P532
+    (`only`). After an error the model is as it was.
+    """
+    return _Folding(model, only, sample).run()
+
+
+class _Folding:
+    def __init__(self, model: nn.Module, only: Iterable[str] | None, sample: Mapping[str, Any] | None) -> None:
+        self.model, self.sample, self.record = model, sample, compiled(model)
+        require_values(model.named_parameters())
+        self.spec = parse_text(self.record.spec)
+        self.names = [s.name for s in self.spec.statements if isinstance(s, ast.Edit | ast.Train)]
+        self.only = None if only is None else _checked(only, self.names)
+        self.analysis = analysed(model, sample)
+        self.sites = {site.path: site for site in self.analysis.table.sites}
+        self.regions = _regions(self.record)
+
+    def run(self) -> FoldReport:
+        refused, values = self.decided()
+        if self.only is not None and (wrong := [name for name in refused if name in self.only]):
+            message = f"`{wrong[0]}` does not fold: {refused[wrong[0]]}"
+            raise PeftcError(Diagnostic("P531", message, help="fold without `only` to fold what folds"))
+        folded = [name for name in self.names if name not in refused]
+        report = self.report(folded, refused, values)
+        if folded:
+            self.commit(folded, values)
+        return report
+
+    # What folds, and into what ---------------------------------------------------------------------------------------
+
+    def decided(self) -> tuple[dict[str, str], dict[str, NewValue]]:
+        """The edits that stay, with the reasons, and the new values. What cannot be after all is one more that stays."""
+        stays = {n: NOT_ASKED for n in self.names if self.only is not None and n not in self.only}
+        while True:
+            refused = stays | self.refused(stays)
+            try:
+                return refused, self.values(refused)
+            except CannotFold as found:
+                stays[found.edit] = found.reason
+
+    def refused(self, stays: Mapping[str, str]) -> dict[str, str]:
+        places: dict[str, list[Placed]] = defaultdict(list)
+        for placed in self.record.placed:
+            places[placed.edit].append(placed)
+        known = {**self.unwritable(stays), **stays}
+        found: list[Verdict] = verdicts(list(places.values()), self.analysis.table, known)
+        return {name: known.get(name, v.reason) for name, v in zip(places, found, strict=True) if not v.foldable}
+
+    def unwritable(self, stays: Collection[str]) -> dict[str, str]:
+        """Edits whose parameters nothing can be folded into, whatever the equations say."""
+        trained = {place: name.partition("/")[0] for name, place in self.record.trained.items()}
+        found: dict[str, str] = {}
+        for placed in self.record.placed:
+            for name in _parameters(self.target(placed)):
+                parameter = self.parameter(name)
+                if (reason := _unwritable(name, parameter)) is not None:
+                    found.setdefault(placed.edit, reason)
+                elif trained.get(name) in stays:
+                    found.setdefault(placed.edit, f"`{name}` is trained by `{trained[name]}`, which stays")
+        return found
+
+    def target(self, placed: Placed) -> FoldTarget | None:
+        found = fold_target(placed, self.sites)
+        return None if isinstance(found, str) else found
+
+    def parameter(self, name: str) -> nn.Parameter | None:
+        module, _, attribute = name.rpartition(".")
+        return dict(self.model.get_submodule(module).named_parameters(recurse=False)).get(attribute)
+
+    def values(self, refused: Collection[str]) -> dict[str, NewValue]:
+        groups: dict[str, list[Fold]] = defaultdict(list)
+        for placed in self.record.placed:
+            if placed.edit not in refused:
+                made = self.fold(placed)
+                groups[_module(made.target)].append(made)
+        return {
+            name: new for module, folds in groups.items() for name, new in combine(self.model, module, folds).items()
+        }
+
+    def fold(self, placed: Placed) -> Fold:
+        target = self.target(placed)
+        assert target is not None
+        region, index = next(
+            (r, i) for r, i in self.regions[placed.edit, slug(placed)] if f"{r}.".startswith(f"{placed.site.root}.")
+        )
+        container = f"{region}.{CONTAINER}.{placed.edit.replace('.', '__')}.{slug(placed)}".lstrip(".")
+        modules = {i.key: cast(FormModule, self.model.get_submodule(f"{container}.{i.key}")) for i in placed.instances}
+        return Fold(placed, target, modules, (-region.count("."), index))
+
+    # Writing ---------------------------------------------------------------------------------------------------------
+
+    def commit(self, folded: Collection[str], values: Mapping[str, NewValue]) -> None:
+        """Writes all values and takes the folded edits out, or does nothing."""
+        written = _Written(self.model, values)
+        flags = self.record.requires_grad | written.created_flags(self.record.requires_grad)
+        try:
+            written.swap()
+            rest = _without(self.spec, folded)
+            if any(isinstance(s, ast.Edit | ast.Train) for s in rest.statements):
+                analysis = analysed(self.model, self.sample) if written.created else self.analysis
+                self.keep(rest, analysis, flags)
+            else:
+                strip(self.model, flags)
+        except BaseException:
+            written.undo()
+            raise
+
+    def keep(self, rest: ast.Spec, analysis: Analysis, flags: Mapping[str, bool]) -> None:
+        reinstall(self.model, print_spec(rest), planned(rest, analysis), analysis.anatomy, flags)
+
+    # Saying ----------------------------------------------------------------------------------------------------------
+
+    def report(self, folded: Collection[str], refused: Mapping[str, str], values: Mapping[str, NewValue]) -> FoldReport:
+        changes: dict[str, list[Change]] = defaultdict(list)
+        for new in values.values():
+            for edit in new.change.edits:
+                changes[edit].append(new.change)
+        for name, place in self.record.trained.items():
+            edit = name.partition("/")[0]
+            if edit in folded and place not in values:
+                changes[edit].append(
+                    _trained(place, self.model.get_parameter(place), self.record.originals[place], edit)
+                )
+        return FoldReport(
+            tuple(Folded(name, tuple(changes[name])) for name in self.names if name in folded),
+            tuple(Refused(name, refused[name]) for name in self.names if name in refused),
+        )
+
+
+class _Written:
+    """New values of parameters, put in the place of the old ones and back."""
+
+    def __init__(self, model: nn.Module, values: Mapping[str, NewValue]) -> None:
+        self.model = model
+        self.kept = {name: new.value for name, new in values.items()}
+        self.created = [name for name, new in values.items() if new.change.created]
+        self.swapped: list[str] = []
+
+    def created_flags(self, flags: Mapping[str, bool]) -> dict[str, bool]:
+        """A new bias requires a gradient where its weight does."""
+        return {name: flags.get(f"{name.rpartition('.')[0]}.weight", False) for name in self.created}
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for name, value in self.kept.items():
+            owner, attribute = self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            self.swapped.append(name)
+            if name in self.created:
+                owner.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
+            else:
+                self.kept[name] = _exchanged(owner.get_parameter(attribute), value)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        for name in self.swapped:
+            owner, attribute = self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            if name in self.created:
+                owner.register_parameter(attribute, None)
+            else:
+                owner.get_parameter(attribute).copy_(self.kept[name])
+
+
+def _exchanged(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Writes a value; gives the old one."""
+    old = parameter.detach().clone()
+    parameter.copy_(value)
+    return old
+
+
+def _checked(only: Iterable[str], known: Collection[str]) -> frozenset[str]:
+    wanted = (only,) if isinstance(only, str) else tuple(only)
+    for name in wanted:
+        if name not in known:
+            help_ = did_you_mean(name, known) or f"the model has {listed(list(known))}"
+            raise PeftcError(Diagnostic("P532", f"the model has no edit `{name}`", help=help_))
+    return frozenset(wanted)
+
+
+def _regions(record: Installation) -> dict[tuple[str, str], list[tuple[str, int]]]:
+    """Where each edit is applied: by its name and its site's name there, the regions and its place among their edits."""
+    found: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
+    for name, kind in record.regions:
+        for i, edit in enumerate(kind.edits):
+            found[edit.edit, edit.slug].append((name, i))
+    return found
+
+
+def _parameters(target: FoldTarget | None) -> list[str]:
+    refs = (target.weight, target.bias) if target else ()
+    return [f"{ref.module}.{ref.attribute}".lstrip(".") for ref in refs if ref is not None]
+
+
+def _module(target: FoldTarget) -> str:
+    ref = target.weight or target.bias
+    assert ref is not None
+    return ref.module
+
+
+def _unwritable(name: str, parameter: nn.Parameter | None) -> str | None:
+    if parameter is None:
+        return f"`{name}` is computed from other parameters"
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if not parameter.is_floating_point() or parameter.element_size() < 2:
+        return f"`{name}` is quantised ({dtype})"
+    if type(parameter.data) is not Tensor:
+        return f"`{name}` is a {type(parameter.data).__name__}, not a plain tensor"
+    return None
+
+
+def _without(spec: ast.Spec, folded: Collection[str]) -> ast.Spec:
+    """The statements that are left, and the shared parameters that they use. What was expected held before."""
+    kept = [s for s in spec.statements if isinstance(s, ast.Edit | ast.Train) and s.name not in folded]
+    used = {n for s in kept if isinstance(s, ast.Edit) for line in s.body for n in names(line.value)}
+    shared = [s for s in spec.statements if isinstance(s, ast.Let) and s.name in used]
+    return replace(spec, statements=(*shared, *kept))
+
+
+def _trained(name: str, now: nn.Parameter, before: Tensor, edit: str) -> Change:
+    dtype = str(now.dtype).removeprefix("torch.")
+    return Change(name, now.numel(), int((now != before).sum()), 1.0, dtype, edits=(edit,))

@@ -1,0 +1,123 @@
+"""Putting a saved adapter onto its base. Everything is checked before the model is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftc.compiler import installed_on, parameters, planned
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.module import build, build_owner
+from peftc.planning.ir import Instance
+from peftc.planning.plan import Planned
+from peftc.rewriting.install import is_installed, regions_of, uninstall
+from peftc.semantics.expand import expand
+from peftc.syntax import ast
+from peftc.syntax.parser import parse_text
+from peftc.tracing.analysis import Analysis, analyse
+from peftc.weights.adapter import METADATA, Adapter
+from peftc.weights.base import differences, other_values
+from peftc.weights.compiled import require_values
+from peftc.weights.files import read
+
+
+def load(
+    directory: str | PathLike[str],
+    model: nn.Module,
+    *,
+    sample: Mapping[str, Any] | None = None,
+    other_weights: bool = False,
+) -> nn.Module:
+    """Compiles a saved adapter onto its base, in place, and returns the model: the same function, bit for bit.
+
+    Dtype and device are those of `model`, as `compile` chooses them. Nothing that is read is executed.
+
+    Args: `sample`: as in `compile`. `other_weights`: take a base of the same architecture whose weights are others.
+    Raises: P411 (compiled already), P520-P522 (the files), P523 and P524 (another base), P525 (tensors that do not fit),
+    P527 (no weights). After an error the model is as it was.
+    """
+    if is_installed(model):
+        raise PeftcError(Diagnostic("P411", "this model is compiled already", help="peftc.remove(model) first"))
+    adapter, tensors = read(Path(directory))
+    check_base(adapter, model, other_weights)
+    flat, analysis, found = _planned(adapter, Path(directory), model, sample)
+    check_tensors(tensors, dict(wanted(found, analysis, model)))
+    installed_on(model, flat, found, analysis, adapter.seed)
+    try:
+        with torch.no_grad():
+            for name, parameter in parameters(model).items():
+                parameter.copy_(tensors[name])
+    except BaseException:
+        uninstall(model)
+        raise
+    return model
+
+
+def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False) -> None:
+    """Raises: P523 for another architecture, P524 for other weights, P527 for none."""
+    if different := differences(adapter.base, model):
+        message = f"the adapter was saved for another base ({adapter.base.id}, {adapter.base.parameters:,} parameters)"
+        raise PeftcError(Diagnostic("P523", message, notes=tuple(different)))
+    require_values(model.named_parameters())
+    changed = [] if other_weights else other_values(adapter.base, model)
+    if changed:
+        checked = sum(bool(tensor.sample) for tensor in adapter.base.tensors.values())
+        shown = ", ".join(f"`{name}`" for name in changed[:3])
+        raise PeftcError(
+            Diagnostic(
+                "P524",
+                f"the adapter was saved for other weights of {adapter.base.id}",
+                notes=(f"{len(changed)} of {checked} parameters differ, such as {shown}",),
+                help="load the checkpoint it was trained on, or pass `other_weights=True`",
+            )
+        )
+
+
+def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises: P525 where names or shapes differ."""
+    lost, more = [n for n in shapes if n not in tensors], [n for n in tensors if n not in shapes]
+    other = [n for n in shapes if n in tensors and tensors[n].shape != shapes[n]]
+    notes = [f"{len(lost)} are missing, such as `{lost[0]}`"] if lost else []
+    notes += [f"{len(more)} belong nowhere, such as `{more[0]}`"] if more else []
+    notes += [f"`{n}` is {list(tensors[n].shape)}, but {list(shapes[n])} is wanted" for n in other[:3]]
+    if notes:
+        raise PeftcError(Diagnostic("P525", "the tensors of the adapter do not fit its spec", notes=tuple(notes)))
+
+
+def wanted(found: Planned, analysis: Analysis, model: nn.Module) -> Iterator[tuple[str, torch.Size]]:
+    """The tensors that a plan has, by the names under which they are saved."""
+    for name, instance in _forms(found, analysis):
+        made = (build if instance.owner is None else build_owner)(instance, dtype=torch.float32, device="meta")
+        yield from ((f"{name}.{n}", p.shape) for n, p in made.named_parameters())
+    yield from ((name, model.get_parameter(place).shape) for name, place in found.trained.items())
+
+
+def _forms(found: Planned, analysis: Analysis) -> Iterator[tuple[str, Instance]]:
+    owners = set[str]()
+    for placed in (p for region in regions_of(found.placed, analysis.anatomy) for p in region.placed):
+        for instance in placed.instances:
+            if instance.owner is None:
+                yield f"{placed.edit}/{placed.site.path}/{instance.key}", instance
+            elif instance.owner not in owners:
+                owners.add(instance.owner)
+                yield f"{placed.edit}/{instance.owner}/{instance.key}", instance
+
+
+def _planned(
+    adapter: Adapter, directory: Path, model: nn.Module, sample: Mapping[str, Any] | None
+) -> tuple[ast.Spec, Analysis, Planned]:
+    """The spec of the adapter, planned on the model. Raises: P525 where it cannot be, with the reason."""
+    analysis = analyse(model, sample)
+    try:
+        flat = expand(parse_text(adapter.spec, f"{directory / METADATA}: spec"))
+        return flat, analysis, planned(flat, analysis)
+    except PeftcError as error:
+        notes = tuple(str(found) for found in error.diagnostics[:3])
+        raise PeftcError(
+            Diagnostic("P525", "the spec of the adapter cannot be planned on this model", notes=notes)
+        ) from error

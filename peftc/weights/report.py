@@ -1,0 +1,77 @@
+"""What a fold did, and what it refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one parameter of the base.
+
+    `entries`: how many of its `total` differ now. `survived`: the part of the entries with a change that still differ after
+    rounding to the parameter's dtype. `created`: it is a bias that was not there before, a new key of the state dict.
+    `edits`: all that were folded into it; where there are several, the numbers are of all of them together.
+    """
+
+    parameter: str
+    total: int
+    entries: int
+    survived: float
+    dtype: str
+    created: bool = False
+    edits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Folded:
+    """An edit that is in the weights now, at all its sites."""
+
+    edit: str
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An edit that stays; `reason` names the sub-expression, the edit or the parameter that prevents it."""
+
+    edit: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FoldReport:
+    """The outcome of `peftc.fold`, in the order of the spec."""
+
+    folded: tuple[Folded, ...]
+    refused: tuple[Refused, ...]
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """Each changed parameter once."""
+        return tuple({c.parameter: c for folded in self.folded for c in folded.changes}.values())
+
+    def __str__(self) -> str:
+        lines = ["nothing was folded"] if not self.folded else []
+        for folded in self.folded:
+            lines.append(f"folded  {folded.edit}: {_said(folded.changes)}")
+            created = [c.parameter for c in folded.changes if c.created]
+            if created:
+                more = f" and {len(created) - 1} more" if len(created) > 1 else ""
+                lines.append(
+                    f"        new biases: {created[0]}{more} (keys of the state dict that the base did not have)"
+                )
+        lines += [f"refused {refused.edit}: {refused.reason}" for refused in self.refused]
+        return "\n".join(lines)
+
+
+def _said(changes: Iterable[Change]) -> str:
+    found = list(changes)
+    entries = sum(c.entries for c in found)
+    text = f"{entries:,} entries of {len(found)} parameter{'s' * (len(found) != 1)}"
+    wanted = sum(c.entries / c.survived if c.survived else c.total for c in found)
+    if found and entries < round(wanted):
+        dtypes = " and ".join(dict.fromkeys(c.dtype for c in found))
+        text += f"; {entries / wanted:.1%} of the changed entries survived rounding to {dtypes}"
+    return text
