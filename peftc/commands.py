@@ -13,11 +13,13 @@ from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.formats import render_json
 from peftc.diagnostics.render import render_text, wants_color
 from peftc.files import read
+from peftc.output import compile_skeleton, write
 from peftc.planning.plan import Planned, make_plan
 from peftc.planning.render import plain, render_plan
 from peftc.planning.render_sites import render_sites
 from peftc.semantics.expand import expand
 from peftc.semantics.settings import parse_settings
+from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 
 
@@ -32,7 +34,7 @@ def run_sites(args: Namespace) -> int:
 
 def run_plan(args: Namespace) -> int:
     """`peftc plan SPEC --model M`: exit 1 where an expectation does not hold. Raises: everything wrong with the spec."""
-    spec = parse_text(read(args.spec), "<stdin>" if args.spec == "-" else args.spec)
+    spec = parsed(args)
     flat = expand(spec, parse_settings(args.set))
     planned = make_plan(flat, sites(args.model), source=spec.source)
     records_only = bool(planned.findings) and args.output_format == "json" and not args.json
@@ -42,6 +44,27 @@ def run_plan(args: Namespace) -> int:
         show(lambda _: render_plan(planned.plan, planned.placed))
     report((*planned.findings, *planned.warnings), args, to_stdout=records_only)
     return exit_code(planned)
+
+
+def run_compile(args: Namespace) -> int:
+    """`peftc compile SPEC --model M [-o DIR]`: on a skeleton, so that no weights are needed.
+
+    Raises: everything wrong with the spec, P304 for expectations that do not hold, P4xx.
+    """
+    spec = parsed(args)
+    compiled = compile_skeleton(spec, args.model, args.seed, settings=parse_settings(args.set))
+    show(lambda _: render_plan(compiled.planned.plan, compiled.planned.placed))
+    report(compiled.planned.warnings, args)
+    if args.output is None:
+        print("\nnothing was written: give a directory with -o")
+        return 0
+    target = write(compiled, args.output)
+    print(f"\nwrote {', '.join(sorted(compiled.files))} to {target}")
+    return 0
+
+
+def parsed(args: Namespace) -> ast.Spec:
+    return parse_text(read(args.spec), "<stdin>" if args.spec == "-" else args.spec)
 
 
 def exit_code(planned: Planned) -> int:
