@@ -73,13 +73,10 @@ def _snippet(source: Source, span: Span, label: str, pad: str, paint: _Paint, to
 
 def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
     """A line fit for the screen: no control characters, and of a long one the part around the span."""
-    plain = "".join(char if char.isprintable() else " " for char in line)
-    if len(plain) <= _WIDTH:
-        return plain, start, end
-    first = max(0, min(start - _WIDTH // 3, len(plain) - _WIDTH))
-    cut = plain[first : first + _WIDTH]
-    left, right = "…" if first else "", "…" if first + _WIDTH < len(plain) else ""
-    return left + cut + right, start - first + len(left), min(end - first, len(cut)) + len(left)
+    first = max(0, min(start - _WIDTH // 3, len(line) - _WIDTH))
+    cut = "".join(char if char.isprintable() else " " for char in line[first : first + _WIDTH])
+    left, right = "…" if first else "", "…" if first + _WIDTH < len(line) else ""
+    return left + cut + right, start - first + len(left), min(end - first, len(cut) + 1) + len(left)
 
 
 def _cells(text: str) -> int:

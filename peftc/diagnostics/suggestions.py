@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 
 # What other libraries and other papers call the things that this language names.
 ALIASES: Mapping[str, str] = {
@@ -79,7 +80,11 @@ ALIASES: Mapping[str, str] = {
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The name of `known` that `name` most likely stands for: an alias, another spelling, or a typing error."""
-    names = list(known)
+    return _nearest(name, tuple(known))
+
+
+@lru_cache(maxsize=1024)
+def _nearest(name: str, names: tuple[str, ...]) -> str | None:
     folded = {candidate.lower().replace("_", ""): candidate for candidate in reversed(names)}
     alias = ALIASES.get(name.lower().replace("-", "_"))
     if alias in names:

@@ -30,6 +30,8 @@ def check_file(spec: ast.Spec) -> list[Diagnostic]:
     if any(applied(spec.statements)) or len(methods) > 1:
         for name in methods:
             found += _checked(only_method(spec, name))
+            if any(error.code == "P120" for error in found):
+                break  # what is too large is too large wherever it is applied
     if any(applied(spec.statements)) or len(methods) <= 1:
         found += _checked(spec)
     return _each_once(found)

@@ -20,12 +20,13 @@ from peftc.semantics.scope import (
     refuse_variable,
 )
 from peftc.semantics.substitute import Environment, in_body, in_expectation, substitute
-from peftc.semantics.walk import is_shared
+from peftc.semantics.walk import expressions, is_shared
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import expression
 from peftc.syntax.printer import print_statement
 
-MOST = 2_000  # statements of an expanded spec
+MOST = 1_000  # statements of an expanded spec
+_NODES = 20  # expressions that count as a statement
 _DEEPEST = 30  # methods within methods
 
 
@@ -78,7 +79,7 @@ class _Expansion:
         self.broken = self._scopes.broken
         self._stack: list[str] = []
         self._shared: dict[int, ast.Let] = {}
-        self._count = 0
+        self._left = MOST
 
     def spec(self, spec: ast.Spec) -> tuple[ast.TopLevel, ...]:
         only = _only_method(spec)
@@ -153,6 +154,8 @@ class _Expansion:
         inner = dict(known)
         bound: dict[str, ast.Expr] = {}
         for statement in body:
+            if self._left <= 0:
+                break
             with collected(self.errors, scope.spec):
                 if not isinstance(statement, ast.Let):
                     found += self._statement(statement, scope, inner, via)
@@ -187,12 +190,19 @@ class _Expansion:
         return [self._said(done, scope, via)]
 
     def _said(self, statement: ast.Statement, scope: Scope, via: tuple[str, ...]) -> ast.Statement:
-        self._count += 1
-        if self._count > MOST:
-            raise PeftcError(Diagnostic("P120", f"the spec expands to more than {MOST} statements", statement.span))
+        self._spend(statement)
         return replace(statement, origin=scope.spec.source, via=via)
 
+    def _spend(self, statement: ast.Statement) -> None:
+        """Methods can double what they apply, again and again: an expansion is given up when it becomes too large."""
+        if self._left <= 0:
+            return
+        self._left -= 1 + _size(statement) // _NODES
+        if self._left <= 0:
+            raise PeftcError(Diagnostic("P120", f"the spec expands to more than {MOST} statements", statement.span))
+
     def _apply(self, apply: ast.Apply, scope: Scope, known: Environment, via: tuple[str, ...]) -> list[ast.Statement]:
+        self._spend(apply)
         definition = self._called(apply, scope)
         given = self._arguments(apply, definition.method, known)
         note = f"from `{print_statement(replace(apply, leading=(), trailing=None))}`, line {apply.span.line} of {scope.spec.source.path}"
@@ -208,7 +218,9 @@ class _Expansion:
             if help_ is None:
                 help_ = f"write `method {name}(…) {{ … }}`, or `use {name} from std`"
             raise PeftcError(Diagnostic("P109", f"there is no method `{name}` here", apply.span, help=help_))
-        if name in self._stack or len(self._stack) > _DEEPEST or self._count > MOST:
+        if len(self._stack) > _DEEPEST:
+            raise PeftcError(Diagnostic("P120", f"more than {_DEEPEST} methods apply each other", apply.span))
+        if name in self._stack:
             chain = " → ".join([*self._stack, name])
             raise PeftcError(Diagnostic("P113", f"the method `{name}` applies itself", apply.span, notes=(chain,)))
         return scope.methods[name]
@@ -242,6 +254,16 @@ class _Expansion:
                 for found in error.diagnostics
             ]
             return statement
+
+
+def _size(statement: ast.Statement) -> int:
+    match statement:
+        case ast.Edit(body=body):
+            return sum(1 for line in body for _ in expressions(line.value))
+        case ast.Apply(args=args):
+            return sum(1 for arg in args for _ in expressions(arg.value))
+        case _:
+            return 0
 
 
 def _only_method(spec: ast.Spec) -> ast.Method | None:

@@ -12,7 +12,7 @@ from peftc.semantics.walk import expressions, names, size
 from peftc.syntax import ast
 
 Environment = Mapping[str, ast.Expr]
-_DEEPEST, _LARGEST = 150, 20_000
+_DEEPEST, _LARGEST = 150, 1_000
 
 
 def substitute(value: ast.Expr, known: Environment) -> ast.Expr:

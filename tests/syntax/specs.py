@@ -1,0 +1,93 @@
+"""Random specs that the grammar can say: hypothesis strategies, one for each node."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from peftc.syntax import ast
+
+KEYWORDS = set(
+    ["peft", "method", "use", "from", "apply", "at", "as", "edit", "per", "train", "expect", "let", "true", "false"]
+)
+
+words = st.from_regex(r"[A-Za-z_][A-Za-z_0-9]{0,6}", fullmatch=True).filter(lambda word: word not in KEYWORDS)
+dotted = st.lists(words, min_size=1, max_size=3).map(".".join)
+texts = st.text(
+    st.characters(codec="ascii", exclude_characters='"\r\n', exclude_categories=("Cc",)), min_size=1, max_size=8
+)
+patterns = texts.filter(lambda text: text.strip() != "")
+
+numbers = st.builds(
+    ast.Number,
+    st.integers(0, 10**12) | st.floats(0, 1e300, allow_nan=False, allow_infinity=False),
+    st.sampled_from(["", "%", "K", "M", "B"]),
+)
+leaves = numbers | st.builds(ast.Boolean, st.booleans()) | st.builds(ast.Name, dotted) | st.builds(ast.String, texts)
+
+
+def _larger(inner: st.SearchStrategy[ast.Expr]) -> st.SearchStrategy[ast.Expr]:
+    keywords = st.lists(st.builds(ast.Keyword, words, inner), max_size=2).map(tuple)
+    calls = st.builds(ast.Call, dotted, st.lists(inner, max_size=2).map(tuple), keywords)
+    return calls | st.builds(ast.Negative, inner) | st.builds(ast.Binary, st.sampled_from("+-*/"), inner, inner)
+
+
+expressions = st.recursive(leaves, _larger, max_leaves=8)
+
+
+@st.composite
+def _indices(draw: st.DrawFn) -> ast.Index:
+    start, stop = draw(st.none() | st.integers(-99, 99)), draw(st.none() | st.integers(-99, 99))
+    if start is not None and stop is not None and (start < 0) == (stop < 0):
+        start, stop = sorted((start, stop))
+    return ast.Index(start, stop)
+
+
+steps = st.builds(ast.Step, words, st.none() | st.lists(_indices(), min_size=1, max_size=3).map(tuple)) | st.just(
+    ast.Step("**")
+)
+places = st.builds(ast.Path, st.lists(steps, min_size=1, max_size=4).map(tuple)) | st.builds(ast.Glob, patterns)
+
+
+def _joined(inner: st.SearchStrategy[ast.Selector]) -> st.SearchStrategy[ast.Selector]:
+    return st.builds(ast.Union, st.lists(inner, min_size=2, max_size=3).map(tuple)) | st.builds(
+        ast.Difference, inner, inner
+    )
+
+
+selectors = st.recursive(places, _joined, max_leaves=5)
+
+comments = st.text(st.characters(exclude_characters="\r\n", exclude_categories=("Cs",)), max_size=12).map(
+    lambda text: f"#{text}".rstrip()
+)
+above = st.lists(comments, max_size=2).map(tuple)
+beside = st.none() | comments
+said = {"leading": above, "trailing": beside}
+
+lets = st.builds(ast.Let, dotted, expressions, **said)
+equations = st.builds(ast.Equation, words, st.sampled_from(["=", "+=", "*="]), expressions, **said)
+bodies = st.lists(equations | lets, max_size=3).map(tuple)
+edits = st.builds(ast.Edit, dotted, selectors, bodies, st.booleans(), closing=above, **said)
+trains = st.builds(ast.Train, dotted, st.lists(words, min_size=1, max_size=3).map(tuple), selectors, **said)
+uses = st.builds(ast.Use, words, st.none() | texts, **said)
+arguments = st.lists(st.builds(ast.Keyword, words, expressions), max_size=2).map(tuple)
+applies = st.builds(ast.Apply, words, arguments, st.none() | selectors, st.none() | dotted, **said)
+
+
+@st.composite
+def expects(draw: st.DrawFn) -> ast.Expect:
+    op = draw(st.sampled_from([None, "==", "!=", "<", "<=", ">", ">="]))
+    right = None if op is None else draw(expressions)
+    return ast.Expect(draw(expressions), op, right, leading=draw(above), trailing=draw(beside))
+
+
+members = edits | trains | applies | lets | expects()
+params = st.lists(st.builds(ast.Param, words, expressions, leading=above, trailing=beside), max_size=3).map(tuple)
+methods = st.builds(ast.Method, words, params, st.lists(members, max_size=3).map(tuple), closing=above, **said)
+specs = st.builds(
+    ast.Spec,
+    st.just(1),
+    st.lists(members | uses | methods, max_size=4).map(tuple),
+    header=above,
+    header_trailing=beside,
+    closing=above,
+)

@@ -1,0 +1,112 @@
+"""Every example of the table of mistakes ends in its row, and in nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.codes import CODES
+from peftc.syntax.lexical import EXAMPLES
+from peftc.syntax.mistakes import MISTAKES, OTHERWISE
+from peftc.syntax.parser import MOST_ERRORS, parse_expression, parse_text
+
+ROWS = [(example, row.code) for row in (*MISTAKES, OTHERWISE) for example in row.examples]
+
+
+def errors_of(text: str) -> tuple[Diagnostic, ...]:
+    with pytest.raises(PeftcError) as caught:
+        parse_text(text)
+    return caught.value.diagnostics
+
+
+@pytest.mark.parametrize(("text", "code"), [*ROWS, *EXAMPLES])
+def test_one_mistake_is_one_message(text: str, code: str) -> None:
+    found = errors_of(text)
+    assert [error.code for error in found] == [code], found
+    assert found[0].span is not None
+    assert found[0].source is not None
+    assert 0 <= found[0].span.start <= found[0].span.end <= len(text)
+    assert code in CODES
+
+
+SAID = [
+    ("edit a at layer[*].ffn { h += x }", "expected `peft 1`, found `edit`", "edit"),
+    ("peft 1 edit a layer[*].ffn { h += x }", "expected `at` and a selector, found `layer`", "layer"),
+    ("peft 1 edit a at layer[*].ffn { h += f(x r=3) }", "expected `,` before `r`", "r"),
+    ("peft 1 edit a at layer[*].ffn { h += f(x, r=3 }", "this `(` is never closed", "("),
+    ("peft 1 edit a at layer[*].ffn { h -= x }", "expected `=`, `+=` or `*=` after `h`, found `-`", "-"),
+    ("peft 1 method m(r, s=3) {}", "the parameter `r` has no default", "r"),
+    ("peft 1 expect sites(a) = 3", "`=` is no comparison", "="),
+    ("peft 1 let r = 12.", "unexpected `.` after `12`", "."),
+    ("peft 1 edit a at layer[3..1].ffn { h += x }", "the range `3..1` is empty", "3..1"),
+    ("peft 1 edit a at layer[1.5].ffn { h += x }", "`1.5` is no index", "1.5"),
+    ("peft 7", "this spec is in version 7 of the language; this peftc reads version 1", "7"),
+    ("peft 1 use m from home", "expected `std` or a file in quotes, found `home`", "home"),
+    ("peft 1 edit a at b per day { h = h }", "expected `task` after `per`, found `day`", "day"),
+    ("peft 1 edit a at b { h += f(r=3, x) }", "an argument without a name stands after `r=`", "x"),
+    ("peft 1 apply m(3)", "arguments of a method have names", "3"),
+    (f"peft 1 let r = {'9' * 41}", f"the number `{'9' * 30}…` is too large or too long", "9" * 41),
+    ("peft 1 let r = 1e999", "the number `1e999` is too large or too long", "1e999"),
+]
+
+
+@pytest.mark.parametrize(("text", "message", "underlined"), SAID)
+def test_the_message_and_the_smallest_span(text: str, message: str, underlined: str) -> None:
+    (found,) = errors_of(text)
+    assert found.span is not None
+    assert (found.message, text[found.span.start : found.span.end]) == (message, underlined)
+
+
+def test_nearest_keyword() -> None:
+    assert errors_of("peft 1 trian a = [b] at **")[0].help == "did you mean `train`?"
+    assert errors_of("peft 1 methd m() { }")[0].help == "did you mean `method`?"
+
+
+MANY = """peft 1
+
+method mam(l = 30, r = 512) {
+    edit prefix layer[*].attn { kv = concat(prefix(len=l) kv) }
+    edit ffn at layer[*].ffn { h += adapter(x, r=r }
+    edit foo at layer[*].ffn h += adapter(x, r=r) }
+    expect stored = 6.8%
+}
+edti foo at layer[*]ffn { h -= 3 }
+let g == 4 × 3
+edit good at layer[*].ffn { h += x }
+use mam form std
+"""
+
+
+def test_all_errors_of_a_text_are_reported_in_one_run() -> None:
+    found = [(error.span.line, error.code) for error in errors_of(MANY) if error.span]
+    assert found == [
+        (4, "P009"),
+        (4, "P008"),
+        (5, "P006"),
+        (6, "P010"),
+        (7, "P025"),
+        (9, "P013"),
+        (9, "P016"),
+        (9, "P012"),
+        (10, "P012"),
+        (10, "P003"),
+        (12, "P022"),
+    ]
+
+
+def test_errors_in_two_statements_are_two_errors() -> None:
+    text = "peft 1\nedit a at layer[*].ffn { h += ) }\nedit b at layer[*].ffn { h += adapter(x, r=) }\n"
+    assert [error.span.line for error in errors_of(text) if error.span] == [2, 3]
+
+
+def test_there_is_an_end_to_messages() -> None:
+    assert len(errors_of("peft 1\n" + "edit a at { h += }\n" * 200)) == MOST_ERRORS
+
+
+def test_an_expression_alone() -> None:
+    assert str(parse_expression("mlp(800)")) == str(parse_expression(" mlp( 800 ) # width"))
+    for bad in ("", "4 +", "a b", "r=3", "edit", "4)"):
+        with pytest.raises(PeftcError) as caught:
+            parse_expression(bad, "--set x")
+        assert caught.value.diagnostics[0].code.startswith("P0")
+        assert caught.value.diagnostics[0].source is not None
