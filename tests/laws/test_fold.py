@@ -35,13 +35,18 @@ def test_folded_equals_unfolded(case: Any) -> None:
     made = Case(recipe, name).at_random()
     with torch.no_grad():
         want = [made.model(**given)[0] for given in made.batches]
-        peftc.fold(made.model)
+        report = peftc.fold(made.model)
         got = [made.model(**given)[0] for given in made.batches]
     for given, a, b, base in zip(made.batches, got, want, made.base_logits, strict=True):
         close(visible(made.model, given, a), visible(made.model, given, b), "folded")
         assert not torch.equal(a, base)
-    left = {key.partition("/")[0] for key in peftc.parameters(made.model)}
-    assert left == {edit for edit in recipe.edits if not recipe.foldable(edit, name)}
+    stay = {edit for edit in recipe.edits if not recipe.foldable(edit, name)}
+    assert {refused.edit for refused in report.refused} == stay
+    if stay:
+        assert {key.partition("/")[0] for key in peftc.parameters(made.model)} == stay
+    else:
+        with pytest.raises(peftc.PeftcError, match="P410"):  # a plain model again
+            peftc.parameters(made.model)
 
 
 @pytest.mark.parametrize("method", ["lora", "dora", "ia3", "gamma", "rslora-everywhere"])
