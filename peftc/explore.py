@@ -98,7 +98,7 @@ def region_of(
         below = [name if index is None else f"{name}[{index}]" for name, index in site.steps[cut:]]
         for name, state in site.states.items():
             if state.place is not None:
-                node = argument_of(node_of(state, kind.traced), state.place.node)
+                node = argument_of(node_of(state, module, site, kind.traced), state.place.node)
                 states[".".join([*below, name])] = node
                 node.meta["states"] = [*node.meta.get("states", ()), f"{site.path}.{name}"]
     return TracedRegion(module, layers, kind.traced.graph, states, sites, kind.traced, kind, analysis)

@@ -11,7 +11,7 @@ from torch import nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.tracing.tracer import attention
 
-__all__ = ["attention", "attention_with_rows", "full_precision", "replaced", "still", "stored_as", "unseen"]
+__all__ = ["attention", "attention_with_rows", "full_precision", "replaced", "still", "stored_as", "unflattened", "unseen"]
 
 
 def replaced(result: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -31,6 +31,11 @@ def full_precision(weight: torch.Tensor) -> torch.Tensor:
 def stored_as(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The new value of a parameter, rounded once to the dtype it is stored in."""
     return value.to(weight.dtype)
+
+
+def unflattened(value: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+    """(batch · tokens, d) as (batch, tokens, d), batch and tokens being those of the layer's input."""
+    return value.view(*stream.shape[:-1], value.shape[-1])
 
 
 def still(value: Any, kind: str, expected: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
-from peftc.forms.shapes import Vector, Weight
+from peftc.forms.shapes import Tokens, Vector, Weight
 from peftc.planning.paths import STACKS, Steps
-from peftc.tracing.sites import ModuleInfo, Site, SiteTable, State, WeightRef
+from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, SiteTable, State, WeightRef
 
 NAMES = {"weight": "w", "bias": "b"}
 TRANSPOSED = frozenset({"Conv1D"})  # transformers' Conv1D stores (in, out)
@@ -30,7 +30,7 @@ def _is_part(site: Site) -> bool:
 
 
 def _bare_site(module: ModuleInfo) -> Site:
-    states = {state.name: state for state in _states(module)}
+    states = {state.name: state for state in (*_states(module), *_activations(module))}
     shapes = ",".join(f"{name}{list(shape)}" for name, shape in module.parameters.items())
     path = f'"{module.name}"'
     return Site(path, ((path, None),), module.name, module.name, f"{module.type}({shapes})", states)
@@ -46,6 +46,13 @@ def _states(module: ModuleInfo) -> Iterable[State]:
             yield State(name, Weight(d_out, d_in), weight=ref)
         elif len(size) == 1:
             yield State(name, Vector(size[0]), weight=ref)
+
+
+def _activations(module: ModuleInfo) -> Iterable[State]:
+    if module.input is not None:
+        yield State("x", Tokens(module.input), Place(INPUT))
+    if module.output is not None:
+        yield State("h", Tokens(module.output), Place(OUTPUT))
 
 
 def modules_below(reached: Iterable[Steps], table: SiteTable) -> list[ModuleInfo]:

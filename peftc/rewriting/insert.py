@@ -12,8 +12,8 @@ from torch import fx
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor, find
-from peftc.rewriting.regions import Bound, RegionEdit
-from peftc.runtime import attention_with_rows, full_precision, stored_as
+from peftc.rewriting.regions import STREAM, Bound, RegionEdit
+from peftc.runtime import attention_with_rows, full_precision, stored_as, unflattened
 from peftc.tracing.graphs import is_attention
 from peftc.tracing.sites import Slice
 from peftc.tracing.tracer import Traced
@@ -96,6 +96,8 @@ class _Assignment:
         node = self.inserter.now(self.inserter.locate(bound.anchor, self.assign.state))
         self.start_after(node)
         new = self.value()
+        if self.unflattened(bound):
+            new = self.method("flatten", new, 0, 1)
         if bound.rows is not None:
             new = self.joined(node, bound.rows, new, -1, bound.width)
         mine = set(self.made)
@@ -199,7 +201,12 @@ class _Assignment:
             return call.args["qkv".index(name) + 2 + (2 if call.target is attention_with_rows else 0)]
         node = self.inserter.now(self.inserter.locate(bound.anchor, state))
         self.move_after(node)
-        return node if bound.rows is None else self.cut(node, bound.rows, -1)
+        value = node if bound.rows is None else self.cut(node, bound.rows, -1)
+        return self.function(unflattened, value, self.read(STREAM)) if self.unflattened(bound) else value
+
+    def unflattened(self, bound: Bound) -> bool:
+        """Whether a state that the model keeps as (batch · tokens, d) is given its batch back in this edit."""
+        return bound.flat and STREAM in self.edit.states
 
     def read_parameter(self, bound: Bound) -> fx.Node:
         assert bound.weight is not None

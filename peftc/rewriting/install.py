@@ -16,6 +16,7 @@ from peftc.forms.module import FormModule, build, build_owner, member
 from peftc.model.fakes import fake_copy, fake_mode
 from peftc.model.sample import sample_inputs
 from peftc.planning import ir
+from peftc.rewriting.anchors import contains
 from peftc.rewriting.insert import CONTAINER
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.regions import LayerRegions, Region, module_region
@@ -59,7 +60,8 @@ def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
     layers = {n: k for s in anatomy.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
     by_root: dict[str, list[ir.Placed]] = {}
     for p in placed:
-        by_root.setdefault(p.site.root, []).append(p)
+        inside = next((n for n in layers if contains(n, p.site.root)), p.site.root)
+        by_root.setdefault(inside, []).append(p)
     memory: dict[Any, Any] = {}
     found: list[Region] = []
     for root, edits in by_root.items():

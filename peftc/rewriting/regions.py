@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.shapes import Scalar, Tokens
 from peftc.planning import ir
-from peftc.rewriting.anchors import Anchor, anchors, calls_of, contains, frames_between, relative
+from peftc.rewriting.anchors import Anchor, anchors, calls_of, contains, frames_between, parts, relative
 from peftc.tracing.kinds import LayerKind
-from peftc.tracing.sites import Slice, State, WeightRef
-from peftc.tracing.table import INPUT, OUTPUT
-from peftc.tracing.tracer import Traced
+from peftc.tracing.sites import INPUT, OUTPUT, Site, Slice, State, WeightRef
+from peftc.tracing.tracer import Traced, signature_of
+
+
+STREAM = "<stream>"  # the layer's input, used only for its batch and tokens
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Bound:
     anchor: Anchor | None = None
     rows: Slice | None = None
     width: int = 0
+    flat: bool = False  # (batch · tokens, d) in the model's own code
     weight: WeightRef | None = None
 
 
@@ -188,7 +193,7 @@ class LayerRegions:
 
     def edit(self, placed: ir.Placed, choice: _Choice, region: str) -> RegionEdit:
         states = {
-            name: self.bound(placed.site.states[name], anchor, region)
+            name: self.bound(state_of(placed.site, name), anchor, region, placed.site)
             for name, anchor in self.anchored(placed, choice, region).items()
         }
         functions = {
@@ -197,7 +202,7 @@ class LayerRegions:
         keys = tuple(i.key for i in placed.instances)
         return RegionEdit(placed.edit, slug(placed), placed.assigns, states, functions, keys, placed.lets)
 
-    def bound(self, state: State, anchor: Anchor | None, region: str) -> Bound:
+    def bound(self, state: State, anchor: Anchor | None, region: str, site: Site) -> Bound:
         if state.weight is not None:
             module = relative(state.weight.module, self.layer)
             stored = getattr(self.kind.root.get_submodule(module), state.weight.attribute)
@@ -206,27 +211,29 @@ class LayerRegions:
         assert anchor is not None
         assert state.place is not None
         rows = state.place.rows
-        width = node_of(state, self.kind.traced).meta["example"].shape[-1] if rows else 0
-        return Bound(anchor.relative(region), rows, width)
+        example = node_of(state, self.layer, site, self.kind.traced).meta["example"]
+        flat = site.stream is not None and isinstance(state.shape, Tokens) and example.ndim == 2
+        return Bound(anchor.relative(region), rows, example.shape[-1] if rows else 0, flat=flat)
 
     def anchored(self, placed: ir.Placed, choice: _Choice, region: str) -> dict[str, Anchor | None]:
         if region == choice.region and choice.anchors:
             return {n: choice.anchors.get(n) for n in used_states(placed)}
         found: dict[str, Anchor | None] = {}
         for name in used_states(placed):
-            if placed.site.states[name].weight is not None:
+            state = state_of(placed.site, name)
+            if state.weight is not None:
                 found[name] = None
                 continue
-            options = self.options(placed.site.states[name], name in written(placed), region)
+            options = self.options(state, name in written(placed), region, placed.site)
             found[name] = min(options, key=lambda o: len(o[1]))[0] if options else None
         return found
 
     def choice(self, group: list[ir.Placed]) -> _Choice:
         """The region for edits that have to be applied in one place."""
-        states = {n: p.site.states[n] for p in group for n in used_states(p)}
+        states = {n: state_of(p.site, n) for p in group for n in used_states(p)}
         writes = {n for p in group for n in written(p)}
         functions = {relative(m, self.layer) for p in group for a in p.assigns for _, m in frozen_modules(a.value)}
-        key = (id(self.kind), group[0].site.steps[2:], *map(tuple, map(sorted, (states, writes, functions))))
+        key = (id(self.kind), group[0].site.steps[2:] or group[0].site.path, *map(tuple, map(sorted, (states, writes, functions))))
         if key not in self.memory:
             self.memory[key] = self.choose(group, states, writes, functions)
         return self.memory[key]
@@ -239,13 +246,13 @@ class LayerRegions:
             module = self.kind.root.get_submodule(region)
             if next(module.parameters(), None) is None or not all(contains(region, f) and f != region for f in functions):
                 continue
-            choice = self.try_region(region, states, writes)
+            choice = self.try_region(region, states, writes, group[0].site)
             if choice is not None:
                 return choice
         where = f"of {group[0].site.root} contains all the states that `{group[0].edit}` uses at {group[0].site.path}"
         raise PeftcError(Diagnostic("P401", f"no one module {where}", notes=(f"states: {', '.join(states)}",)))
 
-    def try_region(self, region: str, states: dict[str, State], writes: set[str]) -> _Choice | None:
+    def try_region(self, region: str, states: dict[str, State], writes: set[str], site: Site) -> _Choice | None:
         inline: frozenset[str] = frozenset()
         found: dict[str, Anchor] = {}
         for name, state in states.items():
@@ -255,49 +262,61 @@ class LayerRegions:
                     return None
                 inline |= self.path(region, module)
                 continue
-            options = self.options(state, name in writes, region)
+            options = self.options(state, name in writes, region, site)
             if not options:
                 return None
             found[name], frames = min(options, key=lambda option: len(option[1]))
             inline |= frames
         return _Choice(region, inline, found)
 
-    def options(self, state: State, write: bool, region: str) -> list[tuple[Anchor, frozenset[str]]]:
+    def options(self, state: State, write: bool, region: str, site: Site) -> list[tuple[Anchor, frozenset[str]]]:
         """The anchors of a state that can be used in `region`, each with the modules to enter for it."""
         traced = self.kind.traced
         found: list[tuple[Anchor, frozenset[str]]] = []
-        for anchor in state_anchors(state, traced):
+        for anchor in state_anchors(state, self.layer, site, traced):
             frames = frames_between(region, anchor, traced)
             if frames is None:
                 continue
-            if write and not may_write(anchor, frames, state, region, traced):
+            if write and not may_write(anchor, frames, node_of(state, self.layer, site, traced)):
                 continue
             found.append((anchor, frames))
         return found
 
 
-def node_of(state: State, traced: Traced) -> fx.Node:
+def state_of(site: Site, name: str) -> State:
+    return site.stream if name == STREAM and site.stream is not None else site.states[name]
+
+
+def node_of(state: State, layer: str, site: Site, traced: Traced) -> fx.Node:
     """The node of a state in its layer's graph; for a state of an attention call, the call."""
     assert state.place is not None
     name = state.place.node.partition(".")[0]
+    if name in (INPUT, OUTPUT):
+        return boundary_node(name, relative(site.module, layer), traced)
     return next(n for n in traced.graph.nodes if n.name == name)
 
 
-def state_anchors(state: State, traced: Traced) -> list[Anchor]:
+def boundary_node(place: str, module: str, traced: Traced) -> fx.Node:
+    """The first tensor that a module in a layer takes, or returns."""
+    call = next(c for c in calls_of(traced) if c.name == module)
+    found = parts(call.arguments if place == INPUT else call.result)
+    return next(n for _, n in found if isinstance(n.meta.get("example"), torch.Tensor))
+
+
+def state_anchors(state: State, layer: str, site: Site, traced: Traced) -> list[Anchor]:
     assert state.place is not None
     argument = state.place.node.partition(".")[2]
-    node = node_of(state, traced)
+    node = node_of(state, layer, site, traced)
     if argument:
         frame, operation, n = node.meta["origin"]
         return [Anchor("argument", frame, (operation, n, argument))]
     return anchors(node, traced)
 
 
-def may_write(anchor: Anchor, frames: frozenset[str], state: State, region: str, traced: Traced) -> bool:
+def may_write(anchor: Anchor, frames: frozenset[str], node: fx.Node) -> bool:
     """Whether a new value there is what everyone who uses the state gets."""
     if anchor.kind == "argument":
         return True
-    node = node_of(state, traced)
     inside = [u for u in node.users if contains(anchor.module, owner(u))]
     if anchor.kind == "in":
         return bool(anchor.module) and len(inside) == len(node.users)
@@ -327,8 +346,27 @@ def depth(placed: ir.Placed) -> int:
 
 
 def used_states(placed: ir.Placed) -> list[str]:
-    names = dict.fromkeys(s for a in placed.assigns for s in (*reads(a.value), a.state))
+    terms = [a.value for a in placed.assigns] + [t for _, t in placed.lets]
+    names = dict.fromkeys([*(s for t in terms for s in reads(t)), *(a.state for a in placed.assigns)])
+    if placed.site.stream is not None and any(map(per_example, terms)):
+        names[STREAM] = None
     return list(names)
+
+
+def per_example(term: ir.Term) -> bool:
+    """Whether a number an example, (batch, 1, 1), is part of a term: then the batch must be a dimension of its own."""
+    match term:
+        case ir.Applied(instance=instance, input=value):
+            own = isinstance(term.shape, Scalar) and term.shape.per_example
+            return own or (value is not None and per_example(value))
+        case ir.Frozen(input=value):
+            return per_example(value)
+        case ir.Arithmetic(left=left, right=right):
+            return per_example(left) or per_example(right)
+        case ir.Concat(parts=terms):
+            return any(map(per_example, terms))
+        case _:
+            return False
 
 
 def written(placed: ir.Placed) -> set[str]:
@@ -365,12 +403,8 @@ def module_region(placed: list[ir.Placed], module: nn.Module) -> Region:
 
 
 def boundary(node: str, module: nn.Module) -> Anchor:
-    import inspect
-
-    from peftc.tracing.tracer import innermost
-
     if node == OUTPUT:
         return Anchor("out", "", ())
     assert node == INPUT
-    first = list(inspect.signature(innermost(type(module).forward)).parameters)[1]
+    first = list(signature_of(module).parameters)[1]
     return Anchor("in", "", (first,))

@@ -56,7 +56,7 @@ def analyse(model: ModelLike, sample: Mapping[str, Any] | None = None) -> Analys
         d_model=example_width(anatomy.stacks[0].kinds[0]),
         fingerprint=fingerprint(fake),
         sites=all_sites(anatomy),
-        modules=module_infos(fake),
+        modules=module_infos(anatomy),
         tied=tied_groups(fake),
         warnings=tuple(anatomy.warnings),
     )

@@ -26,11 +26,15 @@ class WeightRef:
     transposed: bool = False  # stored (in, out), as transformers' Conv1D does
 
 
+INPUT, OUTPUT = "<input>", "<output>"
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a hidden state lives in the traced graph of the layer (or module) `root`.
 
-    `node` names a node of the kind's fully inlined graph; `rows` a slice of its last dimension.
+    `node` names a node of the kind's fully inlined graph, or is INPUT or OUTPUT: the first argument or the result of the
+    site's own module. `rows` is a slice of its last dimension.
     """
 
     node: str
@@ -52,7 +56,9 @@ class Site:
 
     `steps` are the path's parts as (name, index or None). `module` is the dotted name of the module that computes it (of the
     smallest module containing it, where no one module does). `root` is the module whose graph holds its states (the layer,
-    or the module itself outside layers). `group` names the attention group ("encoder.self") or the stack.
+    or the module itself outside layers). `group` names the attention group ("encoder.self") or the stack. `functions`: frozen sub-modules,
+    from their name to the dotted name of the module. `stream`: the layer's input, where a state of this site has batch and
+    tokens flattened into one dimension.
     """
 
     path: str
@@ -61,19 +67,24 @@ class Site:
     root: str
     kind: str
     states: Mapping[str, State]
-    functions: Mapping[str, str] = field(
-        default_factory=dict[str, str]
-    )  # frozen sub-modules: name -> dotted module name
+    functions: Mapping[str, str] = field(default_factory=dict[str, str])
     group: str = ""
+    stream: State | None = None
 
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """Any module of the model, for globs, `**` and `train`."""
+    """Any module of the model, for globs, `**` and `train`.
+
+    `input` and `output` are the widths (features) of its first argument and of its result; None where it is not called just
+    once in a forward, or not on features.
+    """
 
     name: str  # dotted
     type: str
     parameters: Mapping[str, tuple[int, ...]]  # its own parameters (not its children's): attribute -> stored shape
+    input: int | None = None
+    output: int | None = None
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,10 @@ from transformers.pytorch_utils import Conv1D
 from peftc.forms import shapes
 from peftc.tracing import graphs
 from peftc.tracing.kinds import Anatomy, LayerKind, example_width
-from peftc.tracing.roles import Projection, SubLayer
-from peftc.tracing.sites import ModuleInfo, Place, Site, Slice, State, WeightRef
+from peftc.tracing.roles import Projection, SubLayer, stream_input
+from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, WeightRef
 
 Steps = tuple[tuple[str, int | None], ...]
-
-INPUT, OUTPUT = "<input>", "<output>"  # nodes of a site whose root is the module itself
-
 
 def path_of(steps: Steps) -> str:
     return ".".join(name if index is None else f"{name}[{index}]" for name, index in steps)
@@ -40,6 +37,11 @@ class LayerSites:
 
     def __init__(self, layer: str, kind: LayerKind, steps: Steps, stack: str) -> None:
         self.layer, self.kind, self.steps, self.stack = layer, kind, steps, stack
+        stream = stream_input(kind.traced.graph)
+        assert stream is not None
+        self.stream = stream
+        # states that the model's own code keeps as (batch · tokens, d)
+        self.flat = {n.name for n in kind.traced.graph.nodes if getattr(n.meta.get("example"), "ndim", 0) == 2}
 
     def sites(self) -> list[Site]:
         found = [self.layer_site()]
@@ -158,9 +160,10 @@ class LayerSites:
     ) -> Site:
         steps = self.steps + steps
         kind = f"{self.kind.name}@{id(self.kind)}"
-        return Site(
-            path_of(steps), steps, module, self.layer, kind, dict(states), dict(functions or {}), group or self.stack
-        )
+        flat = any(s.place is not None and s.place.node in self.flat for s in states.values())
+        stream = self.state("stream", self.stream) if flat else None
+        path, group = path_of(steps), group or self.stack
+        return Site(path, steps, module, self.layer, kind, dict(states), dict(functions or {}), group, stream)
 
     def full(self, name: str) -> str:
         return f"{self.layer}.{name}".rstrip(".")
@@ -308,9 +311,17 @@ def heads(anatomy: Anatomy) -> Iterator[Site]:
         yield module_site(name, (("head", None),), anatomy)
 
 
-def module_infos(model: nn.Module) -> tuple[ModuleInfo, ...]:
+def module_infos(anatomy: Anatomy) -> tuple[ModuleInfo, ...]:
     """Every module of the model with the parameters that are its own."""
-    return tuple(
-        ModuleInfo(n, type(m).__name__, {k: tuple(p.shape) for k, p in m.named_parameters(recurse=False)})
-        for n, m in model.named_modules()
-    )
+    seen = anatomy.seen
+
+    def width(name: str, shapes_seen: Mapping[str, tuple[int, ...]]) -> int | None:
+        shape = shapes_seen.get(name, ())
+        return shape[-1] if seen.calls.get(name) == 1 and len(shape) in (2, 3) else None
+
+    found: list[ModuleInfo] = []
+    for name, module in anatomy.model.named_modules():
+        own = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
+        entry = None if isinstance(module, nn.Embedding) else width(name, seen.inputs)
+        found.append(ModuleInfo(name, type(module).__name__, own, entry, width(name, seen.outputs)))
+    return tuple(found)
