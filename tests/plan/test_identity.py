@@ -37,6 +37,7 @@ BART = tables.bart(layers=(2, 2))
         ("attn.q", "w = magnitude(w)", True),
         ("attn.q", "w = magnitude(2 * w)", False),
         ("attn.q", "w = 2 * magnitude(w)", False),
+        ("attn.q", "w = w + magnitude(lowrank(r=4))", False),
         ("attn.q", "b += 1 b = b - 1", False),
         ("attn", "kv = concat(prefix(len=4), kv)", False),
         ("attn", "kv = concat(0 * prefix(len=4), kv)", False),
