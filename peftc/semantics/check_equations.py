@@ -99,7 +99,7 @@ class Equations:
                 pass
 
     def _call(self, call: ast.Call) -> Iterator[Diagnostic]:
-        for arg in call.args:
+        for arg in call.args if call.function != SHARED else ():
             yield from self._value(arg)
         if call.function in self._shared:
             yield from self._shared_call(call)
@@ -125,7 +125,7 @@ class Equations:
         )
         form = shared_form(self._shared[call.function])
         wanted = 1 if form in FORMS and FORMS[form].takes_input else 0
-        if len(call.args) != wanted:
+        if form in FORMS and len(call.args) != wanted:
             message = f"`{call.function}` takes {'one input' if wanted else 'no input'}, found {len(call.args)}"
             yield Diagnostic("P108", message, call.span)
 

@@ -6,9 +6,22 @@ from hypothesis import strategies as st
 
 from peftc.syntax import ast
 
-KEYWORDS = set(
-    ["peft", "method", "use", "from", "apply", "at", "as", "edit", "per", "train", "expect", "let", "true", "false"]
-)
+KEYWORDS = {
+    "peft",
+    "method",
+    "use",
+    "from",
+    "apply",
+    "at",
+    "as",
+    "edit",
+    "per",
+    "train",
+    "expect",
+    "let",
+    "true",
+    "false",
+}
 
 words = st.from_regex(r"[A-Za-z_][A-Za-z_0-9]{0,6}", fullmatch=True).filter(lambda word: word not in KEYWORDS)
 dotted = st.lists(words, min_size=1, max_size=3).map(".".join)

@@ -1,0 +1,274 @@
+"""Methods, constants, other files, settings: what is left of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peftc import resources
+from peftc.diagnostics import PeftcError
+from peftc.semantics import expand, read_spec
+from peftc.semantics.settings import parse_settings
+from peftc.syntax import ast, parse_text, print_spec
+
+RECIPES = sorted(resources.recipes().values())
+
+
+def flat(text: str, *settings: str, path: str = "<text>") -> str:
+    """The statements of an expanded spec, a line each."""
+    expanded = expand(parse_text("peft 1\n" + text, path), parse_settings(settings))
+    return "\n".join(line for line in print_spec(expanded).splitlines()[1:] if line)
+
+
+def codes(text: str, *settings: str) -> list[str]:
+    with pytest.raises(PeftcError) as caught:
+        flat(text, *settings)
+    return [error.code for error in caught.value.diagnostics]
+
+
+METHOD = (
+    "method m(r = 8, s = 2 * r, act = relu) { edit ffn at layer[*].ffn { h += s * adapter(x, r=r / 2, act=act) } }\n"
+)
+
+
+def test_a_single_method_is_its_defaults() -> None:
+    assert flat(METHOD) == "edit ffn at layer[*].ffn { h += 16 * adapter(x, r=4, act=relu) }"
+
+
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        (["r=6"], "12 * adapter(x, r=3, act=relu)"),
+        (["s=scalar(init=4)"], "scalar(init=4) * adapter(x, r=4, act=relu)"),
+        (["r=1K", "s=1", "act=gelu"], "1 * adapter(x, r=500, act=gelu)"),
+        (["r=3"], "6 * adapter(x, r=1.5, act=relu)"),
+        (["s=-1"], "-1 * adapter(x, r=4, act=relu)"),
+    ],
+)
+def test_settings_override_parameters(settings: list[str], value: str) -> None:
+    assert flat(METHOD, *settings) == f"edit ffn at layer[*].ffn {{ h += {value} }}"
+
+
+def test_settings_override_constants_of_a_file_without_methods() -> None:
+    text = "let r = 8  let s = 2 * r  edit a at layer[*].ffn { h += s * adapter(x, r=r) }"
+    assert "16 * adapter(x, r=8)" in flat(text)
+    assert "6 * adapter(x, r=3)" in flat(text, "r=3")
+
+
+@pytest.mark.parametrize("settings", [["rr=3"], ["x"], ["r=3", "r=4"], ["=3"], ["r s=3"]])
+def test_bad_settings(settings: list[str]) -> None:
+    assert codes(METHOD, *settings) == ["P110"]
+
+
+def test_a_setting_that_is_no_expression() -> None:
+    assert codes(METHOD, "r=4 +") == ["P015"]
+
+
+@pytest.mark.parametrize(
+    ("written", "folded"),
+    [
+        ("1 + 2 * 3", "7"),
+        ("(1 + 2) * 3 - 10", "-1"),
+        ("-(2 - 5)", "--3"),
+        ("1 / 4", "0.25"),
+        ("6 / 3", "2"),
+        ("0.1 + 0.2", "0.3"),
+        ("27.4M / 2", "13700000"),
+        ("2 * 3%", "6%"),
+        ("3% + 1.5%", "4.5%"),
+        ("10% / 4", "2.5%"),
+        ("1 - 10%", "0.9"),
+        ("2 * h", "2 * h"),
+        ("2 * 3 * h", "6 * h"),
+        ("h * 2 * 3", "h * 2 * 3"),
+    ],
+)
+def test_arithmetic(written: str, folded: str) -> None:
+    text = flat(f"edit a at layer[*].ffn {{ h += {written} }}")
+    assert text == f"edit a at layer[*].ffn {{ h += {folded.replace('--', '')} }}"
+
+
+@pytest.mark.parametrize("written", ["1 / 0", "1 / (2 - 2)", "1e300 * 1e300", "0 / 0"])
+def test_arithmetic_that_fails(written: str) -> None:
+    assert codes(f"edit a at layer[*].ffn {{ h += {written} * x }}") == ["P120"]
+
+
+def test_let_inside_an_edit() -> None:
+    text = "let g = 3  edit a at layer[*].ffn { let n = 2 * g  let g = gate(h)  let old = h  h += n * g  h += old }"
+    assert flat(text).split() == (
+        [
+            "edit",
+            "a",
+            "at",
+            "layer[*].ffn",
+            "{",
+            "let",
+            "g",
+            "=",
+            "gate(h)",
+            "let",
+            "old",
+            "=",
+            "h",
+            "h",
+            "+=",
+            "6",
+            "*",
+            "g",
+            "h",
+            "+=",
+            "old",
+            "}",
+        ]
+    )
+
+
+APPLIED = """
+method inner(r = 4) { edit a at layer[*].attn { h += adapter(h, r=r) }  expect foldable(a) }
+method outer(r = 8) {
+    let P = shared(adapter(r=r))
+    apply inner(r=2 * r) as in
+    edit b at layer[*].ffn { h += P(x) }
+    train n = [w] at norm
+    expect sites(in.a) == r
+    expect identity(b)
+}
+"""
+
+
+def test_names_and_selectors_of_what_is_applied() -> None:
+    assert flat(APPLIED + "apply outer(r=3) at encoder as enc  apply inner() at encoder.layer[0..3]").splitlines() == [
+        "let enc.P = shared(adapter(r=3))",
+        "edit enc.in.a at encoder.layer[*].attn { h += adapter(h, r=6) }",
+        "expect foldable(enc.in.a)",
+        "edit enc.b at encoder.layer[*].ffn { h += enc.P(x) }",
+        "train enc.n = [w] at encoder.norm",
+        "expect sites(enc.in.a) == 3",
+        "expect identity(enc.b)",
+        "edit a at encoder.layer[0..3].attn { h += adapter(h, r=4) }",
+        "expect foldable(a)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "together"),
+    [
+        ("layer[*].attn", "encoder", "encoder.layer[*].attn"),
+        ("encoder.layer[*].attn", "encoder", "encoder.layer[*].attn"),
+        ("layer[*].attn", "layer[0..3]", "layer[0..3].attn"),
+        ("layer[2].attn", "encoder.layer[*]", "encoder.layer[2].attn"),
+        ("decoder.layer[*].attn", "layer[0..3]", "decoder.layer[0..3].attn"),
+        ("layer[*].attn.q", "layer[*].attn", "layer[*].attn.q"),
+        ("layer[*].attn | layer[*].ffn", "decoder", "decoder.layer[*].attn | decoder.layer[*].ffn"),
+        ("layer[*].attn - layer[0].attn", "decoder", "decoder.layer[*].attn - decoder.layer[0].attn"),
+        ("layer[*].attn", "encoder | decoder", "encoder.layer[*].attn | decoder.layer[*].attn"),
+        ("layer[*].ffn", "encoder - encoder.layer[0]", "encoder.layer[*].ffn - encoder.layer[0].ffn"),
+        ("norm", "encoder", "encoder.norm"),
+        ("**", "decoder", "decoder.**"),
+    ],
+)
+def test_selectors_are_taken_within_a_part(inner: str, outer: str, together: str) -> None:
+    text = f"method m() {{ edit a at {inner} {{ h *= vector() }} }} apply m() at {outer}"
+    assert flat(text) == f"edit a at {together} {{ h *= vector() }}"
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        ("decoder.layer[*].attn", "encoder"),
+        ('"a.*"', "encoder"),
+        ("layer[*].attn", '"a.*"'),
+        ("layer[0].attn", "layer[1]"),
+        ("norm", "layer[0..3]"),
+    ],
+)
+def test_selectors_that_cannot_be_taken_within_a_part(inner: str, outer: str) -> None:
+    assert codes(f"method m() {{ edit a at {inner} {{ h *= vector() }} }} apply m() at {outer}") == ["P122"]
+
+
+def test_use_is_relative_to_the_file_that_uses(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.peft").write_text('peft 1\nuse b from "../b.peft"\nlet r = 3\nmethod a() { apply b(r=r) }\n')
+    (tmp_path / "b.peft").write_text(
+        "peft 1\nlet P = shared(vector())\nmethod b(r = 1) { edit e at layer[*].ffn { h += P() * adapter(x, r=r) } }\n"
+    )
+    (tmp_path / "main.peft").write_text('peft 1\nuse a from "sub/a.peft"\napply a() as x\n')
+    expanded = expand(read_spec(tmp_path / "main.peft"))
+    assert print_spec(expanded).splitlines()[2:] == [
+        "let P = shared(vector())",
+        "edit x.e at layer[*].ffn { h += P() * adapter(x, r=3) }",
+    ]
+    edit = expanded.statements[1]
+    assert isinstance(edit, ast.Edit)
+    assert edit.origin is not None
+    assert edit.origin.path == str(tmp_path / "b.peft")
+    assert edit.origin.text[edit.name_span.start : edit.name_span.end] == "e"
+    assert any("apply a() as x" in note for note in edit.via)
+
+
+def test_files_that_use_each_other_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.peft").write_text('peft 1\nuse b from "b.peft"\nmethod a() { apply b() }\n')
+    (tmp_path / "b.peft").write_text('peft 1\nuse a from "a.peft"\nmethod b() { apply a() }\n')
+    with pytest.raises(PeftcError) as caught:
+        expand(read_spec(tmp_path / "a.peft"))
+    assert "P113" in [error.code for error in caught.value.diagnostics]
+
+
+def test_errors_in_a_used_file_are_about_that_file(tmp_path: Path) -> None:
+    (tmp_path / "a.peft").write_text("peft 1\nmethod a() { edit b at { h = h } }\n")
+    (tmp_path / "main.peft").write_text('peft 1\nuse a from "a.peft"\napply a()\n')
+    with pytest.raises(PeftcError) as caught:
+        expand(read_spec(tmp_path / "main.peft"))
+    (found,) = [error for error in caught.value.diagnostics if error.code == "P016"]
+    assert found.source is not None
+    assert found.source.path == str(tmp_path / "a.peft")
+
+
+WRONG = [
+    ("use mamm from std apply mamm()", ["P109", "P109"]),
+    ('use m from "nowhere.peft" apply m()', ["P112", "P109"]),
+    (METHOD + "apply m(rr=3, r=4, r=5)", ["P102", "P104"]),
+    (METHOD + "apply m() apply m()", ["P111"]),
+    (METHOD + "apply n()", ["P109"]),
+    ("method a() { apply b() } method b() { apply a() } apply a()", ["P113"]),
+    ("method a() { apply a() }", ["P113"]),
+    (METHOD + METHOD.replace("method m", "method n"), ["P119"]),
+    ("", ["P119"]),
+    ("let a = 3", ["P119"]),
+    ("edit a at layer[*].ffn { }", ["P119"]),
+    ("edit a at layer[*].ffn per task { h += adapter(x, r=3) }", ["P118"]),
+    ("let a = h edit b at layer[*].ffn { h += x }", ["P115"]),
+    ("let a = 3 let a = 4 edit b at layer[*].ffn { h += a * x }", ["P111"]),
+    ("method m(r = 3, q = 4) { edit a at layer[*].ffn { h += adapter(x, r=r) } }", ["P121"]),
+    ("method m(r = 3, n = 4) { edit a at layer[*].ffn { h += adapter(x, r=r) } }", ["P114"]),
+    ("edit a at layer[*].ffn { h += x } expect foldable(b) expect foo < 3", ["P117", "P116"]),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), WRONG)
+def test_what_cannot_be_expanded(text: str, expected: list[str]) -> None:
+    assert codes(text) == expected
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_expand_to_what_parses(path: Path) -> None:
+    expanded = expand(read_spec(path))
+    again = parse_text(print_spec(expanded))
+    assert again == expanded
+    assert expand(again) == again
+    name = path.stem.replace("-", "_")
+    used = expand(parse_text(f"peft 1\nuse {name} from std\napply {name}()\n"))
+    assert used.statements == expanded.statements
+
+
+def test_every_recipe_of_the_library_is_there() -> None:
+    names = "lora dora ia3 houlsby pfeiffer parallel scaled_parallel prefix mam bitfit layernorm lora_ffn pa_pa prefix_lora_ffn"
+    assert set(resources.recipes()) == set(names.split())
+
+
+def test_the_mam_recipe_takes_what_the_paper_varies() -> None:
+    spec = read_spec(resources.recipes()["mam"])
+    text = print_spec(expand(spec, parse_settings(["bias=false", "reparam=mlp(800)", "l=10"])))
+    assert "prefix(len=10, reparam=mlp(800))" in text
+    assert "4 * adapter(x, r=512, act=relu, init=lora, bias=false)" in text
