@@ -113,10 +113,17 @@ def compile(
     found = planned(flat, analysis)
     if found.findings:
         raise PeftcError(found.findings)
-    return installed_on(model, flat, found, analysis, torch.initial_seed() if seed is None else seed)
+    return installed_on(model, flat, found, analysis, torch.initial_seed() if seed is None else seed, sample)
 
 
-def installed_on(model: nn.Module, flat: ast.Spec, found: Planned, analysis: Analysis, seed: int) -> nn.Module:
+def installed_on(
+    model: nn.Module,
+    flat: ast.Spec,
+    found: Planned,
+    analysis: Analysis,
+    seed: int,
+    sample: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """Installs what was planned: all or nothing."""
     surgery = Surgery(model, seed)
     regions = regions_of(found.placed, analysis.anatomy)
@@ -135,7 +142,7 @@ def installed_on(model: nn.Module, flat: ast.Spec, found: Planned, analysis: Ana
 
     surgery.apply(trained, record)
     try:
-        warm(model)
+        warm(model, sample)
     except BaseException:
         uninstall(model)
         raise

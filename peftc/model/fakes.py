@@ -28,16 +28,16 @@ _HOOKS = (
 class _CopyAsFake(TorchFunctionMode):
     """Answers `Tensor.__deepcopy__` with a fake tensor, so that `copy.deepcopy` copies structure only."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, widen: bool) -> None:
         super().__init__()
-        self.mode = mode
+        self.mode, self.widen = mode, widen
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") == "__deepcopy__":
             tensor, memo = args
-            memo[id(tensor)] = fake = as_fake(tensor, self.mode)
+            memo[id(tensor)] = fake = as_fake(tensor, self.mode, self.widen)
             return fake
         return func(*args, **(kwargs or {}))
 
@@ -58,19 +58,23 @@ def fake_mode(model: nn.Module) -> FakeTensorMode:
     raise ValueError(f"{type(model).__name__} is not a skeleton: none of its tensors is fake")
 
 
-def as_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor (or parameter) of the same shape, strides, dtype, device (cpu for meta) and `requires_grad`."""
+def as_fake(tensor: torch.Tensor, mode: FakeTensorMode, widen: bool = False) -> torch.Tensor:
+    """A fake tensor (or parameter) of the same shape, strides, dtype, device (cpu for meta) and `requires_grad`.
+
+    `widen`: float32 in place of half precision.
+    """
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
     device = torch.device("cpu") if tensor.is_meta and not isinstance(tensor, FakeTensor) else tensor.device
+    dtype = torch.float32 if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def fake_copy(value: T, mode: FakeTensorMode | None = None) -> T:
+def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = False) -> T:
     """A deep copy of a model, a cache or arguments in which every tensor is fake.
 
     Tied tensors stay tied; hooks stay behind; training flags and `requires_grad` are kept. The original is not touched and
@@ -79,10 +83,10 @@ def fake_copy(value: T, mode: FakeTensorMode | None = None) -> T:
     mode = mode or new_mode()
     memo: dict[int, Any] = {}
     if isinstance(value, nn.Module):
-        memo = {id(p): as_fake(p, mode) for p in value.parameters()}  # a parameter copies itself unasked
+        memo = {id(p): as_fake(p, mode, widen) for p in value.parameters()}  # a parameter copies itself unasked
         for module in value.modules():
             held = [m for m in vars(module).values() if isinstance(m, nn.Module)]  # held without being registered
-            memo |= {id(p): as_fake(p, mode) for m in held for p in m.parameters() if id(p) not in memo}
+            memo |= {id(p): as_fake(p, mode, widen) for m in held for p in m.parameters() if id(p) not in memo}
             memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in _HOOKS if vars(module).get(name)}
-    with _CopyAsFake(mode):
+    with _CopyAsFake(mode, widen):
         return copy.deepcopy(value, memo)

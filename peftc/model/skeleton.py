@@ -14,14 +14,15 @@ from peftc.model.resolve import ModelSource
 
 
 def skeleton(source: ModelSource) -> nn.Module:
-    """The model of `source` with fake tensors, in eval mode; of a module in memory, a fake copy as it is.
+    """The model of `source` with fake tensors, in eval mode; of a module in memory, a fake copy in at
+    least float32: code that guards half precision looks at values, and a skeleton has none.
 
     `fake_mode(skeleton)` is the mode to call it in. Costs no memory for weights, and time by the number of modules.
 
     Raises: P506 where the configuration's values do not fit together.
     """
     if source.module is not None:
-        return fake_copy(source.module)
+        return fake_copy(source.module, widen=True)
     assert source.model_class is not None
     assert source.config is not None
     model = _on_meta(source.model_class, source.config, source.id)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_owner, member
@@ -260,13 +261,17 @@ def swap_originals(model: nn.Module, record: Installation) -> None:
             parameter.copy_(value)
 
 
-def warm(model: nn.Module) -> None:
-    """Makes the common variants ahead of time, by running a copy without data: evaluation, training, and decoding."""
+def warm(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
+    """Makes the common variants ahead of time, by running a copy without data: evaluation and training.
+
+    A model whose own code looks at values cannot be run so: then variants are made when they first come up.
+    """
     if not any(kind.inline for _, kind in installed(model).regions):
         return
     fake = fake_copy(model)
-    inputs = sample_inputs(fake)
-    for training in (False, True):
-        fake.train(training)
-        with fake_mode(fake), torch.no_grad():
-            fake(**inputs)
+    inputs = sample_inputs(fake) if sample is None else sample
+    with suppress(DataDependentOutputException):
+        for training in (False, True):
+            fake.train(training)
+            with fake_mode(fake), torch.no_grad():
+                fake(**inputs)
