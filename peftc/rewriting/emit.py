@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from peftc.tracing.graphs import is_size
+from peftc.tracing.tracer import branch
 
 INFIX = {
     operator.add: "+",
@@ -73,12 +74,22 @@ def public_torch_name(value: Any) -> str | None:
     return None
 
 
+Others: TypeAlias = (
+    "tuple[fx.Graph, Mapping[int, Others]]"  # the graph of the other way at a branch, and the ways it has itself
+)
+
+
 class Emitter:
     """Prints one graph. Reads of attributes and sizes are written where they are used, everything else on its own line."""
 
-    def __init__(self, graph: fx.Graph, names: Names, signature: inspect.Signature) -> None:
+    def __init__(
+        self, graph: fx.Graph, names: Names, signature: inspect.Signature, others: Mapping[int, Others] | None = None
+    ) -> None:
         self.graph, self.names, self.signature = graph, names, signature
+        self.others = others or {}
         self.texts: dict[fx.Node, str] = {}
+        self.skip = 0  # branches that have been printed already, by the path this one leaves
+        self.known: dict[object, str] = {}  # what that path has computed so far, by origin
 
     def body(self) -> list[str]:
         """The lines of the function. Made twice: local names must differ from all the globals in use."""
@@ -89,14 +100,21 @@ class Emitter:
 
     def local(self, node: fx.Node) -> str:
         name = node.name
-        while name in self.names.values or name in self.signature.parameters:
+        taken = set(self.known.values())
+        while name in self.names.values or name in self.signature.parameters or name in taken:
             name += "_"
         return name
 
     def lines(self) -> list[str]:
         lines: list[str] = []
+        passed = 0
         for node in self.graph.nodes:
-            if node.op == "placeholder":
+            if node.target is branch:
+                lines += self.fork(node, passed) if passed >= self.skip else []
+                passed += 1
+            elif passed < self.skip and node.meta.get("origin") in self.known:
+                self.texts[node] = self.known[node.meta["origin"]]
+            elif node.op == "placeholder":
                 self.texts[node] = str(node.target).lstrip("*")
             elif node.op == "output":
                 lines.append(f"return {self.arg(node.args[0])}")
@@ -110,6 +128,17 @@ class Emitter:
                 self.texts[node] = self.local(node)
                 lines += wrapped(f"{self.texts[node]} = {text}" if node.users else text)
         return lines
+
+    def fork(self, marker: fx.Node, index: int) -> list[str]:
+        """The other way at a branch, which ends by returning; this way goes on behind it."""
+        graph, others = self.others[index]
+        other = Emitter(graph, self.names, self.signature, others)
+        other.skip = index + 1
+        other.known = {n.meta["origin"]: t for n, t in self.texts.items() if "origin" in n.meta}
+        remove_dead(graph)
+        condition, outcome = marker.args
+        test = f"not {self.operand(condition)}" if outcome else self.arg(condition)
+        return [f"if {test}:", *(f"    {line}" for line in other.lines())]
 
     def stable(self, node: fx.Node) -> bool:
         """Sizes are read where they are used, unless many use them."""

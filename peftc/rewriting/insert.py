@@ -33,6 +33,7 @@ class Inserter:
     def __init__(self, traced: Traced) -> None:
         self.traced, self.graph = traced, traced.graph
         self.latest: dict[fx.Node, fx.Node] = {}
+        self.made = 0
         self.weights: dict[tuple[str, str], fx.Node] = {}  # the parameter reads that have been rewritten
 
     def insert(self, edit: RegionEdit) -> None:
@@ -283,6 +284,8 @@ class _Assignment:
             self.point = node
 
     def add(self, node: fx.Node) -> fx.Node:
+        node.meta["origin"] = ("<edit>", self.inserter.made, 0)
+        self.inserter.made += 1
         self.point.append(node)
         self.point = node
         self.made.append(node)

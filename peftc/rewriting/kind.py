@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.model.fakes import fake_copy
+from peftc.model.fakes import fake_copy, new_mode
 from peftc.rewriting import emit, guards
 from peftc.rewriting.emit import base_call
 from peftc.rewriting.insert import Inserter
@@ -66,19 +66,15 @@ class Kind:
     def prepare(self) -> None:
         """The forward of a region of which only arguments and result are touched: the model's own, in between."""
         if not self.inline and not self.variants:
-            self.add(boundary_graph(self.base, self.signature, self.edits))
+            self.variants.append(self.variant(lambda _: boundary_graph(self.base, self.signature, self.edits)))
+            self.link()
 
     def unseen(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A call pattern that no variant holds for: traced, rewritten, added and run."""
         with self.lock:
             arguments = bind(base_forward(self.base), module, args, kwargs)
-            known = len(self.variants)
-            traced = self.trace(module, arguments)
-            self.add(traced)
-            variant = self.variants[known]
+            variant = self.variant(lambda script: self.trace(module, arguments, script))
             if not self.holds(variant)(module, *args, **kwargs):
-                self.variants.pop()
-                self.link()
                 raise PeftcError(
                     Diagnostic(
                         "P901",
@@ -87,16 +83,18 @@ class Kind:
                         help="this is a bug in peftc: report the model, the spec and the call",
                     )
                 )
+            self.variants.append(variant)
+            self.link()
         return self.functions[variant.name](module, *args, **kwargs)
 
-    def trace(self, module: nn.Module, arguments: dict[str, Any]) -> Traced:
+    def trace(self, module: nn.Module, arguments: dict[str, Any], script: tuple[bool, ...]) -> Traced:
         """The region's graph for one call, on a copy without data, so that nothing happens to the model, its caches or
         the random state.
         """
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = new_mode()
         copy = fake_copy(module, mode)
         copy.__class__ = self.base
-        tracer = RegionTracer(lambda name: name in self.inline)
+        tracer = RegionTracer(lambda name: name in self.inline, script)
         try:
             with mode:
                 return tracer.trace_region(copy, fake_copy(arguments, mode))
@@ -110,19 +108,31 @@ class Kind:
                 )
             ) from error
 
-    def add(self, traced: Traced) -> None:
-        """Rewrites a traced graph and adds it as a variant."""
-        conditions: tuple[str, ...] = ()
-        if self.inline:
-            conditions = tuple(guards.conditions(traced, emit.Emitter(traced.graph, self.names, self.signature)))
-            for guard in guards.late(traced):
-                with traced.graph.inserting_after(guard.node):
-                    traced.graph.call_function(still, (guard.node, guard.kind, guard.value))
-        self.rewrite(traced)
+    def variant(self, trace: Callable[[tuple[bool, ...]], Traced]) -> Variant:
+        """The rewritten forward of one call pattern, with both ways at every branch on values of tensors."""
+        conditions: dict[str, None] = {}
+
+        def path(script: tuple[bool, ...]) -> emit.Others:
+            traced = trace(script)
+            conditions.update(dict.fromkeys(self.conditions(traced)))
+            self.rewrite(traced)
+            at = range(len(script), len(traced.outcomes))
+            return traced.graph, {i: path((*traced.outcomes[:i], not traced.outcomes[i])) for i in at}
+
+        graph, others = path(())
         name = f"variant_{len(self.variants) + 1}"
-        body = emit.Emitter(traced.graph, self.names, self.signature).body()
-        self.variants.append(Variant(name, conditions, traced.graph, emit.function(name, self.signature, body)))
-        self.link()
+        body = emit.Emitter(graph, self.names, self.signature, others).body()
+        return Variant(name, tuple(conditions), graph, emit.function(name, self.signature, body))
+
+    def conditions(self, traced: Traced) -> list[str]:
+        """When a graph is the right one; what may change while it runs is asked again where the model asks."""
+        if not self.inline:
+            return []
+        found = guards.conditions(traced, emit.Emitter(traced.graph, self.names, self.signature))
+        for guard in guards.late(traced):
+            with traced.graph.inserting_after(guard.node):
+                traced.graph.call_function(still, (guard.node, guard.kind, guard.value))
+        return found
 
     def rewrite(self, traced: Traced) -> None:
         inserter = Inserter(traced)

@@ -233,7 +233,11 @@ class LayerRegions:
         states = {n: state_of(p.site, n) for p in group for n in used_states(p)}
         writes = {n for p in group for n in written(p)}
         functions = {relative(m, self.layer) for p in group for a in p.assigns for _, m in frozen_modules(a.value)}
-        key = (id(self.kind), group[0].site.steps[2:] or group[0].site.path, *map(tuple, map(sorted, (states, writes, functions))))
+        key = (
+            id(self.kind),
+            group[0].site.steps[2:] or group[0].site.path,
+            *map(tuple, map(sorted, (states, writes, functions))),
+        )
         if key not in self.memory:
             self.memory[key] = self.choose(group, states, writes, functions)
         return self.memory[key]
@@ -244,7 +248,9 @@ class LayerRegions:
         names = sorted({c.name for c in calls_of(self.kind.traced)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
         for region in names:
             module = self.kind.root.get_submodule(region)
-            if next(module.parameters(), None) is None or not all(contains(region, f) and f != region for f in functions):
+            if next(module.parameters(), None) is None or not all(
+                contains(region, f) and f != region for f in functions
+            ):
                 continue
             choice = self.try_region(region, states, writes, group[0].site)
             if choice is not None:

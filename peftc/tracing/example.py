@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 if TYPE_CHECKING:
     from peftc.tracing.tracer import RegionTracer
@@ -33,7 +34,11 @@ class Example(fx.Proxy):
         return Example if isinstance(value, (tuple, list, dict)) else type(value)
 
     def __bool__(self) -> bool:
-        return self.tracer.decide(self.node, "bool", bool(self._value))
+        try:
+            value = bool(self._value)
+        except DataDependentOutputException:  # a fake tensor: both branches are kept
+            return self.tracer.fork(self.node)
+        return self.tracer.decide(self.node, "bool", value)
 
     def __index__(self) -> int:
         return self.tracer.decide(self.node, "int", int(self._value))

@@ -18,6 +18,7 @@ from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, S
 
 Steps = tuple[tuple[str, int | None], ...]
 
+
 def path_of(steps: Steps) -> str:
     return ".".join(name if index is None else f"{name}[{index}]" for name, index in steps)
 

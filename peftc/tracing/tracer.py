@@ -31,6 +31,10 @@ def attention(module: nn.Module, eager: Callable[..., Any], *args: Any, **kwargs
     return AttentionInterface().get_interface(implementation, eager)(module, *args, **kwargs)
 
 
+def branch(condition: Any, outcome: bool) -> None:
+    """Marks where Python asked for a truth that only the values of tensors tell, and went on as if it were `outcome`."""
+
+
 @dataclass(frozen=True)
 class Guard:
     """Python asked `kind` ("bool", "int", "len", "is", …) of the value of `node` and went on because the answer was `value`."""
@@ -62,6 +66,7 @@ class Traced:
     depends_on_dtype: bool = False
     parameter: tuple[str, torch.dtype] | None = None  # one that tells the dtype of the region's parameters
     result: Any = None  # of a region whose code was not entered: the parts of its result, by path
+    outcomes: tuple[bool, ...] = ()  # taken at each `branch`, in order
 
 
 class TraceError(Exception):
@@ -69,11 +74,15 @@ class TraceError(Exception):
 
 
 class RegionTracer(fx.Tracer):
-    """Traces `root.forward`. `inline(name)` says which children's code is entered; all others stay `call_module` nodes."""
+    """Traces `root.forward`. `inline(name)` says which children's code is entered; all others stay `call_module` nodes.
 
-    def __init__(self, inline: Callable[[str], bool]) -> None:
+    `script` are the outcomes to take at the first branches on values of tensors; at later ones it is True.
+    """
+
+    def __init__(self, inline: Callable[[str], bool], script: tuple[bool, ...] = ()) -> None:
         super().__init__(autowrap_modules=())
-        self.inline = inline
+        self.inline, self.script = inline, script
+        self.outcomes: list[bool] = []
         self.live = False
         self.depends_on_dtype = False
         self.guards: list[Guard] = []
@@ -88,6 +97,14 @@ class RegionTracer(fx.Tracer):
         if self.live:
             self.guards.append(Guard(node, kind, value))
         return value
+
+    def fork(self, condition: fx.Node) -> bool:
+        """A decision on values of tensors, which the example does not have."""
+        at = len(self.outcomes)
+        outcome = self.script[at] if at < len(self.script) else True
+        self.outcomes.append(outcome)
+        self.create_node("call_function", branch, (condition, outcome), {})
+        return outcome
 
     def escaped(self, number: Attribute) -> None:
         """Python computed with a number read from a module: this graph is right only where the number is the same."""
@@ -242,7 +259,9 @@ class RegionTracer(fx.Tracer):
             self.graph.output(self.create_arg(out))
         floating = ((n, p.dtype) for n, p in root.named_parameters() if p.is_floating_point())
         parameter = next(floating, None)
-        return Traced(self.graph, self.calls, self.guards, self.facts, self.depends_on_dtype, parameter)
+        found = Traced(self.graph, self.calls, self.guards, self.facts, self.depends_on_dtype, parameter)
+        found.outcomes = tuple(self.outcomes)
+        return found
 
     def placeholders(
         self, signature: inspect.Signature, arguments: Mapping[str, Any]
