@@ -52,7 +52,7 @@ def make_plan(spec: ast.Spec, table: SiteTable, *, source: Source | None = None)
         spec: after `peftc.semantics` has expanded it: only edits, `train`, `expect` and shared `let` are left.
         source: the text that is named and hashed in the plan; that of the spec without it.
 
-    Raises: everything wrong in the whole spec at once: P201-P206, P301-P309, P320 and what forms refuse.
+    Raises: everything wrong in the whole spec at once: P1xx, P201-P205, P301-P309 and what forms refuse.
     """
     planner = _Planner(spec, table, source or spec.source)
     edits, trains = planner.edits(), planner.trains()
