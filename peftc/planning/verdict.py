@@ -124,7 +124,7 @@ def _between(stays: _At, folds: _At) -> bool:
     changed_input = {(target.site.path, "x"), (folds.placed.site.path, "h"), (folds.placed.site.path, "z")}
     changed_input |= {(f"{_above(target.site.path)}.hidden", "h"), (_above(target.site.path), "z")}
     if _writes(stays, "h", {f"{_above(target.site.path)}.hidden"}) or _writes(stays, "z", {_above(target.site.path)}):
-        return stays.order > folds.order
+        return _turn(stays) > _turn(folds)
     return any((stays.placed.site.path, state) in changed_input for state in _read(stays.placed))
 
 
@@ -166,6 +166,11 @@ def _precedes(first: _At, then: _At) -> bool:
         return first.order < then.order
     assert then.target is not None
     return first.placed.site.path == then.target.site.path
+
+
+def _turn(at: _At) -> tuple[int, int]:
+    """When it acts, among edits of one state: inner sites first, then in the order of the spec."""
+    return -at.placed.site.path.count("."), at.order
 
 
 def _above(path: str) -> str:

@@ -1,8 +1,8 @@
 """Weights at rest and at work: saving and loading adapters, folding edits into the base."""
 
-from peftc.weights.fold import fold
-from peftc.weights.load import load
+from peftc.weights.folding import fold
+from peftc.weights.loading import load
 from peftc.weights.report import FoldReport
-from peftc.weights.save import save
+from peftc.weights.saving import save
 
 __all__ = ["FoldReport", "fold", "load", "save"]

@@ -108,6 +108,8 @@ class Wide:
             if not bool(new.isfinite().all()):
                 raise _not_finite(name, like.dtype, edits)
             entries, wanted = int((new != before).sum()), int((value != before.to(value.dtype)).sum())
+            if not wanted and not created:
+                continue
             dtype = str(like.dtype).removeprefix("torch.")
             survived = entries / wanted if wanted else 1.0
             yield name, NewValue(new, Change(name, new.numel(), entries, survived, dtype, created, edits))
