@@ -19,13 +19,17 @@ GATED = ("llama", "qwen3")
 
 @dataclass(frozen=True)
 class Recipe:
-    """`identity`: a no-op at initialisation. `folds`: the edits that fold; all of them or none where it is a bool."""
+    """`identity`: a no-op at initialisation.
+
+    `folds`: the edits that fold; all of them or none where it is a bool; None leaves the verdict to the planner, and only
+    what it says must be true.
+    """
 
     name: str
     spec: str
     method: Method
     identity: bool
-    folds: bool | frozenset[str] = False
+    folds: bool | frozenset[str] | None = False
     on: tuple[str, ...] = zoo.ARCHITECTURES
     edits: tuple[str, ...] = field(default=("e",))
 
@@ -36,6 +40,7 @@ class Recipe:
     def foldable(self, edit: str, name: str) -> bool:
         if self.name == "head" and name in TIED:
             return False  # the change would reach the embedding too
+        assert self.folds is not None
         return self.folds if isinstance(self.folds, bool) else edit in self.folds
 
 
@@ -237,6 +242,7 @@ SUB_LAYER = (
         "edit g at layer[*].attn.v { h += adapter(h, r=2) }",
         together(by_hand.lora("e", "v", 3.0), by_hand.scaled("f", "v"), by_hand.linear_act("g", "v")),
         identity=False,
+        folds=frozenset({"e", "f"}),
         edits=("e", "f", "g"),
     ),
     Recipe(
@@ -322,6 +328,128 @@ ATTENTION = (
     ),
 )
 
-RECIPES = (*LINEAR, *SUB_LAYER, *ATTENTION)
+
+def _pair(name: str, one: str, two: str, methods: tuple[Method, Method], folds: frozenset[str] | bool | None) -> Recipe:
+    return Recipe(name, f"edit e at {one}\nedit f at {two}", together(*methods), False, folds, edits=("e", "f"))
+
+
+_V, _DOWN, _FFN, _HIDDEN = "layer[*].attn.v", "layer[*].ffn.down", "layer[*].ffn", "layer[*].ffn.hidden"
+_LORA, _VECTOR, _SEQUENTIAL = "{ h += lora(x, r=3) }", "{ h *= vector(init=2) }", "{ h += adapter(h, r=3, act=tanh) }"
+_PARALLEL, _DORA = "{ h += adapter(x, r=3, act=tanh) }", "{ w = magnitude(w + lowrank(r=3)) }"
+
+MIXED = (  # what may fold although something that does not fold, or another edit, stands at the same Linear
+    _pair(
+        "adapter-vector",
+        f"{_V} {_SEQUENTIAL}",
+        f"{_V} {_VECTOR}",
+        (by_hand.linear_act("e", "v", "tanh"), by_hand.scaled("f", "v")),
+        False,
+    ),
+    _pair(
+        "adapter-lora",
+        f"{_V} {_SEQUENTIAL}",
+        f"{_V} {_LORA}",
+        (by_hand.linear_act("e", "v", "tanh"), by_hand.lora("f", "v", 3.0)),
+        False,
+    ),
+    _pair(
+        "lora-adapter",
+        f"{_V} {_LORA}",
+        f"{_V} {_SEQUENTIAL}",
+        (by_hand.lora("e", "v", 3.0), by_hand.linear_act("f", "v", "tanh")),
+        frozenset("e"),
+    ),
+    _pair(
+        "parallel-vector",
+        f"{_V} {_PARALLEL}",
+        f"{_V} {_VECTOR}",
+        (by_hand.linear_parallel("e", "v", "tanh"), by_hand.scaled("f", "v")),
+        False,
+    ),
+    _pair(
+        "parallel-lora",
+        f"{_V} {_PARALLEL}",
+        f"{_V} {_LORA}",
+        (by_hand.linear_parallel("e", "v", "tanh"), by_hand.lora("f", "v", 3.0)),
+        None,
+    ),
+    _pair(
+        "vector-lora",
+        f"{_V} {_VECTOR}",
+        f"{_V} {_LORA}",
+        (by_hand.scaled("e", "v"), by_hand.lora("f", "v", 3.0)),
+        True,
+    ),
+    _pair(
+        "hidden-dora",
+        f"{_HIDDEN} {_VECTOR}",
+        f"{_DOWN} {_DORA}",
+        (by_hand.scaled_hidden("e"), by_hand.dora("f", "down", 3.0)),
+        None,
+    ),
+    _pair(
+        "dora-hidden",
+        f"{_DOWN} {_DORA}",
+        f"{_HIDDEN} {_VECTOR}",
+        (by_hand.dora("e", "down", 3.0), by_hand.scaled_hidden("f")),
+        None,
+    ),
+    _pair(
+        "hidden-lora",
+        f"{_HIDDEN} {_VECTOR}",
+        f"{_DOWN} {_LORA}",
+        (by_hand.scaled_hidden("e"), by_hand.lora("f", "down", 3.0)),
+        None,
+    ),
+    _pair(
+        "hidden-adapter",
+        f"{_HIDDEN} {_VECTOR}",
+        f"{_DOWN} {_PARALLEL}",
+        (by_hand.scaled_hidden("e"), by_hand.linear_parallel("f", "down", "tanh")),
+        None,
+    ),
+    _pair(
+        "down-then-gamma",
+        f"{_DOWN} {_SEQUENTIAL}",
+        f"{_FFN} {_VECTOR}",
+        (by_hand.linear_act("e", "down", "tanh"), by_hand.gamma("f", "ffn")),
+        False,
+    ),
+    _pair(
+        "down-lora-then-gamma",
+        f"{_DOWN} {_LORA}",
+        f"{_FFN} {_VECTOR}",
+        (by_hand.lora("e", "down", 3.0), by_hand.gamma("f", "ffn")),
+        True,
+    ),
+    _pair(
+        "gamma-then-down-lora",
+        f"{_FFN} {_VECTOR}",
+        f"{_DOWN} {_LORA}",
+        (by_hand.gamma("e", "ffn"), by_hand.lora("f", "down", 3.0)),
+        None,
+    ),
+    _pair(
+        "parallel-then-gamma",
+        f"{_FFN} {_PARALLEL}",
+        f"{_FFN} {_VECTOR}",
+        (by_hand.parallel("e", "ffn", "tanh"), by_hand.gamma("f", "ffn")),
+        False,
+    ),
+    _pair(
+        "gamma-then-parallel",
+        f"{_FFN} {_VECTOR}",
+        f"{_FFN} {_PARALLEL}",
+        (by_hand.gamma("e", "ffn"), by_hand.parallel("f", "ffn", "tanh")),
+        frozenset("e"),
+    ),
+)
+
+RECIPES = (*LINEAR, *SUB_LAYER, *ATTENTION, *MIXED)
 NAMED = {recipe.name: recipe for recipe in RECIPES}
-CASES = [(recipe, name) for name in zoo.ARCHITECTURES for recipe in RECIPES if name in recipe.on]
+CASES = [
+    (recipe, name)
+    for name in zoo.ARCHITECTURES
+    for recipe in RECIPES
+    if name in recipe.on and (recipe not in MIXED or name in ("bart", "gpt2", "llama", "t5"))
+]

@@ -132,6 +132,17 @@ def linear_act(edit: str, roles: str, act: str = "relu") -> Method:
     return apply
 
 
+def linear_parallel(edit: str, roles: str, act: str = "relu") -> Method:
+    """h ← h + f(x) on the outputs of linears."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            w = part(weights, edit, path, "adapter")
+            ref.linear(rows, lambda h, x, w=w: h + forms.adapter(w, x, act))
+
+    return apply
+
+
 # Sub-layers ------------------------------------------------------------------------------------------------------------
 
 Equation = Callable[[At, Callable[[str], dict[str, Tensor]]], Tensor]
