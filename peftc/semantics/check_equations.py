@@ -37,7 +37,7 @@ class Equations:
     def line(self, line: ast.Equation | ast.Let) -> Iterator[Diagnostic]:
         yield from self._value(line.value)
         if isinstance(line, ast.Let):
-            yield from self._let(line)
+            self._local[line.name] = line
         else:
             yield from self._target(line)
 
@@ -45,17 +45,6 @@ class Equations:
         for name, let in self._local.items():
             if name not in self._used:
                 yield Diagnostic("P114", f"`{name}` is never used", let.span, help="remove it", severity="warning")
-
-    def _let(self, let: ast.Let) -> Iterator[Diagnostic]:
-        if let.name in STATES:
-            message, help_ = (
-                f"`{let.name}` is {STATES[let.name]}; `let` cannot name something else so",
-                "use another name",
-            )
-            yield Diagnostic("P121", message, let.span, help=help_)
-        elif let.name in self._local:
-            yield Diagnostic("P111", f"`{let.name}` is bound twice", let.span, help="give one of them another name")
-        self._local[let.name] = let
 
     def _target(self, line: ast.Equation) -> Iterator[Diagnostic]:
         name = line.target

@@ -48,13 +48,20 @@ def _substituted(value: ast.Expr, known: Environment) -> ast.Expr:
 def in_body(body: tuple[ast.Equation | ast.Let, ...], known: Environment) -> tuple[ast.Equation | ast.Let, ...]:
     """The equations of an edit, in which a `let` hides a name from there on; constants bound by `let` are replaced too.
 
-    Raises: PeftcError P120, with every failure.
+    Raises: PeftcError P120; P111 and P121 for a `let` that binds a name twice, or a state. Every failure.
     """
-    scope, local = dict(known), set[str]()
+    scope, local, bound = dict(known), set[str](), set[str]()
     kept: list[ast.Equation | ast.Let] = []
+    errors: list[Diagnostic] = []
     for line in body:
-        value = substitute(line.value, scope)
+        try:
+            value = substitute(line.value, scope)
+        except PeftcError as error:
+            errors += error.diagnostics
+            continue
         if isinstance(line, ast.Let):
+            errors += _misnamed(line, bound)
+            bound.add(line.name)
             scope.pop(line.name, None)
             if is_constant(value) and not (isinstance(value, ast.Name) and value.id in local):
                 scope[line.name] = value
@@ -62,7 +69,18 @@ def in_body(body: tuple[ast.Equation | ast.Let, ...], known: Environment) -> tup
                 continue
             local.add(line.name)
         kept.append(replace(line, value=value))
+    if errors:
+        raise PeftcError(errors)
     return tuple(kept)
+
+
+def _misnamed(let: ast.Let, bound: set[str]) -> list[Diagnostic]:
+    if let.name in STATES:
+        message = f"`{let.name}` is {STATES[let.name]}; nothing else can be called so"
+        return [Diagnostic("P121", message, let.span, help="use another name")]
+    if let.name in bound:
+        return [Diagnostic("P111", f"`{let.name}` is bound twice", let.span, help="give one of them another name")]
+    return []
 
 
 def in_expectation(value: ast.Expr, known: Environment) -> ast.Expr:

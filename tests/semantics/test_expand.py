@@ -272,3 +272,16 @@ def test_the_mam_recipe_takes_what_the_paper_varies() -> None:
     text = print_spec(expand(spec, parse_settings(["bias=false", "reparam=mlp(800)", "l=10"])))
     assert "prefix(len=10, reparam=mlp(800))" in text
     assert "4 * adapter(x, r=512, act=relu, init=lora, bias=false)" in text
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("let b = 3  h += b * x", ["P121"]),
+        ("let g = gate(x)  let g = gate(h)  h += g", ["P111"]),
+        ("let g = 2  let g = 3  h += g * x", ["P111"]),
+        ("let g = 1 / 0  let h = 2  h += x", ["P120", "P121"]),
+    ],
+)
+def test_let_inside_an_edit_that_cannot_be(body: str, expected: list[str]) -> None:
+    assert codes(f"edit a at layer[*].ffn {{ {body} }}") == expected
