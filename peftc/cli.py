@@ -99,7 +99,7 @@ def add_check(command: argparse.ArgumentParser) -> None:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    from peftc.semantics.check import check_file
+    from peftc.semantics.check_file import check_file
     from peftc.syntax.parser import parse_text
 
     found: list[Diagnostic] = []

@@ -1,5 +1,6 @@
 from peftc.semantics.arguments import Bound, bind
-from peftc.semantics.check import check, check_file
+from peftc.semantics.check import check
+from peftc.semantics.check_file import check_file
 from peftc.semantics.check_structure import said_of
 from peftc.semantics.constants import amount, constant
 from peftc.semantics.expand import expand

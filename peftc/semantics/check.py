@@ -1,40 +1,20 @@
-"""What can be said about a spec without a model; several errors in one run."""
+"""What can be said about an expanded spec without a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.forms import FORMS
 from peftc.semantics.arguments import bind
-from peftc.semantics.check_definitions import check_definitions
 from peftc.semantics.check_equations import check_edit, unknown_form
 from peftc.semantics.check_selectors import check_selector
 from peftc.semantics.check_structure import check_structure, said_of
-from peftc.semantics.expand import only_method, partial
-from peftc.semantics.scope import applied
 from peftc.semantics.vocabulary import CONCAT, FROZEN, PARAMETERS
 from peftc.semantics.walk import arms, expressions, is_shared
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import selector
-
-_OF_WHOLE = frozenset({"P114", "P117"})  # what could not be expanded may be what is missing
-_OF_NAMES = frozenset({"P101", "P105", "P107"})
-
-
-def check_file(spec: ast.Spec) -> list[Diagnostic]:
-    """Everything wrong with a file as it was written: its definitions, what it applies, and each of its methods."""
-    found = list(check_definitions(spec))
-    methods = [statement.name for statement in spec.statements if isinstance(statement, ast.Method)]
-    if any(applied(spec.statements)) or len(methods) > 1:
-        for name in methods:
-            found += _checked(only_method(spec, name))
-            if any(error.code == "P120" for error in found):
-                break  # what is too large is too large wherever it is applied
-    if any(applied(spec.statements)) or len(methods) <= 1:
-        found += _checked(spec)
-    return _each_once(found)
 
 
 def check(spec: ast.Spec) -> list[Diagnostic]:
@@ -53,27 +33,6 @@ def check(spec: ast.Spec) -> list[Diagnostic]:
                 errors = []
         found += (said_of(error, statement, spec) for error in errors)
     return found
-
-
-def _checked(spec: ast.Spec) -> list[Diagnostic]:
-    """What is wrong with a file; of what follows from another error, nothing."""
-    done = partial(spec, {})
-    found = check(done.spec)
-    if done.errors:
-        found = [error for error in found if error.code not in _OF_WHOLE]
-    unknown = [f"`{name}`" for name in done.broken]
-    found = [
-        error for error in found if not (error.code in _OF_NAMES and any(name in error.message for name in unknown))
-    ]
-    return [*done.errors, *found]
-
-
-def _each_once(found: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """A method that is applied is seen twice: once as it is, once with its arguments."""
-    kept: dict[object, Diagnostic] = {}
-    for error in found:
-        kept.setdefault((error.code, error.span, error.source and error.source.path, error.message), error)
-    return sorted(kept.values(), key=lambda e: (e.source.path if e.source else "", e.span.start if e.span else -1))
 
 
 def _train(train: ast.Train) -> Iterator[Diagnostic]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
-from peftc.semantics.check_structure import check_structure
+from peftc.semantics.check import check
 from peftc.semantics.rename import renamed
 from peftc.semantics.restrict import within
 from peftc.semantics.scope import (
@@ -27,6 +27,9 @@ from peftc.syntax.printer import print_statement
 
 MOST = 1_000  # statements of an expanded spec
 _NODES = 20  # expressions that count as a statement
+_OF_WHOLE = frozenset({"P114", "P117"})  # what could not be expanded may be what is missing
+_OF_NAMES = frozenset({"P101", "P105", "P107"})
+_OF_MODEL = frozenset({"P205", "P208", "P302"})  # a planner says them better: it knows which sites there are
 _DEEPEST = 30  # methods within methods
 
 
@@ -38,31 +41,34 @@ def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None) -> as
     `apply … as enc` begin with `enc.`. Statements from other files have that file as their `origin`.
 
     Raises:
-        PeftcError: P1xx, everything that is wrong with names, arguments and arithmetic; P0xx in files that are used.
+        PeftcError: P1xx, everything that is wrong with names, arguments, forms and arithmetic; P0xx in files that are used.
     """
-    found = partial(spec, settings or {})
-    if found.errors:
-        raise PeftcError(found.errors)
-    return found.spec
+    done = partial(spec, settings or {})
+    errors = [error for error in done.found if error.severity == "error" and error.code not in _OF_MODEL]
+    if errors:
+        raise PeftcError(errors)
+    return done.spec
 
 
 @dataclass(frozen=True)
 class Partial:
-    """As much of a spec as can be expanded, what is wrong with the rest, and the names that have no value by that."""
+    """As much of a spec as can be expanded, and everything found wrong with it and with the rest."""
 
     spec: ast.Spec
-    errors: list[Diagnostic]
-    broken: set[str]
+    found: list[Diagnostic]
 
 
 def partial(spec: ast.Spec, settings: Environment) -> Partial:
-    """As `expand`, without giving up where something is wrong."""
+    """As `expand`, without giving up where something is wrong; of what follows from another error, nothing is said."""
     expansion = _Expansion(settings)
     statements = expansion.spec(spec)
     expanded = replace(spec, statements=statements, header=(), header_trailing=None, closing=())
-    errors = expansion.errors
-    errors += [found for found in check_structure(expanded) if not (errors and found.code == "P117")]
-    return Partial(expanded, errors, expansion.broken)
+    found = check(expanded)
+    if expansion.errors:
+        found = [error for error in found if error.code not in _OF_WHOLE]
+    broken = [f"`{name}`" for name in expansion.broken]
+    found = [e for e in found if not (e.code in _OF_NAMES and any(name in e.message for name in broken))]
+    return Partial(expanded, [*expansion.errors, *found])
 
 
 def only_method(spec: ast.Spec, name: str) -> ast.Spec:

@@ -42,7 +42,7 @@ def test_a_single_method_is_its_defaults() -> None:
         (["r=6"], "12 * adapter(x, r=3, act=relu)"),
         (["s=scalar(init=4)"], "scalar(init=4) * adapter(x, r=4, act=relu)"),
         (["r=1K", "s=1", "act=gelu"], "1 * adapter(x, r=500, act=gelu)"),
-        (["r=3"], "6 * adapter(x, r=1.5, act=relu)"),
+        (["r=10"], "20 * adapter(x, r=5, act=relu)"),
         (["s=-1"], "-1 * adapter(x, r=4, act=relu)"),
     ],
 )
