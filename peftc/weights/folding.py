@@ -19,7 +19,7 @@ from peftc.planning.ir import Placed
 from peftc.planning.verdict import Verdict, verdicts
 from peftc.rewriting.insert import CONTAINER
 from peftc.rewriting.install import Installation
-from peftc.rewriting.regions import slug
+from peftc.rewriting.edits import slug
 from peftc.rewriting.reinstall import reinstall, strip
 from peftc.semantics.walk import names
 from peftc.syntax import ast

@@ -60,10 +60,10 @@ def load(
 
 def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False) -> None:
     """Raises: P523 for another architecture, P524 for other weights, P527 for none."""
+    require_values(model.named_parameters())
     if different := differences(adapter.base, model):
         message = f"the adapter was saved for another base ({adapter.base.id}, {adapter.base.parameters:,} parameters)"
         raise PeftcError(Diagnostic("P523", message, notes=tuple(different)))
-    require_values(model.named_parameters())
     changed = [] if other_weights else other_values(adapter.base, model)
     if changed:
         checked = sum(bool(tensor.sample) for tensor in adapter.base.tensors.values())

@@ -1,0 +1,474 @@
+"""Adapters at rest: they come back bit for bit, never by halves, and only onto the base they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import peftc
+from peftc.weights.adapter import METADATA, TENSORS
+from tests import zoo
+from tests.laws.harness import Before, randomise, values
+
+SPEC = (
+    "let s = shared(lora(r=2))\n"
+    "edit enc.q at layer[*].attn.q { h += lora(x, r=2) }\n"
+    "edit k at layer[*].attn.k { h += s(x) }\n"
+    "edit f at layer[*].ffn { let g = gate(x)  h += g * adapter(h, r=2) }\n"
+    "train n = [w, b] at layer[*].norm\n"
+    "expect stored > 10"
+)
+PREFIX = "edit p at layer[*].attn { kv = concat(prefix(len=3, reparam=mlp(5)), kv) }"
+
+
+def compiled(name: str, spec: str = SPEC, dtype: torch.dtype = torch.float32, **base: Any) -> nn.Module:
+    model = zoo.build(name, dtype, **base)
+    peftc.compile("peft 1\n" + spec, model, seed=3)
+    randomise(peftc.parameters(model))
+    return model
+
+
+@torch.no_grad()
+def logits(name: str, model: nn.Module) -> torch.Tensor:
+    return model(**zoo.inputs(name, model))[0]
+
+
+def description(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / METADATA).read_text())
+
+
+def describe(folder: Path, **changes: Any) -> None:
+    (folder / METADATA).write_text(json.dumps(description(folder) | changes))
+
+
+def retensor(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Other tensors with a description that owns up to them."""
+    save_file(tensors, folder / TENSORS)
+    listed = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in tensors.items()}
+    describe(folder, tensors=listed, sha256=hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest())
+
+
+def refused(folder: Path, model: nn.Module, code: str) -> peftc.Diagnostic:
+    """Loading fails with this code and the model is as it was."""
+    before = Before.of(model)
+    with pytest.raises(peftc.PeftcError) as caught:
+        peftc.load(folder, model)
+    before.assert_same(model)
+    (found,) = caught.value.diagnostics
+    assert found.code == code, found
+    return found
+
+
+# There and back ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["bart", "gpt2", "llama"])
+def test_what_is_saved_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    spec = SPEC if name != "llama" else SPEC.replace("[w, b]", "[w]")
+    model = compiled(name, spec, dtype)
+    assert peftc.save(model, tmp_path / "a") == tmp_path / "a"
+    again = zoo.build(name, dtype)
+    before = Before.of(again)
+    assert peftc.load(str(tmp_path / "a"), again) is again
+    there, here = peftc.parameters(model), peftc.parameters(again)
+    assert list(there) == list(here)
+    assert all(torch.equal(here[k], v) and here[k].dtype == v.dtype for k, v in there.items())
+    assert {p.requires_grad for p in here.values()} == {True}
+    assert torch.equal(logits(name, model), logits(name, again))
+    peftc.remove(again)
+    before.assert_same(again)
+
+
+def test_names_and_description(tmp_path: Path) -> None:
+    model = compiled("bart")
+    peftc.save(model, tmp_path)
+    tensors, said = load_file(tmp_path / TENSORS), description(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [METADATA, TENSORS]
+    assert set(tensors) == set(peftc.parameters(model))
+    assert "enc.q/encoder.layer[0].attn.self.q/lora.A" in tensors
+    assert "k/s/lora.B" in tensors
+    assert "n/model.encoder.layers.0.self_attn_layer_norm.weight" in tensors
+    assert said["format_version"] == "1.0"
+    assert said["seed"] == 3
+    assert said["peftc"] == peftc.__version__
+    assert said["plan"]["totals"]["stored"] == sum(t.numel() for t in tensors.values())
+    assert said["base"]["type"] == "bart"
+    assert said["base"]["fingerprint"] == said["plan"]["model"]["fingerprint"]
+    assert not [name for name in said["base"]["tensors"] if "peftc" in name]
+    assert said["sha256"] == hashlib.sha256((tmp_path / TENSORS).read_bytes()).hexdigest()
+    peftc.parse(said["spec"])
+    peftc.parse(said["source"])
+    assert "expect" in said["source"]
+
+
+def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    model = compiled("bart", PREFIX)
+    peftc.save(model, tmp_path / "a")
+    peftc.save(model, tmp_path / "b")
+    loaded = peftc.load(tmp_path / "a", zoo.build("bart"))
+    peftc.save(loaded, tmp_path / "c")
+    one, two, three = ((tmp_path / d / TENSORS).read_bytes() for d in "abc")
+    assert one == two == three
+    assert (tmp_path / "a" / METADATA).read_bytes() == (tmp_path / "b" / METADATA).read_bytes()
+    assert description(tmp_path / "c")["spec"] == description(tmp_path / "a")["spec"]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_base_in_another_dtype(saved: torch.dtype, loaded: torch.dtype, tmp_path: Path) -> None:
+    """Edit parameters are float32 on both; trained base parameters are cast."""
+    model = compiled("bert", SPEC, saved)
+    peftc.save(model, tmp_path)
+    again = peftc.load(tmp_path, zoo.build("bert").to(torch.bfloat16).to(loaded))
+    there = peftc.parameters(model)
+    for key, p in peftc.parameters(again).items():
+        assert p.dtype == (loaded if key.startswith("n/") else torch.float32)
+        assert torch.equal(p, there[key].to(p.dtype))
+
+
+def test_float64_bases_make_float64_parameters(tmp_path: Path) -> None:
+    peftc.save(compiled("llama", "edit e at layer[*].attn.q { h += lora(x, r=2) }"), tmp_path)
+    again = peftc.load(tmp_path, zoo.build("llama").to(torch.float64))
+    assert {p.dtype for p in peftc.parameters(again).values()} == {torch.float64}
+
+
+def test_after_a_partial_fold_the_rest_belongs_to_the_folded_base(tmp_path: Path) -> None:
+    model = compiled("llama", PREFIX + "\nedit e at layer[*].attn.q { h += lora(x, r=2) }")
+    want = logits("llama", model)
+    peftc.fold(model)
+    peftc.save(model, tmp_path)
+    assert {name.partition("/")[0] for name in load_file(tmp_path / TENSORS)} == {"p"}
+    found = refused(tmp_path, zoo.build("llama"), "P524")
+    assert "q_proj" in found.notes[0]
+    folded = peftc.remove(model)
+    peftc.load(tmp_path, folded)
+    torch.testing.assert_close(logits("llama", folded), want)
+
+
+# Prefixes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "llama"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_reparametrised_prefix_is_saved_as_rows(name: str, shared: bool, tmp_path: Path) -> None:
+    spec = "edit p at decoder.layer[*].attn.self { kv = concat(kv, prefix(len=3, reparam=mlp(5))) }"
+    if shared:
+        spec = "let s = shared(prefix(len=3, reparam=mlp(5)))\n" + spec.replace("prefix(len=3, reparam=mlp(5))", "s()")
+    model = compiled(name, spec, torch.float64)
+    peftc.save(model, tmp_path)
+    tensors = load_file(tmp_path / TENSORS)
+    places = {f"p/decoder.layer[{i}].attn.self/prefix.{part}" for i in range(3) for part in ("key", "value")}
+    assert set(tensors) == places
+    again = peftc.load(tmp_path, zoo.build(name, torch.float64))
+    assert set(peftc.parameters(again)) == places
+    assert (logits(name, again) - logits(name, model)).abs().max() < 1e-12
+    assert "reparam" in description(tmp_path)["source"]
+    assert "reparam" not in description(tmp_path)["spec"]
+
+
+def test_keep_saves_the_network_that_makes_them(tmp_path: Path) -> None:
+    model = compiled("bart", PREFIX.replace("mlp(5)", "mlp(5), keep=true"))
+    peftc.save(model, tmp_path)
+    assert set(load_file(tmp_path / TENSORS)) == set(peftc.parameters(model))
+    again = peftc.load(tmp_path, zoo.build("bart"))
+    assert torch.equal(logits("bart", model), logits("bart", again))
+    assert "p/p.prefix.encoder.self/prefix.embedding" in peftc.parameters(again)
+
+
+def test_one_prefix_collapsed_and_another_kept_beside_it(tmp_path: Path) -> None:
+    spec = (
+        "edit p at decoder.layer[*].attn { kv = concat(prefix(len=2, reparam=mlp(4), keep=true), kv, prefix(len=3)) }\n"
+        "edit r at encoder.layer[*].attn { kv = concat(prefix(len=1, reparam=mlp(3), keep=false), kv) }"
+    )
+    model = compiled("bart", spec, torch.float64)
+    peftc.save(model, tmp_path)
+    again = peftc.load(tmp_path, zoo.build("bart", torch.float64))
+    assert (logits("bart", again) - logits("bart", model)).abs().max() < 1e-12
+
+
+def test_a_shared_prefix_used_twice_in_an_edit_needs_keep(tmp_path: Path) -> None:
+    spec = "let s = shared(prefix(len=2, reparam=mlp(4)))\nedit p at layer[*].attn { kv = concat(s(), kv, s()) }"
+    model = compiled("llama", spec)
+    with pytest.raises(peftc.PeftcError, match="P528"):
+        peftc.save(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+# Where it is written -------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_replaces_an_adapter_and_leaves_other_files(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "a"
+    peftc.save(compiled("bert", PREFIX), folder)
+    (folder / "README.md").write_text("mine")
+    model = compiled("bert")
+    peftc.save(model, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", METADATA, TENSORS]
+    assert torch.equal(logits("bert", peftc.load(folder, zoo.build("bert"))), logits("bert", model))
+
+
+@pytest.mark.parametrize("what", ["file", "other", "foreign"])
+def test_anything_else_is_left_alone(what: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    if what == "file":
+        target.write_text("mine")
+    else:
+        target.mkdir()
+        (target / ("notes.txt" if what == "other" else METADATA)).write_text('{"r": 8}')
+    there = sorted(str(p) for p in tmp_path.rglob("*"))
+    with pytest.raises(peftc.PeftcError, match="P526"):
+        peftc.save(compiled("bert", PREFIX), target)
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == there
+
+
+@pytest.mark.parametrize("fails_at", range(1, 5))
+def test_a_failure_while_writing_leaves_the_old_adapter(
+    fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = compiled("bert", PREFIX)
+    peftc.save(old, tmp_path / "a")
+    there = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    count, replace = iter(range(1, 100)), os.replace
+
+    def failing(source: Any, target: Any) -> None:
+        if next(count) == fails_at:
+            raise OSError("no space left on device")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        with pytest.raises(peftc.PeftcError, match="no space left"):
+            peftc.save(compiled("bert"), tmp_path / "a")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == there
+
+
+def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peftc.weights import files
+
+    def failing(*args: Any) -> None:
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(files, "_flush", failing)
+    with pytest.raises(peftc.PeftcError, match="disk gone"):
+        peftc.save(compiled("bert", PREFIX), tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_without_values_are_not_saved(tmp_path: Path) -> None:
+    model = compiled("llama", PREFIX).to("meta")
+    with pytest.raises(peftc.PeftcError, match="P527"):
+        peftc.save(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(peftc.PeftcError, match="P410"):
+        peftc.save(zoo.build("llama"), tmp_path / "a")
+
+
+# What is not loaded --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return peftc.save(compiled("bert"), tmp_path / "a")
+
+
+def flipped(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [0, 8, 200, -1])
+def test_a_flipped_bit_is_seen(at: int, folder: Path) -> None:
+    flipped(folder / TENSORS, at)
+    assert "sha256" in refused(folder, zoo.build("bert"), "P521").notes[0]
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_file_is_seen(keep: int, folder: Path) -> None:
+    data = (folder / TENSORS).read_bytes()[:keep]
+    (folder / TENSORS).write_bytes(data)
+    refused(folder, zoo.build("bert"), "P521")
+    describe(folder, sha256=hashlib.sha256(data).hexdigest())  # even where the description agrees
+    refused(folder, zoo.build("bert"), "P521")
+
+
+def test_a_pickle_is_not_read(folder: Path) -> None:
+    torch.save({"a": torch.zeros(1)}, folder / TENSORS)
+    describe(folder, sha256=hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest())
+    refused(folder, zoo.build("bert"), "P521")
+
+
+DESCRIPTIONS: dict[str, Callable[[str], str]] = {
+    "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "list": lambda text: "[]",
+    "deep": lambda text: "[" * 100_000,
+    "not text": lambda text: "\udcff",
+    "no version": lambda text: text.replace('"format_version"', '"version"'),
+    "unknown key": lambda text: text.replace('"seed"', '"speed": 1,\n"seed"'),
+    "unknown key inside": lambda text: text.replace('"facts"', '"fax": 1,\n"facts"'),
+    "missing key": lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "base"}),
+    "wrong type": lambda text: text.replace('"seed": 3', '"seed": "three"'),
+    "other plan": lambda text: text.replace('"foldable": true', '"foldable": "perhaps"'),
+}
+
+
+@pytest.mark.parametrize("case", DESCRIPTIONS)
+def test_a_damaged_description_is_refused(case: str, folder: Path) -> None:
+    text = (folder / METADATA).read_text()
+    changed = DESCRIPTIONS[case](text)
+    assert changed != text
+    (folder / METADATA).write_bytes(changed.encode(errors="surrogateescape"))
+    refused(folder, zoo.build("bert"), "P521")
+
+
+def test_a_newer_format_is_refused(folder: Path) -> None:
+    describe(folder, format_version="2.0", something_new=1)
+    assert "'2.0'" in refused(folder, zoo.build("bert"), "P522").message
+
+
+@pytest.mark.parametrize("name", [METADATA, TENSORS])
+def test_a_missing_file_is_refused(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+    assert name in refused(folder, zoo.build("bert"), "P520").notes[0]
+
+
+def lost(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.pop("k/s/lora.A")
+
+
+def added(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["k/t/lora.A"] = torch.zeros(2)
+
+
+def turned(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["k/s/lora.A"] = tensors["k/s/lora.A"].T.contiguous()
+
+
+def reshaped_norm(tensors: dict[str, torch.Tensor]) -> None:
+    key = next(k for k in tensors if k.startswith("n/"))
+    tensors[key] = torch.zeros(5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lost, "1 are missing, such as `k/s/lora.A`"),
+        (added, "1 belong nowhere, such as `k/t/lora.A`"),
+        (turned, "`k/s/lora.A` is [32, 2], but [2, 32] is wanted"),
+        (reshaped_norm, "is [5], but [32] is wanted"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_spec(change: Callable[[Any], None], said: str, folder: Path) -> None:
+    tensors = load_file(folder / TENSORS)
+    change(tensors)
+    retensor(folder, tensors)
+    assert said in "\n".join(refused(folder, zoo.build("bert"), "P525").notes)
+
+
+def test_tensors_other_than_those_listed(folder: Path) -> None:
+    listed = description(folder)["tensors"]
+    listed["k/s/lora.A"]["dtype"] = "float16"
+    describe(folder, tensors=listed)
+    assert "float16 [2, 32] listed, float32 [2, 32] there" in refused(folder, zoo.build("bert"), "P521").notes[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("peft 1\nedit e at layer[*].nothing { h += lora(x, r=2) }", "P20"),
+        ("peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2000) }", "P311"),
+        ("__import__('os').abort()", "P0"),
+    ],
+)
+def test_a_spec_that_cannot_be_planned(spec: str, said: str, folder: Path) -> None:
+    describe(folder, spec=spec)
+    found = refused(folder, zoo.build("bert"), "P525")
+    assert said in found.notes[0]
+
+
+# Other bases ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("bert", {"num_hidden_layers": 2}, "16 parameters (`bert.encoder.layer.2."),
+        ("bert", {"num_hidden_layers": 4}, "16 parameters (`bert.encoder.layer.3."),
+        ("bert", {"intermediate_size": 40}, "[48, 32] there and [40, 32] here"),
+        ("bert", {"num_attention_heads": 2}, "`num_attention_heads` of the configuration is 4 there and 2 here"),
+        ("bert", {"hidden_act": "relu"}, "`hidden_act` of the configuration is gelu there and relu here"),
+        ("bert", {"tie_word_embeddings": False}, "other parameters are tied"),
+        ("roberta", {}, "it was saved for a model of type bert, this is roberta"),
+    ],
+)
+def test_another_base_is_refused_with_what_differs(name: str, change: Any, said: str, folder: Path) -> None:
+    found = refused(folder, zoo.build(name, **change), "P523")
+    assert said in "\n".join(found.notes), found
+    assert "bert" in found.message
+
+
+def test_other_weights_are_refused_unless_asked_for(folder: Path) -> None:
+    model = zoo.build("bert", seed=1)
+    found = refused(folder, model, "P524")
+    assert "parameters differ, such as `" in found.notes[0]
+    peftc.load(folder, model, other_weights=True)
+    assert "k/s/lora.A" in peftc.parameters(model)
+
+
+def test_one_other_matrix_is_enough(folder: Path) -> None:
+    model = zoo.build("bert")
+    with torch.no_grad():
+        model.get_submodule("bert.encoder.layer.1.attention.self.value").weight.mul_(1.001)
+    assert "1 of " in refused(folder, model, "P524").notes[0]
+
+
+def test_values_that_train_replaces_may_differ(folder: Path) -> None:
+    """A head that was trained is saved with the adapter: it may be a fresh one where the adapter is loaded."""
+    model = zoo.build("bert")
+    with torch.no_grad():
+        model.get_submodule("bert.encoder.layer.1.output.LayerNorm").weight.add_(1.0)
+    peftc.load(folder, model)
+    key = "n/bert.encoder.layer.1.output.LayerNorm.weight"
+    assert torch.equal(peftc.parameters(model)[key], load_file(folder / TENSORS)[key])
+
+
+def test_a_base_without_weights_is_refused(folder: Path) -> None:
+    refused_meta = zoo.build("bert").to("meta")
+    with pytest.raises(peftc.PeftcError, match="P527"):
+        peftc.load(folder, refused_meta)
+
+
+def test_a_compiled_model_is_refused(folder: Path) -> None:
+    model = compiled("bert", PREFIX)
+    parameters = values(peftc.parameters(model))
+    with pytest.raises(peftc.PeftcError, match="P411"):
+        peftc.load(folder, model)
+    assert all(torch.equal(v, parameters[k]) for k, v in peftc.parameters(model).items())
+
+
+def test_a_failure_while_loading_leaves_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peftc.weights import loading
+
+    model = zoo.build("bert")
+    before = Before.of(model)
+
+    def short(model: nn.Module) -> dict[str, nn.Parameter]:
+        found = peftc.parameters(model)
+        found["k/missing"] = nn.Parameter(torch.zeros(1))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "parameters", short)
+        with pytest.raises(KeyError):
+            peftc.load(folder, model)
+    before.assert_same(model)
