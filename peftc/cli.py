@@ -10,6 +10,7 @@ import argparse
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import TextIO
@@ -46,6 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if os.environ.get("PEFTC_TRACEBACK"):
+            raise
+        failed(PeftcError(unexpected(error)), getattr(args, "output_format", "text"))
+        return 2
+
+
+def unexpected(error: Exception) -> Diagnostic:
+    """What is said of a bug."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return Diagnostic(
+        "P900",
+        f"this is a bug in peftc: {what}",
+        notes=(f"in {last.name}, line {last.lineno} of {last.filename}",),
+        help="please report it, with the command, the spec and what PEFTC_TRACEBACK=1 shows",
+    )
 
 
 def script() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from peftc.diagnostics.code_info import CodeInfo
 from peftc.diagnostics.codes_names import NAMES
 from peftc.diagnostics.codes_plan import PLAN
+from peftc.diagnostics.codes_rewrite import REWRITE
 from peftc.diagnostics.codes_syntax import SYNTAX
 from peftc.diagnostics.codes_weights import WEIGHTS
 
@@ -12,6 +13,7 @@ CODES: dict[str, CodeInfo] = {
     **SYNTAX,
     **NAMES,
     **PLAN,
+    **REWRITE,
     **WEIGHTS,
     # P31x: a form where it cannot stand
     "P310": CodeInfo(

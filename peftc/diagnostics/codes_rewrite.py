@@ -1,0 +1,77 @@
+"""What of P2xx concerns a model as a whole, P4xx: rewriting and installing, P9xx: bugs."""
+
+from __future__ import annotations
+
+from peftc.diagnostics.code_info import CodeInfo
+
+REWRITE: dict[str, CodeInfo] = {
+    "P206": CodeInfo(
+        "no layers found",
+        "The layers of a model are the longest list of like modules that pass a residual stream on. This model has none that "
+        "ran, so that there is nothing a path such as `layer[*].ffn` could name.",
+    ),
+    "P207": CodeInfo(
+        "unknown hidden state of a region",
+        "`region.state(name)` takes the name of one hidden state, such as `ffn.h`; the whole path where the end of it would do "
+        "for several.",
+    ),
+    "P401": CodeInfo(
+        "no module contains the edit",
+        "An edit is inserted into the smallest module whose forward computes every state it reads and writes. There is none "
+        "here: the states live in modules that only the whole model contains.",
+    ),
+    "P402": CodeInfo(
+        "attention without a mask for prefixes",
+        "Keys and values of a prefix need columns in the attention mask that every query may see. This implementation of "
+        "attention takes no such mask; `sdpa` and `eager` do.",
+    ),
+    "P403": CodeInfo(
+        "state missing in a call pattern",
+        "The layer was analysed in one call. In this call the model takes another way through its code, on which the state that "
+        "the edit names is not computed.",
+    ),
+    "P404": CodeInfo(
+        "weight that the forward does not read",
+        "An edit of `w` or `b` replaces what the forward of the module reads. This forward does not read it where it was expected.",
+    ),
+    "P405": CodeInfo(
+        "state that is computed too late",
+        "An equation can read what is computed before the state it writes, not after it.",
+    ),
+    "P406": CodeInfo(
+        "decision on a value",
+        "The code of the model decides by the value of a tensor which way to go, and that value is only known while it runs. "
+        "The generated forward cannot decide the same way.",
+    ),
+    "P407": CodeInfo(
+        "call that cannot be traced",
+        "The model's own code did something in this call that cannot be recorded. A smaller region may leave that code alone.",
+    ),
+    "P408": CodeInfo(
+        "decision that changed while a layer ran",
+        "Which variant of a generated forward runs is decided before it runs. A decision of the model's code came out otherwise "
+        "in the middle of it; running on would have computed something wrong.",
+    ),
+    "P410": CodeInfo(
+        "model without edits",
+        "The model was not compiled by peftc, or its edits have been removed: there is nothing to save, fold, disable or remove.",
+    ),
+    "P411": CodeInfo(
+        "model with edits",
+        "The model is compiled already. Remove its edits first, or write all of them in one spec.",
+    ),
+    "P420": CodeInfo(
+        "output that cannot be written",
+        "The folder given by `-o` holds other files, or cannot be written. Nothing of it has been changed.",
+    ),
+    "P900": CodeInfo(
+        "unexpected error",
+        "Something in peftc failed in a way that nobody thought of. That is a bug: please report it with the command, the spec, "
+        "the model, and the traceback that `PEFTC_TRACEBACK=1` shows.",
+    ),
+    "P901": CodeInfo(
+        "forward that does not know its own call",
+        "A forward was generated for a call, and its conditions do not hold for that call. That is a bug: please report the "
+        "model, the spec and the call. Nothing wrong has been computed.",
+    ),
+}  # fmt: skip
