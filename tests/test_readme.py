@@ -1,0 +1,61 @@
+"""What the README shows is what happens: its commands print what it prints, its Python runs, its JSON has the plan's keys."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+import peftc
+from peftc.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.S | re.M)
+
+
+@pytest.mark.parametrize("block", blocks("console"), ids=lambda b: b.partition("\n")[0])
+def test_commands_print_what_they_are_said_to(
+    block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
+    command, _, wanted = block.partition("\n")
+    main(shlex.split(command.removeprefix("$ peftc ")))
+    printed = "".join(capsys.readouterr())
+    assert [line.rstrip() for line in printed.splitlines()] == wanted.splitlines()
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    assert list(tmp_path.glob("adapter/*.safetensors"))
+
+
+def keys(value: object) -> object:
+    """The keys of nested objects; of a list, those of its first item."""
+    if isinstance(value, BaseModel):
+        value = json.loads(value.model_dump_json())
+    if isinstance(value, dict):
+        return {key: keys(item) for key, item in value.items()}
+    return [keys(value[0])] if isinstance(value, list) else type(value)
+
+
+def test_json_has_the_keys_of_a_plan() -> None:
+    (block,) = blocks("json")
+    shown, plan = json.loads(block), peftc.plan(ROOT / "specs" / "mam.peft", "facebook/bart-large")
+    assert keys(shown) == keys(plan)
+    assert shown["totals"] == plan.totals.model_dump()
+    assert shown["model"]["parameters"] == plan.model.parameters
+    (first, *_), (said,) = plan.edits, shown["edits"]
+    assert {k: v for k, v in said.items() if k not in ("sites", "reason")} == {
+        k: v for k, v in first.model_dump().items() if k not in ("sites", "reason")
+    }
+    assert said["sites"][0] == first.sites[0].model_dump()
