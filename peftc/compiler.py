@@ -5,7 +5,7 @@ text → `parse` → Spec → `expand` → a flat Spec → `analyse` a model →
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -158,7 +158,7 @@ def remove(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def disabled(model: nn.Module) -> Iterator[nn.Module]:
+def disabled(model: nn.Module) -> Generator[nn.Module]:
     """Inside the block the model computes what the base computes; parameters of edits are kept.
 
     Raises: P410 for a model that is not compiled.

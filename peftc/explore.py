@@ -16,14 +16,16 @@ from peftc.planning.plan import make_plan
 from peftc.planning.select import resolve
 from peftc.rewriting.emit import Emitter, Names, function
 from peftc.rewriting.insert import Inserter
-from peftc.rewriting.regions import LayerRegions, node_of
+from peftc.rewriting.regions import LayerRegions
+from peftc.rewriting.states import node_of
 from peftc.semantics.expand import expand
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.tracing.analysis import Analysis, ModelLike
+from peftc.tracing.calls import signature_of
 from peftc.tracing.kinds import LayerKind, has_children
 from peftc.tracing.sites import Site
-from peftc.tracing.tracer import RegionTracer, Traced, signature_of
+from peftc.tracing.tracer import RegionTracer, Traced
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,18 @@ import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.tracing.tracer import attention
+from peftc.tracing.seams import attention
 
-__all__ = ["attention", "attention_with_rows", "full_precision", "replaced", "still", "stored_as", "unflattened", "unseen"]
+__all__ = [
+    "attention",
+    "attention_with_rows",
+    "full_precision",
+    "replaced",
+    "still",
+    "stored_as",
+    "unflattened",
+    "unseen",
+]
 
 
 def replaced(result: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -108,5 +117,5 @@ def open_columns(
 
 def unseen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A call pattern that no generated forward holds for: it is traced, rewritten, added to the module's kind, and run."""
-    kind: Any = type(module)._peftc_kind
-    return kind.unseen(module, *args, **kwargs)
+    cls: Any = type(module)
+    return cls._peftc_kind.unseen(module, *args, **kwargs)

@@ -115,6 +115,6 @@ def register(form: Form) -> Form:
 
 def named(name: str) -> Form:
     """The row of that name."""
-    import peftc.forms  # noqa: F401  # registers all rows
+    from peftc.forms import FORMS as complete  # all rows are registered with the package
 
-    return FORMS[name]
+    return complete[name]

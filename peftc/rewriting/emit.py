@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from peftc.tracing.graphs import is_size
-from peftc.tracing.tracer import branch
+from peftc.tracing.seams import branch
 
 INFIX = {
     operator.add: "+",

@@ -10,7 +10,9 @@ from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting.emit import Emitter, attribute_path
-from peftc.tracing.tracer import Guard, Traced, attention, baked
+from peftc.tracing.calls import baked
+from peftc.tracing.seams import attention
+from peftc.tracing.tracer import Guard, Traced
 
 
 def conditions(traced: Traced, emitter: Emitter) -> list[str]:

@@ -12,7 +12,7 @@ from torch import fx
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor, find
-from peftc.rewriting.regions import STREAM, Bound, RegionEdit
+from peftc.rewriting.edits import STREAM, Bound, RegionEdit
 from peftc.runtime import attention_with_rows, full_precision, stored_as, unflattened
 from peftc.tracing.graphs import is_attention
 from peftc.tracing.sites import Slice

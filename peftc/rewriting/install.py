@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,10 @@ from peftc.model.fakes import fake_copy, fake_mode
 from peftc.model.sample import sample_inputs
 from peftc.planning import ir
 from peftc.rewriting.anchors import contains
+from peftc.rewriting.edits import Region
 from peftc.rewriting.insert import CONTAINER
 from peftc.rewriting.kind import Kind
-from peftc.rewriting.regions import LayerRegions, Region, module_region
+from peftc.rewriting.regions import LayerRegions, module_region
 from peftc.tracing.kinds import Anatomy
 from peftc.tracing.sites import WeightRef
 
@@ -238,7 +239,7 @@ def uninstall(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def suspended(model: nn.Module) -> Iterator[nn.Module]:
+def suspended(model: nn.Module) -> Generator[nn.Module]:
     """The base model, inside the block: no edit acts, trained base parameters have their first values."""
     record = installed(model)
     modules = [(model.get_submodule(name), kind) for name, kind in record.regions]

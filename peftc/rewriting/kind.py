@@ -17,11 +17,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_copy, new_mode
 from peftc.rewriting import emit, guards
+from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.emit import base_call
 from peftc.rewriting.insert import Inserter
-from peftc.rewriting.regions import RegionEdit
 from peftc.runtime import replaced, still, unseen
-from peftc.tracing.tracer import RegionTracer, Traced, TraceError, bind, innermost
+from peftc.tracing.calls import bind, innermost
+from peftc.tracing.seams import TraceError
+from peftc.tracing.tracer import RegionTracer, Traced
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,8 @@ def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: t
     for p in list(signature.parameters.values())[1:]:
         star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         nodes.append(graph.placeholder(star + p.name))
-    call = out = graph.call_function(base_call, (base, *nodes))
+    arguments: tuple[Any, ...] = (base, *nodes)
+    call = out = graph.call_function(base_call, arguments)
     result: Any = {}
     for path in dict.fromkeys(result_paths(edits)):
         part = call

@@ -24,9 +24,15 @@ class Example(fx.Proxy):
     answer that another call could contradict is recorded by the tracer as a guard. Tensor sizes stay symbolic.
     """
 
+    tracer: RegionTracer  # pyright: ignore[reportIncompatibleVariableOverride]
+
     def __init__(self, node: fx.Node, tracer: RegionTracer, value: Any) -> None:
         object.__setattr__(self, "_value", value)
-        super().__init__(node, tracer)  # pyright: ignore[reportArgumentType]
+        super().__init__(node, tracer)
+
+    if TYPE_CHECKING:  # at run time fx adds the operators
+
+        def __getitem__(self, key: Any) -> Any: ...
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]

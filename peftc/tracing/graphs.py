@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx, nn
 
+from peftc.tracing.seams import attention
 from peftc.tracing.sites import Slice
-from peftc.tracing.tracer import attention
 
 ADDS = (operator.add, operator.iadd, torch.add)
 PASSING_METHODS = frozenset(
@@ -96,7 +96,7 @@ def sources(node: fx.Node) -> list[fx.Node]:
         and source.target == "update"
         and node.args[1] in (0, 1)
     ):
-        given = source.args[1 + node.args[1]]  # cache.update(k, v, …)[0 | 1]
+        given = source.args[1 + int(node.args[1] == 1)]  # cache.update(k, v, …)[0 | 1]
         return [given] if isinstance(given, fx.Node) else []
     return node.all_input_nodes
 

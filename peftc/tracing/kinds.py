@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.tracing.observe import Observation, observe
 from peftc.tracing.roles import SubLayer, sub_layers
-from peftc.tracing.tracer import RegionTracer, Traced, TraceError
+from peftc.tracing.seams import TraceError
+from peftc.tracing.tracer import RegionTracer, Traced
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.model.fakes import fake_copy
-from peftc.tracing.tracer import bind, innermost
+from peftc.tracing.calls import bind, innermost
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Traces the forward of one module (a region) of any model into an fx graph, by running it on example-carrying proxies.
 
-`torch.fx.symbolic_trace` fails on every transformers model; what this tracer does otherwise is told in docs of each step:
-only chosen children are inlined; attention becomes one leaf node; numbers read from modules stay attribute reads; every
-Python decision on a traced value is kept as a `Guard`.
+`torch.fx.symbolic_trace` fails on every transformers model. This tracer differs from it: only chosen children are inlined;
+attention becomes one leaf node; numbers read from modules stay attribute reads; every Python decision on a traced value is
+kept as a `Guard`.
 """
 
 from __future__ import annotations
@@ -10,29 +10,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from transformers.modeling_utils import AttentionInterface
 
-from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, mentions_example, values
-
-_CREATES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
-_active = threading.local()
-
-
-def attention(module: nn.Module, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The leaf that every attention call becomes; the implementation is looked up when it runs."""
-    implementation: Any = module.config._attn_implementation
-    return AttentionInterface().get_interface(implementation, eager)(module, *args, **kwargs)
-
-
-def branch(condition: Any, outcome: bool) -> None:
-    """Marks where Python asked for a truth that only the values of tensors tell, and went on as if it were `outcome`."""
+from peftc.tracing.calls import baked, bind, innermost, nested_nodes
+from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
+from peftc.tracing.seams import TraceError, attention, branch, live, spying
 
 
 @dataclass(frozen=True)
@@ -69,10 +56,6 @@ class Traced:
     outcomes: tuple[bool, ...] = ()  # taken at each `branch`, in order
 
 
-class TraceError(Exception):
-    """The region cannot be traced; the message says at which call of which child."""
-
-
 class RegionTracer(fx.Tracer):
     """Traces `root.forward`. `inline(name)` says which children's code is entered; all others stay `call_module` nodes.
 
@@ -80,7 +63,7 @@ class RegionTracer(fx.Tracer):
     """
 
     def __init__(self, inline: Callable[[str], bool], script: tuple[bool, ...] = ()) -> None:
-        super().__init__(autowrap_modules=())
+        super().__init__()
         self.inline, self.script = inline, script
         self.outcomes: list[bool] = []
         self.live = False
@@ -219,7 +202,7 @@ class RegionTracer(fx.Tracer):
     # Running -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def dead(self) -> Iterator[None]:
+    def dead(self) -> Generator[None]:
         """While examples are computed nothing is recorded."""
         live, self.live = self.live, False
         try:
@@ -292,134 +275,3 @@ class RegionTracer(fx.Tracer):
         node = self.create_node("placeholder", name, default, {})
         node.meta["example"] = value
         return Example(node, self, value)
-
-
-def baked(value: Any) -> bool:
-    """Whether an argument is a plain constant: the graph is made for its value, and guarded by it."""
-    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
-
-
-def nested_nodes(value: Any) -> Any:
-    """`value` with every proxy replaced by its node."""
-    if is_example(value):
-        return value.node
-    if isinstance(value, (tuple, list)):
-        return tuple(map(nested_nodes, value))
-    if isinstance(value, dict):
-        return {k: nested_nodes(v) for k, v in value.items()}
-    return value
-
-
-def innermost(function: Any) -> Any:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
-def signature_of(module: nn.Module) -> inspect.Signature:
-    """The signature of a module's own forward, behind whatever wraps it."""
-    return inspect.signature(innermost(type(module).forward))
-
-
-def bind(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of one call of a module by parameter name, defaults filled in."""
-    bound = inspect.signature(forward).bind(module, *args, **kwargs)
-    bound.apply_defaults()
-    return dict(list(bound.arguments.items())[1:])
-
-
-# Seams: what is watched while a trace is live --------------------------------------------------------------------------
-
-_spies: dict[type, type] = {}
-
-
-def spy(cls: type) -> type:
-    """A subclass of a module class that reports calls and attribute reads to the live tracer of this thread."""
-    if cls in _spies:
-        return _spies[cls]
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tracer = current()
-        if tracer is None:
-            return cls.__call__(self, *args, **kwargs)
-        return tracer.call(self, args, kwargs)
-
-    def __getattribute__(self: nn.Module, name: str) -> Any:
-        value = cls.__getattribute__(self, name)
-        if type(value) not in (bool, int, float):
-            return value
-        tracer = current()
-        return value if tracer is None else tracer.attribute_read(self, name, value)
-
-    members = {"__call__": __call__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
-    _spies[cls] = type(cls.__name__, (cls,), members)
-    return _spies[cls]
-
-
-@contextlib.contextmanager
-def spying(root: nn.Module, tracer: RegionTracer) -> Iterator[None]:
-    modules = [(m, type(m)) for m in root.modules()]
-    try:
-        for module, cls in modules:
-            module.__class__ = spy(cls)
-        yield
-    finally:
-        for module, cls in modules:
-            module.__class__ = cls
-
-
-def current() -> RegionTracer | None:
-    tracer = getattr(_active, "tracer", None)
-    return tracer if tracer is not None and tracer.live else None
-
-
-_patching = threading.RLock()  # a leaf that runs while examples are computed may be traced itself
-
-
-@contextlib.contextmanager
-def live(tracer: RegionTracer) -> Iterator[None]:
-    """Patches the two seams that no subclass reaches: the attention registry, and torch's functions that make tensors."""
-    interface = AttentionInterface.get_interface
-    creates = {name: getattr(torch, name) for name in _CREATES}
-
-    def get_interface(this: Any, implementation: str, default: Any) -> Any:
-        now = current()
-        if now is None:
-            return interface(this, implementation, default)
-        return lambda module, *a, **k: now.record("call_function", attention, (module, default, *a), k)
-
-    def recorded(function: Any) -> Any:
-        def create(*args: Any, **kwargs: Any) -> Any:
-            now = current()
-            if now is None or not mentions_example((args, kwargs)):
-                return function(*args, **kwargs)
-            return now.record("call_function", function, args, kwargs)
-
-        return create
-
-    def refused(context: Any) -> Any:
-        def enter(this: Any) -> Any:
-            if current() is not None:
-                raise TraceError(f"{type(this).__name__} blocks cannot be kept in a graph")
-            return context(this)
-
-        return enter
-
-    blocks = {cls: cls.__enter__ for cls in (torch.autocast, torch.no_grad, torch.enable_grad)}
-    with _patching:
-        AttentionInterface.get_interface = get_interface
-        for cls, context in blocks.items():
-            cls.__enter__ = refused(context)
-        for name, function in creates.items():
-            setattr(torch, name, recorded(function))
-        outer = getattr(_active, "tracer", None)
-        _active.tracer, tracer.live = tracer, True
-        try:
-            yield
-        finally:
-            _active.tracer, tracer.live = outer, False
-            AttentionInterface.get_interface = interface
-            for cls, context in blocks.items():
-                cls.__enter__ = context
-            for name, function in creates.items():
-                setattr(torch, name, function)

@@ -1,0 +1,156 @@
+"""An edit as a region sees it, and what can be said of its equations without a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from peftc.forms.shapes import Scalar
+from peftc.planning import ir
+from peftc.rewriting.anchors import Anchor
+from peftc.tracing.sites import Slice, WeightRef
+
+STREAM = "<stream>"  # the layer's input, used only for its batch and tokens
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A state of an edit, found: by an anchor in its region, or as a parameter. Names are relative to the region.
+
+    Where the state is only some rows of the value, `width` is the number of all its rows.
+    """
+
+    anchor: Anchor | None = None
+    rows: Slice | None = None
+    width: int = 0
+    flat: bool = False  # (batch · tokens, d) in the model's own code
+    weight: WeightRef | None = None
+
+
+@dataclass(frozen=True)
+class RegionEdit:
+    """One edit at one site, as a region sees it. `slug` names the site within the region."""
+
+    edit: str
+    slug: str
+    assigns: tuple[ir.Assign, ...]
+    states: dict[str, Bound]
+    functions: dict[str, str]
+    keys: tuple[str, ...]
+    lets: tuple[tuple[int, ir.Term], ...] = ()
+
+    @property
+    def edit_name(self) -> str:
+        """The edit's name as an identifier."""
+        return self.edit.replace(".", "__")
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that two edits share exactly if they rewrite a region in the same way."""
+        return repr(
+            (
+                self.edit,
+                self.slug,
+                self.states,
+                self.functions,
+                [describe(a) for a in self.assigns],
+                [(i, describe_term(t)) for i, t in self.lets],
+            )
+        )
+
+
+@dataclass
+class Region:
+    """A module to rewrite: its dotted name in the model, the modules in it whose code is entered, its edits in order."""
+
+    module: str
+    inline: frozenset[str]  # relative names; "" is the region itself; empty: nothing but its boundary is touched
+    edits: list[RegionEdit]
+    placed: list[ir.Placed] = field(default_factory=list[ir.Placed])
+
+
+def describe(assign: ir.Assign) -> object:
+    return (assign.state, describe_term(assign.value))
+
+
+def describe_term(term: ir.Term) -> object:
+    match term:
+        case ir.Read(state=state):
+            return state
+        case ir.Constant(value=value):
+            return value
+        case ir.Applied(instance=instance, input=value):
+            arguments = sorted(instance.args.items(), key=lambda item: item[0])
+            return (instance.key, instance.form.name, arguments, describe_term(value) if value else None)
+        case ir.Frozen(function=function, input=value):
+            return (function, describe_term(value))
+        case ir.Arithmetic(op=op, left=left, right=right):
+            return (op, describe_term(left), describe_term(right))
+        case ir.Concat(parts=parts):
+            return ("concat", *map(describe_term, parts))
+
+
+def parts_of(term: ir.Term) -> Iterator[ir.Term]:
+    """A term and all terms in it."""
+    yield term
+    match term:
+        case ir.Applied(input=value) if value is not None:
+            yield from parts_of(value)
+        case ir.Frozen(input=value):
+            yield from parts_of(value)
+        case ir.Arithmetic(left=left, right=right):
+            yield from parts_of(left)
+            yield from parts_of(right)
+        case ir.Concat(parts=terms):
+            for part in terms:
+                yield from parts_of(part)
+        case _:
+            pass
+
+
+def terms_of(placed: ir.Placed) -> list[ir.Term]:
+    """Every term of an edit, those of its lets included."""
+    roots = [a.value for a in placed.assigns] + [term for _, term in placed.lets]
+    return [part for root in roots for part in parts_of(root)]
+
+
+def frozen_modules(placed: ir.Placed) -> dict[str, str]:
+    """The frozen sub-modules that an edit applies: name to dotted name."""
+    return {t.function: t.module for t in terms_of(placed) if isinstance(t, ir.Frozen)}
+
+
+def together(placed: Iterable[ir.Placed]) -> list[list[ir.Placed]]:
+    """Edits of one state at one site stay together: they apply in the order of the spec."""
+    groups: list[list[ir.Placed]] = []
+    for p in placed:
+        mine = [g for g in groups if g[0].site.path == p.site.path and any(written(o) & written(p) for o in g)]
+        groups = [g for g in groups if g not in mine]
+        groups.append([*(o for g in mine for o in g), p])
+    return groups
+
+
+def depth(placed: ir.Placed) -> int:
+    """Sorts Linears before the sub-layers they are in."""
+    return -placed.site.path.count(".")
+
+
+def used_states(placed: ir.Placed) -> list[str]:
+    """The states that an edit reads or writes, and the stream where it needs the batch back."""
+    terms = terms_of(placed)
+    names = dict.fromkeys([*(t.state for t in terms if isinstance(t, ir.Read)), *(a.state for a in placed.assigns)])
+    if placed.site.stream is not None and any(isinstance(t.shape, Scalar) and t.shape.per_example for t in terms):
+        names[STREAM] = None
+    return list(names)
+
+
+def written(placed: ir.Placed) -> set[str]:
+    return {a.state for a in placed.assigns}
+
+
+def slug(placed: ir.Placed) -> str:
+    """The site's path below its layer as an identifier: `attn_self_q`; `h` for the layer itself."""
+    steps = placed.site.steps
+    cut = next((i + 1 for i, (name, _) in enumerate(steps) if name == "layer"), 0)
+    words = [name if index is None else f"{name}_{index}" for name, index in steps[cut:]]
+    text = "_".join(words) or "layer"
+    return "".join(c if c.isalnum() else "_" for c in text)

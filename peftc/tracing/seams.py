@@ -1,0 +1,139 @@
+"""What a live trace watches: calls and attribute reads of modules, the attention registry, functions that make tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+
+from peftc.tracing.example import mentions_example
+
+if TYPE_CHECKING:
+    from peftc.tracing.tracer import RegionTracer
+
+_CREATES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
+_active = threading.local()
+
+
+class TraceError(Exception):
+    """The region cannot be traced; the message says at which call of which child."""
+
+
+def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The leaf that every attention call becomes; the implementation is looked up when it runs."""
+    implementation: str = module.config._attn_implementation
+    return AttentionInterface().get_interface(implementation, eager)(module, *args, **kwargs)
+
+
+def branch(condition: Any, outcome: bool) -> None:
+    """Marks where Python asked for a truth that only the values of tensors tell, and went on as if it were `outcome`."""
+
+
+_spies: dict[type, type] = {}
+
+
+def spy(cls: type) -> type:
+    """A subclass of a module class that reports calls and attribute reads to the live tracer of this thread."""
+    if cls in _spies:
+        return _spies[cls]
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tracer = current()
+        if tracer is None:
+            return super(made, self).__call__(*args, **kwargs)
+        return tracer.call(self, args, kwargs)
+
+    def __getattribute__(self: nn.Module, name: str) -> Any:
+        value = super(made, self).__getattribute__(name)
+        if type(value) not in (bool, int, float):
+            return value
+        tracer = current()
+        return value if tracer is None else tracer.attribute_read(self, name, value)
+
+    members = {"__call__": __call__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
+    _spies[cls] = made = type(cls.__name__, (cls,), members)
+    return made
+
+
+@contextlib.contextmanager
+def spying(root: nn.Module, tracer: RegionTracer) -> Generator[None]:
+    modules = [(m, type(m)) for m in root.modules()]
+    try:
+        for module, cls in modules:
+            module.__class__ = spy(cls)
+        yield
+    finally:
+        for module, cls in modules:
+            module.__class__ = cls
+
+
+def current() -> RegionTracer | None:
+    tracer = getattr(_active, "tracer", None)
+    return tracer if tracer is not None and tracer.live else None
+
+
+_patching = threading.RLock()  # a leaf that runs while examples are computed may be traced itself
+
+
+@contextlib.contextmanager
+def live(tracer: RegionTracer) -> Generator[None]:
+    """Patches the seams that no subclass reaches: the attention registry, torch's functions that make tensors, and the
+    blocks that a graph would silently lose.
+    """
+    with _patching, contextlib.ExitStack() as patches:
+        patches.enter_context(patched(AttentionInterface, "get_interface", _recording_attention))
+        for name in _CREATES:
+            patches.enter_context(patched(torch, name, _recorded))
+        for block in (torch.autocast, torch.no_grad, torch.enable_grad):
+            patches.enter_context(patched(block, "__enter__", _refused))
+        outer = getattr(_active, "tracer", None)
+        _active.tracer, tracer.live = tracer, True
+        try:
+            yield
+        finally:
+            _active.tracer, tracer.live = outer, False
+
+
+@contextlib.contextmanager
+def patched(owner: object, name: str, wrap: Callable[[Any], Any]) -> Generator[None]:
+    """`owner.name` is `wrap(owner.name)` inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, wrap(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _recording_attention(interface: Any) -> Any:
+    def get_interface(self: Any, attn_implementation: str, default: Any) -> Any:
+        now = current()
+        if now is None:
+            return interface(self, attn_implementation, default)
+        return lambda module, *a, **k: now.record("call_function", attention, (module, default, *a), k)
+
+    return get_interface
+
+
+def _recorded(function: Any) -> Any:
+    def create(*args: Any, **kwargs: Any) -> Any:
+        now = current()
+        if now is None or not mentions_example((args, kwargs)):
+            return function(*args, **kwargs)
+        return now.record("call_function", function, args, kwargs)
+
+    return create
+
+
+def _refused(enter: Any) -> Any:
+    def __enter__(self: Any) -> Any:
+        if current() is not None:
+            raise TraceError(f"{type(self).__name__} blocks cannot be kept in a graph")
+        return enter(self)
+
+    return __enter__
