@@ -42,13 +42,13 @@ def spy(cls: type) -> type:
     if cls in _spies:
         return _spies[cls]
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         tracer = current()
         if tracer is None:
             return super(made, self).__call__(*args, **kwargs)
         return tracer.call(self, args, kwargs)
 
-    def __getattribute__(self: nn.Module, name: str) -> Any:
+    def __getattribute__(self: Any, name: str) -> Any:
         value = super(made, self).__getattribute__(name)
         if type(value) not in (bool, int, float):
             return value

@@ -17,9 +17,9 @@ from peftc.forms.module import FormModule
 from peftc.planning.affine import FoldTarget, fold_target
 from peftc.planning.ir import Placed
 from peftc.planning.verdict import Verdict, verdicts
+from peftc.rewriting.edits import slug
 from peftc.rewriting.insert import CONTAINER
 from peftc.rewriting.install import Installation
-from peftc.rewriting.edits import slug
 from peftc.rewriting.reinstall import reinstall, strip
 from peftc.semantics.walk import names
 from peftc.syntax import ast
