@@ -35,7 +35,7 @@ MODULES = (
     "urllib",
     "xml",
 )
-STEPS, BATCH = 45, 24
+STEPS, BATCH, HELD_OUT = 45, 24, 200
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -68,7 +68,8 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(minilm.MODEL_DIR)
     model = AutoModel.from_pretrained(minilm.MODEL_DIR)
-    test, learn = pairs()[:200], pairs()[200:]
+    every = pairs()
+    test, learn = every[:HELD_OUT], every[HELD_OUT:]
 
     peftc.compile(SPEC, model, seed=0)
     print(f"before: {found(model, tokenizer, test):.1%} found")

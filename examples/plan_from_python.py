@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import peftc
 
+LORA = Path(__file__).resolve().parent.parent / "specs" / "lora.peft"
 SPEC = """
 peft 1
 
@@ -25,7 +28,7 @@ def main() -> None:
         said = ", ".join(f"{e.text}: {'holds' if e.holds else 'fails'}" for e in plan.expectations)
         print(f"{name:32}{base:18,}{stored:14,}{stored / base:9.3%}  {said}")
 
-    plan = peftc.plan("specs/lora.peft", "gpt2")  # its q, k and v are one matrix: the plan says where each lies
+    plan = peftc.plan(LORA, "gpt2")  # its q, k and v are one matrix: the plan says where each lies
     edit = plan.edits[0]
     print(f"\n{edit.name} on gpt2: {len(edit.sites)} sites, the first {edit.sites[0].path} in {edit.sites[0].module}")
     print(f"folds: {edit.foldable} ({edit.reason})")

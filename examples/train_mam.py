@@ -24,6 +24,7 @@ peft 1
 use mam from std
 apply mam(l=8, r=64)
 """
+HELD_OUT = 150
 PAD, BOS, EOS = range(3)
 LETTERS = "_" + string.ascii_letters
 NUMBERS = {letter: number for number, letter in enumerate(LETTERS, start=3)}
@@ -104,7 +105,8 @@ def right(answers: list[str], names: list[str], to: Callable[[str], str]) -> str
 def main() -> None:
     torch.set_num_threads(1)  # the matrices are too small to share out
     torch.manual_seed(0)
-    test, learn = class_names()[:150], class_names()[150:]
+    names = class_names()
+    test, learn = names[:HELD_OUT], names[HELD_OUT:]
     model = small_bart()
     train(model, model.parameters(), learn, str, steps=400, rate=2e-3)
     print(f"base: copies {right(written(model, test), test, str)}, converts {right(written(model, test), test, snake)}")

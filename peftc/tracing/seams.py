@@ -41,15 +41,16 @@ def spy(cls: type) -> type:
     """A subclass of a module class that reports calls and attribute reads to the live tracer of this thread."""
     if cls in _spies:
         return _spies[cls]
+    parent: Any = cls
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         tracer = current()
         if tracer is None:
-            return super(made, self).__call__(*args, **kwargs)
+            return parent.__call__(self, *args, **kwargs)
         return tracer.call(self, args, kwargs)
 
     def __getattribute__(self: Any, name: str) -> Any:
-        value = super(made, self).__getattribute__(name)
+        value = parent.__getattribute__(self, name)
         if type(value) not in (bool, int, float):
             return value
         tracer = current()

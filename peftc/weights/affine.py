@@ -53,7 +53,14 @@ def fold_terms(
     Shapes: weight (out, in), as `nn.Linear` has it, or (d,) of a norm; bias (out,).
     Args: `modules`: by `Instance.key`; `side`: that of `fold_target` ("input": the edit changes what the Linear reads).
     """
-    side = side or side_of(placed)
+    folded = folded_terms(placed, modules, weight, bias, side or side_of(placed))
+    return folded if isinstance(folded, Refusal) else _rounded(weight, bias, *folded)
+
+
+def folded_terms(
+    placed: Placed, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
+) -> tuple[Tensor, Tensor | None] | Refusal:
+    """As `fold_terms`, before rounding: W' and b' in float32 (float64)."""
     refused = _unready([weight, *([] if bias is None else [bias]), *_parameters(modules)])
     if refused is not None:
         return refused
@@ -61,8 +68,7 @@ def fold_terms(
     try:
         with torch.no_grad():
             w, b = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-            folded = _fold(placed, modules, w, b, side)
-            return _rounded(weight, bias, *folded)
+            return _fold(placed, modules, w, b, side)
     except NotAffine as found:
         return Refusal(found.reason)
 
@@ -218,8 +224,8 @@ def _rounded(
     rounded = [new.to(old.dtype) for old, new in pairs]
     if not all(bool(torch.isfinite(value).all()) for value in rounded):
         return Refusal(f"the folded weights have NaN or infinite entries in {str(weight.dtype).removeprefix('torch.')}")
-    wanted = sum(int((new != old.to(new.dtype)).sum()) for old, new in pairs)
-    kept = sum(int((value != old).sum()) for value, (old, _) in zip(rounded, pairs, strict=True))
+    wanted = sum(int(torch.count_nonzero(new != old.to(new.dtype))) for old, new in pairs)
+    kept = sum(int(torch.count_nonzero(value != old)) for value, (old, _) in zip(rounded, pairs, strict=True))
     return FoldedWeights(rounded[0], rounded[1] if len(rounded) > 1 else None, kept / wanted if wanted else 1.0)
 
 

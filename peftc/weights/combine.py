@@ -13,7 +13,7 @@ from peftc.forms.module import FormModule
 from peftc.planning.affine import FoldTarget
 from peftc.planning.ir import Placed
 from peftc.tracing.sites import WeightRef
-from peftc.weights.affine import Refusal, fold_terms
+from peftc.weights.affine import Refusal, folded_terms
 from peftc.weights.report import Change
 
 
@@ -107,7 +107,8 @@ class Wide:
             new = value.to(like.dtype)
             if not bool(new.isfinite().all()):
                 raise _not_finite(name, like.dtype, edits)
-            entries, wanted = int((new != before).sum()), int((value != before.to(value.dtype)).sum())
+            entries = int(torch.count_nonzero(new != before))
+            wanted = entries if new.dtype == value.dtype else int(torch.count_nonzero(value != before.to(value.dtype)))
             if not wanted and not created:
                 continue
             dtype = str(like.dtype).removeprefix("torch.")
@@ -131,14 +132,12 @@ def _apply(fold: Fold, wide: Wide, side: str) -> None:
     bias = wide.bias(target)
     weight = wide.view(target.weight)
     values = weight, None if bias is None else wide.view(bias)
-    folded = fold_terms(placed, fold.modules, *values, "weight" if side == "weight" else target.side)
+    folded = folded_terms(placed, fold.modules, *values, "weight" if side == "weight" else target.side)
     if isinstance(folded, Refusal):
-        if all(bool(v.isfinite().all()) for v in (weight, *_parameters(fold.modules))):
-            raise CannotFold(fold.placed.edit, folded.reason)
-        raise _not_finite(f"{target.weight.module}.{target.weight.attribute}", weight.dtype, (fold.placed.edit,))
-    weight.copy_(folded.weight)
-    if folded.bias is not None:
-        wide.view(bias or wide.create_bias(fold)).copy_(folded.bias)
+        raise CannotFold(fold.placed.edit, folded.reason)
+    weight.copy_(folded[0])
+    if folded[1] is not None:
+        wide.view(bias or wide.create_bias(fold)).copy_(folded[1])
 
 
 def _part(placed: Placed, weights: bool) -> Placed:
@@ -147,11 +146,6 @@ def _part(placed: Placed, weights: bool) -> Placed:
     assigns = tuple(a for a, keep in zip(placed.assigns, kept, strict=True) if keep)
     lets = tuple((sum(kept[:i]), term) for i, term in placed.lets)
     return replace(placed, assigns=assigns, lets=lets)
-
-
-def _parameters(modules: Mapping[str, FormModule]) -> Iterable[Tensor]:
-    for module in modules.values():
-        yield from getattr(module, "owner_module", module).parameters()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

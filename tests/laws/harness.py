@@ -85,6 +85,11 @@ class Case:
         self.initial = values(self.parameters)
 
     @cached_property
+    def plan(self) -> Any:
+        """The plan of the recipe, made from the config alone."""
+        return peftc.plan(self.recipe.text, zoo.config(self.name, **self.overrides))
+
+    @cached_property
     def random(self) -> dict[str, Tensor]:
         """One fixed point in parameter space, far from the initial one."""
         assign(self.parameters, self.initial)

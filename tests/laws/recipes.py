@@ -232,8 +232,8 @@ SUB_LAYER = (
             identity=False,
             edits=tuple(order),
         )
-        for site in ("ffn", "attn")
-        for order in ("xhr", "rhx", "hrx", "nxh")
+        for site, orders in {"ffn": ("xhr", "rhx", "nxh"), "attn": ("hrx", "nxh")}.items()
+        for order in orders
     ),
     Recipe(
         "order-linear",

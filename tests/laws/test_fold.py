@@ -1,10 +1,9 @@
-"""Folding: exact in float64 where the plan says so, refused by name elsewhere, half precision rounded once."""
+"""Folding, beyond what `test_laws.py` says of every recipe: what is left, what is refused and why, how it rounds."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,41 +11,8 @@ from torch import nn
 
 import peftc
 from tests import zoo
-from tests.laws.harness import Case, close, randomise, visible
-from tests.laws.recipes import CASES, MIXED, NAMED, TIED
-
-FOLDING = [(r, n) for r, n in CASES if r in MIXED or any(r.foldable(e, n) for e in r.edits)]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[1]}-{c[0].name}")
-def test_verdicts(case: Any) -> None:
-    recipe, name = case
-    plan = peftc.plan(recipe.text, zoo.config(name))
-    assert [edit.name for edit in plan.edits] == list(recipe.edits)
-    for edit in plan.edits:
-        assert recipe.folds is None or edit.foldable == recipe.foldable(edit.name, name), edit.reason
-        if not edit.foldable:
-            assert edit.reason
-
-
-@pytest.mark.parametrize("case", FOLDING, ids=lambda c: f"{c[1]}-{c[0].name}")
-def test_folded_equals_unfolded(case: Any) -> None:
-    recipe, name = case
-    made = Case(recipe, name).at_random()
-    with torch.no_grad():
-        want = [made.model(**given)[0] for given in made.batches]
-        report = peftc.fold(made.model)
-        got = [made.model(**given)[0] for given in made.batches]
-    for given, a, b, base in zip(made.batches, got, want, made.base_logits, strict=True):
-        close(visible(made.model, given, a), visible(made.model, given, b), "folded")
-        assert not torch.equal(a, base)
-    stay = {edit.name for edit in peftc.plan(recipe.text, zoo.config(name)).edits if not edit.foldable}
-    assert {refused.edit for refused in report.refused} == stay
-    if stay:
-        assert {key.partition("/")[0] for key in peftc.parameters(made.model)} == stay
-    else:
-        with pytest.raises(peftc.PeftcError, match="P410"):  # a plain model again
-            peftc.parameters(made.model)
+from tests.laws.harness import Case, randomise
+from tests.laws.recipes import NAMED, TIED
 
 
 @pytest.mark.parametrize("method", ["lora", "dora", "ia3", "gamma", "rslora-everywhere"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import peftc
-from tests.laws.harness import Case, compare, loss, visible
+from tests.laws.harness import Case, close, compare, loss, visible
 from tests.laws.recipes import CASES
 
 
@@ -21,9 +21,7 @@ def case(request: Any) -> Case:
 
 def test_identity_at_init(case: Case) -> None:
     """Where promised, logits are the base's bit for bit; where not promised, the promise is not owed by accident."""
-    plan = peftc.plan(case.recipe.text, case.model.config)
-    assert all(edit.identity == case.recipe.identity for edit in plan.edits) or len(plan.edits) > 1
-    assert all(edit.identity for edit in plan.edits) == case.recipe.identity
+    assert all(edit.identity for edit in case.plan.edits) == case.recipe.identity
     case.at_init()
     with torch.no_grad():
         now = [case.model(**given)[0] for given in case.batches]
@@ -87,6 +85,36 @@ def test_a_copy_is_another_model(case: Case) -> None:
             parameter.add_(0.1)
         assert not torch.equal(other(**case.batches[1])[0], want)
         assert torch.equal(case.model(**case.batches[1])[0], want)
+
+
+def test_verdicts_on_folding(case: Case) -> None:
+    """What folds is read off the equations; a refusal has a reason."""
+    assert [edit.name for edit in case.plan.edits] == list(case.recipe.edits)
+    for edit in case.plan.edits:
+        expected = case.recipe.folds is None or case.recipe.foldable(edit.name, case.name)
+        assert edit.foldable == expected or case.recipe.folds is None, edit.reason
+        assert edit.foldable or edit.reason
+
+
+def test_folded_equals_unfolded(case: Case) -> None:
+    """Exact in float64 for every edit whose verdict is that it folds; the others stay, and are named."""
+    stay = {edit.name for edit in case.plan.edits if not edit.foldable}
+    if stay == set(case.recipe.edits):
+        return
+    case.at_random()
+    folded = copy.deepcopy(case.model)
+    with torch.no_grad():
+        report = peftc.fold(folded)
+        for given, base in zip(case.batches, case.base_logits, strict=True):
+            got = folded(**given)[0]
+            close(visible(folded, given, got), visible(case.model, given, case.model(**given)[0]), "folded")
+            assert not torch.equal(got, base)
+    assert {refused.edit for refused in report.refused} == stay
+    if stay:
+        assert {key.partition("/")[0] for key in peftc.parameters(folded)} == stay
+    else:
+        with pytest.raises(peftc.PeftcError, match="P410"):  # a plain model again
+            peftc.parameters(folded)
 
 
 def test_remove_restores_every_bit(case: Case) -> None:
