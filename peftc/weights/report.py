@@ -68,10 +68,12 @@ class FoldReport:
 
 def _said(changes: Iterable[Change]) -> str:
     found = list(changes)
+    if not found:
+        return "it changes nothing"
     entries = sum(c.entries for c in found)
     text = f"{entries:,} entries of {len(found)} parameter{'s' * (len(found) != 1)}"
     wanted = sum(c.entries / c.survived if c.survived else c.total for c in found)
-    if found and entries < round(wanted):
+    if entries < round(wanted):
         dtypes = " and ".join(dict.fromkeys(c.dtype for c in found))
         text += f"; {entries / wanted:.1%} of the changed entries survived rounding to {dtypes}"
     return text
