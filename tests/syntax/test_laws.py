@@ -158,3 +158,37 @@ expect foldable(qv) expect sites(qv) == 72 expect stored <= 6.8%
         *["Expect"] * 3,
     ]
     assert spec.statements[0].trailing == "# LoRA"
+
+
+@pytest.mark.parametrize(
+    ("written", "printed"),
+    [
+        ("a-(b-c)", "a - (b - c)"),
+        ("(a-b)-c", "a - b - c"),
+        ("((a*b))+c", "a * b + c"),
+        ("a*(b+c)/d", "a * (b + c) / d"),
+        ("a/(b*c)", "a / (b * c)"),
+        ("-(a+b)", "-(a + b)"),
+        ("-(a)*b", "-a * b"),
+        ("a - -b", "a - -b"),
+        ("f( (a+b) ,c = (1),)", "f(a + b, c=1)"),
+    ],
+)
+def test_parentheses_are_those_that_are_needed(written: str, printed: str) -> None:
+    assert print_spec(parse_text(f"peft 1 let l = {written}")) == f"peft 1\n\nlet l = {printed}\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "printed"),
+    [
+        ("a|b|c", "a | b | c"),
+        ("a-b|c", "(a - b) | c"),
+        ("a-(b|c)", "a - (b | c)"),
+        ("(a-b)-c", "a - b - c"),
+        ("a-(b-c)", "a - (b - c)"),
+        ('("x.*")', '"x.*"'),
+        ("layer[ 0,3 .. 5 ,-2..,..4,*]", "layer[0, 3..5, -2.., ..4, *]"),
+    ],
+)
+def test_selectors_are_printed_without_doubt(written: str, printed: str) -> None:
+    assert print_spec(parse_text(f"peft 1 train t=[b] at {written}")) == f"peft 1\n\ntrain t = [b] at {printed}\n"
