@@ -103,6 +103,14 @@ def test_a_real_model_has_no_mode() -> None:
         fake_mode(nn.Linear(2, 2))
 
 
+def test_a_skeleton_says_that_it_is_on_the_cpu_in_float32() -> None:
+    model = skeleton(resolve("gpt2"))
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {t.device for t in tensors} == {torch.device("cpu")}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not model.training
+
+
 def test_a_skeleton_of_405_billion_is_built_at_once() -> None:
     start = time.perf_counter()
     model = skeleton(resolve("meta-llama/Llama-3.1-405B"))
