@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.compiler import analysed, planned
 from tests import zoo
 from tests.laws.recipes import Recipe
 from tests.reference.reference import Reference
@@ -21,6 +22,12 @@ Inputs = dict[str, Tensor]
 
 def seed_of(key: str) -> int:
     return sum((i + 1) * byte for i, byte in enumerate(key.encode())) % 2**31
+
+
+@cache
+def analysis(name: str) -> Any:
+    """A model is analysed once for all the plans that are made of it."""
+    return analysed(zoo.config(name))
 
 
 @torch.no_grad()
@@ -87,7 +94,7 @@ class Case:
     @cached_property
     def plan(self) -> Any:
         """The plan of the recipe, made from the config alone."""
-        return peftc.plan(self.recipe.text, zoo.config(self.name, **self.overrides))
+        return planned(peftc.parse(self.recipe.text), analysis(self.name)).plan
 
     @cached_property
     def random(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from tests.laws.recipes import NAMED, TIED
 
 
 @pytest.mark.parametrize("method", ["lora", "dora", "ia3", "gamma", "rslora-everywhere"])
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "llama"])
 def test_a_fully_folded_model_is_plain(name: str, method: str) -> None:
     """Its classes are the base's own, its state dict has the base's keys and shapes, and it is trainable as before."""
     made = Case(NAMED[method], name).at_random()
