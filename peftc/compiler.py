@@ -103,7 +103,7 @@ def compile(
 
     Args: `seed`: of the initial values, which depend on it, the edit, the site and the parameter alone (default: torch's
     initial seed).
-    Raises: as `plan`; P309 for an expectation that does not hold; P411 for a model that is compiled already. After an
+    Raises: as `plan`; P304 for an expectation that does not hold; P411 for a model that is compiled already. After an
     error the model is as it was.
     """
     if is_installed(model):

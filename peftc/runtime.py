@@ -54,7 +54,7 @@ def still(value: Any, kind: str, expected: Any) -> None:
     """
     answers: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "len": len}
     answer = answers.get(kind, lambda v: v)(value)
-    if answer != expected:
+    if not isinstance(value, expected) if kind == "type" else answer != expected:
         raise PeftcError(
             Diagnostic(
                 "P408",

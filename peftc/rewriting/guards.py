@@ -20,7 +20,7 @@ def conditions(traced: Traced, emitter: Emitter) -> list[str]:
     found = [*facts(traced), *arguments(traced, emitter)]
     if traced.depends_on_dtype:
         found += dtypes(traced)
-    found += [asked(guard, emitter) for guard in traced.guards]
+    found += [asked(guard, emitter) for guard in traced.guards if guard.kind != "type" or not acts(guard.node)]
     return list(dict.fromkeys(found))
 
 
@@ -88,7 +88,10 @@ def dtypes(traced: Traced) -> Iterator[str]:
 def asked(guard: Guard, emitter: Emitter) -> str:
     """What Python asked of a computed value, as an expression of the arguments."""
     check_pure(guard.node)
-    return answer(guard, emitter.guard(guard.node))
+    text = emitter.guard(guard.node)
+    if guard.kind == "type":
+        return f"isinstance({text}, {emitter.names.of(guard.value)})"
+    return answer(guard, text)
 
 
 def answer(guard: Guard, text: str) -> str:

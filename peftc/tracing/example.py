@@ -37,7 +37,10 @@ class Example(fx.Proxy):
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         value = object.__getattribute__(self, "_value")
-        return Example if isinstance(value, (tuple, list, dict)) else type(value)
+        if isinstance(value, (tuple, list, dict)):
+            return Example
+        self.tracer.asked_type(self.node, type(value))
+        return type(value)
 
     def __bool__(self) -> bool:
         try:

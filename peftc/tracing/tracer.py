@@ -81,6 +81,13 @@ class RegionTracer(fx.Tracer):
             self.guards.append(Guard(node, kind, value))
         return value
 
+    def asked_type(self, node: fx.Node, kind: type) -> None:
+        """Python asked for the type of what a method or attribute of an object gave (a cache's length: int or tensor)."""
+        asks = node.op == "call_method" or node.target is getattr
+        source = node.args[0] if asks and node.args else None
+        if isinstance(source, fx.Node) and not isinstance(source.meta.get("example"), torch.Tensor):
+            self.decide(node, "type", torch.Tensor if issubclass(kind, torch.Tensor) else kind)
+
     def fork(self, condition: fx.Node) -> bool:
         """A decision on values of tensors, which the example does not have."""
         at = len(self.outcomes)

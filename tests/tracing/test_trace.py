@@ -1,0 +1,117 @@
+"""Tracing loses nothing: a model whose layers run from their own traces is the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from peftc.rewriting.kind import Kind
+from peftc.tracing.analysis import analyse
+from peftc.tracing.calls import bind, innermost
+from peftc.tracing.seams import TraceError
+from peftc.tracing.tracer import RegionTracer
+from tests import zoo
+
+
+def retraced(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module, list[Kind]]:
+    """A model, and one in which every layer is replaced by its trace: all code inlined, no edits."""
+    base, model = zoo.build(name, dtype, **options), zoo.build(name, dtype, **options)
+    kinds: dict[type, Kind] = {}
+    for stack in analyse(model).anatomy.stacks:
+        for layer in map(model.get_submodule, stack.layers):
+            inner = {n for n, m in layer.named_modules() if next(m.children(), None) is not None} | {""}
+            kind = kinds.setdefault(type(layer), Kind(type(layer), frozenset(inner), (), type(layer).__name__))
+            layer.__class__ = kind.cls
+    return base, model, list(kinds.values())
+
+
+@pytest.mark.parametrize("name", zoo.ALL)
+@pytest.mark.parametrize("padding", [None, "right"])
+def test_a_traced_layer_computes_what_it_computed(name: str, padding: Any) -> None:
+    base, model, kinds = retraced(name)
+    given = zoo.inputs(name, base, padding=padding)
+    with torch.no_grad():
+        assert torch.equal(model(**given)[0], base(**given)[0])
+    assert all(kind.variants for kind in kinds)
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_dropout_draws_the_same_numbers(name: str) -> None:
+    base, model, _ = retraced(name, dropout=0.2)
+    given = zoo.inputs(name, base)
+    out: list[torch.Tensor] = []
+    for m in (base, model):
+        m.train()
+        m(**given)  # the first call traces
+        torch.manual_seed(3)
+        out.append(m(**given)[0])
+    assert torch.equal(*out)
+    assert not torch.equal(out[0], base.eval()(**given)[0])
+
+
+@pytest.mark.parametrize("name", zoo.GENERATING)
+def test_caches_are_used_and_not_mixed_up(name: str) -> None:
+    base, model, kinds = retraced(name)
+    given = {k: v for k, v in zoo.inputs(name, base).items() if k in ("input_ids", "attention_mask")}
+    for options in ({"num_beams": 1}, {"num_beams": 3}, {"num_beams": 1, "cache_implementation": "static"}):
+        made = [m.generate(**given, do_sample=False, max_new_tokens=6, **options) for m in (base, model)]
+        assert torch.equal(*made), options
+    assert max(len(kind.variants) for kind in kinds) > 1, "decoding is another call pattern than prefill"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_half_precision_takes_its_own_branches(name: str, dtype: torch.dtype) -> None:
+    base, model, _ = retraced(name, dtype)
+    given = zoo.inputs(name, base)
+    with torch.no_grad():
+        assert torch.equal(model(**given)[0], base(**given)[0])
+
+
+def test_both_ways_of_a_decision_on_values() -> None:
+    """BART clamps a layer's output in float16 if it is not finite: known only while it runs."""
+    base, model, kinds = retraced("bart", torch.float16)
+    encoder = next(k for k in kinds if "Encoder" in k.name)
+    given = zoo.inputs("bart", base)
+    with torch.no_grad():
+        model(**given)
+        assert "clamp" in encoder.source
+        assert len(encoder.variants) == 1
+        for m in (base, model):
+            m.model.encoder.layers[0].final_layer_norm.bias[0] = float("inf")
+        want, got = base.model.encoder(given["input_ids"])[0], model.model.encoder(given["input_ids"])[0]
+    assert torch.equal(want.nan_to_num(), got.nan_to_num())
+    assert len(encoder.variants) == 1
+
+
+def test_tracing_leaves_everything_as_it_was() -> None:
+    model = zoo.build("bart")
+    layer = model.model.decoder.layers[0]
+    classes = [type(m) for m in model.modules()]
+    zeros, call = torch.zeros, nn.Module.__call__
+    hidden = torch.randn(2, 3, model.config.d_model)
+    arguments = bind(innermost(type(layer).forward), layer, (hidden,), {})
+    traced = RegionTracer(lambda name: name == "self_attn").trace_region(layer, arguments)
+    assert any(n.target == "fc1" for n in traced.graph.nodes)
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.zeros is zeros
+    assert nn.Module.__call__ is call
+
+
+class Blocked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.linear(x)
+
+
+def test_a_block_that_a_graph_would_lose_is_not_entered() -> None:
+    with pytest.raises(TraceError, match="no_grad"):
+        RegionTracer(lambda name: False).trace_region(Blocked(), {"x": torch.randn(2, 4)})
+    assert torch.no_grad.__enter__.__qualname__ == "no_grad.__enter__"
