@@ -1,0 +1,70 @@
+"""Layers as graphs, for passes that others write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import peftc
+from tests import zoo
+
+SPEC = "peft 1\nedit e at layer[*].ffn { h += 4 * adapter(x, r=4, act=relu) }\n"
+
+
+def test_regions_name_their_states() -> None:
+    regions = peftc.trace(zoo.build("bart"))
+    assert [len(r.layers) for r in regions] == [2, 3]
+    decoder = regions[1]
+    assert decoder.state("attn.cross.h") is decoder.states["attn.cross.h"]
+    assert "decoder.layer[0].ffn.h" in decoder.state("ffn.h").meta["states"]
+    assert decoder.state("ffn.x") in decoder.state("ffn.up.h").all_input_nodes
+    assert "self.fc1(" in decoder.code
+
+
+def test_a_selector_narrows_to_its_sites() -> None:
+    (region,) = peftc.trace(zoo.build("llama"), "layer[*].ffn")
+    assert set(region.states) == {"ffn.h", "ffn.x", "ffn.res", "ffn.z"}
+    assert region.state("h") is region.state("ffn.h")
+    with pytest.raises(peftc.PeftcError, match="P207"):
+        region.state("hh")
+    with pytest.raises(peftc.PeftcError, match="P201"):
+        peftc.trace(zoo.build("llama"), "layer[*].attn.cross")
+    with pytest.raises(peftc.PeftcError, match="P207"):
+        peftc.trace(zoo.build("llama"), "layer[*].ffn | layer[*].attn")[0].state("res")
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_rewriting_leaves_the_region_and_adds_the_edit(name: str) -> None:
+    region = peftc.trace(zoo.build(name))[0]
+    before = region.code
+    graph = peftc.rewrite(region, SPEC)
+    added = [n for n in graph.nodes if n.op == "call_module" and str(n.target).startswith("peftc.e.")]
+    assert len(added) == 1
+    assert region.code == before
+    assert graph is not region.graph
+    graph.lint()
+
+
+def test_rewriting_enters_a_linear_whose_weight_is_edited() -> None:
+    region = peftc.trace(zoo.build("llama"))[0]
+    graph = peftc.rewrite(region, "peft 1\nedit d at layer[*].attn.q { w = magnitude(w + lowrank(r=2)) }\n")
+    assert any(n.op == "get_attr" and n.target == "self_attn.q_proj.weight" for n in graph.nodes)
+
+
+def test_installed_graphs_are_those_that_run() -> None:
+    model = zoo.build("bert")
+    with pytest.raises(peftc.PeftcError, match="P410"):
+        peftc.graphs(model)
+    peftc.compile(SPEC, model, seed=0)
+    installed = peftc.graphs(model)
+    assert set(installed) == {f"bert.encoder.layer.{i}.output" for i in range(len(model.bert.encoder.layer))}
+    for region in installed.values():
+        assert region.graphs
+        assert "self.peftc.e.ffn.adapter(" in region.code
+        assert any("adapter" in str(n.target) for n in region.graphs[0].nodes)
+
+
+def test_tracing_a_name_reads_no_weights() -> None:
+    region = peftc.trace("gpt2")[0]
+    assert len(region.layers) == 12
+    assert isinstance(region.state("ffn.h").meta["example"], torch.Tensor)
