@@ -29,6 +29,7 @@ from peftc.rewriting.install import (
 )
 from peftc.semantics.expand import expand
 from peftc.semantics.load import read_spec
+from peftc.semantics.settings import settings_of
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
@@ -36,7 +37,7 @@ from peftc.tracing.analysis import Analysis, ModelLike, analyse
 from peftc.tracing.sites import SiteTable
 
 SpecLike = str | PathLike[str] | ast.Spec
-Settings = Mapping[str, ast.Expr]
+Settings = Mapping[str, object]  # of a method's parameters: numbers, truths, texts as after `--set`, expressions
 
 
 def parse(text: str, path: str = "<text>") -> ast.Spec:
@@ -57,6 +58,11 @@ def spec_of(spec: SpecLike) -> ast.Spec:
     return read_spec(name)
 
 
+def flat_of(spec: SpecLike, settings: Settings | None = None) -> ast.Spec:
+    """A spec expanded: nothing but edits, `train`, `expect` and shared parameters is left."""
+    return expand(spec_of(spec), settings_of(settings or {}))
+
+
 def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None) -> SiteTable:
     """Every place of a model that an edit can name, with its hidden states, shapes and weights. No weight is read.
 
@@ -72,7 +78,7 @@ def plan(spec: SpecLike, model: ModelLike, *, settings: Settings | None = None) 
     Args: `settings`: parameters of the spec's method to override, as `--set` does.
     Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model.
     """
-    return planned(expand(spec_of(spec), settings or {}), analysed(model)).plan
+    return planned(flat_of(spec, settings), analysed(model)).plan
 
 
 def planned(flat: ast.Spec, analysis: Analysis) -> Planned:
@@ -108,7 +114,7 @@ def compile(
     """
     if is_installed(model):
         raise PeftcError(Diagnostic("P411", "this model is compiled already", help="peftc.remove(model) first"))
-    flat = expand(spec_of(spec), settings or {})
+    flat = flat_of(spec, settings)
     analysis = analyse(model, sample)
     found = planned(flat, analysis)
     if found.findings:

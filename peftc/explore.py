@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from peftc.compiler import Settings, SpecLike, analysed, spec_of
+from peftc.compiler import Settings, SpecLike, analysed, flat_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed, nearest
 from peftc.model.fakes import fake_copy
@@ -18,7 +18,6 @@ from peftc.rewriting.emit import Emitter, Names, function
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.regions import LayerRegions
 from peftc.rewriting.states import node_of
-from peftc.semantics.expand import expand
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.tracing.analysis import Analysis, ModelLike
@@ -126,7 +125,7 @@ def rewrite(region: TracedRegion, edits: SpecLike, *, settings: Settings | None 
     Raises: as `peftc.plan`.
     """
     analysis = region.analysis
-    planned = make_plan(expand(spec_of(edits), settings or {}), analysis.table)
+    planned = make_plan(flat_of(edits, settings), analysis.table)
     placed = [p for p in planned.placed if p.site.root == region.module]
     weights = {b.module for p in placed for s in p.site.states.values() if (b := s.weight) is not None}
     parameters = {name[len(region.module) + 1 :] for name in weights}

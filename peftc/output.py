@@ -12,14 +12,13 @@ from pathlib import Path
 
 from torch import nn
 
-from peftc.compiler import Settings, SpecLike, installed_on, planned, spec_of
+from peftc.compiler import Settings, SpecLike, flat_of, installed_on, planned
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_mode
 from peftc.planning.plan import Planned
 from peftc.planning.render import percent
 from peftc.rewriting.install import Installation, installed
 from peftc.rewriting.kind import Kind
-from peftc.semantics.expand import expand
 from peftc.tracing.analysis import ModelLike, analyse
 
 PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
@@ -40,7 +39,7 @@ def compile_skeleton(
 
     Raises: as `peftc.compile`.
     """
-    flat = expand(spec_of(spec), settings or {})
+    flat = flat_of(spec, settings)
     analysis = analyse(model)
     found = planned(flat, analysis)
     if found.findings:

@@ -1,9 +1,9 @@
-"""`--set name=value`, as texts, to the expressions that `expand` takes."""
+"""`--set name=value`, as texts or from Python, to the expressions that `expand` takes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.syntax import ast
@@ -31,3 +31,19 @@ def parse_settings(settings: Iterable[str]) -> dict[str, ast.Expr]:
     if errors:
         raise PeftcError(errors)
     return found
+
+
+def settings_of(values: Mapping[str, object]) -> dict[str, ast.Expr]:
+    """`{"r": 256, "bias": False, "reparam": "mlp(800)"}` by name; expressions are taken as they are.
+
+    Raises: as `parse_settings`.
+    """
+    texts = {name: said(value) for name, value in values.items() if not isinstance(value, ast.Node)}
+    parsed = parse_settings(f"{name}={text}" for name, text in texts.items())
+    return {name: value if isinstance(value, ast.Expr) else parsed[name] for name, value in values.items()}
+
+
+def said(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
