@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import peftc
 from peftc.compiler import analysed, planned
 from tests import zoo
-from tests.laws.recipes import Recipe
+from tests.laws.recipe import Recipe
 from tests.reference.reference import Reference
 
 TOLERANCE = 1e-10

@@ -1,51 +1,16 @@
-"""What the laws are said of: a spec, the same equations by hand, and what is promised about them."""
+"""The recipes of the papers, and all recipes together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from tests import zoo
+from tests.laws.more_recipes import ELSEWHERE, MIXED, ORDERS
+from tests.laws.recipe import ENCODER_DECODER, GATED, WITH_BIAS, Recipe, at
+from tests.reference import elsewhere
 from tests.reference import methods as by_hand
 from tests.reference.methods import Method, together
 from tests.reference.reference import Reference
-
-ENCODER_DECODER = ("bart", "t5")
-WITH_BIAS = ("bart", "bert", "roberta", "gpt2", "opt")
-POST_NORM = ("bart", "bert", "roberta")
-TIED = ("bart", "bert", "roberta", "t5", "gpt2", "opt")  # head and embedding are one matrix
-GATED = ("llama", "qwen3")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """`identity`: a no-op at initialisation.
-
-    `folds`: the edits that fold; all of them or none where it is a bool; None leaves the verdict to the planner, and only
-    what it says must be true.
-    """
-
-    name: str
-    spec: str
-    method: Method
-    identity: bool
-    folds: bool | frozenset[str] | None = False
-    on: tuple[str, ...] = zoo.ARCHITECTURES
-    edits: tuple[str, ...] = field(default=("e",))
-
-    @property
-    def text(self) -> str:
-        return "peft 1\n" + self.spec
-
-    def foldable(self, edit: str, name: str) -> bool:
-        if self.name == "head" and name in TIED:
-            return False  # the change would reach the embedding too
-        assert self.folds is not None
-        return self.folds if isinstance(self.folds, bool) else edit in self.folds
-
-
-def _h(site: str, value: str, op: str = "+=") -> str:
-    return f"edit e at {site} {{ h {op} {value} }}"
 
 
 def _only(edit: str, which: str, s: float, keep: Callable[[int], bool]) -> Method:
@@ -60,13 +25,6 @@ def _head(ref: Reference, weights: by_hand.Weights) -> None:
     w = by_hand.part(weights, "e", "head", "lora")
     ref.linear(by_hand.Rows(name), lambda h, x: h + by_hand.forms.lora(w, x, 4.0))
 
-
-ORDERED = {  # edits that read different states of one sub-layer, hence live in different modules
-    "x": "adapter(x, r=2, act=tanh)",
-    "h": "adapter(h, r=2, act=tanh)",
-    "r": "adapter(res, r=2, act=tanh)",
-    "n": "adapter(norm(h + res), r=2, act=tanh)",
-}
 
 LINEAR = (
     Recipe(
@@ -86,7 +44,7 @@ LINEAR = (
     ),
     Recipe(
         "lora-gate",
-        _h("layer[*].ffn.gate", "lora(x, r=4)"),
+        at("layer[*].ffn.gate", "lora(x, r=4)"),
         by_hand.lora("e", "gate", 4.0),
         identity=True,
         folds=True,
@@ -118,7 +76,7 @@ LINEAR = (
     Recipe(
         "bias",
         "edit e at layer[*].attn.q | layer[*].ffn.down { b += vector(init=0) }",
-        by_hand.biased("e", "q down"),
+        elsewhere.biased("e", "q down"),
         identity=True,
         folds=True,
         on=WITH_BIAS,
@@ -130,49 +88,49 @@ LINEAR = (
         identity=True,
         folds=False,
     ),
-    Recipe("head", _h("head", "lora(x, r=4)"), _head, identity=True, folds=True),
+    Recipe("head", at("head", "lora(x, r=4)"), _head, identity=True, folds=True),
 )
 
 SUB_LAYER = (
     Recipe(
         "houlsby",
-        _h("layer[*].attn | layer[*].ffn", "adapter(h, r=5, act=gelu)"),
+        at("layer[*].attn | layer[*].ffn", "adapter(h, r=5, act=gelu)"),
         by_hand.sequential("e", "attn ffn", "gelu"),
         identity=False,
     ),
     Recipe(
         "double-seq-bn",
-        _h("layer[*].attn.self | layer[*].ffn", "adapter(h, reduction=16, act=silu)"),
+        at("layer[*].attn.self | layer[*].ffn", "adapter(h, reduction=16, act=silu)"),
         by_hand.sequential("e", "self ffn", "silu"),
         identity=False,
     ),
     Recipe(
         "seq-bn",
-        _h("layer[*].ffn", "adapter(norm(h + res), reduction=16, act=relu)"),
+        at("layer[*].ffn", "adapter(norm(h + res), reduction=16, act=relu)"),
         by_hand.seq_bn("e", "ffn"),
         identity=False,
     ),
     Recipe(
         "seq-bn-attention",
-        _h("layer[*].attn", "adapter(norm(h + res), r=3, act=tanh)"),
+        at("layer[*].attn", "adapter(norm(h + res), r=3, act=tanh)"),
         by_hand.seq_bn("e", "attn", "tanh"),
         identity=False,
     ),
     Recipe(
         "after-norm",
-        _h("layer[*].ffn.norm", "adapter(h, r=3)"),
+        at("layer[*].ffn.norm", "adapter(h, r=3)"),
         by_hand.after_norm("e"),
         identity=False,
     ),
     Recipe(
         "par-bn",
-        _h("layer[*].ffn", "4 * adapter(x, reduction=2, act=relu, init=lora)"),
+        at("layer[*].ffn", "4 * adapter(x, reduction=2, act=relu, init=lora)"),
         by_hand.parallel("e", "ffn", s=4.0),
         identity=True,
     ),
     Recipe(
         "par-bn-residual",
-        _h("layer[*].ffn", "4 * adapter(res, r=6, act=relu, init=lora)"),
+        at("layer[*].ffn", "4 * adapter(res, r=6, act=relu, init=lora)"),
         by_hand.parallel_residual("e", "ffn", s=4.0),
         identity=True,
     ),
@@ -186,7 +144,7 @@ SUB_LAYER = (
     ),
     Recipe(
         "learned-scale",
-        _h("layer[*].ffn", "scalar(init=4) * adapter(x, r=4, init=lora)"),
+        at("layer[*].ffn", "scalar(init=4) * adapter(x, r=4, init=lora)"),
         by_hand.learned_scale("e", "ffn"),
         identity=True,
     ),
@@ -204,15 +162,15 @@ SUB_LAYER = (
     ),
     Recipe(
         "gamma",
-        _h("layer[*].attn | layer[*].ffn", "vector(init=1)", "*="),
+        at("layer[*].attn | layer[*].ffn", "vector(init=1)", "*="),
         by_hand.gamma("e", "attn ffn"),
         identity=True,
         folds=True,
     ),
     Recipe(
         "linear-adapter",
-        _h("layer[*].attn.o | layer[*].ffn.down", "2 * adapter(h, r=4, act=none)"),
-        by_hand.linear_adapter("e", "o down", 2.0),
+        at("layer[*].attn.o | layer[*].ffn.down", "2 * adapter(h, r=4, act=none)"),
+        elsewhere.linear_adapter("e", "o down", 2.0),
         identity=False,
         folds=True,
     ),
@@ -224,28 +182,6 @@ SUB_LAYER = (
         identity=False,
         edits=("e", "f"),
     ),
-    *(
-        Recipe(
-            f"order-{site}-{order}",
-            "\n".join(f"edit {e} at layer[*].{site} {{ h += {ORDERED[e]} }}" for e in order),
-            together(*(by_hand.ordered(e, site) for e in order)),
-            identity=False,
-            on=("bart", "t5", "gpt2", "llama", "opt"),
-            edits=tuple(order),
-        )
-        for site, orders in {"ffn": ("xhr", "rhx", "nxh"), "attn": ("hrx", "nxh")}.items()
-        for order in orders
-    ),
-    Recipe(
-        "order-linear",
-        "edit e at layer[*].attn.v { h += lora(x, r=3) }\n"
-        "edit f at layer[*].attn.v { h *= vector(init=1) }\n"
-        "edit g at layer[*].attn.v { h += adapter(h, r=2) }",
-        together(by_hand.lora("e", "v", 3.0), by_hand.scaled("f", "v"), by_hand.linear_act("g", "v")),
-        identity=False,
-        folds=frozenset({"e", "f"}),
-        edits=("e", "f", "g"),
-    ),
     Recipe(
         "by-layer",
         "edit e at layer[0].ffn { h += adapter(x, r=2) }\nedit f at layer[1..].ffn { h += 2 * adapter(x, r=4) }",
@@ -255,7 +191,7 @@ SUB_LAYER = (
     ),
     Recipe(
         "cross-only",
-        _h("decoder.layer[*].attn.cross", "adapter(x, r=4, act=tanh)"),
+        at("decoder.layer[*].attn.cross", "adapter(x, r=4, act=tanh)"),
         by_hand.parallel("e", "cross", "tanh"),
         identity=False,
         on=ENCODER_DECODER,
@@ -289,7 +225,7 @@ ATTENTION = (
     ),
     Recipe(
         "multi-head",
-        _h("layer[*].attn.heads", "2 * bottleneck(q, r=3, act=relu)"),
+        at("layer[*].attn.heads", "2 * bottleneck(q, r=3, act=relu)"),
         by_hand.multi_head("e", s=2.0),
         identity=False,
     ),
@@ -329,124 +265,7 @@ ATTENTION = (
     ),
 )
 
-
-def _pair(name: str, one: str, two: str, methods: tuple[Method, Method], folds: frozenset[str] | bool | None) -> Recipe:
-    return Recipe(name, f"edit e at {one}\nedit f at {two}", together(*methods), False, folds, edits=("e", "f"))
-
-
-_V, _DOWN, _FFN, _HIDDEN = "layer[*].attn.v", "layer[*].ffn.down", "layer[*].ffn", "layer[*].ffn.hidden"
-_LORA, _VECTOR, _SEQUENTIAL = "{ h += lora(x, r=3) }", "{ h *= vector(init=2) }", "{ h += adapter(h, r=3, act=tanh) }"
-_PARALLEL, _DORA = "{ h += adapter(x, r=3, act=tanh) }", "{ w = magnitude(w + lowrank(r=3)) }"
-
-MIXED = (  # what may fold although something that does not fold, or another edit, stands at the same Linear
-    _pair(
-        "adapter-vector",
-        f"{_V} {_SEQUENTIAL}",
-        f"{_V} {_VECTOR}",
-        (by_hand.linear_act("e", "v", "tanh"), by_hand.scaled("f", "v")),
-        False,
-    ),
-    _pair(
-        "adapter-lora",
-        f"{_V} {_SEQUENTIAL}",
-        f"{_V} {_LORA}",
-        (by_hand.linear_act("e", "v", "tanh"), by_hand.lora("f", "v", 3.0)),
-        False,
-    ),
-    _pair(
-        "lora-adapter",
-        f"{_V} {_LORA}",
-        f"{_V} {_SEQUENTIAL}",
-        (by_hand.lora("e", "v", 3.0), by_hand.linear_act("f", "v", "tanh")),
-        frozenset("e"),
-    ),
-    _pair(
-        "parallel-vector",
-        f"{_V} {_PARALLEL}",
-        f"{_V} {_VECTOR}",
-        (by_hand.linear_parallel("e", "v", "tanh"), by_hand.scaled("f", "v")),
-        False,
-    ),
-    _pair(
-        "parallel-lora",
-        f"{_V} {_PARALLEL}",
-        f"{_V} {_LORA}",
-        (by_hand.linear_parallel("e", "v", "tanh"), by_hand.lora("f", "v", 3.0)),
-        None,
-    ),
-    _pair(
-        "vector-lora",
-        f"{_V} {_VECTOR}",
-        f"{_V} {_LORA}",
-        (by_hand.scaled("e", "v"), by_hand.lora("f", "v", 3.0)),
-        True,
-    ),
-    _pair(
-        "hidden-dora",
-        f"{_HIDDEN} {_VECTOR}",
-        f"{_DOWN} {_DORA}",
-        (by_hand.scaled_hidden("e"), by_hand.dora("f", "down", 3.0)),
-        None,
-    ),
-    _pair(
-        "dora-hidden",
-        f"{_DOWN} {_DORA}",
-        f"{_HIDDEN} {_VECTOR}",
-        (by_hand.dora("e", "down", 3.0), by_hand.scaled_hidden("f")),
-        None,
-    ),
-    _pair(
-        "hidden-lora",
-        f"{_HIDDEN} {_VECTOR}",
-        f"{_DOWN} {_LORA}",
-        (by_hand.scaled_hidden("e"), by_hand.lora("f", "down", 3.0)),
-        None,
-    ),
-    _pair(
-        "hidden-adapter",
-        f"{_HIDDEN} {_VECTOR}",
-        f"{_DOWN} {_PARALLEL}",
-        (by_hand.scaled_hidden("e"), by_hand.linear_parallel("f", "down", "tanh")),
-        None,
-    ),
-    _pair(
-        "down-then-gamma",
-        f"{_DOWN} {_SEQUENTIAL}",
-        f"{_FFN} {_VECTOR}",
-        (by_hand.linear_act("e", "down", "tanh"), by_hand.gamma("f", "ffn")),
-        False,
-    ),
-    _pair(
-        "down-lora-then-gamma",
-        f"{_DOWN} {_LORA}",
-        f"{_FFN} {_VECTOR}",
-        (by_hand.lora("e", "down", 3.0), by_hand.gamma("f", "ffn")),
-        True,
-    ),
-    _pair(
-        "gamma-then-down-lora",
-        f"{_FFN} {_VECTOR}",
-        f"{_DOWN} {_LORA}",
-        (by_hand.gamma("e", "ffn"), by_hand.lora("f", "down", 3.0)),
-        None,
-    ),
-    _pair(
-        "parallel-then-gamma",
-        f"{_FFN} {_PARALLEL}",
-        f"{_FFN} {_VECTOR}",
-        (by_hand.parallel("e", "ffn", "tanh"), by_hand.gamma("f", "ffn")),
-        False,
-    ),
-    _pair(
-        "gamma-then-parallel",
-        f"{_FFN} {_VECTOR}",
-        f"{_FFN} {_PARALLEL}",
-        (by_hand.gamma("e", "ffn"), by_hand.parallel("f", "ffn", "tanh")),
-        frozenset("e"),
-    ),
-)
-
-RECIPES = (*LINEAR, *SUB_LAYER, *ATTENTION, *MIXED)
+RECIPES = (*LINEAR, *SUB_LAYER, *ATTENTION, *ORDERS, *ELSEWHERE, *MIXED)
 NAMED = {recipe.name: recipe for recipe in RECIPES}
 CASES = [
     (recipe, name)

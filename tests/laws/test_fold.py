@@ -12,7 +12,8 @@ from torch import nn
 import peftc
 from tests import zoo
 from tests.laws.harness import Case, randomise
-from tests.laws.recipes import NAMED, TIED
+from tests.laws.recipe import TIED
+from tests.laws.recipes import NAMED
 
 
 @pytest.mark.parametrize("method", ["lora", "dora", "ia3", "gamma", "rslora-everywhere"])

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests import zoo
 from tests.laws.harness import Case, Inputs, close, loss
-from tests.laws.recipes import Recipe
+from tests.laws.recipe import Recipe
 from tests.reference import methods, peers
 from tests.reference.reference import Reference
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import peftc
 from tests import zoo
 from tests.laws.harness import TOLERANCE, Case, Inputs, close, loss, values
-from tests.laws.recipes import NAMED, Recipe
+from tests.laws.recipe import Recipe
+from tests.laws.recipes import NAMED
 
 NO_OPS = [
     (recipe, name)

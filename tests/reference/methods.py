@@ -99,50 +99,6 @@ def scaled_hidden(edit: str) -> Method:
     return apply
 
 
-def biased(edit: str, roles: str) -> Method:
-    """b ← b + t."""
-
-    def apply(ref: Reference, weights: Weights) -> None:
-        for path, rows in linears(ref, roles):
-            w = part(weights, edit, path, "vector")
-            ref.linear(rows, lambda h, x, w=w: h + w["scale"])
-
-    return apply
-
-
-def linear_adapter(edit: str, roles: str, s: float) -> Method:
-    """h ← h + s (h W_downᵀ + b_down) W_upᵀ + s b_up on the outputs of linears."""
-
-    def apply(ref: Reference, weights: Weights) -> None:
-        for path, rows in linears(ref, roles):
-            w = part(weights, edit, path, "adapter")
-            ref.linear(rows, lambda h, x, w=w: h + s * forms.adapter(w, h, "none"))
-
-    return apply
-
-
-def linear_act(edit: str, roles: str, act: str = "relu") -> Method:
-    """h ← h + f(h) on the outputs of linears."""
-
-    def apply(ref: Reference, weights: Weights) -> None:
-        for path, rows in linears(ref, roles):
-            w = part(weights, edit, path, "adapter")
-            ref.linear(rows, lambda h, x, w=w: h + forms.adapter(w, h, act))
-
-    return apply
-
-
-def linear_parallel(edit: str, roles: str, act: str = "relu") -> Method:
-    """h ← h + f(x) on the outputs of linears."""
-
-    def apply(ref: Reference, weights: Weights) -> None:
-        for path, rows in linears(ref, roles):
-            w = part(weights, edit, path, "adapter")
-            ref.linear(rows, lambda h, x, w=w: h + forms.adapter(w, x, act))
-
-    return apply
-
-
 # Sub-layers ------------------------------------------------------------------------------------------------------------
 
 Equation = Callable[[At, Callable[[str], dict[str, Tensor]]], Tensor]
@@ -194,12 +150,6 @@ def gated(edit: str, which: str, act: str = "relu") -> Method:
     return at_sublayers(
         edit, which, lambda at, w: at.h + forms.gate(w("gate"), at.h) * forms.adapter(w("adapter"), at.h, act)
     )
-
-
-def ordered(edit: str, which: str) -> Method:
-    """h ← h + f(·) with tanh, f reading x, h, res or norm(h + res): edits named x, h, r, n."""
-    reads = {"x": lambda at: at.x, "h": lambda at: at.h, "r": lambda at: at.res, "n": lambda at: at.norm(at.h + at.res)}
-    return at_sublayers(edit, which, lambda at, w: at.h + forms.adapter(w("adapter"), reads[edit](at), "tanh"))
 
 
 def interpolated(edit: str, which: str, act: str = "relu") -> Method:

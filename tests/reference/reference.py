@@ -11,6 +11,7 @@ Weights are given as they are saved: `<edit>/<site path>/<form>.<parameter>`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,15 @@ class Reference:
         w = module.weight.T if isinstance(module, Conv1D) else module.weight
         b = module.bias
         return w[rows.start : rows.stop].detach(), None if b is None else b[rows.start : rows.stop].detach()
+
+    def output(self, module: str, edit: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """h ← edit(h, x) of a whole module: its (first) output and its (first) input."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+            x = args[0] if args else kwargs["hidden_states"]
+            return edit(out, x) if isinstance(out, Tensor) else (edit(out[0], x), *out[1:])
+
+        self.model.get_submodule(module).register_forward_hook(hook, with_kwargs=True)
 
     # Inside attention
 

@@ -56,6 +56,11 @@ class Layer:
     index: int
     attentions: tuple[Attention, ...]
     ffn: Ffn
+    module: str  # the layer itself
+
+    @property
+    def path(self) -> str:
+        return f"{self.stack}.layer[{self.index}]"
 
 
 def layers(name: str, model: nn.Module) -> tuple[Layer, ...]:
@@ -81,7 +86,7 @@ def _bart(model: nn.Module) -> Iterator[Layer]:
             if stack == "decoder":
                 found.append(_bart_attention(at, path, "cross", "encoder_attn"))
             ffn = Ffn(f"{path}.ffn", at, "ffn", f"{at}.final_layer_norm", up=Rows(f"{at}.fc1"), down=Rows(f"{at}.fc2"))
-            yield Layer(stack, i, tuple(found), ffn)
+            yield Layer(stack, i, tuple(found), ffn, at)
 
 
 def _bart_attention(at: str, path: str, kind: str, name: str) -> Attention:
@@ -102,7 +107,7 @@ def _bert(prefix: str):
                 f"{path}.ffn", f"{at}.output", "ffn", f"{at}.output.LayerNorm",
                 up=Rows(f"{at}.intermediate.dense"), down=Rows(f"{at}.output.dense"),
             )  # fmt: skip
-            yield Layer("encoder", i, (attention,), ffn)
+            yield Layer("encoder", i, (attention,), ffn, at)
 
     return walk
 
@@ -120,7 +125,7 @@ def _t5(model: nn.Module) -> Iterator[Layer]:
             dense = f"{last}.DenseReluDense"
             up, gate = (Rows(f"{dense}.wi_1"), Rows(f"{dense}.wi_0")) if gated else (Rows(f"{dense}.wi"), None)
             ffn = Ffn(f"{path}.ffn", last, "ffn", f"{last}.layer_norm", up=up, gate=gate, down=Rows(f"{dense}.wo"))
-            yield Layer(stack, i, tuple(found), ffn)
+            yield Layer(stack, i, tuple(found), ffn, at.removesuffix(".layer"))
 
 
 def _t5_attention(at: str, path: str, kind: str, name: str) -> Attention:
@@ -137,7 +142,7 @@ def _gpt2(model: nn.Module) -> Iterator[Layer]:
             f"{path}.attn.self", at, "self", f"{at}.ln_1", f"{at}.attn", q, k, v, Rows(f"{at}.attn.c_proj")
         )
         ffn = Ffn(f"{path}.ffn", at, "ffn", f"{at}.ln_2", up=Rows(f"{at}.mlp.c_fc"), down=Rows(f"{at}.mlp.c_proj"))
-        yield Layer("decoder", i, (attention,), ffn)
+        yield Layer("decoder", i, (attention,), ffn, at)
 
 
 def _llama(model: nn.Module) -> Iterator[Layer]:
@@ -149,7 +154,7 @@ def _llama(model: nn.Module) -> Iterator[Layer]:
             f"{path}.ffn", at, "ffn", f"{at}.post_attention_layernorm",
             up=Rows(f"{at}.mlp.up_proj"), gate=Rows(f"{at}.mlp.gate_proj"), down=Rows(f"{at}.mlp.down_proj"),
         )  # fmt: skip
-        yield Layer("decoder", i, (attention,), ffn)
+        yield Layer("decoder", i, (attention,), ffn, at)
 
 
 def _opt(model: nn.Module) -> Iterator[Layer]:
@@ -160,7 +165,7 @@ def _opt(model: nn.Module) -> Iterator[Layer]:
             f"{path}.attn.self", at, "self", f"{at}.self_attn_layer_norm", f"{at}.self_attn", q, k, v, o
         )
         ffn = Ffn(f"{path}.ffn", at, "ffn", f"{at}.final_layer_norm", up=Rows(f"{at}.fc1"), down=Rows(f"{at}.fc2"))
-        yield Layer("decoder", i, (attention,), ffn)
+        yield Layer("decoder", i, (attention,), ffn, at)
 
 
 _FAMILIES = {

@@ -1,0 +1,46 @@
+"""What a law is said of: a spec, the same equations by hand, and what is promised about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests import zoo
+from tests.reference.methods import Method
+
+ENCODER_DECODER = ("bart", "t5")
+WITH_BIAS = ("bart", "bert", "roberta", "gpt2", "opt")
+POST_NORM = ("bart", "bert", "roberta")
+TIED = ("bart", "bert", "roberta", "t5", "gpt2", "opt")  # head and embedding are one matrix
+GATED = ("llama", "qwen3")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`identity`: a no-op at initialisation.
+
+    `folds`: the edits that fold; all of them or none where it is a bool; None leaves the verdict to the planner, and only
+    what it says must be true.
+    """
+
+    name: str
+    spec: str
+    method: Method
+    identity: bool
+    folds: bool | frozenset[str] | None = False
+    on: tuple[str, ...] = zoo.ARCHITECTURES
+    edits: tuple[str, ...] = field(default=("e",))
+
+    @property
+    def text(self) -> str:
+        return "peft 1\n" + self.spec
+
+    def foldable(self, edit: str, name: str) -> bool:
+        if self.name == "head" and name in TIED:
+            return False  # the change would reach the embedding too
+        assert self.folds is not None
+        return self.folds if isinstance(self.folds, bool) else edit in self.folds
+
+
+def at(site: str, value: str, op: str = "+=") -> str:
+    """One equation of h in one edit, named e."""
+    return f"edit e at {site} {{ h {op} {value} }}"
