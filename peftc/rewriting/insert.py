@@ -80,6 +80,7 @@ class _Assignment:
         self.made: list[fx.Node] = []
         self.memo = memo  # of the whole edit: what `let` bound is computed once
         self.lets = lets
+        self.present: dict[str, Any] = {}
 
     def run(self) -> None:
         bound = self.edit.states[self.assign.state]
@@ -193,6 +194,14 @@ class _Assignment:
     # Reading -----------------------------------------------------------------------------------------------------
 
     def read(self, state: str) -> Any:
+        """The present value of a state, the same node wherever this equation reads it."""
+        if state not in self.present:
+            self.present[state] = self.new_read(state)
+        if isinstance(self.present[state], fx.Node):
+            self.move_after(self.present[state])
+        return self.present[state]
+
+    def new_read(self, state: str) -> Any:
         bound = self.edit.states[state]
         if bound.weight is not None:
             return self.read_parameter(bound)
