@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PeftcError as error:
         return failed(error, getattr(args, "output_format", "text"))
     except Unusable as error:
+        if getattr(args, "output_format", "text") == "json":
+            failed(PeftcError(Diagnostic("P112", str(error))), "json")
         print(f"peftc: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `peftc … | head`: nobody reads on

@@ -16,6 +16,8 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_copy
+from peftc.model.load import load_model
+from peftc.model.resolve import resolve
 from peftc.planning.plan import Plan, Planned, make_plan
 from peftc.rewriting.install import (
     Installation,
@@ -52,8 +54,10 @@ def spec_of(spec: SpecLike) -> ast.Spec:
     """A spec from a path, from text (anything with a line break in it, or that begins as specs do), or as it is."""
     if isinstance(spec, ast.Spec):
         return spec
+    if not isinstance(spec, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        raise PeftcError(Diagnostic("P112", f"a spec is a path, a text or a parsed Spec, not a {type(spec).__name__}"))
     name = fspath(spec)
-    if isinstance(spec, str) and ("\n" in name or name.lstrip().startswith("peft ")):
+    if isinstance(spec, str) and (not name or "\n" in name or name.lstrip().startswith("peft ")):
         return parse_text(name)
     return read_spec(name)
 
@@ -72,13 +76,19 @@ def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None) -> SiteT
     return analysed(model, sample).table
 
 
-def plan(spec: SpecLike, model: ModelLike, *, settings: Settings | None = None) -> Plan:
+def plan(
+    spec: SpecLike,
+    model: ModelLike,
+    *,
+    settings: Settings | None = None,
+    sample: Mapping[str, Any] | None = None,
+) -> Plan:
     """What compiling `spec` onto `model` would do: sites, exact parameter counts, fold verdicts. No weight is read.
 
-    Args: `settings`: parameters of the spec's method to override, as `--set` does.
+    Args: `settings`: parameters of the spec's method to override, as `--set` does. `sample`: as in `sites`.
     Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model.
     """
-    return planned(flat_of(spec, settings), analysed(model)).plan
+    return planned(flat_of(spec, settings), analysed(model, sample)).plan
 
 
 def planned(flat: ast.Spec, analysis: Analysis) -> Planned:
@@ -95,13 +105,13 @@ def analysed(model: ModelLike, sample: Mapping[str, Any] | None = None) -> Analy
 
 def compile(
     spec: SpecLike,
-    model: nn.Module,
+    model: ModelLike,
     seed: int | None = None,
     *,
     settings: Settings | None = None,
     sample: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Changes `model` in place as `spec` says, and returns it.
+    """Changes `model` in place as `spec` says, and returns it. A name is loaded with its weights, a config gets random ones.
 
     The base is frozen; the parameters of the edits (and those that `train` names) require gradients. The forward of each
     edited region becomes a generated subclass of its own class; everything else of the model stays as it is.
@@ -114,6 +124,8 @@ def compile(
     """
     if is_installed(model):
         raise PeftcError(Diagnostic("P411", "this model is compiled already", help="peftc.remove(model) first"))
+    if not isinstance(model, nn.Module):
+        model = load_model(resolve(model))
     flat = flat_of(spec, settings)
     analysis = analyse(model, sample)
     found = planned(flat, analysis)
@@ -158,6 +170,7 @@ def installed_on(
 def remove(model: nn.Module) -> nn.Module:
     """The base model again: classes, parameters and `requires_grad` as they were before `compile`, bit for bit.
 
+    What `fold` has written into the weights is part of the base from then on, and stays.
     Raises: P410 for a model that is not compiled.
     """
     return uninstall(model)

@@ -78,6 +78,9 @@ def trace(model: ModelLike, sites: str | None = None, *, sample: Mapping[str, An
     analysis = analysed(model, sample)
     wanted = set[str]() if sites is None else {s.path for s in resolve(selector_of(sites), analysis.table)}
     found: list[TracedRegion] = []
+    roots = {n for s in analysis.anatomy.stacks for n in s.layers}
+    if wanted and not any(s.root in roots for s in analysis.table.sites if s.path in wanted):
+        raise PeftcError(Diagnostic("P209", f"`{sites}` selects nothing inside a layer of {analysis.table.model_id}"))
     kinds = {id(k): k for stack in analysis.anatomy.stacks for k in stack.kinds}
     for kind in kinds.values():
         stacks = analysis.anatomy.stacks
@@ -127,6 +130,9 @@ def rewrite(region: TracedRegion, edits: SpecLike, *, settings: Settings | None 
     analysis = region.analysis
     planned = make_plan(flat_of(edits, settings), analysis.table)
     placed = [p for p in planned.placed if p.site.root == region.module]
+    if not placed:
+        names = listed(dict.fromkeys(p.edit for p in planned.placed))
+        raise PeftcError(Diagnostic("P210", f"no edit has a site in `{region.module}`", notes=(f"edits: {names}",)))
     weights = {b.module for p in placed for s in p.site.states.values() if (b := s.weight) is not None}
     parameters = {name[len(region.module) + 1 :] for name in weights}
     layer = LayerRegions(region.kind, region.module, {})

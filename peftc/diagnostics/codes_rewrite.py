@@ -5,15 +5,19 @@ from __future__ import annotations
 from peftc.diagnostics.code_info import CodeInfo
 
 REWRITE: dict[str, CodeInfo] = {
-    "P206": CodeInfo(
-        "no layers found",
-        "The layers of a model are the longest list of like modules that pass a residual stream on. This model has none that "
-        "ran, so that there is nothing a path such as `layer[*].ffn` could name.",
-    ),
     "P207": CodeInfo(
         "unknown hidden state of a region",
         "`region.state(name)` takes the name of one hidden state, such as `ffn.h`; the whole path where the end of it would do "
         "for several.",
+    ),
+    "P209": CodeInfo(
+        "site outside the layers",
+        "`peftc.trace` shows layers as graphs. Embeddings, final norms and heads are whole modules outside of them: they can be "
+        "edited, but there is no layer to show.",
+    ),
+    "P210": CodeInfo(
+        "edit that does not reach a region",
+        "`peftc.rewrite(region, edits)` inserts edits into one layer. None of these edits has a site in it.",
     ),
     "P401": CodeInfo(
         "no module contains the edit",
@@ -51,6 +55,11 @@ REWRITE: dict[str, CodeInfo] = {
         "decision that changed while a layer ran",
         "Which variant of a generated forward runs is decided before it runs. A decision of the model's code came out otherwise "
         "in the middle of it; running on would have computed something wrong.",
+    ),
+    "P409": CodeInfo(
+        "edited model that does not run",
+        "After installing, a copy of the model without data is run once. It failed in a way that the shapes known to the planner "
+        "do not show; the edits have been taken out again.",
     ),
     "P410": CodeInfo(
         "model without edits",

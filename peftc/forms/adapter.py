@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, describe, features, integer
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, describe, features, integer, over
 from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Heads, Rows, Shape
 
@@ -24,7 +24,7 @@ def width(args: Args, d_in: int) -> int:
 def _shape(args: Args, dims: Dims) -> Shape:
     width(args, features("adapter", dims.input, "reads"))
     features("adapter", dims.target, "writes")
-    return dims.target
+    return over(dims)
 
 
 def _count(args: Args, dims: Dims) -> Count:

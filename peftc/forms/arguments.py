@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peftc.forms.registry import Args, Illegal, Param
+from peftc.forms.registry import Args, Dims, Illegal, Param
 from peftc.forms.shapes import Shape, Tokens
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "leaky_relu", "tanh", "sigmoid", "none")
@@ -48,6 +48,13 @@ def features(form: str, shape: Shape | None, role: str) -> int:
     raise Illegal(
         "P310", f"`{form}` {role} hidden states [batch, tokens, d], here it has {describe(shape)}", input_of(role)
     )
+
+
+def over(dims: Dims) -> Tokens:
+    """What a function of hidden states gives: the features of the target, at the tokens of the input."""
+    assert isinstance(dims.target, Tokens)
+    assert isinstance(dims.input, Tokens)
+    return Tokens(dims.target.d, dims.input.of)
 
 
 def describe(shape: Shape | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from peftc.forms.arguments import DROPOUT, DTYPE, bounded_rank, features, integer, number
+from peftc.forms.arguments import DROPOUT, DTYPE, bounded_rank, features, integer, number, over
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape, Weight
 
@@ -25,7 +25,7 @@ def scale(args: Args) -> float:
 def _shape(args: Args, dims: Dims) -> Shape:
     d_in, d_out = features("lora", dims.input, "reads"), features("lora", dims.target, "writes")
     bounded_rank("lora", integer(args, "r"), d_out, d_in)
-    return dims.target
+    return over(dims)
 
 
 def _count(args: Args, dims: Dims) -> Count:

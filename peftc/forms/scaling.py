@@ -15,11 +15,11 @@ def vector_size(target: Shape) -> tuple[int, ...]:
     Raises: Illegal P310 where a state has no features of its own.
     """
     match target:
-        case Tokens(d) | Vector(d):
+        case Tokens(d=d) | Vector(d):
             return (d,)
         case Heads(heads, d_head):
             return (heads, d_head)
-        case Rows(heads, d_head):
+        case Rows(heads=heads, d_head=d_head):
             return (heads, 1, d_head)
         case _:
             raise Illegal("P310", f"`vector` has one entry for each feature; {target} has no features to scale")

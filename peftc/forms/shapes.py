@@ -17,12 +17,13 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Tokens:
-    """(batch, tokens, d)"""
+    """(batch, tokens, d); `of` tells tokens that are not those of the residual stream ("context")."""
 
     d: int
+    of: str = ""
 
     def __str__(self) -> str:
-        return f"[…, {self.d}]"
+        return f"[…, {self.d}]" + (f" of the {self.of}" if self.of else "")
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class Rows:
-    """q, k or v as attention sees them: (batch, heads, tokens, d_head)."""
+    """q, k or v as attention sees them: (batch, heads, tokens, d_head); `of` says whose tokens ("keys")."""
 
     heads: int
     d_head: int
+    of: str = ""
 
     def __str__(self) -> str:
-        return f"[…, {self.heads} heads, tokens, {self.d_head}]"
+        return f"[…, {self.heads} heads, {self.of or 'tokens'}, {self.d_head}]"
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,18 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.Module:
     """The model with its weights, in eval mode, in the checkpoint's dtype unless another is given.
 
-    The class is the one that planning by the same name uses. Pickled checkpoints are not read.
+    The class is the one that planning by the same name uses. Pickled checkpoints are not read. A configuration alone gives
+    a model of random weights.
 
     Raises: P501–P504 as `resolve`, P505 (weights missing or not in safetensors), P508 (they do not fit the configuration).
     """
     source = name if isinstance(name, ModelSource) else resolve(name)
     if source.module is not None:
         return source.module
+    if source.kind == "config":
+        assert source.model_class is not None
+        assert source.config is not None
+        return source.model_class(source.config).eval()
     if missing := _missing(source):
         raise PeftcError(missing)
     assert source.model_class is not None

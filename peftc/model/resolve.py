@@ -52,6 +52,9 @@ def resolve(model: str | os.PathLike[str] | PretrainedConfig | nn.Module) -> Mod
     if isinstance(model, PretrainedConfig):
         name = model.name_or_path or model.model_type
         return ModelSource(name, "config", model.model_type, model, model_class(model, name))
+    if not isinstance(model, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        message = f"a model is a module, a config or a name, not a {type(model).__name__}"
+        raise PeftcError(Diagnostic("P502", message))
     name = os.fspath(model)
     try:
         return _named(name)

@@ -37,7 +37,7 @@ def _divided(op: str, left: Scalar, right: Shape) -> Shape | None:
 
 def _along_features(left: Shape, right: Shape) -> Shape | None:
     match left, right:
-        case (Tokens(d), Vector(e)) | (Vector(e), Tokens(d)) if d == e:
-            return Tokens(d)
+        case (Tokens(d=d) as tokens, Vector(e)) | (Vector(e), Tokens(d=d) as tokens) if d == e:
+            return tokens
         case _:
             return None

@@ -172,7 +172,8 @@ def _relative(site: Site, layer: Sequence[Site]) -> str:
 def _shape(site: Site) -> str:
     """`4096 × 1024` of a weight (out × in), `16 × 64` of heads, `1024` features of a hidden state."""
     found = site.states.get("w") or site.states.get("h")
-    return " × ".join(str(size) for size in vars(found.shape).values()) if found else ""
+    sizes = vars(found.shape).values() if found else ()
+    return " × ".join(str(size) for size in sizes if isinstance(size, int))
 
 
 def _size(shape: object) -> int:

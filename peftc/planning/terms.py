@@ -138,7 +138,7 @@ class Terms:
                 label=f"{value.shape}",
                 notes=(f"`{call.function}` is the module `{module}`",),
             )
-        shape = Tokens(size[0]) if len(size) == 2 else value.shape
+        shape = Tokens(size[0], value.shape.of) if len(size) == 2 else value.shape
         return Frozen(call.function, module, value, shape=shape, source=call)
 
     def applied(self, call: ast.Call, form: Form, owner: str | None = None, at: ast.Call | None = None) -> Applied:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from peftc.forms.shapes import Scalar
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
 from peftc.tracing.sites import Slice, WeightRef
 
+_PLAIN = nn.Module()
 STREAM = "<stream>"  # the layer's input, used only for its batch and tokens
 
 
@@ -41,8 +45,8 @@ class RegionEdit:
 
     @property
     def edit_name(self) -> str:
-        """The edit's name as an identifier."""
-        return self.edit.replace(".", "__")
+        """The edit's name as the name of a module."""
+        return module_name(self.edit.replace(".", "__"))
 
     @property
     def fingerprint(self) -> str:
@@ -153,4 +157,11 @@ def slug(placed: ir.Placed) -> str:
     cut = next((i + 1 for i, (name, _) in enumerate(steps) if name == "layer"), 0)
     words = [name if index is None else f"{name}_{index}" for name, index in steps[cut:]]
     text = "_".join(words) or "layer"
-    return "".join(c if c.isalnum() else "_" for c in text)
+    return module_name("".join(c if c.isalnum() else "_" for c in text))
+
+
+def module_name(text: str) -> str:
+    """An identifier under which a child can be registered in any module: no keyword, no attribute of nn.Module."""
+    while keyword.iskeyword(text) or hasattr(_PLAIN, text):
+        text += "_"
+    return text

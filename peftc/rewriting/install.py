@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from peftc.model.fakes import fake_copy, fake_mode
 from peftc.model.sample import sample_inputs
 from peftc.planning import ir
 from peftc.rewriting.anchors import contains
-from peftc.rewriting.edits import Region
+from peftc.rewriting.edits import Region, module_name
 from peftc.rewriting.insert import CONTAINER
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.regions import LayerRegions, module_region
@@ -46,15 +46,15 @@ class Installation:
 
 def installed(model: nn.Module) -> Installation:
     """The record of a compiled model. Raises P410 for any other."""
-    record = vars(model).get(RECORD)
+    record = getattr(model, "__dict__", {}).get(RECORD)
     if record is None:
         message = f"this {type(model).__name__} has not been compiled by peftc"
         raise PeftcError(Diagnostic("P410", message, help="peftc.compile(spec, model) first"))
     return record
 
 
-def is_installed(model: nn.Module) -> bool:
-    return RECORD in vars(model)
+def is_installed(model: object) -> bool:
+    return RECORD in getattr(model, "__dict__", {})
 
 
 def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
@@ -191,7 +191,7 @@ def add(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
+    return module_name("".join(c if c.isalnum() else "_" for c in name))
 
 
 def options(module: nn.Module, model: nn.Module) -> tuple[torch.dtype, torch.device]:
@@ -271,8 +271,14 @@ def warm(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
         return
     fake = fake_copy(model)
     inputs = sample_inputs(fake) if sample is None else sample
-    with suppress(DataDependentOutputException):
+    try:
         for training in (False, True):
             fake.train(training)
             with fake_mode(fake), torch.no_grad():
                 fake(**inputs)
+    except (DataDependentOutputException, PeftcError) as error:
+        if isinstance(error, PeftcError):
+            raise
+    except Exception as error:  # whatever the model's own code raises
+        message = f"the edited {type(model).__name__} does not run: {type(error).__name__}"
+        raise PeftcError(Diagnostic("P409", message, notes=(str(error).partition("\n")[0],))) from error

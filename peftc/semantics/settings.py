@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.semantics.constants import fold
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_expression
 
@@ -25,12 +27,23 @@ def parse_settings(settings: Iterable[str]) -> dict[str, ast.Expr]:
             errors.append(Diagnostic("P110", f"--set {setting}: `{name}` is set twice"))
         else:
             try:
-                found[name] = parse_expression(value, f"--set {name}")
+                found[name] = computed(parse_expression(value, f"--set {name}"))
             except PeftcError as error:
                 errors += error.diagnostics
     if errors:
         raise PeftcError(errors)
     return found
+
+
+def computed(value: ast.Expr) -> ast.Expr:
+    """A value with its arithmetic on constant numbers done."""
+    match value:
+        case ast.Binary(left=left, right=right):
+            return fold(replace(value, left=computed(left), right=computed(right)))
+        case ast.Negative(operand=operand):
+            return fold(replace(value, operand=computed(operand)))
+        case _:
+            return value
 
 
 def settings_of(values: Mapping[str, object]) -> dict[str, ast.Expr]:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_mode
 from peftc.model.identity import fingerprint, parameters, tied_groups
 from peftc.model.resolve import ModelSource, resolve
@@ -36,28 +35,24 @@ def analyse(model: ModelLike, sample: Mapping[str, Any] | None = None) -> Analys
     """Traces a model on fake tensors; no weight is read.
 
     Args: `sample`: keyword arguments of one forward, for a model that cannot be fed from its config.
-    Raises: P501-P507 (the model), P206 where no layers are found.
+    Raises: P501-P507 (the model).
     """
     source = resolve(model)
     fake = skeleton(source).eval()
     anatomy = dissect(fake, sample_inputs(fake) if sample is None else sample, fake_mode(fake))
-    if not anatomy.stacks:
-        raise PeftcError(
-            Diagnostic(
-                "P206",
-                f"no transformer layers were found in {source.id}",
-                notes=tuple(anatomy.warnings) or ("no list of like modules with a residual stream ran",),
-            )
-        )
+    layers = [kind for stack in anatomy.stacks for kind in stack.kinds]
+    none = (
+        () if layers else (f"{source.id} has no transformer layers that could be found: only its modules can be named",)
+    )
     table = SiteTable(
         model_id=source.id,
         model_type=source.type,
         parameters=parameters(fake),
-        d_model=example_width(anatomy.stacks[0].kinds[0]),
+        d_model=example_width(layers[0]) if layers else 0,
         fingerprint=fingerprint(fake),
         sites=all_sites(anatomy),
         modules=module_infos(anatomy),
         tied=tied_groups(fake),
-        warnings=tuple(anatomy.warnings),
+        warnings=(*anatomy.warnings, *none),
     )
     return Analysis(source, anatomy, table)

@@ -165,7 +165,13 @@ def find_norms(sub: SubLayer, root: nn.Module, claimed: set[fx.Node]) -> None:
     for node in sub.add.graph.nodes:
         if node in sub.body and node not in claimed and graphs.is_norm(node, root):
             sub.norms.append(node)
-    users = [u for u in sub.add.users if not graphs.is_size(u) and graphs.is_tensor(u)]
+    users = tensor_users(sub.add)
+    while len(users) == 1 and graphs.passes_through(users[0], root) is not None:
+        users = tensor_users(users[0])
     if len(users) == 1 and graphs.is_norm(users[0], root):
         sub.output_norm = users[0]
         sub.norms.append(users[0])
+
+
+def tensor_users(node: fx.Node) -> list[fx.Node]:
+    return [u for u in node.users if not graphs.is_size(u) and graphs.is_tensor(u)]

@@ -112,7 +112,9 @@ class LayerSites:
         if sub.x is not None:
             states["x"] = self.state("x", sub.x)
         if sub.context is not None:
-            states["c"] = self.state("c", sub.context)
+            states["c"] = state = self.state("c", sub.context)
+            if sub.variant == "cross" and isinstance(state.shape, shapes.Tokens):
+                states["c"] = replace(state, shape=replace(state.shape, of="context"))
         return states
 
     def attention_states(self, attention: fx.Node) -> dict[str, State]:
@@ -120,7 +122,7 @@ class LayerSites:
         for name, node in zip("qkv", attention.args[2:5], strict=True):
             value = graphs.example(node)
             if isinstance(node, fx.Node) and isinstance(value, torch.Tensor) and value.ndim == 4:
-                shape = shapes.Rows(value.shape[1], value.shape[3])
+                shape = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
                 states[name] = State(name, shape, Place(f"{attention.name}.{name}"))
         if "k" in states and "v" in states and states["k"].shape == states["v"].shape:
             k = states["k"].shape

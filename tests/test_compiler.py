@@ -1,0 +1,116 @@
+"""The public functions, where laws over recipes do not reach: names, odd arguments, modules that are no transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import peftc
+from tests import zoo
+
+LORA = "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["training", "forward", "parameters", "to", "type", "class", "None", "peftc", "weight", "_modules", "__class__"],
+)
+def test_an_edit_may_have_any_name(name: str, tmp_path: Path) -> None:
+    spec = f"peft 1\nedit {name} at layer[*].ffn {{ h += adapter(x, r=2) }}\n"
+    model = zoo.build("gpt2")
+    given = zoo.inputs("gpt2", model)
+    base = model(**given)[0]
+    peftc.compile(spec, model, seed=0)
+    want = model(**given)[0]
+    assert not torch.equal(want, base)
+    assert {key.partition("/")[0] for key in peftc.parameters(model)} == {name}
+    again = peftc.load(peftc.save(model, tmp_path / "saved"), zoo.build("gpt2"))
+    assert torch.equal(again(**given)[0], want)
+    assert torch.equal(peftc.remove(model)(**given)[0], base)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    ["attn.cross { h += adapter(c, r=2) }", "attn.cross { h = c }", "attn { q = k }", "attn.cross { k = q }"],
+)
+def test_states_of_other_tokens_do_not_mix(edit: str) -> None:
+    with pytest.raises(peftc.PeftcError, match="P301"):
+        peftc.plan(f"peft 1\nedit a at layer[*].{edit}\n", zoo.build("bart"))
+
+
+def test_a_context_may_be_read_where_it_is_the_input() -> None:
+    peftc.plan("peft 1\nedit a at layer[*].attn.self { h += adapter(c, r=2) }\n", zoo.build("bart"))
+    peftc.plan("peft 1\nedit a at layer[*].attn.cross.k { h += lora(x, r=2) }\n", zoo.build("bart"))
+
+
+def test_a_config_gets_random_weights_and_a_name_its_own() -> None:
+    model = peftc.compile(LORA, zoo.config("gpt2"), seed=0)
+    assert isinstance(model, nn.Module)
+    assert len(peftc.parameters(model)) == 2 * model.config.n_layer
+    with pytest.raises(peftc.PeftcError, match="P505"):
+        peftc.compile(LORA, "gpt2")
+
+
+def test_arguments_of_other_types_are_told_apart() -> None:
+    model: Any = None
+    for call in (lambda: peftc.compile(LORA, model), lambda: peftc.plan(LORA, model), lambda: peftc.sites(model)):
+        with pytest.raises(peftc.PeftcError, match="not a NoneType"):
+            call()
+    for function in (peftc.remove, peftc.graphs, peftc.fold):
+        with pytest.raises(peftc.PeftcError, match="P410"):
+            function(model)
+    with pytest.raises(peftc.PeftcError, match="P112"):
+        peftc.plan(model, zoo.build("gpt2"))
+    with pytest.raises(peftc.PeftcError, match="P001"):
+        peftc.plan("", zoo.build("gpt2"))
+
+
+def test_compiling_twice_is_refused_and_changes_nothing() -> None:
+    model = peftc.compile(LORA, zoo.build("gpt2"), seed=0)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(peftc.PeftcError, match="P411"):
+        peftc.compile(LORA, model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert peftc.plan(LORA, model).totals.base == peftc.plan(LORA, zoo.build("gpt2")).totals.base
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def test_any_module_by_the_names_of_its_parts() -> None:
+    net, sample = Net(), {"x": torch.randn(3, 4)}
+    base = net(**sample)
+    spec = 'peft 1\nedit l at "a" { h += adapter(x, r=2) }\n'
+    assert peftc.plan(spec, net, sample=sample).totals.trained == 4 * 2 + 2 + 2 * 6 + 6
+    peftc.compile(spec, net, seed=0, sample=sample)
+    assert not torch.equal(net(**sample), base)
+    assert torch.equal(peftc.remove(net)(**sample), base)
+    with pytest.raises(peftc.PeftcError, match="P201"):
+        peftc.plan("peft 1\nedit l at layer[*].ffn { h *= 2 }\n", net, sample=sample)
+
+
+def test_settings_from_python_and_as_texts_agree() -> None:
+    spec = Path(peftc.__file__).parent.parent / "specs" / "mam.peft"
+    for settings, trained in (
+        ({"bias": False}, 27_377_664),
+        ({"reparam": "mlp(800)"}, 86_810_976),
+        ({"r": "2 * 256"}, 27_414_528),
+    ):
+        assert peftc.plan(spec, "facebook/bart-large", settings=settings).totals.trained == trained
+    with pytest.raises(peftc.PeftcError, match="P110"):
+        peftc.plan(spec, "facebook/bart-large", settings={"q": 3})
+
+
+def test_a_post_norm_behind_a_view_is_found() -> None:
+    table = peftc.sites(zoo.build("opt", do_layer_norm_before=False))
+    assert "decoder.layer[0].ffn.norm" in {s.path for s in table.sites}
