@@ -43,8 +43,10 @@ def test_states_of_other_tokens_do_not_mix(edit: str) -> None:
 
 
 def test_a_context_may_be_read_where_it_is_the_input() -> None:
-    peftc.plan("peft 1\nedit a at layer[*].attn.self { h += adapter(c, r=2) }\n", zoo.build("bart"))
-    peftc.plan("peft 1\nedit a at layer[*].attn.cross.k { h += lora(x, r=2) }\n", zoo.build("bart"))
+    model = zoo.build("bart")
+    own = peftc.plan("peft 1\nedit a at layer[*].attn.self { h += adapter(c, r=2) }\n", model)
+    keys = peftc.plan("peft 1\nedit a at layer[*].attn.cross.k { h += lora(x, r=2) }\n", model)
+    assert (len(own.edits[0].sites), len(keys.edits[0].sites)) == (5, 3)
 
 
 def test_a_config_gets_random_weights_and_a_name_its_own() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peftc.forms.arguments import integer
-from peftc.forms.module import Draw, FormModule, Member, Pair, Placement, build, kaiming, normal
+from peftc.forms.module import Draw, FormModule, Member, Pair, kaiming, normal
 from peftc.forms.prefix import hidden_width
-from peftc.forms.registry import Args, Dims, Form
+from peftc.forms.registry import Args, Dims
 from peftc.forms.shapes import KeyValue
 
 
@@ -96,19 +95,6 @@ def collapse(module: Member) -> dict[str, Tensor]:
     with torch.no_grad():
         key, value = group.rows(module.index)
     return {"key": key.contiguous(), "value": value.contiguous()}
-
-
-def build_direct(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
-    """A direct prefix for a site of a reparametrised one, uninitialised: what saved rows are loaded into."""
-    direct: dict[str, object] = {**instance.args, "reparam": None, "keep": False}
-    return build(_Direct(instance.form, cast(Args, direct), instance.dims), dtype=dtype, device=device)
-
-
-@dataclass(frozen=True)
-class _Direct:
-    form: Form
-    args: Args
-    dims: Dims
 
 
 def _spread(rows: Tensor, like: Tensor) -> Tensor:

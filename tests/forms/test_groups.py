@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.forms.module import build, build_owner, member
-from peftc.forms.prefix_module import Prefix, PrefixGroup, build_direct, collapse
+from peftc.forms.prefix_module import Prefix, PrefixGroup, collapse
 from peftc.forms.shapes import KeyValue, Tokens
 from tests.forms.cases import Case, seeded
 
@@ -75,7 +75,7 @@ def test_each_site_of_a_group_has_its_own_rows() -> None:
 def test_collapsed_rows_do_what_the_group_did() -> None:
     model, like = Model(GROUP), GROUP.like()
     for layer in model.layers:
-        direct = build_direct(GROUP, dtype=torch.float64)
+        direct = build(Case("prefix", KeyValue(2, 4), None, {"len": 6}), dtype=torch.float64)
         assert isinstance(direct, Prefix)
         direct.load_state_dict(collapse(layer))
         assert all(torch.equal(a, b) for a, b in zip(direct(like), layer(like), strict=True))
