@@ -30,6 +30,7 @@ class Species:
     values: Mapping[str, Any]
     dropout: tuple[str, ...]  # config fields that `dropout=` sets
     labels: Literal["tokens", "class"] | None = "tokens"
+    input: Literal["ids", "pixels"] = "ids"
 
 
 _BART = {
@@ -82,6 +83,16 @@ _OPT = {
     "word_embed_proj_dim": 32,
     "max_position_embeddings": 64,
 }
+_MIXTRAL = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+_VIT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_labels": 5,
+}
 _BART_DROPOUT = ("dropout", "attention_dropout", "activation_dropout")
 _BERT_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
@@ -104,10 +115,13 @@ SPECIES: dict[str, Species] = {
         "MistralForCausalLM", "MistralConfig", {**_LLAMA, "sliding_window": None}, ("attention_dropout",)
     ),
     "opt": Species("OPTForCausalLM", "OPTConfig", _OPT, ("dropout", "attention_dropout")),
+    "mixtral": Species("MixtralForCausalLM", "MixtralConfig", _MIXTRAL, ("attention_dropout",)),
+    "vit": Species("ViTForImageClassification", "ViTConfig", _VIT, _BERT_DROPOUT, labels="class", input="pixels"),
 }
 
 ARCHITECTURES = ("bart", "bert", "roberta", "t5", "gpt2", "llama", "qwen3", "opt")
-ALL = tuple(SPECIES)
+FURTHER = ("mixtral", "vit")  # of no law over all edits: experts, and an input that is no text
+ALL = tuple(name for name in SPECIES if name not in FURTHER)
 GENERATING = tuple(name for name in ALL if "bert" not in name)
 
 
@@ -116,7 +130,7 @@ def config(name: str, *, dropout: float = 0.0, **overrides: Any) -> transformers
     species = SPECIES[name]
     tokens = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     rates = dict.fromkeys(species.dropout, dropout)
-    made = getattr(transformers, species.config)(**{**tokens, **species.values, **rates, **overrides})
+    made = getattr(transformers, species.config)(**{**(tokens if species.input == "ids" else {}), **species.values, **rates, **overrides})
     made.architectures = [species.model]
     return made
 
@@ -126,8 +140,8 @@ def build(
 ) -> nn.Module:
     """A model in eval mode with random parameters.
 
-    In float64, norms that transformers computes in float32 whatever the input are computed in float64: otherwise a
-    difference of 1e-16 comes out as 1e-8 and no law can be stated at 1e-10.
+    In float64, norms and routers that transformers computes in float32 whatever the input are computed in float64:
+    otherwise a difference of 1e-16 comes out as 1e-8 and no law can be stated at 1e-10.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
@@ -137,6 +151,8 @@ def build(
     randomise(model, generator)
     if dtype == torch.float64:
         _exact_norms(model)
+        if hasattr(model.config, "num_local_experts"):
+            model.set_experts_implementation("batched_mm")  # the default multiplies no float64
     return model.eval()
 
 
@@ -173,9 +189,12 @@ def inputs(
 ) -> dict[str, torch.Tensor]:
     """Token ids (never a special one) and, with `padding`, a mask in which example i lacks i tokens on that side.
 
-    Encoder-decoder models get `decoder_input_ids` too; drop it (and `labels`) for `generate`.
+    Encoder-decoder models get `decoder_input_ids` too; drop it (and `labels`) for `generate`. Models of images get images,
+    and neither mask nor tokens.
     """
     generator = torch.Generator().manual_seed(seed)
+    if SPECIES[name].input == "pixels":
+        return _images(model, batch, labels, generator)
 
     def draw(length: int) -> torch.Tensor:
         return torch.randint(EOS + 1, VOCAB, (batch, length), generator=generator)
@@ -192,6 +211,13 @@ def inputs(
     if labels:
         made["labels"] = _labels(name, model, made, draw, decoder_tokens if encoder_decoder else tokens)
     return made
+
+
+def _images(model: nn.Module, batch: int, labels: bool, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    config: Any = model.config
+    shape = (batch, config.num_channels, config.image_size, config.image_size)
+    made = {"pixel_values": torch.randn(shape, generator=generator, dtype=next(model.parameters()).dtype)}
+    return made | ({"labels": torch.arange(batch) % config.num_labels} if labels else {})
 
 
 def _labels(
@@ -215,17 +241,25 @@ def _labels(
 def _exact_norms(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "variance_epsilon") and hasattr(module, "weight"):
-            module.__class__ = _exact(type(module))
+            module.__class__ = _exact(type(module), _rms_norm)
+        elif type(module).__name__.endswith("TopKRouter"):
+            module.__class__ = _exact(type(module), _top_k_router)
 
 
-def _exact(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of an RMS norm that stays in the input's precision; found again by name, so that it pickles."""
+def _exact(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass that stays in the input's precision; found again by name, so that it pickles."""
     name = cls.__name__
     if name not in globals():
-        globals()[name] = type(name, (cls,), {"__module__": __name__, "forward": _rms_norm})
+        globals()[name] = type(name, (cls,), {"__module__": __name__, "forward": forward})
     return globals()[name]
 
 
 def _rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+
+
+def _top_k_router(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    values, indices = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+    return logits, values / values.sum(-1, keepdim=True), indices
