@@ -130,7 +130,9 @@ def config(name: str, *, dropout: float = 0.0, **overrides: Any) -> transformers
     species = SPECIES[name]
     tokens = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     rates = dict.fromkeys(species.dropout, dropout)
-    made = getattr(transformers, species.config)(**{**(tokens if species.input == "ids" else {}), **species.values, **rates, **overrides})
+    made = getattr(transformers, species.config)(
+        **{**(tokens if species.input == "ids" else {}), **species.values, **rates, **overrides}
+    )
     made.architectures = [species.model]
     return made
 
