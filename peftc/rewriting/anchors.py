@@ -29,7 +29,9 @@ class Anchor:
 
     def relative(self, region: str) -> Anchor:
         """This anchor, its module named from `region`."""
-        return Anchor(self.kind, relative(self.module, region), self.key)
+        called = str(self.key[0]).partition("call_module ")[2] if self.kind == "node" else ""
+        key = (f"call_module {relative(called, region)}", *self.key[1:]) if called else self.key
+        return Anchor(self.kind, relative(self.module, region), key)
 
 
 def relative(name: str, region: str) -> str:
@@ -98,7 +100,8 @@ def anchors(node: fx.Node, traced: Traced) -> list[Anchor]:
     for call in calls_of(traced):
         found += [Anchor("in", call.name, path) for path, n in parts(call.arguments) if n is node]
         found += [Anchor("out", call.name, path) for path, n in parts(call.result) if n is node]
-    if node.op not in ("placeholder", "call_module"):
+    many = node.op == "call_module" and len([c for c in traced.calls if c.name == node.target]) > 1
+    if many or node.op not in ("placeholder", "call_module"):  # one call of several is told by its number
         frame, operation, n = node.meta["origin"]
         found.append(Anchor("node", frame, (operation, n)))
     return found
