@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -196,11 +197,12 @@ def identifier(name: str) -> str:
 
 def options(module: nn.Module, model: nn.Module) -> tuple[torch.dtype, torch.device]:
     """The dtype and device of a module's floating parameters, or of the model's where it has none."""
-    tensors = [*module.parameters(), *model.parameters()]
-    floating = next((p for p in tensors if p.is_floating_point()), None)
-    if floating is None:
+    first = next(chain(module.parameters(), model.parameters()), None)
+    floating = (p for p in chain(module.parameters(), model.parameters()) if p.is_floating_point())
+    dtype = next((p.dtype for p in floating), None)
+    if dtype is None or first is None:
         return torch.float32, torch.device("cpu")
-    return floating.dtype, tensors[0].device
+    return dtype, first.device
 
 
 def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.model.fakes import fake_copy
 from peftc.tracing.calls import bind, innermost
+from peftc.tracing.repeats import Repeats, repeated
 
 
 @dataclass
@@ -43,6 +44,14 @@ def flattened(value: Any) -> list[Any]:
 
 def observe(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode) -> Observation:
     """Runs `model(**inputs)` once. `layers` keeps, for the first layer of each kind, a copy of its bound arguments."""
+    try:
+        return watched(model, inputs, mode, every=False)
+    except Exception:  # a layer may need what another one that was left out does
+        return watched(model, inputs, mode, every=True)
+
+
+def watched(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode, every: bool) -> Observation:
+    """One forward, watched; with `every` layer, or only those that are not like one that has run."""
     seen = Observation()
     names = {id(m): n for n, m in model.named_modules()}
     candidates = set(repeated_blocks(model))
@@ -70,8 +79,9 @@ def observe(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode) -
 
     handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
     handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
+    skipping = [] if every else [model.get_submodule(n) for n in candidates]
     try:
-        with mode, torch.no_grad():
+        with mode, torch.no_grad(), repeated(skipping, Repeats(names, seen, structure)):
             model(**inputs)
     finally:
         for handle in handles:
