@@ -1,0 +1,61 @@
+"""The arguments of one forward, from a model's main input and its configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.families.pairs import Pair
+from benchmarks.families.shrink import FIRST_FREE, LAST_FREE
+
+BATCH, TOKENS, DECODER_TOKENS = 2, 8, 6
+
+
+def inputs_for(model: nn.Module, pair: Pair, seed: int) -> dict[str, Any]:
+    """Token ids that mean text (never padding or an image), pixels, or sound."""
+    generator = torch.Generator().manual_seed(seed)
+    main = model.main_input_name
+    config = model.config
+    if pair.mapping in ("causal-lm", "image-text-to-text", "masked-lm"):
+        main = "input_ids"
+    accepted = inspect.signature(model.forward).parameters
+    given = {main: _MAKERS[main](config, generator)}
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+        given["decoder_input_ids"] = _ids(config, generator, DECODER_TOKENS)
+    return given
+
+
+def _ids(config: Any, generator: torch.Generator, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(FIRST_FREE, LAST_FREE, (BATCH, tokens), generator=generator)
+
+
+def _pixels(config: Any, generator: torch.Generator) -> torch.Tensor:
+    vision = getattr(config, "vision_config", None) or config
+    size = getattr(vision, "image_size", None) or 64
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    return torch.randn(BATCH, getattr(vision, "num_channels", 3), height, width, generator=generator)
+
+
+def _features(config: Any, generator: torch.Generator) -> torch.Tensor:
+    if hasattr(config, "max_source_positions"):  # a log-mel spectrogram that two convolutions halve once
+        return torch.randn(BATCH, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
+    width = getattr(config, "feature_projection_input_dim", None) or getattr(config, "num_mel_bins", 80)
+    return torch.randn(BATCH, 24, width, generator=generator)
+
+
+def _sound(config: Any, generator: torch.Generator) -> torch.Tensor:
+    if hasattr(config, "num_mel_bins"):  # a spectrogram as an image
+        return torch.randn(BATCH, config.max_length, config.num_mel_bins, generator=generator)
+    return torch.randn(BATCH, 6_400, generator=generator)
+
+
+_MAKERS: Mapping[str, Callable[[Any, torch.Generator], torch.Tensor]] = {
+    "input_ids": _ids,
+    "pixel_values": _pixels,
+    "input_features": _features,
+    "input_values": _sound,
+}

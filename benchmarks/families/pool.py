@@ -1,0 +1,96 @@
+"""Jobs in worker processes that stay, each job with a limit of time and memory. What dies or hangs is an answer, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import selectors
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+SECONDS, GIGABYTES = 120.0, 6
+Job = dict[str, Any]
+Answer = dict[str, Any]
+
+
+def run(jobs: Iterable[Job], workers: int, seconds: float = SECONDS) -> Iterator[tuple[Job, Answer]]:
+    """The answer of each job, as they come; {"error": …} for one that its worker did not survive."""
+    waiting, done = queue.SimpleQueue[Job](), queue.SimpleQueue[tuple[Job, Answer]]()
+    count = 0
+    for job in jobs:
+        waiting.put(job)
+        count += 1
+    for _ in range(min(workers, count)):
+        threading.Thread(target=_work, args=(waiting, done, seconds), daemon=True).start()
+    for _ in range(count):
+        yield done.get()
+
+
+def _work(waiting: queue.SimpleQueue[Job], done: queue.SimpleQueue[tuple[Job, Answer]], seconds: float) -> None:
+    worker = None
+    while True:
+        try:
+            job = waiting.get_nowait()
+        except queue.Empty:
+            break
+        worker = worker or _Worker()
+        answer = worker.ask(job, seconds)
+        if worker.dead:
+            worker = None
+        done.put((job, answer))
+    if worker:
+        worker.stop()
+
+
+class _Worker:
+    def __init__(self) -> None:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.families.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        self.dead = False
+
+    def ask(self, job: Job, seconds: float) -> Answer:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            try:
+                self.process.stdin.write(json.dumps(job).encode() + b"\n")
+                self.process.stdin.flush()
+            except BrokenPipeError:
+                return self._end("the worker did not start")
+            if not selector.select(seconds):
+                return self._end(f"took longer than {seconds:.0f} s")
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else self._end("the worker died")
+
+    def stop(self) -> None:
+        self.dead = True
+        self.process.kill()
+        self.process.communicate()
+
+    def _end(self, reason: str) -> Answer:
+        self.stop()
+        code = self.process.returncode
+        return {"error": reason if "longer" in reason else f"{reason} (exit status {code})"}
+
+
+def serve(answer: Callable[[Job], Answer]) -> None:
+    """A worker's loop: a job a line on stdin, an answer a line on what was stdout; nothing else gets there."""
+    import resource
+
+    limit = GIGABYTES << 30
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=out, flush=True)

@@ -1,0 +1,42 @@
+"""`python -m benchmarks.families.worker`: answers the coverage benchmark's jobs; started by `benchmarks.families.pool`."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.families.build import build
+from benchmarks.families.failures import reason_of
+from benchmarks.families.forward import finite, run
+from benchmarks.families.pool import Answer, Job, serve
+
+
+def answer(job: Job) -> Answer:
+    """What is known of one model type: did it build, did it run, and what the checks said."""
+    start = time.perf_counter()
+    found: dict[str, Any] = {"built": False, "ran": False}
+    try:
+        model, inputs = build(job["mapping"], job["type"])
+        found |= {"built": True, "parameters": sum(p.numel() for p in model.parameters())}
+        found |= {"inputs": sorted(inputs)}
+        if not finite(run(model, inputs)):
+            raise ValueError("the output is not finite")
+        found["ran"] = True
+    except Exception as error:  # whatever a model's code raises is its verdict
+        found["why_not"] = reason_of(error)
+    if found["ran"] and not job.get("build_only"):
+        from benchmarks.families.checks import checked
+
+        found |= checked(model, inputs)
+    return found | {"seconds": round(time.perf_counter() - start, 2)}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    serve(answer)
