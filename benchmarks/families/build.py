@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from benchmarks.families.inputs import inputs_for
-from benchmarks.families.overrides import overridden
+from benchmarks.families.overrides import defaults_of, overridden
 from benchmarks.families.pairs import Pair, pair_of
 from benchmarks.families.shrink import shrunk
 
@@ -32,10 +32,19 @@ def build(mapping: str, model_type: str, seed: int = 0) -> tuple[nn.Module, dict
 
 def config_of(pair: Pair) -> PretrainedConfig:
     """The configuration of a type with its default values, made tiny."""
-    values = overridden(pair.type, shrunk(pair.config_class().to_dict()))
-    config = pair.config_class.from_dict(values)
+    values = overridden(pair.type, shrunk(defaults_of(pair.type, pair.config_class)))
+    config = _part_for(pair.model_class, pair.config_class.from_dict(values))
     config.architectures = [pair.model]
     return config
+
+
+def _part_for(model: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
+    """Some mappings name the text half of a model: then its class takes the inner configuration, as the auto classes do."""
+    wanted = model.config_class
+    if wanted is None or isinstance(config, wanted):
+        return config
+    inner = [getattr(config, name, None) for name in config.sub_configs]
+    return next((c for c in inner if isinstance(c, wanted)), config)
 
 
 def made(pair: Pair, config: PretrainedConfig, seed: int) -> nn.Module:

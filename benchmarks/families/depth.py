@@ -54,12 +54,14 @@ def _stack(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     named = {
         key: value for key, value in values.items() if key not in per_layer and _is_index_list(key, value, deep)
     }
-    if not per_layer and not named:
+    exceptions = {int(i): v for i, v in (values.get("per_layer_config") or {}).items()}
+    if not per_layer and not named and not exceptions:
         return {name: 4 if _has_period(values) else 2}
-    kept = _kept(deep, per_layer, named)
+    kept = _kept(deep, {**per_layer, "per_layer_config": [exceptions.get(i) for i in range(deep)]}, named)
+    found = {"per_layer_config": {kept.index(i): v for i, v in exceptions.items() if i in kept}} if exceptions else {}
     cut = {key: [value[i] for i in kept] for key, value in per_layer.items()}
     places = {key: [kept.index(i) for i in value if i in kept] for key, value in named.items()}
-    return {name: len(kept), **cut, **places}
+    return {name: len(kept), **cut, **places, **found}
 
 
 def _kept(deep: int, per_layer: Mapping[str, Any], named: Mapping[str, Any]) -> list[int]:

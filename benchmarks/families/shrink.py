@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.families.depth import shallow
+from benchmarks.families.depth import DEPTHS, shallow
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 32, 4, 2, 8, 48, 100
 POSITIONS, EXPERTS, TOP, PATCH, IMAGE, MELS = 64, 4, 2, 4, 16, 16
@@ -37,9 +37,8 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"moe_hidden_size|feed_forward_size|share_expert_dim", FFN),
     (r"(.*_)?(num_attention_heads|attention_heads|num_heads|n_heads|n_head|nhead)|resampler_n_heads", HEADS),
     (r"(.*_)?(num_key_value_heads|num_kv_heads|kv_n_heads)|num_query_groups", _kv_heads),
+    (r"qk_head_dim", 2 * HEAD),
     (r"(.*_)?head_dim|d_kv|d_head|dim_head|kv_channels|attention_head_size|resampler_dim_head", HEAD),
-    (r"qk_rope_head_dim", lambda v, _: min(v, 4)),
-    (r"qk_head_dim", HEAD + 4),
     (r"rotary_dim|rotary_ndims", 4),
     (r"query_pre_attn_scalar", HEAD),
     (r"(.*_)?lora_rank", 16),
@@ -71,6 +70,8 @@ _RULES: tuple[tuple[str, Rule], ...] = (
 )
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 _TOKEN = re.compile(r".*(token_id|token_index|token_idx|_token)$|.*_(bos|eos|pad)_id$|im_(start|end|newline)_id|image_patch_id")
+_ABSENT = {"head_dim": HEAD, "num_experts_per_tok": TOP}  # what some types need although they have no default for it
+_DERIVED = {"out_features", "out_indices", "stage_names"}  # made from the others
 _STAGES = ("depths", "hidden_sizes", "embed_dims", "stage_num_blocks", "num_block_repeats")
 
 
@@ -83,22 +84,32 @@ def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
 def _shrunk(values: Mapping[str, Any], tokens: Mapping[int, int]) -> dict[str, Any]:
     if any(isinstance(values.get(name), (list, tuple)) for name in _STAGES):
         return _in_stages(values, tokens)
-    small = {name: _field(name, value, values, tokens) for name, value in values.items()}
-    return {**small, **shallow({**values, **_lists(small)})}
+    small = {n: _field(n, v, values, tokens) for n, v in values.items() if n not in _DERIVED}
+    small |= shallow({**small, **{name: values[name] for name in DEPTHS if name in values}})
+    if small.get("per_layer_config"):
+        small["per_layer_config"] = {i: _exception(v, small, values) for i, v in small["per_layer_config"].items()}
+    return small
 
 
-def _lists(small: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in small.items() if isinstance(v, (list, tuple))}
+def _exception(fields: Mapping[str, Any], small: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What one layer has otherwise than the rest, as many times larger or smaller as it was."""
+    return {name: _in_proportion(value, small.get(name), values.get(name)) for name, value in fields.items()}
+
+
+def _in_proportion(value: Any, small: Any, large: Any) -> Any:
+    return small * value // large if all(_count(v) for v in (value, small, large)) else value
 
 
 def _in_stages(values: Mapping[str, Any], tokens: Mapping[int, int]) -> dict[str, Any]:
     """Pyramids: channels are divided rather than set, since each stage has its own; image and patches fit the strides."""
-    small = dict(values)
-    for name, value in values.items():
+    small = {name: value for name, value in values.items() if name not in _DERIVED}
+    for name, value in small.items():
         if name in ("depths", "stage_num_blocks", "num_block_repeats"):
             small[name] = [min(2, n) for n in value]
-        elif name in ("image_size",):
+        elif name == "image_size":
             small[name] = [64, 64] if isinstance(value, (list, tuple)) else 64
+        elif name == "window_size":
+            small[name] = 4
         elif "drop" in name:
             small[name] = _zero(value)
         elif isinstance(value, dict) and "model_type" in value:
@@ -113,7 +124,9 @@ def _in_stages(values: Mapping[str, Any], tokens: Mapping[int, int]) -> dict[str
 def _field(name: str, value: Any, values: Mapping[str, Any], tokens: Mapping[int, int]) -> Any:
     if isinstance(value, Mapping):
         return _inner(name, value, tokens)
-    if value is None or isinstance(value, (bool, str)):
+    if value is None:
+        return _ABSENT.get(name)
+    if isinstance(value, (bool, str)):
         return value
     if "drop" in name:
         return _zero(value)
@@ -130,7 +143,7 @@ def _field(name: str, value: Any, values: Mapping[str, Any], tokens: Mapping[int
 def _inner(name: str, value: Mapping[str, Any], tokens: Mapping[int, int]) -> Any:
     if "model_type" in value:
         return _shrunk(value, tokens)
-    if any(not isinstance(key, str) for key in value):
+    if name in ("per_layer_config", "id2label", "label2id"):
         return dict(value)
     if name.startswith("rope") or "rope_type" in value:
         return {k: _rope(k, v) for k, v in value.items()}
