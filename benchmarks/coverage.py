@@ -10,20 +10,31 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.families import MAPPINGS, Pair, pairs
 from benchmarks.families.pool import SECONDS, run
+from benchmarks.families.report import failed, grouped, read, summary, write
+
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main() -> int:
     options = _options()
-    chosen = [p for p in pairs() if _wanted(p, options)]
+    known = read(options.results / "coverage.json")
+    chosen = [p for p in pairs() if _wanted(p, options, known)]
     start = time.perf_counter()
     rows = dict(_rows(chosen, options))
     print(f"{len(rows)} in {time.perf_counter() - start:.0f} s")
     if options.build_only:
         _print_builds(rows)
+        return 0
+    merged = {**known, **rows} if options.types or options.mapping or options.failed else rows
+    write(merged, options.results)
+    print("\n".join(grouped(rows)))
+    for name, value in summary(merged).items():
+        print(f"{name:14} {value}")
     return 0
 
 
@@ -31,13 +42,22 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", type=lambda text: set(text.split(",")), help="only these model types")
     parser.add_argument("--mapping", choices=list(MAPPINGS), help="only this auto mapping")
-    parser.add_argument("--build-only", action="store_true", help="build and run the plain forward; no checks, no files")
+    parser.add_argument(
+        "--failed", action="store_true", help="only what failed, or did not build, in the results there are"
+    )
+    parser.add_argument(
+        "--build-only", action="store_true", help="build and run the plain forward; no checks, no files"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="worker processes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each type")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of coverage.json and .md")
     return parser.parse_args()
 
 
-def _wanted(pair: Pair, options: argparse.Namespace) -> bool:
+def _wanted(pair: Pair, options: argparse.Namespace, known: dict[str, Any]) -> bool:
+    row = known.get(pair.key)
+    if options.failed and row and row.get("ran") and not failed(row):
+        return False
     if options.types and pair.type not in options.types:
         return False
     return not options.mapping or pair.mapping == options.mapping
@@ -57,7 +77,9 @@ def _print_builds(rows: dict[str, dict[str, Any]]) -> None:
     for key, row in sorted(rows.items()):
         if not row.get("ran"):
             print(f"{key}: {row.get('why_not') or row.get('error')}")
-    print(f"built {sum(r.get('built', False) for r in rows.values())}, ran {sum(r.get('ran', False) for r in rows.values())}")
+    print(
+        f"built {sum(r.get('built', False) for r in rows.values())}, ran {sum(r.get('ran', False) for r in rows.values())}"
+    )
 
 
 if __name__ == "__main__":

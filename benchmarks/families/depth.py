@@ -51,9 +51,7 @@ def _stack(values: Mapping[str, Any], name: str) -> dict[str, Any]:
         for key, value in values.items()
         if isinstance(value, (list, tuple)) and len(value) == deep and key not in _NOT_LAYERS
     }
-    named = {
-        key: value for key, value in values.items() if key not in per_layer and _is_index_list(key, value, deep)
-    }
+    named = {key: value for key, value in values.items() if key not in per_layer and _is_index_list(key, value, deep)}
     exceptions = {int(i): v for i, v in (values.get("per_layer_config") or {}).items()}
     if not per_layer and not named and not exceptions:
         return {name: 4 if _has_period(values) else 2}

@@ -35,13 +35,22 @@ OVERRIDES: Mapping[str, Override] = {
         _MAMBA,
         {"n_mamba_heads": 4, "mamba_headdim": 16, "attention_hidden_size": 64, "attention_head_dim": 16},
     ),
-    "zamba": Override("heads are as wide as twice the hidden size", {"attention_hidden_size": 64, "attention_head_dim": 16}),
+    "zamba": Override(
+        "heads are as wide as twice the hidden size", {"attention_hidden_size": 64, "attention_head_dim": 16}
+    ),
     "nemotron": Override("no default of a field that the model divides by", {"num_key_value_heads": 2}),
     "esm": Override("no default of a field that the embedding needs", {"vocab_size": 33, "pad_token_id": 1}),
     "reformer": Override(
         "positions factorise; the attention's default is causal only where it decodes",
-        {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 16], "lsh_attn_chunk_length": 4,
-         "local_attn_chunk_length": 4, "num_hidden_layers": 2, "attn_layers": ["local", "lsh"], "feed_forward_size": 48},
+        {
+            "axial_pos_embds_dim": [16, 16],
+            "axial_pos_shape": [4, 16],
+            "lsh_attn_chunk_length": 4,
+            "local_attn_chunk_length": 4,
+            "num_hidden_layers": 2,
+            "attn_layers": ["local", "lsh"],
+            "feed_forward_size": 48,
+        },
     ),
     "mobilebert": Override("a bottleneck of its own width", {"true_hidden_size": 32, "intra_bottleneck_size": 32}),
     "siglip2": Override("an image is a sequence of patches", {"vision_config.num_patches": 16}),

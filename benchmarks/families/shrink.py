@@ -47,7 +47,10 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"n_group|num_expert_group", lambda v, _: min(v, 2)),
     (r"topk_group", 1),
     (r"first_k_dense_replace|num_dense_layers", lambda v, _: min(v, 1)),
-    (r"(.*_)?max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len|seq_length", POSITIONS),
+    (
+        r"(.*_)?max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len|seq_length",
+        POSITIONS,
+    ),
     (r"(original|left|right)_max_position_embeddings|max_2d_position_embeddings", POSITIONS),
     (r"(.*_)?vocab_size", lambda v, _: min(v, VOCAB)),
     (r"(src|tgt)_vocab_size|vocab_size_per_layer_input", VOCAB),
@@ -69,7 +72,9 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"num_position_embeddings", 16),
 )
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
-_TOKEN = re.compile(r".*(token_id|token_index|token_idx|_token)$|.*_(bos|eos|pad)_id$|im_(start|end|newline)_id|image_patch_id")
+_TOKEN = re.compile(
+    r".*(token_id|token_index|token_idx|_token)$|.*_(bos|eos|pad)_id$|im_(start|end|newline)_id|image_patch_id"
+)
 _ABSENT = {"head_dim": HEAD, "num_experts_per_tok": TOP}  # what some types need although they have no default for it
 _DERIVED = {"out_features", "out_indices", "stage_names"}  # made from the others
 _STAGES = ("depths", "hidden_sizes", "embed_dims", "stage_num_blocks", "num_block_repeats")

@@ -1,0 +1,177 @@
+"""What is asked of peftc on one model: sites, and five edits compiled, run, trained, decoded and removed.
+
+found = checked(model, inputs)
+found["edits"]["a"]["verdict"]    # pass | refused | fail
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import peftc
+from benchmarks.families.edits import TRIALS, Trial
+from benchmarks.families.failures import reason_of
+from benchmarks.families.forward import main_output, run, same
+from benchmarks.families.rolling import rolling
+from benchmarks.families.state import difference, state_of
+from benchmarks.families.witness import Witness, witness
+
+Answer = dict[str, Any]
+TOLERANCE = 1e-4
+
+
+class Wrong(Exception):
+    """A compiled model that does not do what the edit says."""
+
+
+def checked(model: nn.Module, inputs: Mapping[str, Any], edits: str = "abcde") -> Answer:
+    """The verdicts for a model, with what they rest on. Leaves the model as it was."""
+    seen = witness(model, inputs)
+    found: Answer = {"attention": len(seen.attending), "feed_forward": len(seen.feed_forward)}
+    sample = None
+    try:
+        table = peftc.sites(model)
+    except peftc.PeftcError as error:
+        if not any(d.code == "P507" for d in error.diagnostics):
+            return found | {"sites_error": reason_of(error)} | _all_fail(edits, error)
+        sample = dict(inputs)
+    except Exception as error:
+        return found | {"sites_error": reason_of(error)} | _all_fail(edits, error)
+    if sample is not None:
+        found["sample"] = True
+        try:
+            table = peftc.sites(model, sample=sample)
+        except Exception as error:
+            return found | {"sites_error": reason_of(error)} | _all_fail(edits, error)
+    found["sites"] = _counted(table)
+    found["kinds"] = len({s.kind for s in table.sites if s.steps[-1][0] == "layer"})
+    if table.warnings:
+        found["warnings"] = list(table.warnings)
+    base = _Base(model, inputs, sample)
+    found["base"] = base.cache
+    found["edits"] = {name: tried(base, TRIALS[name], seen, found["sites"]) for name in edits}
+    return found
+
+
+def _all_fail(edits: str, error: BaseException) -> Answer:
+    return {"edits": {name: {"verdict": "fail", "reason": f"sites: {reason_of(error)}"} for name in edits}}
+
+
+def _counted(table: Any) -> dict[str, int]:
+    """Sites by what their path ends in: `layer.attn.q`, `layer.ffn` …"""
+    return dict(Counter(".".join(_steps(s)) for s in table.sites))
+
+
+def _steps(site: Any) -> list[str]:
+    names = [name for name, _ in site.steps]
+    return names[names.index("layer") :] if "layer" in names else names[-1:]
+
+
+class _Base:
+    """A model before an edit: its output, its state and whether decoding with a cache agrees with decoding without."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], sample: Mapping[str, Any] | None) -> None:
+        self.model, self.inputs, self.sample = model, inputs, sample
+        self.state = state_of(model)
+        self.out = run(model, inputs)
+        self.cache = rolling(model, inputs, TOLERANCE)
+
+
+def tried(base: _Base, trial: Trial, seen: Witness, sites: Mapping[str, int]) -> Answer:
+    """The verdict on one edit. Arms whose sub-layer neither peftc nor the witness sees are left out; if none is left, peftc
+    must refuse."""
+    arms = tuple(arm for arm in trial.arms if seen.has(arm[1]) or _matches(arm[0], sites))
+    try:
+        return _compiled(base, trial, arms) if arms else _refused(base, trial)
+    except peftc.PeftcError as error:
+        return {"verdict": "fail", "reason": reason_of(error), "codes": [d.code for d in error.diagnostics]}
+    except Exception as error:  # whatever comes out of the model or of peftc is a failure with its reason
+        return {"verdict": "fail", "reason": reason_of(error) if not isinstance(error, Wrong) else str(error)}
+    finally:
+        _restored(base)
+
+
+def _matches(selector: str, sites: Mapping[str, int]) -> bool:
+    path = selector.replace("[*]", "")
+    return any(name == path or name.replace(".self.", ".").replace(".cross.", ".") == path for name in sites)
+
+
+def _restored(base: _Base) -> None:
+    """After a failure in the middle the next edit must find the model as it was."""
+    try:
+        peftc.remove(base.model)
+    except peftc.PeftcError:
+        pass
+
+
+def _refused(base: _Base, trial: Trial) -> Answer:
+    try:
+        peftc.compile(trial.text(), base.model, seed=0, sample=base.sample)
+    except peftc.PeftcError as error:
+        codes = [d.code for d in error.diagnostics]
+        if all(code.startswith("P2") for code in codes):
+            return {"verdict": "refused", "reason": reason_of(error), "codes": codes}
+        raise
+    raise Wrong("compiled although there is no such sub-layer")
+
+
+def _compiled(base: _Base, trial: Trial, arms: tuple[tuple[str, str], ...]) -> Answer:
+    model = base.model
+    try:
+        peftc.compile(trial.text(arms), model, seed=0, sample=base.sample)
+    except BaseException:
+        if gone := difference(base.state, state_of(model)):
+            raise Wrong(f"an error left the model changed: {gone}") from None
+        raise
+    parameters = peftc.parameters(model)
+    start = run(model, base.inputs)
+    if trial.identity and not same(start, base.out):
+        raise Wrong(f"is not the identity at the start (off by {_gap(start, base.out):.1e})")
+    _draw(parameters)
+    changed = run(model, base.inputs)
+    if _gap(changed, base.out) == 0.0:
+        raise Wrong("does not change the output")
+    share = _gradients(base, parameters)
+    cache = rolling(model, base.inputs, TOLERANCE) if base.cache == "equal" else "base " + base.cache
+    if base.cache == "equal" and cache != "equal":
+        raise Wrong(f"decoding with a cache {cache}")
+    peftc.remove(model)
+    if gone := difference(base.state, state_of(model)):
+        raise Wrong(f"is not gone after remove: {gone}")
+    if not same(run(model, base.inputs), base.out):
+        raise Wrong("removed, the model does not compute what it did")
+    left = [s for s, _ in trial.arms if (s, _) not in arms]
+    answer: Answer = {"verdict": "pass", "parameters": len(parameters), "with_gradient": share, "cache": cache}
+    return answer | ({"without": left} if left else {})
+
+
+def _gap(one: Any, other: Any) -> float:
+    return float((main_output(one) - main_output(other)).abs().max())
+
+
+@torch.no_grad()
+def _draw(parameters: Mapping[str, nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in parameters.values():
+        parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+
+
+def _gradients(base: _Base, parameters: Mapping[str, nn.Parameter]) -> float:
+    """The share of the edit's tensors with a gradient; all of them finite, one at least not zero."""
+    torch.manual_seed(0)
+    out = main_output(base.model(**base.inputs))
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    (out.float() * weights).sum().backward()
+    gradients = [p.grad for p in parameters.values()]
+    base.model.zero_grad(set_to_none=True)
+    if any(g is not None and not torch.isfinite(g).all() for g in gradients):
+        raise Wrong("has a gradient that is not finite")
+    touched = sum(g is not None and bool(g.any()) for g in gradients)
+    if not touched:
+        raise Wrong("receives no gradient")
+    return round(touched / len(gradients), 3)

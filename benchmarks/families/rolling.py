@@ -1,0 +1,55 @@
+"""Decoding with a cache against decoding without, as `generate` does it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+NEW_TOKENS = 3
+
+
+def rolling(model: nn.Module, inputs: Mapping[str, Any], tolerance: float) -> str:
+    """`equal`, `does not generate`, or what differs: the logits of greedy steps with the cache and without."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return "does not generate"
+    try:
+        with_cache = _logits(model, inputs, True)
+        without = _logits(model, inputs, False)
+    except Exception as error:
+        return f"raises {type(error).__name__}: {str(error)[:120]}"
+    worst = max(_relative(a, b) for a, b in zip(with_cache, without, strict=True))
+    return "equal" if worst < tolerance else f"differs by {worst:.1e}"
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, inputs: Mapping[str, Any], cache: bool) -> list[torch.Tensor]:
+    given = {k: v for k, v in inputs.items() if k not in ("decoder_input_ids", "use_cache")}
+    settings = copy.deepcopy(model.generation_config)
+    settings.update(
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        max_length=None,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=None,
+        use_cache=cache,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **_forced,
+    )
+    torch.manual_seed(0)
+    out = model.generate(**given, generation_config=settings)
+    return list(out.logits)
+
+
+_forced = dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "no_repeat_ngram_size"))
+
+
+def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    finite = torch.isfinite(one) & torch.isfinite(other)
+    one, other = one[finite], other[finite]
+    return float((one - other).abs().max() / other.abs().max().clamp_min(1e-12))

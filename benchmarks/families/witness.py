@@ -1,0 +1,116 @@
+"""What a model has, found without peftc: which modules attend with a softmax, which are called feed-forward.
+
+The checks hold peftc's refusals to it: `there is no attention here` counts as right only where no softmax reaches a product.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.families.forward import run
+
+_SOFTMAX = {torch.softmax, F.softmax, torch.Tensor.softmax, torch._softmax, torch.special.softmax}
+_PRODUCT = {torch.matmul, torch.Tensor.matmul, torch.bmm, torch.Tensor.bmm, torch.einsum, torch.functional.einsum}
+_PRODUCT |= {torch.Tensor.__matmul__, torch.baddbmm}
+_FUSED = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
+_FEED_FORWARD = re.compile(
+    r"(^|_)(mlp|ffn?|feed_forward|feedforward|fc1|fc_in|wi|wi_0|lin1|dense_h_to_4h|intermediate|moe|experts|feed_forward_\w+|pwconv1"
+    r"|ffn\w*|mlp\w*|linear_in|block_sparse_moe|positionwise_feed_forward|channel_mixer|expand_1x1|dense_relu_dense)$"
+)
+
+
+@dataclass(frozen=True)
+class Witness:
+    attending: frozenset[str]  # innermost modules in whose forward a softmax is multiplied with values
+    feed_forward: frozenset[str]  # modules of repeated blocks whose name says so
+    repeated: bool  # some container holds two modules of one class
+
+    def has(self, step: str) -> bool:
+        return {"attn": bool(self.attending), "ffn": bool(self.feed_forward), "layer": self.repeated}[step]
+
+
+def witness(model: nn.Module, inputs: Mapping[str, Any]) -> Witness:
+    """What is seen in one forward of the base model."""
+    seen = _Attention()
+    with _paths(model, seen), seen:
+        run(model, inputs)
+    return Witness(frozenset(seen.found), frozenset(_feed_forward(model)), _repeats(model))
+
+
+class _Attention(TorchFunctionMode):
+    """Follows what softmax gave through casts and dropout into a matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path: list[str] = []
+        self.found: set[str] = set()
+        self.weights: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _FUSED:
+            self._note()
+            return out
+        given = [a for a in _flat(args) if isinstance(a, torch.Tensor)]
+        if func in _SOFTMAX:
+            if isinstance(out, torch.Tensor) and out.ndim >= 3:
+                self.weights[id(out)] = out
+        elif func in _PRODUCT:
+            if any(id(a) in self.weights for a in given):
+                self._note()
+        elif (
+            isinstance(out, torch.Tensor) and given and id(given[0]) in self.weights and out.numel() == given[0].numel()
+        ):
+            self.weights[id(out)] = out
+        return out
+
+    def _note(self) -> None:
+        self.found.add(self.path[-1] if self.path else "")
+
+
+def _flat(args: Any) -> Iterator[Any]:
+    for arg in args:
+        if isinstance(arg, (tuple, list)):
+            yield from _flat(arg)
+        else:
+            yield arg
+
+
+@contextmanager
+def _paths(model: nn.Module, seen: _Attention) -> Iterator[None]:
+    """While the block runs, `seen.path` are the modules being called. Leaf modules (dropout, softmax) count as their parents."""
+    handles = []
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()):
+            continue
+        handles.append(module.register_forward_pre_hook(lambda _m, _a, name=name: seen.path.append(name)))
+        handles.append(module.register_forward_hook(lambda _m, _a, _o: seen.path.pop() and None, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _feed_forward(model: nn.Module) -> Iterator[str]:
+    for name, _ in model.named_modules():
+        *inside, last = name.split(".")
+        if any(step.isdigit() for step in inside) and _FEED_FORWARD.search(last.lower()):
+            yield name
+
+
+def _repeats(model: nn.Module) -> bool:
+    for module in model.modules():
+        kinds = [type(m) for m in module.children() if any(True for _ in m.parameters())]
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(kinds) != len(set(kinds)):
+            return True
+    return False
