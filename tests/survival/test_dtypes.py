@@ -1,0 +1,119 @@
+"""Casts, devices and autocast: parameters of edits go where PyTorch takes those of the base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests import zoo
+from tests.survival.harness import GENERATING, SPECIES, SPECS, close, compiled, freshly_compiled, given, same, state
+
+pairs = pytest.mark.parametrize(("name", "spec"), [(n, s) for n in SPECIES for s in SPECS])
+
+CASTS: dict[str, tuple[Callable[[Any], Any], torch.dtype]] = {
+    "to": (lambda model: model.to(torch.float64), torch.float64),
+    "half": (lambda model: model.half(), torch.float16),
+    "bfloat16": (lambda model: model.bfloat16(), torch.bfloat16),
+}
+
+
+def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+@pairs
+@pytest.mark.parametrize("way", CASTS)
+def test_a_cast_takes_everything_along(name: str, spec: str, way: str) -> None:
+    model = compiled(name, spec, torch.float32)
+    inputs = given(name, model)
+    want = model(**inputs).logits
+    act, dtype = CASTS[way]
+    if way == "to" and name == "mixtral":
+        model.set_experts_implementation("batched_mm")  # the default multiplies no float64
+    act(model)
+    assert {p.dtype for p in peftc.parameters(model).values()} == {dtype}
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    out = model(**cast(inputs, dtype))
+    assert out.logits.dtype == dtype
+    tokens = inputs["attention_mask"].bool() if name in ("llama", "mixtral", "bert") else slice(None)
+    close(out.logits.float()[tokens], want[tokens], tolerance={"to": 1e-4, "half": 0.02, "bfloat16": 0.2}[way])
+    out.loss.backward()
+    assert {p.grad.dtype for p in peftc.parameters(model).values() if p.grad is not None} == {dtype}
+    assert all(p.grad is not None for p in peftc.parameters(model).values())
+
+
+@pairs
+def test_edits_of_a_half_precision_base_stay_in_float32(name: str, spec: str) -> None:
+    """They are drawn in float32, and what they do comes back in the dtype of the base."""
+    model = freshly_compiled(name, spec, torch.bfloat16)
+    edits = {p.dtype for n, p in peftc.parameters(model).items() if not n.startswith("norms/")}
+    assert edits == {torch.float32}
+    assert model.dtype == torch.bfloat16
+    inputs = given(name, model)
+    seen: set[torch.dtype] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _, args, out: seen.add(out.dtype))
+    assert model(**inputs).logits.dtype == torch.bfloat16
+    assert seen == {torch.bfloat16}
+
+
+@pairs
+def test_autocast(name: str, spec: str) -> None:
+    """The same numbers as without up to what bfloat16 rounds, and the dtypes of the base under autocast."""
+    model, base = compiled(name, spec, torch.float32), zoo.build(name).requires_grad_(False)
+    inputs = given(name, model)
+    tokens = inputs["attention_mask"].bool() if name in ("llama", "mixtral", "bert") else slice(None)
+    want = model(**inputs).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        out, plain = model(**inputs), base(**inputs)
+    assert out.logits.dtype == plain.logits.dtype
+    close(out.logits.float()[tokens], want[tokens], tolerance=0.2)
+    out.loss.backward()
+    gradients = {n: p.grad for n, p in peftc.parameters(model).items()}
+    assert all(g is not None and g.dtype == torch.float32 for g in gradients.values())
+    assert torch.equal(model(**inputs).logits, want)
+    with torch.autocast("cpu", torch.bfloat16), peftc.disabled(model):
+        assert torch.equal(model(**inputs).logits, plain.logits)
+
+
+@pytest.mark.parametrize(("name", "spec"), [(n, s) for n in GENERATING for s in ("lora", "mam")])
+def test_generating_under_autocast_and_in_half_precision(name: str, spec: str) -> None:
+    model = compiled(name, spec, torch.float32)
+    prompt = {k: v for k, v in given(name, model).items() if k in ("input_ids", "attention_mask")}
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    with torch.autocast("cpu", torch.bfloat16):
+        one = model.generate(**prompt, **options)
+    two = model.bfloat16().generate(**prompt, **options)
+    assert one.shape[0] == two.shape[0] == 2
+
+
+@pairs
+def test_to_meta_and_empty(name: str, spec: str) -> None:
+    """Shapes without values, and values put back by a state dict."""
+    model = compiled(name, spec)
+    inputs = given(name, model)
+    want, saved = model(**inputs).logits, state(model)
+    model.to("meta")
+    assert all(p.is_meta for p in model.parameters())
+    if name != "bart":  # which looks at values: it does not run so itself
+        shapes = model(**{k: v.to("meta") for k, v in inputs.items() if k not in ("labels", "attention_mask")})
+        assert shapes.logits.shape == want.shape
+    buffers = dict(zoo.build(name, torch.float64).named_buffers())
+    model.to_empty(device="cpu")
+    assert not any(model.load_state_dict(saved))
+    for key, buffer in buffers.items():  # no state dict has those that are not persistent
+        model.get_buffer(key).copy_(buffer)
+    assert torch.equal(model(**inputs).logits, want)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_removing_after_a_cast_leaves_the_cast_base(spec: str) -> None:
+    model = compiled("bart", spec, torch.float32).bfloat16()
+    base = zoo.build("bart").bfloat16()
+    assert same(state(peftc.remove(model)), state(base))

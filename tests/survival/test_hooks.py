@@ -1,0 +1,177 @@
+"""Users' hooks: registered before or after compiling, they fire as on the base, and outlive the edits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import peftc
+from tests import zoo
+from tests.laws.harness import randomise
+from tests.survival.harness import SPECIES, SPECS, compiled, given, layers, text
+
+pairs = pytest.mark.parametrize(("name", "spec"), [(n, s) for n in SPECIES for s in SPECS])
+Log = list[tuple[str, str]]
+KINDS = ("forward_pre", "forward_pre_kwargs", "forward", "forward_kwargs", "full_backward_pre", "full_backward")
+
+
+def watch(model: nn.Module, log: Log) -> None:
+    """Registers hooks of all kinds on every module of the base: the root, layers, their children.
+
+    Those that wait for gradients on layers and below: what returns no tensors cannot have them.
+    """
+    inside = {id(m) for _, layer in layers(model) for m in layer.modules()}
+    for path, module in model.named_modules():
+        if "peftc" in path:
+            continue
+
+        def note(kind: str, path: str = path) -> Any:
+            return lambda *_: log.append((kind, path))
+
+        for kind in KINDS:
+            register = getattr(module, f"register_{kind.removesuffix('_kwargs')}_hook")
+            options = {"with_kwargs": True} if kind.endswith("_kwargs") else {}
+            if id(module) in inside or "backward" not in kind:
+                register(note(kind), **options)
+
+
+def build(name: str) -> Any:
+    return zoo.build(name, torch.float64).train()
+
+
+def run(model: Any, inputs: dict[str, Any]) -> None:
+    """Forward and backward, everything learning: else hooks that wait for gradients of inputs would wait in vain."""
+    model.requires_grad_(True)
+    model(**inputs).loss.backward()
+
+
+def forwards(log: Log) -> Log:
+    return [entry for entry in log if entry[0].startswith("forward")]
+
+
+def backwards(log: Log) -> list[tuple[str, str]]:
+    return sorted(entry for entry in log if not entry[0].startswith("forward"))
+
+
+@pairs
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook"
+)  # torch says so of modules called by keywords, here and on the base
+def test_hooks_fire_as_on_the_base(name: str, spec: str, when: str) -> None:
+    base, want = build(name), Log()
+    inputs = given(name, base)
+    watch(base, want)
+    run(base, inputs)
+    model, got = build(name), Log()
+    if when == "before":
+        watch(model, got)
+    peftc.compile(text(spec), model, seed=0)
+    randomise(peftc.parameters(model))
+    if when == "after":
+        watch(model, got)
+    assert not got, "compiling has run a hook"
+    run(model, inputs)
+    assert len(want) > 40
+    assert forwards(got) == forwards(want)
+    assert backwards(got) == backwards(want)
+    got.clear()
+    want.clear()
+    peftc.remove(model)
+    run(model, inputs)
+    run(base, inputs)
+    assert got == want
+
+
+@pairs
+def test_hooks_change_what_they_change_of_the_base(name: str, spec: str) -> None:
+    """A hook that replaces inputs or results of an edited layer, of an edited child, of a Linear in it."""
+    model = compiled(name, spec)
+    inputs = given(name, model)
+    want = model(**inputs).logits
+    layer = layers(model)[0][1]
+    edited = next(m for m in layer.modules() if hasattr(type(m), "_peftc_kind"))
+    linear = next(m for m in layer.modules() if isinstance(m, nn.Linear))
+    for module in {layer, edited, linear}:
+
+        def double(_: nn.Module, args: Any, out: Any) -> Any:
+            return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+        for register, hook in (
+            (module.register_forward_hook, double),
+            (module.register_forward_pre_hook, lambda _, args: (args[0] * 2, *args[1:]) if args else None),
+        ):
+            handle = register(hook)
+            changed = model(**inputs).logits
+            assert not torch.equal(changed, want) or register == module.register_forward_pre_hook
+            handle.remove()
+            assert torch.equal(model(**inputs).logits, want)
+
+
+@pairs
+def test_a_result_that_a_hook_zeroes_is_zero(name: str, spec: str) -> None:
+    """The hook acts after the edits: what it returns is what the next layer gets."""
+    model = compiled(name, spec)
+    inputs = given(name, model)
+    (_, first), (_, second) = layers(model)[:2]
+    first.register_forward_hook(
+        lambda _, args, out: tuple(o * 0 for o in out[:1]) + out[1:] if isinstance(out, tuple) else out * 0
+    )
+    seen: list[torch.Tensor] = []
+    second.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    model(**inputs)
+    assert not seen[0].any()
+
+
+@pytest.mark.parametrize("name", SPECIES)
+def test_hooks_on_the_modules_of_edits(name: str) -> None:
+    model = compiled(name, "sequential")
+    log: list[str] = []
+    forms = [m for n, m in model.named_modules() if n.endswith(".adapter")]
+    assert len(forms) >= 6
+    for form in forms:
+        form.register_forward_hook(lambda *_: log.append("forward"))
+        form.register_full_backward_hook(lambda *_: log.append("backward"))
+    run(model, given(name, model))
+    assert log.count("forward") == log.count("backward") == len(forms)
+
+
+@pytest.mark.parametrize("name", SPECIES)
+def test_hooks_of_all_modules(name: str) -> None:
+    """Global hooks, which profilers and flop counters use."""
+    counts: list[dict[str, int]] = []
+    for model in (zoo.build(name, torch.float64), compiled(name, "lora")):
+        seen: dict[str, int] = {}
+
+        def hook(module: nn.Module, args: Any, out: Any, seen: dict[str, int] = seen) -> None:
+            seen[type(module).__name__] = seen.get(type(module).__name__, 0) + 1
+
+        handle = nn.modules.module.register_module_forward_hook(hook)
+        try:
+            model(**given(name, model))
+        finally:
+            handle.remove()
+        counts.append(seen)
+    assert {k: v for k, v in counts[1].items() if k != "LoRA"} == counts[0]
+    assert counts[1]["LoRA"] == len(peftc.parameters(model)) // 2
+
+
+@pytest.mark.parametrize("name", SPECIES)
+def test_tensor_hooks_of_base_parameters(name: str) -> None:
+    model = build(name)
+    parameter = next(p for n, p in model.named_parameters() if "norm" in n.lower())
+    calls: list[int] = []
+    parameter.register_hook(lambda g: calls.append(1))
+    parameter.register_post_accumulate_grad_hook(lambda p: calls.append(2))
+    peftc.compile(text("weights"), model, seed=0)
+    inputs = given(name, model)
+    run(model, inputs)
+    assert calls == [1, 2]
+    peftc.remove(model)
+    run(model, inputs)
+    assert calls == [1, 2, 1, 2]
