@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from peftc.diagnostics import Diagnostic, PeftcError
 
 if TYPE_CHECKING:
-    from peftc.compiler import compile, disabled, graphs, parameters, parse, plan, remove, sites
+    from peftc.compiler import compile, disabled, graphs, parameters, parse, plan, remove, sites, specs
     from peftc.explore import rewrite, trace
     from peftc.weights import fold, load, save
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "peftc.compiler": ("compile", "disabled", "graphs", "parameters", "parse", "plan", "remove", "sites"),
+    "peftc.compiler": ("compile", "disabled", "graphs", "parameters", "parse", "plan", "remove", "sites", "specs"),
     "peftc.explore": ("rewrite", "trace"),
     "peftc.weights": ("fold", "load", "save"),
 }
@@ -34,6 +34,7 @@ __all__ = [
     "rewrite",
     "save",
     "sites",
+    "specs",
     "trace",
 ]
 

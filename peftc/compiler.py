@@ -9,26 +9,23 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.suggestions import listed
 from peftc.model.fakes import fake_copy
 from peftc.model.load import load_model
 from peftc.model.resolve import resolve
 from peftc.planning.plan import Plan, Planned, make_plan
-from peftc.rewriting.install import (
-    Installation,
-    Surgery,
-    installed,
-    is_installed,
-    regions_of,
-    suspended,
-    uninstall,
-    warm,
-)
+from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
+from peftc.rewriting.install import strip, uninstall
+from peftc.rewriting.record import Part, acting, installed, is_installed, joint, spec_of_parts
+from peftc.rewriting.reinstall import Done, reinstall
+from peftc.rewriting.suspend import suspended
 from peftc.semantics.expand import expand
 from peftc.semantics.load import read_spec
 from peftc.semantics.settings import settings_of
@@ -56,10 +53,17 @@ def spec_of(spec: SpecLike) -> ast.Spec:
         return spec
     if not isinstance(spec, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         raise PeftcError(Diagnostic("P112", f"a spec is a path, a text or a parsed Spec, not a {type(spec).__name__}"))
-    name = fspath(spec)
-    if isinstance(spec, str) and (not name or "\n" in name or name.lstrip().startswith("peft ")):
-        return parse_text(name)
-    return read_spec(name)
+    return parse_text(fspath(spec)) if is_text(spec) else read_spec(fspath(spec))
+
+
+def is_text(spec: str | PathLike[str]) -> bool:
+    return isinstance(spec, str) and (not spec or "\n" in spec or spec.lstrip().startswith("peft "))
+
+
+def name_of(spec: SpecLike) -> str:
+    """What a spec is called where nobody says it: as its file, without the ending."""
+    path = spec.source.path if isinstance(spec, ast.Spec) else "<text>" if is_text(spec) else fspath(spec)
+    return "default" if path.startswith("<") else Path(path).stem
 
 
 def flat_of(spec: SpecLike, settings: Settings | None = None) -> ast.Spec:
@@ -99,7 +103,8 @@ def planned(flat: ast.Spec, analysis: Analysis) -> Planned:
 def analysed(model: ModelLike, sample: Mapping[str, Any] | None = None) -> Analysis:
     """The analysis of a model as it is without edits."""
     if isinstance(model, nn.Module) and is_installed(model):
-        model = uninstall(fake_copy(model))
+        record = installed(model)
+        model, sample = strip(fake_copy(model), record.requires_grad), sample or record.sample
     return analyse(model, sample)
 
 
@@ -108,6 +113,8 @@ def compile(
     model: ModelLike,
     seed: int | None = None,
     *,
+    name: str | None = None,
+    prefix: str | None = None,
     settings: Settings | None = None,
     sample: Mapping[str, Any] | None = None,
 ) -> nn.Module:
@@ -117,86 +124,109 @@ def compile(
     edited region becomes a generated subclass of its own class; everything else of the model stays as it is.
     `remove(model)` undoes it bit for bit.
 
+    A model may have several specs: the function is that of one spec with the texts of all, in the order of compilation,
+    and what the earlier ones have trained is kept.
+
     Args: `seed`: of the initial values, which depend on it, the edit, the site and the parameter alone (default: torch's
-    initial seed).
-    Raises: as `plan`; P304 for an expectation that does not hold; P411 for a model that is compiled already. After an
-    error the model is as it was.
+    initial seed). `name`: of this spec among those on the model (default: that of its file, else "default"; with a number
+    where that is taken). `prefix`: put before the names of its edits, as `apply … as` does; the default of `name`, too.
+    Raises: as `plan`; P304 for an expectation that does not hold; P412 for names that the model has already, P414 for
+    parameters that another spec trains. After an error the model is as it was.
     """
-    if is_installed(model):
-        raise PeftcError(Diagnostic("P411", "this model is compiled already", help="peftc.remove(model) first"))
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model))
-    flat = flat_of(spec, settings)
-    analysis = analyse(model, sample)
+    flat = prefixed(flat_of(spec, settings), prefix)
+    analysis = analysed(model, sample)
     found = planned(flat, analysis)
     if found.findings:
         raise PeftcError(found.findings)
-    return installed_on(model, flat, found, analysis, torch.initial_seed() if seed is None else seed, sample)
+    record = installed(model) if is_installed(model) else None
+    named = free_name(record, name or prefix, name_of(spec))
+    part = Part(named, print_spec(flat), found.plan, torch.initial_seed() if seed is None else seed)
+    return added(model, part, flat, found, analysis, sample)
 
 
-def installed_on(
+def added(
     model: nn.Module,
+    part: Part,
     flat: ast.Spec,
     found: Planned,
     analysis: Analysis,
-    seed: int,
     sample: Mapping[str, Any] | None = None,
+    then: Done | None = None,
 ) -> nn.Module:
-    """Installs what was planned: all or nothing."""
-    surgery = Surgery(model, seed)
-    regions = regions_of(found.placed, analysis.anatomy)
-    surgery.prepare(regions)
-    parameters = dict(model.named_parameters())
-    flags = {n: p.requires_grad for n, p in parameters.items()}
-    trained = found.trained
-    originals = {n: parameters[n].detach().clone() for n in trained.values()}
-
-    def record(done: Surgery) -> Installation:
-        made = [(name, kind) for name, _, kind, _ in done.prepared]
-        text = print_spec(flat)
-        return Installation(
-            text, found.plan, seed, made, flags, dict(trained), originals, done.places, list(found.placed)
-        )
-
-    surgery.apply(trained, record)
-    try:
-        warm(model, sample)
-    except BaseException:
-        uninstall(model)
-        raise
-    return model
+    """Installs what was planned beside the specs that the model has: all or nothing."""
+    parts: tuple[Part, ...] = ()
+    if is_installed(model):
+        record = acting(model)
+        parts, sample = record.parts, sample or record.sample
+        refuse_second(record, flat, found.trained.values())
+        with noted(f"together with {listed([other.name for other in parts])}, on the model already"):
+            found = planned(joint([spec_of_parts(parts), flat]), analysis)
+    return reinstall(model, (*parts, part), found, analysis.anatomy, sample=sample, then=then)
 
 
-def remove(model: nn.Module) -> nn.Module:
+def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, Any] | None = None) -> nn.Module:
     """The base model again: classes, parameters and `requires_grad` as they were before `compile`, bit for bit.
 
     What `fold` has written into the weights is part of the base from then on, and stays.
-    Raises: P410 for a model that is not compiled.
+
+    Args: `name`: of one spec to take out; the others stay, with what they have trained. `sample`: as in `compile`.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P529 inside of `disabled`.
     """
-    return uninstall(model)
+    record = acting(model)
+    gone = record.chosen(name)
+    rest = tuple(part for part in record.parts if part not in gone)
+    if not rest:
+        return uninstall(model)
+    with_sample = sample or record.sample
+    analysis = analysed(model, with_sample)
+    found = planned(spec_of_parts(rest), analysis)
+
+    def restored(model: nn.Module) -> None:
+        kept = installed(model).originals
+        with torch.no_grad():
+            for name, value in record.originals.items():
+                if name not in kept:
+                    model.get_parameter(name).copy_(value)
+
+    return reinstall(model, rest, found, analysis.anatomy, sample=with_sample, then=restored)
 
 
 @contextmanager
-def disabled(model: nn.Module) -> Generator[nn.Module]:
+def disabled(model: nn.Module, name: str | None = None) -> Generator[nn.Module]:
     """Inside the block the model computes what the base computes; parameters of edits are kept.
 
-    Raises: P410 for a model that is not compiled.
+    Args: `name`: of one spec; the others go on acting.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name.
     """
-    with suspended(model):
+    with suspended(model, name):
         yield model
 
 
-def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def specs(model: nn.Module) -> dict[str, str]:
+    """The specs on a compiled model, by name, in the order of compilation: each expanded, as text.
+
+    Raises: P410 for a model that is not compiled.
+    """
+    return {part.name: part.text for part in installed(model).parts}
+
+
+def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parameter]:
     """What a compiled model trains, by the names under which it is saved: `<edit>/<site>/<form>.<parameter>`.
 
     Parameters of the base that `train` unfroze are named `<edit>/<dotted name>`.
-    Raises: P410 for a model that is not compiled.
+
+    Args: `name`: of one spec, for its parameters alone.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name.
     """
     record = installed(model)
+    edits = {edit for part in record.chosen(name) for edit in part.edits}
     found: dict[str, nn.Parameter] = {}
-    for name, place in record.places.items():
-        found |= {f"{name}.{n}": p for n, p in model.get_submodule(place).named_parameters()}
-    return found | {name: model.get_parameter(place) for name, place in record.trained.items()}
+    for place, where in record.places.items():
+        found |= {f"{place}.{n}": p for n, p in model.get_submodule(where).named_parameters()}
+    found |= {saved: model.get_parameter(place) for saved, place in record.trained.items()}
+    return {saved: p for saved, p in found.items() if saved.partition("/")[0] in edits}
 
 
 @dataclass(frozen=True)

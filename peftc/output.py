@@ -12,13 +12,14 @@ from pathlib import Path
 
 from torch import nn
 
-from peftc.compiler import Settings, SpecLike, flat_of, installed_on, planned
+from peftc.compiler import Settings, SpecLike, added, flat_of, name_of, planned
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_mode
 from peftc.planning.plan import Planned
 from peftc.planning.render import percent
-from peftc.rewriting.install import Installation, installed
 from peftc.rewriting.kind import Kind
+from peftc.rewriting.record import Part, installed
+from peftc.syntax.printer import print_spec
 from peftc.tracing.analysis import ModelLike, analyse
 
 PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
@@ -46,9 +47,9 @@ def compile_skeleton(
         raise PeftcError(found.findings)
     skeleton = analysis.anatomy.model
     with fake_mode(skeleton):
-        installed_on(skeleton, flat, found, analysis, 0 if seed is None else seed)
-    record = installed(skeleton)
-    files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: record.spec, README: readme(record, str(spec))}
+        part = Part(name_of(spec), print_spec(flat), found.plan, 0 if seed is None else seed)
+        added(skeleton, part, flat, found, analysis)
+    files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: part.text, README: readme(part)}
     return Compiled(found, files | forwards(skeleton))
 
 
@@ -78,8 +79,8 @@ def kind_source(kind: Kind, modules: list[str]) -> str:
     return "\n".join([*note, "", *imports, *unseen, "", "", kind.source, ""])
 
 
-def readme(record: Installation, spec: str) -> str:
-    plan = record.plan
+def readme(part: Part) -> str:
+    plan = part.plan
     total, base = plan.totals, plan.totals.base
     rows = [
         f"| {e.name} | {len(e.sites)} | {e.trained:,} | {e.stored:,} | {'yes' if e.foldable else 'no'} | {e.reason} |"
@@ -95,7 +96,7 @@ Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the bas
 {chr(10).join(rows)}
 
     import peftc
-    peftc.compile("{SPEC}", model, seed={record.seed})
+    peftc.compile("{SPEC}", model, seed={part.seed})
 
 * `{SPEC}`: the spec, expanded: nothing is left to a default.
 * `{PLAN}`: the plan, with every site.

@@ -71,10 +71,10 @@ def test_arguments_of_other_types_are_told_apart() -> None:
         peftc.plan("", zoo.build("gpt2"))
 
 
-def test_compiling_twice_is_refused_and_changes_nothing() -> None:
+def test_compiling_the_same_twice_is_refused_and_changes_nothing() -> None:
     model = peftc.compile(LORA, zoo.build("gpt2"), seed=0)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(peftc.PeftcError, match="P411"):
+    with pytest.raises(peftc.PeftcError, match="P412"):
         peftc.compile(LORA, model)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert peftc.plan(LORA, model).totals.base == peftc.plan(LORA, zoo.build("gpt2")).totals.base

@@ -66,8 +66,25 @@ REWRITE: dict[str, CodeInfo] = {
         "The model was not compiled by peftc, or its edits have been removed: there is nothing to save, fold, disable or remove.",
     ),
     "P411": CodeInfo(
-        "model with edits",
-        "The model is compiled already. Remove its edits first, or write all of them in one spec.",
+        "name of edits that is taken",
+        "Edits are registered in the modules that they change under the name `peftc`. One of these modules has something of that "
+        "name already, which peftc did not put there.",
+    ),
+    "P412": CodeInfo(
+        "name that the model has already",
+        "A model may have several specs, each compiled or loaded after the other. Edits are saved by their names, so no two specs "
+        "on one model have an edit of the same name; `peftc.compile(spec, model, prefix=\"b\")` calls the edits of the new one "
+        "`b.qv` and so on, as `apply … as b` does. The specs have different names, too: `name=\"b\"`.",
+    ),
+    "P413": CodeInfo(
+        "no spec of that name",
+        "`name` says which of the specs on a model is meant: `peftc.specs(model)` lists them. A spec is called as its file, an "
+        "adapter as its directory, unless `name` was given when it was put on the model.",
+    ),
+    "P414": CodeInfo(
+        "parameter that two specs train",
+        "A parameter of the base is trained by one spec on the model at most: otherwise nobody could say whose value it has when "
+        "one of them is removed or saved. In one spec two `train` statements may name the same parameter.",
     ),
     "P420": CodeInfo(
         "output that cannot be written",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -19,43 +17,16 @@ from peftc.model.fakes import fake_copy, fake_mode
 from peftc.model.sample import sample_inputs
 from peftc.planning import ir
 from peftc.rewriting.anchors import contains
-from peftc.rewriting.edits import Region, module_name
+from peftc.rewriting.container import Container
+from peftc.rewriting.edits import Region, RegionEdit, module_name
 from peftc.rewriting.insert import CONTAINER
 from peftc.rewriting.kind import Kind
+from peftc.rewriting.record import RECORD, Installation, acting, installed
 from peftc.rewriting.regions import LayerRegions, module_region
 from peftc.tracing.kinds import Anatomy
 from peftc.tracing.sites import WeightRef
 
 SHARED = "peftc_shared"  # the name under which modules that several sites share are registered, at the model's root
-RECORD = "_peftc"
-
-
-@dataclass
-class Installation:
-    """What was done to a model, enough to undo it. Kept in the model; copied and pickled with it."""
-
-    spec: str  # the expanded spec, canonically printed
-    plan: Any
-    seed: int
-    regions: list[tuple[str, Kind]]
-    requires_grad: dict[str, bool]
-    trained: dict[str, str]  # saved name -> name of a base parameter
-    originals: dict[str, torch.Tensor]  # the values those had
-    places: dict[str, str]  # saved name without the parameter -> dotted name of a form's module
-    placed: list[ir.Placed] = field(default_factory=list[ir.Placed])
-
-
-def installed(model: nn.Module) -> Installation:
-    """The record of a compiled model. Raises P410 for any other."""
-    record = getattr(model, "__dict__", {}).get(RECORD)
-    if record is None:
-        message = f"this {type(model).__name__} has not been compiled by peftc"
-        raise PeftcError(Diagnostic("P410", message, help="peftc.compile(spec, model) first"))
-    return record
-
-
-def is_installed(model: object) -> bool:
-    return RECORD in getattr(model, "__dict__", {})
 
 
 def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
@@ -90,11 +61,21 @@ def joined(regions: list[Region]) -> list[Region]:
 
 
 class Surgery:
-    """One installation in the making. Nothing of the model changes before `apply`."""
+    """One installation in the making. Nothing of the model changes before `apply`.
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self.model, self.seed = model, seed
-        self.kinds: dict[tuple[Any, ...], Kind] = {}
+    `seeds`: of the initial values, by edit. `kept`: forms that are there already, by the name under which they are saved, or
+    the place of those that several sites share; `kinds`: generated classes that are there already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        seeds: Mapping[str, int],
+        kept: Mapping[str, FormModule] | None = None,
+        kinds: Iterable[Kind] = (),
+    ) -> None:
+        self.model, self.seeds, self.kept = model, seeds, kept or {}
+        self.kinds = {key_of(k.base, k.inline, k.edits): k for k in kinds}
         self.owners: dict[str, FormModule] = {}
         self.prepared: list[tuple[str, nn.Module, Kind, nn.Module]] = []
         self.places: dict[str, str] = {}
@@ -105,20 +86,20 @@ class Surgery:
             module = self.model.get_submodule(region.module)
             if CONTAINER in vars(module)["_modules"] or hasattr(module, CONTAINER):
                 taken = f"`{region.module}` already has something named `{CONTAINER}`"
-                raise PeftcError(Diagnostic("P411", taken, help="peftc.remove(model) first"))
+                raise PeftcError(Diagnostic("P411", taken, help="rename it: edits are registered under this name"))
             kind = self.kind_of(region, module)
             self.prepared.append((region.module, module, kind, self.container(region, module)))
 
     def kind_of(self, region: Region, module: nn.Module) -> Kind:
         base = type(module)
-        key = (base, region.inline, *(e.fingerprint for e in region.edits))
+        key = key_of(base, region.inline, region.edits)
         if key not in self.kinds:
             self.kinds[key] = Kind(base, region.inline, tuple(region.edits), base.__name__)
         return self.kinds[key]
 
     def container(self, region: Region, module: nn.Module) -> nn.Module:
         """The region's own modules: `peftc.<edit>.<site>.<form>`."""
-        root = nn.Module()
+        root = Container()
         for edit, placed in zip(region.edits, region.placed, strict=True):
             for instance in placed.instances:
                 path = f"{edit.edit_name}.{edit.slug}.{instance.key}"
@@ -129,64 +110,67 @@ class Surgery:
         return root
 
     def form(self, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
+        owner = instance.owner
+        if owner is None:
+            name = f"{placed.edit}/{placed.site.path}/{instance.key}"
+            return self.kept.get(name) or self.made(build, name, placed, instance, module)
+        if owner not in self.owners:
+            name = f"{placed.edit}/{owner}/{instance.key}"
+            old = self.kept.get(f"{SHARED}.{identifier(owner)}")  # its edit may be gone, and another one be the first
+            self.owners[owner] = old or self.made(build_owner, name, placed, instance, module)
+            self.places[name] = f"{SHARED}.{identifier(owner)}"
+        return member(self.owners[owner], instance.index)
+
+    def made(
+        self, make: Callable[..., FormModule], name: str, placed: ir.Placed, instance: ir.Instance, module: nn.Module
+    ) -> FormModule:
+        """A new form with its initial values."""
         dtype, device = options(module, self.model)
-        if instance.owner is None:
-            made = build(instance, dtype=dtype, device=device)
-            self.initialise(made, f"{placed.edit}/{placed.site.path}/{instance.key}", placed)
-            return made
-        if instance.owner not in self.owners:
-            owner = build_owner(instance, dtype=dtype, device=device)
-            self.initialise(owner, f"{placed.edit}/{instance.owner}", placed)
-            self.owners[instance.owner] = owner
-            self.places[f"{placed.edit}/{instance.owner}/{instance.key}"] = f"{SHARED}.{identifier(instance.owner)}"
-        return member(self.owners[instance.owner], instance.index)
+        form = make(instance, dtype=dtype, device=device)
+        self.initialise(form, name, placed)
+        return form
 
     def initialise(self, form: FormModule, name: str, placed: ir.Placed) -> None:
         """Initial values depend on the seed, the edit, the site and the parameter, and on nothing else."""
+        seed = self.seeds[placed.edit]
 
         def generator(parameter: str) -> torch.Generator:
-            digest = hashlib.sha256(f"{self.seed}/{name}.{parameter}".encode()).digest()
+            digest = hashlib.sha256(f"{seed}/{name}.{parameter}".encode()).digest()
             return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
         weights = {n: s.weight for n, s in placed.site.states.items() if s.weight is not None}
         form.initialise(generator, {n: weight_view(self.model, ref).detach() for n, ref in weights.items()})
 
-    def apply(self, trained: Mapping[str, str], record: Callable[[Surgery], Installation]) -> None:
-        """Changes the model; after an error it is as it was."""
-        parameters = dict(self.model.named_parameters())
-        before = {n: p.requires_grad for n, p in parameters.items()}
-        try:
-            for p in parameters.values():
-                p.requires_grad_(False)
-            for name in trained.values():
-                parameters[name].requires_grad_(True)
-            if self.owners:
-                shared = nn.Module()
-                for owner, module in self.owners.items():
-                    shared.add_module(identifier(owner), module)
-                self.model.add_module(SHARED, shared)
-            for _, module, kind, container in self.prepared:
-                module.add_module(CONTAINER, container)
-                container.train(module.training)
-                module.__class__ = kind.cls
-            vars(self.model)[RECORD] = record(self)
-        except BaseException:
-            self.undo(before)
-            raise
+    def apply(self, record: Callable[[Surgery], Installation]) -> None:
+        """Registers the parameters and exchanges the classes."""
+        if self.owners:
+            shared = nn.Module()
+            for owner, module in self.owners.items():
+                shared.add_module(identifier(owner), module)
+            self.model.add_module(SHARED, shared)
+        for _, module, kind, container in self.prepared:
+            module.add_module(CONTAINER, container)
+            container.train(module.training)
+            module.__class__ = kind.cls
+        vars(self.model)[RECORD] = record(self)
 
-    def undo(self, requires_grad: Mapping[str, bool]) -> None:
+    def undo(self) -> None:
+        """Takes out what `apply` has put in, however far it has come."""
         for _, module, kind, _ in self.prepared:
             restore(module, kind)
         clear(self.model)
-        for name, p in self.model.named_parameters():
-            p.requires_grad_(requires_grad[name])
+
+
+def key_of(base: type[nn.Module], inline: frozenset[str], edits: Iterable[RegionEdit]) -> tuple[Any, ...]:
+    """What two regions share exactly if they can share a generated class."""
+    return (base, inline, *(e.fingerprint for e in edits))
 
 
 def add(root: nn.Module, path: str, module: nn.Module) -> None:
     *parents, name = path.split(".")
     for parent in parents:
         if parent not in dict(root.named_children()):
-            root.add_module(parent, nn.Module())
+            root.add_module(parent, Container())
         root = root.get_submodule(parent)
     root.add_module(name, module)
 
@@ -223,45 +207,30 @@ def clear(model: nn.Module) -> None:
     vars(model).pop(RECORD, None)
 
 
+def strip(model: nn.Module, requires_grad: Mapping[str, bool]) -> nn.Module:
+    """The model without edits: its own classes, nothing added; all values stay, those that `train` changed too."""
+    for name, kind in installed(model).regions:
+        module = model.get_submodule(name)
+        vars(module)["_modules"].pop(CONTAINER, None)
+        module.__class__ = kind.base
+    clear(model)
+    for name, parameter in model.named_parameters():
+        flag = requires_grad.get(name, parameter.requires_grad)
+        parameter.requires_grad_(flag)
+        if not flag:
+            parameter.grad = None
+    return model
+
+
 def uninstall(model: nn.Module) -> nn.Module:
     """Restores classes, parameters and `requires_grad` as they were."""
-    record = installed(model)
-    for name, kind in record.regions:
-        restore(model.get_submodule(name), kind)
-    clear(model)
+    record = acting(model)
+    strip(model, record.requires_grad)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in record.originals.items():
             parameters[name].copy_(value)
-    for name, flag in record.requires_grad.items():
-        parameters[name].requires_grad_(flag)
-        if not flag:
-            parameters[name].grad = None
     return model
-
-
-@contextmanager
-def suspended(model: nn.Module) -> Generator[nn.Module]:
-    """The base model, inside the block: no edit acts, trained base parameters have their first values."""
-    record = installed(model)
-    modules = [(model.get_submodule(name), kind) for name, kind in record.regions]
-    swap_originals(model, record)
-    try:
-        for module, kind in modules:
-            module.__class__ = kind.base
-        yield model
-    finally:
-        for module, kind in modules:
-            module.__class__ = kind.cls
-        swap_originals(model, record)
-
-
-def swap_originals(model: nn.Module, record: Installation) -> None:
-    for name, value in list(record.originals.items()):
-        parameter = model.get_parameter(name)
-        record.originals[name] = parameter.detach().clone()
-        with torch.no_grad():
-            parameter.copy_(value)
 
 
 def warm(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:

@@ -1,122 +1,135 @@
-"""Takes edits out of a compiled model and keeps the others, with the parameters they have; all or nothing."""
+"""Changes which specs a model has, all or nothing: what stays keeps its parameters, what comes gets new ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
+import torch
 from torch import nn
 
-from peftc.forms.module import FormModule, member
-from peftc.planning import ir
+from peftc.forms.module import FormModule
 from peftc.planning.plan import Planned
 from peftc.rewriting.insert import CONTAINER
-from peftc.rewriting.install import (
-    RECORD,
-    SHARED,
-    Installation,
-    Surgery,
-    clear,
-    identifier,
-    installed,
-    regions_of,
-    restore,
-    warm,
-)
+from peftc.rewriting.install import SHARED, Surgery, clear, regions_of, restore, warm
 from peftc.rewriting.kind import Kind
+from peftc.rewriting.record import RECORD, Installation, Part, acting, is_installed
 from peftc.tracing.kinds import Anatomy
+
+Done = Callable[[nn.Module], object]
 
 
 def reinstall(
-    model: nn.Module, spec: str, found: Planned, anatomy: Anatomy, requires_grad: Mapping[str, bool]
+    model: nn.Module,
+    parts: tuple[Part, ...],
+    found: Planned,
+    anatomy: Anatomy,
+    *,
+    sample: Mapping[str, Any] | None = None,
+    requires_grad: Mapping[str, bool] | None = None,
+    then: Done | None = None,
 ) -> nn.Module:
-    """Changes a compiled model into what compiling `spec`, some of its edits, would make, with the parameters it has.
+    """The model with `parts`, planned together as `found`, and with no other edits; forms that it has already stay as they are.
 
-    Base parameters that `found` trains keep their value, and their first one for `remove`; `requires_grad` is what `remove`
-    restores. After an error the model is as it was.
+    The base is frozen by the first spec; later ones change no `requires_grad` but those of what they train. Base parameters
+    that are trained no longer keep their values here. `requires_grad`: what taking out everything restores, where it is
+    not what the model had before the first spec. `then`: a last step that may fail; what it writes are values of new
+    parameters and of newly trained ones. After an error the model is as it was.
     """
     before = _Before(model)
-    surgery = _Again(model, before.record)
+    surgery = Surgery(
+        model,
+        {edit: part.seed for part in parts for edit in part.edits},
+        before.forms,
+        (region.kind for region in before.regions),
+    )
+    trained = _Trained(before, found)
     try:
         before.detach()
         surgery.prepare(regions_of(found.placed, anatomy))
 
         def record(done: Surgery) -> Installation:
-            return replace(
-                before.record,
-                spec=spec,
-                plan=found.plan,
+            return Installation(
+                parts=parts,
                 regions=[(name, kind) for name, _, kind, _ in done.prepared],
-                requires_grad=dict(requires_grad),
+                requires_grad=dict(requires_grad or before.first_flags),
                 trained=dict(found.trained),
-                originals={name: before.record.originals[name] for name in found.trained.values()},
+                originals=trained.originals,
                 places=done.places,
                 placed=list(found.placed),
+                sample=sample,
             )
 
-        surgery.apply(found.trained, record)
-        warm(model)
+        surgery.apply(record)
+        trained.mark()
+        warm(model, sample)
+        if then is not None:
+            then(model)
     except BaseException:
+        surgery.undo()
+        trained.undo()
         before.attach()
         raise
     return model
 
 
-def strip(model: nn.Module, requires_grad: Mapping[str, bool]) -> nn.Module:
-    """The model without edits: its own classes, nothing added; all values stay, those that `train` changed too."""
-    record = installed(model)
-    for name, kind in record.regions:
-        restore(model.get_submodule(name), kind)
-    clear(model)
-    for name, parameter in model.named_parameters():
-        flag = requires_grad.get(name, parameter.requires_grad)
-        parameter.requires_grad_(flag)
-        if not flag:
-            parameter.grad = None
-    return model
+class _Trained:
+    """Parameters of the base that get a gradient, and those that lose it."""
 
+    def __init__(self, before: _Before, found: Planned) -> None:
+        self.first = before.record is None
+        self.parameters = before.parameters
+        known = before.record.originals if before.record else {}
+        names = list(found.trained.values())
+        self.new = [n for n in names if n not in known]
+        self.dropped = [n for n in known if n not in names]
+        now = {n: self.parameters[n].detach().clone() for n in self.new}
+        self.originals = {n: known[n] if n in known else now[n] for n in names}
 
-class _Again(Surgery):
-    """An installation of edits whose modules are there already."""
+    def mark(self) -> None:
+        for name, parameter in self.parameters.items():
+            if name in self.new:
+                parameter.requires_grad_(True)
+            elif self.first or name in self.dropped:
+                parameter.requires_grad_(False)
 
-    def __init__(self, model: nn.Module, old: Installation) -> None:
-        super().__init__(model, old.seed)
-        self.old = {name: cast(FormModule, model.get_submodule(place)) for name, place in old.places.items()}
-        shared = dict(getattr(model, SHARED).named_children()) if SHARED in dict(model.named_children()) else {}
-        self.shared = cast(Mapping[str, FormModule], shared)
-
-    def form(self, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
-        if instance.owner is None:
-            return self.old[f"{placed.edit}/{placed.site.path}/{instance.key}"]
-        if instance.owner not in self.owners:
-            self.owners[instance.owner] = self.shared[identifier(instance.owner)]
-            self.places[f"{placed.edit}/{instance.owner}/{instance.key}"] = f"{SHARED}.{identifier(instance.owner)}"
-        return member(self.owners[instance.owner], instance.index)
+    @torch.no_grad()
+    def undo(self) -> None:
+        for name in self.new:
+            self.parameters[name].copy_(self.originals[name])
 
 
 class _Before:
-    """A compiled model as it is, to go back to."""
+    """A model as it is, with specs or without, to go back to."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.record = model, installed(model)
-        self.regions = [_Region(model.get_submodule(name), kind) for name, kind in self.record.regions]
+        self.model = model
+        self.record = acting(model) if is_installed(model) else None
+        regions = self.record.regions if self.record else []
+        places = self.record.places if self.record else {}
+        named = [*places.items(), *((place, place) for place in places.values() if place.startswith(f"{SHARED}."))]
+        self.forms = {name: cast(FormModule, model.get_submodule(place)) for name, place in named}
+        self.regions = [_Region(model.get_submodule(name), kind) for name, kind in regions]
         self.shared = vars(model)["_modules"].get(SHARED)
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
+        self.first_flags = self.record.requires_grad if self.record else self.flags
+        added = {id(p) for form in self.forms.values() for p in form.parameters()}
+        self.parameters = {n: p for n, p in model.named_parameters() if id(p) not in added}  # of the base
 
     def detach(self) -> None:
         for region in self.regions:
             restore(region.module, region.kind)
-        clear(self.model)
+        if self.record is not None:
+            clear(self.model)
 
     def attach(self) -> None:
-        undo(self.model, [(name, kind) for name, kind in vars(self.model).get(RECORD, self.record).regions])
         for region in self.regions:
-            region.module.__class__ = region.cls
+            region.module.__class__ = region.kind.cls
             vars(region.module)["_modules"][CONTAINER] = region.container
         if self.shared is not None:
             vars(self.model)["_modules"][SHARED] = self.shared
-        vars(self.model)[RECORD] = self.record
+        if self.record is not None:
+            vars(self.model)[RECORD] = self.record
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(self.flags[name])
 
@@ -124,11 +137,4 @@ class _Before:
 class _Region:
     def __init__(self, module: nn.Module, kind: Kind) -> None:
         self.module, self.kind = module, kind
-        self.cls, self.container = type(module), vars(module)["_modules"][CONTAINER]
-
-
-def undo(model: nn.Module, regions: Iterable[tuple[str, Kind]]) -> None:
-    """Takes regions out again, however far their installation has come."""
-    for name, kind in regions:
-        restore(model.get_submodule(name), kind)
-    clear(model)
+        self.container = vars(module)["_modules"][CONTAINER]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from peftc.forms.module import has_values
 from peftc.model.identity import everything, fingerprint_of, identity, parameters
 from peftc.rewriting.insert import CONTAINER
-from peftc.rewriting.install import SHARED, Installation
+from peftc.rewriting.install import SHARED
+from peftc.rewriting.record import Installation, installed, is_installed
 from peftc.weights.adapter import Base, BaseTensor
 
 _SAMPLES = 4  # values of each parameter that are written down
@@ -19,7 +20,7 @@ _HALF = 2.0**-7  # what float16 and bfloat16 of one number differ by at most, re
 
 def base_of(model: nn.Module, record: Installation) -> Base:
     """What identifies the base of a compiled model: nothing that edits added, and no values that `train` changed."""
-    return described(model, record.plan.model.id, not_added(record), frozenset(record.trained.values()))
+    return described(model, record.parts[0].plan.model.id, not_added(record), frozenset(record.trained.values()))
 
 
 def not_added(record: Installation) -> Callable[[str], bool]:
@@ -53,8 +54,10 @@ def described(
 
 
 def differences(base: Base, model: nn.Module) -> list[str]:
-    """What a model differs in from the base that was written down; empty where it is the same architecture."""
-    here = identity(model)
+    """What a model, without its edits, differs in from the base that was written down; empty where it is the same
+    architecture.
+    """
+    here = identity(model, not_added(installed(model)) if is_installed(model) else everything)
     if fingerprint_of(here) == base.fingerprint:
         return []
     found = (
@@ -98,15 +101,19 @@ def _are(names: list[str]) -> str:
 
 
 def other_values(base: Base, model: nn.Module) -> list[str]:
-    """The parameters whose values are not those that were written down, allowing for a cast to another dtype."""
+    """The parameters whose values are not those that were written down, allowing for a cast to another dtype; before
+    anything was trained.
+    """
+    first = installed(model).originals if is_installed(model) else dict[str, Tensor]()
+    values = {name: first.get(name, p.detach()) for name, p in model.named_parameters()}
     return [
         name
-        for name, p in model.named_parameters()
+        for name, p in values.items()
         if (there := base.tensors.get(name)) and there.sample and (here := _sample(p)) and not _same(there, here, p)
     ]
 
 
-def _sample(parameter: nn.Parameter) -> tuple[float, ...]:
+def _sample(parameter: Tensor) -> tuple[float, ...]:
     """Some values of a plain parameter, spread over it; none where a value is not finite."""
     plain = type(parameter.data) is torch.Tensor and has_values(parameter) and parameter.is_floating_point()
     if not plain or parameter.element_size() < 2 or not parameter.numel():
@@ -116,7 +123,7 @@ def _sample(parameter: nn.Parameter) -> tuple[float, ...]:
     return tuple(values.tolist()) if bool(values.isfinite().all()) else ()
 
 
-def _same(there: BaseTensor, here: tuple[float, ...], parameter: nn.Parameter) -> bool:
+def _same(there: BaseTensor, here: tuple[float, ...], parameter: Tensor) -> bool:
     """Equal, or one of the two rounded to the other's dtype."""
     then, now = torch.tensor(there.sample, dtype=torch.float64), torch.tensor(here, dtype=torch.float64)
     dtype = getattr(torch, there.dtype, None)

@@ -5,7 +5,7 @@ A reparametrised prefix is saved as the rows it makes, so the spec that is saved
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -19,7 +19,8 @@ from peftc.forms.prefix import hidden_width
 from peftc.forms.prefix_module import collapse
 from peftc.forms.registry import Args
 from peftc.planning.ir import Instance
-from peftc.rewriting.install import SHARED, Installation, identifier
+from peftc.rewriting.install import SHARED, identifier
+from peftc.rewriting.record import Installation
 from peftc.semantics.arguments import bind
 from peftc.semantics.walk import expressions, is_shared
 from peftc.syntax import ast
@@ -29,11 +30,14 @@ from peftc.syntax.printer import print_spec
 PREFIX = "prefix"
 
 
-def stored_tensors(model: nn.Module, record: Installation) -> dict[str, Tensor]:
-    """Everything trained, by the name under which it is saved; prefixes as rows unless they keep their MLP."""
-    collapsed = tuple(f"{_owner_name(record, instance)}." for _, instance in _collapsed(record))
-    tensors = {n: p.detach() for n, p in parameters(model).items() if not n.startswith(collapsed)}
-    for place, instance in _collapsed(record):
+def stored_tensors(model: nn.Module, record: Installation, name: str | None = None) -> dict[str, Tensor]:
+    """Everything trained (by the spec `name`, or by all), by the name under which it is saved; prefixes as rows unless they
+    keep their MLP.
+    """
+    found = list(_collapsed(record, {edit for part in record.chosen(name) for edit in part.edits}))
+    collapsed = tuple(f"{_owner_name(record, instance)}." for _, instance in found)
+    tensors = {n: p.detach() for n, p in parameters(model, name).items() if not n.startswith(collapsed)}
+    for place, instance in found:
         assert instance.owner is not None
         owner = cast(FormModule, model.get_submodule(f"{SHARED}.{identifier(instance.owner)}"))
         tensors |= {f"{place}.{name}": rows for name, rows in collapse(member(owner, instance.index)).items()}
@@ -52,9 +56,9 @@ def stored_spec(text: str) -> str:
     return print_spec(replace(spec, statements=direct))
 
 
-def _collapsed(record: Installation) -> Iterator[tuple[str, Instance]]:
-    """The places of reparametrised prefixes whose MLP is not kept, each under its saved name."""
-    for placed in record.placed:
+def _collapsed(record: Installation, edits: Collection[str]) -> Iterator[tuple[str, Instance]]:
+    """The places of these edits' reparametrised prefixes whose MLP is not kept, each under its saved name."""
+    for placed in (p for p in record.placed if p.edit in edits):
         for one in placed.instances:
             if one.owner is not None and one.form.name == PREFIX and _drops(one.form.fill(one.args)):
                 yield f"{placed.edit}/{placed.site.path}/{one.key}", one

@@ -19,42 +19,54 @@ from peftc.planning.ir import Placed
 from peftc.planning.verdict import Verdict, verdicts
 from peftc.rewriting.edits import slug
 from peftc.rewriting.insert import CONTAINER
-from peftc.rewriting.install import Installation
-from peftc.rewriting.reinstall import reinstall, strip
+from peftc.rewriting.install import strip
+from peftc.rewriting.record import Installation, Part, acting, spec_of_parts
+from peftc.rewriting.reinstall import reinstall
 from peftc.semantics.walk import names
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 from peftc.tracing.analysis import Analysis
 from peftc.weights.combine import CannotFold, Fold, NewValue, combine
-from peftc.weights.compiled import compiled, require_values
+from peftc.weights.compiled import require_values
 from peftc.weights.report import Change, Folded, FoldReport, Refused
 
 NOT_ASKED = "it was not asked for"
 
 
-def fold(model: nn.Module, *, only: Iterable[str] | None = None, sample: Mapping[str, Any] | None = None) -> FoldReport:
+def fold(
+    model: nn.Module,
+    *,
+    only: Iterable[str] | None = None,
+    name: str | None = None,
+    sample: Mapping[str, Any] | None = None,
+) -> FoldReport:
     """Folds what folds into the weights of the base, in place; the other edits go on working.
 
     W' = W + (α/r) B A for LoRA, and so on for every equation that is affine in what a Linear reads: sums in float32 (float64),
     rounded once. Folded edits are gone from the model; values that `train` changed stay. When all edits are folded, the model
     is one without edits, with the `requires_grad` it had before `compile`.
 
-    Args: `only`: the names of the edits to fold, all of which must fold. `sample`: as in `compile`.
+    Args: `only`: the names of the edits to fold, all of which must fold. `name`: of one spec of the model; the edits of
+    others stay. `sample`: as in `compile`.
     Returns: what was folded, what became of each parameter, and what was refused, with the sub-expression that prevents it.
-    Raises: P410 (not compiled), P527 (no weights), P529 (switched off), P530 (NaN or infinite entries), P531 and P532
+    Raises: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529 (switched off), P530 (NaN or infinite entries), P531 and P532
     (`only`). After an error the model is as it was.
     """
-    return _Folding(model, only, sample).run()
+    return _Folding(model, only, name, sample).run()
 
 
 class _Folding:
-    def __init__(self, model: nn.Module, only: Iterable[str] | None, sample: Mapping[str, Any] | None) -> None:
-        self.model, self.sample, self.record = model, sample, compiled(model)
+    def __init__(
+        self, model: nn.Module, only: Iterable[str] | None, name: str | None, sample: Mapping[str, Any] | None
+    ) -> None:
+        self.model, self.record = model, acting(model)
+        self.sample = sample or self.record.sample
+        asked = [edit for part in self.record.chosen(name) for edit in part.edits]
         require_values(model.named_parameters())
-        self.spec = parse_text(self.record.spec)
-        self.names = [s.name for s in self.spec.statements if isinstance(s, ast.Edit | ast.Train)]
-        self.only = None if only is None else _checked(only, self.names)
+        self.names = [edit for part in self.record.parts for edit in part.edits]
+        self.only = None if only is None else _checked(only, asked)
+        self.others = frozenset(self.names) - (frozenset(asked) if self.only is None else self.only)
         self.analysis = analysed(model, sample)
         self.sites = {site.path: site for site in self.analysis.table.sites}
         self.regions = _regions(self.record)
@@ -74,7 +86,7 @@ class _Folding:
 
     def decided(self) -> tuple[dict[str, str], dict[str, NewValue]]:
         """The edits that stay, with the reasons, and the new values. What cannot be after all is one more that stays."""
-        stays = {n: NOT_ASKED for n in self.names if self.only is not None and n not in self.only}
+        stays = {n: NOT_ASKED for n in self.names if n in self.others}
         while True:
             refused = stays | self.refused(stays)
             try:
@@ -139,8 +151,8 @@ class _Folding:
         flags = self.record.requires_grad | written.created_flags(self.record.requires_grad)
         try:
             written.swap()
-            rest = _without(self.spec, folded)
-            if any(isinstance(s, ast.Edit | ast.Train) for s in rest.statements):
+            rest = [(part, spec) for part in self.record.parts if (spec := _without(part, folded)) is not None]
+            if rest:
                 analysis = analysed(self.model, self.sample) if written.created else self.analysis
                 self.keep(rest, analysis, flags)
             else:
@@ -149,8 +161,10 @@ class _Folding:
             written.undo()
             raise
 
-    def keep(self, rest: ast.Spec, analysis: Analysis, flags: Mapping[str, bool]) -> None:
-        reinstall(self.model, print_spec(rest), planned(rest, analysis), analysis.anatomy, flags)
+    def keep(self, rest: Iterable[tuple[Part, ast.Spec]], analysis: Analysis, flags: Mapping[str, bool]) -> None:
+        parts = tuple(replace(p, text=print_spec(spec), plan=planned(spec, analysis).plan) for p, spec in rest)
+        found = planned(spec_of_parts(parts), analysis)
+        reinstall(self.model, parts, found, analysis.anatomy, sample=self.sample, requires_grad=flags)
 
     # Saying ----------------------------------------------------------------------------------------------------------
 
@@ -251,9 +265,12 @@ def _unwritable(name: str, parameter: nn.Parameter | None) -> str | None:
     return None
 
 
-def _without(spec: ast.Spec, folded: Collection[str]) -> ast.Spec:
+def _without(part: Part, folded: Collection[str]) -> ast.Spec | None:
     """The statements that are left, and the shared parameters that they use. What was expected held before."""
+    spec = parse_text(part.text)
     kept = [s for s in spec.statements if isinstance(s, ast.Edit | ast.Train) and s.name not in folded]
+    if not kept:
+        return None
     used = {n for s in kept if isinstance(s, ast.Edit) for line in s.body for n in names(line.value)}
     shared = [s for s in spec.statements if isinstance(s, ast.Let) and s.name in used]
     return replace(spec, statements=(*shared, *kept))

@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftc.compiler import installed_on, parameters, planned
+from peftc.compiler import added, analysed, parameters, planned
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import build, build_owner
 from peftc.planning.ir import Instance
 from peftc.planning.plan import Planned
-from peftc.rewriting.install import is_installed, regions_of, uninstall
+from peftc.rewriting.beside import free_name, prefixed
+from peftc.rewriting.install import regions_of
+from peftc.rewriting.record import Part, acting, installed, is_installed
 from peftc.semantics.expand import expand
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
-from peftc.tracing.analysis import Analysis, analyse
+from peftc.syntax.printer import print_spec
+from peftc.tracing.analysis import Analysis
 from peftc.weights.adapter import METADATA, Adapter
 from peftc.weights.base import differences, other_values
 from peftc.weights.compiled import require_values
@@ -30,32 +33,44 @@ def load(
     directory: str | PathLike[str],
     model: nn.Module,
     *,
+    name: str | None = None,
+    prefix: str | None = None,
     sample: Mapping[str, Any] | None = None,
     other_weights: bool = False,
 ) -> nn.Module:
     """Compiles a saved adapter onto its base, in place, and returns the model: the same function, bit for bit.
 
-    Dtype and device are those of `model`, as `compile` chooses them. Nothing that is read is executed.
+    Dtype and device are those of `model`, as `compile` chooses them. The model may have other specs, as for `compile`.
+    Nothing that is read is executed.
 
-    Args: `sample`: as in `compile`. `other_weights`: take a base of the same architecture whose weights are others.
-    Raises: P411 (compiled already), P520-P522 (the files), P523 and P524 (another base), P525 (tensors that do not fit),
-    P527 (no weights). After an error the model is as it was.
+    Args: `name`, `prefix`, `sample`: as in `compile`; the default of `name` is that of the directory. `other_weights`: take
+    a base of the same architecture whose weights are others.
+    Raises: P412 and P414 (names and parameters of another spec on the model), P520-P522 (the files), P523 and P524
+    (another base), P525 (tensors that do not fit), P527 (no weights). After an error the model is as it was.
     """
     if is_installed(model):
-        raise PeftcError(Diagnostic("P411", "this model is compiled already", help="peftc.remove(model) first"))
+        acting(model)
     adapter, tensors = read(Path(directory))
     check_base(adapter, model, other_weights)
-    flat, analysis, found = _planned(adapter, Path(directory), model, sample)
-    check_tensors(tensors, dict(wanted(found, analysis, model)))
-    installed_on(model, flat, found, analysis, adapter.seed)
-    try:
-        with torch.no_grad():
-            for name, parameter in parameters(model).items():
-                parameter.copy_(tensors[name])
-    except BaseException:
-        uninstall(model)
-        raise
-    return model
+    analysis = analysed(model, sample)
+    flat, found = _planned(adapter, Path(directory), analysis)
+    shapes = dict(wanted(found, analysis, model))
+    check_tensors(tensors, shapes)
+    if prefix is not None:
+        flat = prefixed(flat, prefix)
+        found = planned(flat, analysis)
+        renamed = dict(zip((n for n, _ in wanted(found, analysis, model)), shapes, strict=True))
+        tensors = {new: tensors[old] for new, old in renamed.items()}
+    record = installed(model) if is_installed(model) else None
+    named = free_name(record, name or prefix, Path(directory).resolve().name or "default")
+    part = Part(named, print_spec(flat), found.plan, adapter.seed)
+    return added(model, part, flat, found, analysis, sample, then=lambda model: _fill(model, named, tensors))
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
+    for saved, parameter in parameters(model, name).items():
+        parameter.copy_(tensors[saved])
 
 
 def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False) -> None:
@@ -108,14 +123,11 @@ def _forms(found: Planned, analysis: Analysis) -> Iterator[tuple[str, Instance]]
                 yield f"{placed.edit}/{instance.owner}/{instance.key}", instance
 
 
-def _planned(
-    adapter: Adapter, directory: Path, model: nn.Module, sample: Mapping[str, Any] | None
-) -> tuple[ast.Spec, Analysis, Planned]:
+def _planned(adapter: Adapter, directory: Path, analysis: Analysis) -> tuple[ast.Spec, Planned]:
     """The spec of the adapter, planned on the model. Raises: P525 where it cannot be, with the reason."""
-    analysis = analyse(model, sample)
     try:
         flat = expand(parse_text(adapter.spec, f"{directory / METADATA}: spec"))
-        return flat, analysis, planned(flat, analysis)
+        return flat, planned(flat, analysis)
     except PeftcError as error:
         notes = tuple(str(found) for found in error.diagnostics[:3])
         raise PeftcError(

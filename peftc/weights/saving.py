@@ -8,39 +8,50 @@ from pathlib import Path
 
 from torch import nn
 
-from peftc.compiler import parameters
+from peftc.compiler import analysed, parameters, planned
+from peftc.planning.model import Plan
+from peftc.rewriting.record import Part, acting, spec_of_parts
+from peftc.syntax.printer import print_spec
 from peftc.weights.adapter import Adapter
 from peftc.weights.base import base_of
 from peftc.weights.collapse import stored_spec, stored_tensors
-from peftc.weights.compiled import compiled, require_values
+from peftc.weights.compiled import require_values
 from peftc.weights.files import listing, write
 
 
-def save(model: nn.Module, directory: str | PathLike[str]) -> Path:
+def save(model: nn.Module, directory: str | PathLike[str], name: str | None = None) -> Path:
     """Saves what a compiled model has trained: `adapter.safetensors` and `adapter.json`. The base is not saved.
 
     Tensors are named `<edit>/<site>/<form>.<parameter>`, base parameters that `train` unfroze `<edit>/<dotted name>`.
     Reparametrised prefixes are saved as the rows they make, unless they have `keep=true`. Both files are there afterwards,
     or what was there before.
 
-    Args: `directory`: a new one, an empty one, or one with an adapter, which is replaced.
-    Raises: P410 (not compiled), P526 (not there), P527 (no weights), P528 (prefix without rows), P529 (switched off).
+    Args: `directory`: a new one, an empty one, or one with an adapter, which is replaced. `name`: of one spec of the model,
+    to save it alone; else all specs are saved, as one.
+    Raises: P410 (not compiled), P413 (no spec of that name), P526 (not there), P527 (no weights), P528 (prefix without rows), P529 (switched off).
     """
-    record = compiled(model)
-    require_values(parameters(model))
-    spec, tensors, base = stored_spec(record.spec), stored_tensors(model, record), base_of(model, record)
+    record = acting(model)
+    parts = record.chosen(name)
+    require_values(parameters(model, name))
+    source = parts[0].text if len(parts) == 1 else print_spec(spec_of_parts(parts))
+    spec, tensors, base = stored_spec(source), stored_tensors(model, record, name), base_of(model, record)
+    plan = _plan(model, parts)
 
     def describe(sha256: str) -> Adapter:
         return Adapter(
             peftc=version("peftc"),
             spec=spec,
-            source=record.spec,
-            plan=record.plan,
+            source=source,
+            plan=plan,
             base=base,
-            seed=record.seed,
+            seed=parts[0].seed,
             tensors=listing(tensors),
             sha256=sha256,
         )
 
     write(Path(directory), tensors, describe)
     return Path(directory)
+
+
+def _plan(model: nn.Module, parts: tuple[Part, ...]) -> Plan:
+    return parts[0].plan if len(parts) == 1 else planned(spec_of_parts(parts), analysed(model)).plan

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import peftc
-from peftc.rewriting.install import installed
+from peftc.rewriting.record import installed
 from peftc.rewriting.kind import Kind
 from tests import zoo
 
