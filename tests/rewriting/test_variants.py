@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import peftc
-from peftc.rewriting.record import installed
 from peftc.rewriting.kind import Kind
+from peftc.rewriting.record import installed
 from tests import zoo
 
 ADAPTER = "peft 1\nedit e at layer[*].ffn { h += adapter(x, r=4, act=relu) }\n"
