@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from benchmarks.families.images import with_image
 from benchmarks.families.inputs import inputs_for
 from benchmarks.families.overrides import defaults_of, overridden
 from benchmarks.families.pairs import Pair, pair_of
@@ -27,12 +28,17 @@ def build(mapping: str, model_type: str, seed: int = 0) -> tuple[nn.Module, dict
     """
     pair = pair_of(mapping, model_type)
     model = made(pair, config_of(pair), seed)
-    return model, inputs_for(model, pair, seed + 1)
+    inputs = inputs_for(model, pair, seed + 1)
+    if mapping == "image-text-to-text" and "pixel_values" not in inputs and "input_ids" in inputs:
+        inputs = with_image(model, inputs, torch.Generator().manual_seed(seed + 2))
+    return model, inputs
 
 
 def config_of(pair: Pair) -> PretrainedConfig:
     """The configuration of a type with its default values, made tiny."""
     values = overridden(pair.type, shrunk(defaults_of(pair.type, pair.config_class)))
+    if pair.mapping == "causal-lm" and "is_decoder" in values:
+        values["is_decoder"] = True  # what else would decode with an encoder
     config = _part_for(pair.model_class, pair.config_class.from_dict(values))
     config.architectures = [pair.model]
     return config

@@ -20,12 +20,15 @@ def inputs_for(model: nn.Module, pair: Pair, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     main = model.main_input_name
     config = model.config
-    if pair.mapping in ("causal-lm", "image-text-to-text", "masked-lm"):
-        main = "input_ids"
     accepted = inspect.signature(model.forward).parameters
-    given = {main: _MAKERS[main](config, generator)}
+    if pair.mapping in ("causal-lm", "image-text-to-text", "masked-lm") and "input_ids" in accepted:
+        main = "input_ids"
+    given = {main: (_PERCEIVED[pair.mapping] if main == "inputs" else _MAKERS[main])(config, generator)}
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
         given["decoder_input_ids"] = _ids(config, generator, DECODER_TOKENS)
+    for name in EXTRA.get(pair.type, ()):
+        if name in accepted:
+            given[name] = _EXTRAS[name](config, generator)
     return given
 
 
@@ -41,7 +44,7 @@ def _pixels(config: Any, generator: torch.Generator) -> torch.Tensor:
 
 
 def _features(config: Any, generator: torch.Generator) -> torch.Tensor:
-    if hasattr(config, "max_source_positions"):  # a log-mel spectrogram that two convolutions halve once
+    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):  # a log-mel spectrogram that two convolutions halve once
         return torch.randn(BATCH, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
     width = getattr(config, "feature_projection_input_dim", None) or getattr(config, "num_mel_bins", 80)
     return torch.randn(BATCH, 24, width, generator=generator)
@@ -58,4 +61,33 @@ _MAKERS: Mapping[str, Callable[[Any, torch.Generator], torch.Tensor]] = {
     "pixel_values": _pixels,
     "input_features": _features,
     "input_values": _sound,
+}
+_PERCEIVED = {"masked-lm": _ids, "image-classification": _pixels}
+
+
+def _boxes(config: Any, generator: torch.Generator) -> torch.Tensor:
+    corners = torch.rand(BATCH, TOKENS, 2, generator=generator) * 0.5
+    return torch.cat([corners, corners + 0.4], dim=-1)
+
+
+def _patches(config: Any, generator: torch.Generator) -> torch.Tensor:
+    patches = torch.rand(BATCH, 6, config.vision_config.patch_embed_hidden_size - 2, generator=generator)
+    return torch.cat([torch.arange(1.0, 7.0).repeat(BATCH, 1)[..., None].expand(-1, -1, 2), patches], dim=-1)
+
+
+def _image_places(config: Any, generator: torch.Generator) -> torch.Tensor:
+    return (torch.arange(TOKENS) < config.latent_query_num).long().repeat(BATCH, 1)
+
+
+_EXTRAS: Mapping[str, Callable[[Any, torch.Generator], torch.Tensor]] = {
+    "pixel_values": _pixels,
+    "qformer_input_ids": _ids,
+    "bbox": _boxes,
+    "image_embeds_position_mask": _image_places,
+}
+# What a model does not run without, although its text path is asked for.
+EXTRA: Mapping[str, tuple[str, ...]] = {
+    "blip": ("pixel_values",),
+    "udop": ("bbox", "pixel_values"),
+    "kosmos-2": ("pixel_values", "image_embeds_position_mask"),
 }

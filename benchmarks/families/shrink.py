@@ -73,7 +73,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
 )
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 _TOKEN = re.compile(
-    r".*(token_id|token_index|token_idx|_token)$|.*_(bos|eos|pad)_id$|im_(start|end|newline)_id|image_patch_id"
+    r"(?!num_).*(token_id|token_index|token_idx)$|.*_(bos|eos|pad)_id$|im_(start|end|newline)_id|image_patch_id"
 )
 _ABSENT = {"head_dim": HEAD, "num_experts_per_tok": TOP}  # what some types need although they have no default for it
 _DERIVED = {"out_features", "out_indices", "stage_names"}  # made from the others

@@ -1,0 +1,105 @@
+"""An image before the text, for models that take both: pixels in the shape they take, and as many image tokens as they make of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.families.forward import finite, main_output, run
+
+_TOKENS = ("image_token_id", "image_token_index", "image_patch_id")
+_SIDE = 4  # patches of an image that comes as a list of patches
+
+
+def with_image(model: nn.Module, given: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    """`given` with an image that matters to the output; as it is where no shape of pixels tried does."""
+    for make in (_square, _grid, _tiles, _plain):
+        try:
+            made = make(model, dict(given), generator)
+            if made and _matters(model, made):
+                return made
+        except Exception:  # noqa: S112  # a model that takes another shape says so in its own way
+            continue
+    return dict(given)
+
+
+def _matters(model: nn.Module, made: Mapping[str, Any]) -> bool:
+    seen = run(model, made)
+    other = run(model, {**made, "pixel_values": made["pixel_values"] + 1.0 + made["pixel_values"].flip(-1)})
+    return finite(seen) and not torch.equal(main_output(seen), main_output(other))
+
+
+def _square(model: nn.Module, given: dict[str, Any], generator: torch.Generator) -> dict[str, Any] | None:
+    """(batch, channels, side, side)"""
+    pixels = _pixels(model, generator)
+    return _placed(model, given, {"pixel_values": pixels, **_sizes(model, pixels)})
+
+
+def _tiles(model: nn.Module, given: dict[str, Any], generator: torch.Generator) -> dict[str, Any] | None:
+    """(batch, tiles, channels, side, side), where an image is cut into tiles"""
+    pixels = _pixels(model, generator)[:, None]
+    return _placed(model, given, {"pixel_values": pixels, **_sizes(model, pixels)})
+
+
+def _plain(model: nn.Module, given: dict[str, Any], generator: torch.Generator) -> dict[str, Any] | None:
+    """An image that takes no place among the tokens."""
+    return {**given, "pixel_values": _pixels(model, generator)} if "pixel_values" in _accepted(model) else None
+
+
+def _grid(model: nn.Module, given: dict[str, Any], generator: torch.Generator) -> dict[str, Any] | None:
+    """(patches, channels · time · patch · patch), with the grid that they come from"""
+    if "image_grid_thw" not in _accepted(model):
+        return None
+    vision = model.config.vision_config
+    batch = given["input_ids"].shape[0]
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    width = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+    pixels = torch.randn(batch * _SIDE**2, width, generator=generator)
+    grid = torch.tensor([[1, _SIDE, _SIDE]] * batch)
+    return _placed(model, given, {"pixel_values": pixels, "image_grid_thw": grid})
+
+
+def _placed(model: nn.Module, given: dict[str, Any], image: dict[str, Any]) -> dict[str, Any] | None:
+    """The text after as many image tokens as the model's features have rows."""
+    token = next((t for t in (getattr(model.config, name, None) for name in _TOKENS) if isinstance(t, int)), None)
+    if token is None:
+        return None
+    batch = given["input_ids"].shape[0]
+    features: Callable[..., Any] = getattr(model, "get_image_features", None) or model.model.get_image_features
+    accepted = inspect.signature(features).parameters
+    with torch.no_grad():
+        out = features(**{name: value for name, value in image.items() if name in accepted})
+    rows = sum(t.shape[:-1].numel() for t in _rows(getattr(out, "pooler_output", out)))
+    places = torch.full((batch, rows // batch), token)
+    ids = torch.cat([places, given["input_ids"]], dim=1)
+    kinds = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in _accepted(model) else {}
+    return {**given, "input_ids": ids, **image, **kinds}
+
+
+def _rows(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _rows(inner)
+
+
+def _pixels(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    vision = getattr(model.config, "vision_config", None) or model.config
+    size = vision.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return torch.randn(2, getattr(vision, "num_channels", 3), height, width, generator=generator)
+
+
+def _sizes(model: nn.Module, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "image_sizes" not in _accepted(model):
+        return {}
+    return {"image_sizes": torch.tensor([list(pixels.shape[-2:])] * pixels.shape[0])}
+
+
+def _accepted(model: nn.Module) -> Mapping[str, Any]:
+    return inspect.signature(model.forward).parameters
