@@ -72,7 +72,9 @@ def _placed(model: nn.Module, given: dict[str, Any], image: dict[str, Any]) -> d
     features: Callable[..., Any] = getattr(model, "get_image_features", None) or model.model.get_image_features
     accepted = inspect.signature(features).parameters
     with torch.no_grad():
-        out = features(**{name: value for name, value in image.items() if name in accepted})
+        out = features(
+            **{name: v for name, v in {**given, **image}.items() if name in accepted and name != "input_ids"}
+        )
     rows = sum(t.shape[:-1].numel() for t in _rows(getattr(out, "pooler_output", out)))
     places = torch.full((batch, rows // batch), token)
     ids = torch.cat([places, given["input_ids"]], dim=1)

@@ -29,6 +29,8 @@ def inputs_for(model: nn.Module, pair: Pair, seed: int) -> dict[str, Any]:
     for name in EXTRA.get(pair.type, ()):
         if name in accepted:
             given[name] = _EXTRAS[name](config, generator)
+    if pair.type == "idefics":  # several images a text
+        given["pixel_values"] = given["pixel_values"][:, None]
     return given
 
 
@@ -37,14 +39,18 @@ def _ids(config: Any, generator: torch.Generator, tokens: int = TOKENS) -> torch
 
 
 def _pixels(config: Any, generator: torch.Generator) -> torch.Tensor:
-    vision = getattr(config, "vision_config", None) or config
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
+    if getattr(vision, "num_patches", None) and not hasattr(vision, "image_size"):  # an image as its patches
+        return torch.randn(BATCH, vision.num_patches, 3 * vision.patch_size**2, generator=generator)
     size = getattr(vision, "image_size", None) or 64
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     return torch.randn(BATCH, getattr(vision, "num_channels", 3), height, width, generator=generator)
 
 
 def _features(config: Any, generator: torch.Generator) -> torch.Tensor:
-    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):  # a log-mel spectrogram that two convolutions halve once
+    if hasattr(config, "max_source_positions") and hasattr(
+        config, "num_mel_bins"
+    ):  # a log-mel spectrogram that two convolutions halve once
         return torch.randn(BATCH, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
     width = getattr(config, "feature_projection_input_dim", None) or getattr(config, "num_mel_bins", 80)
     return torch.randn(BATCH, 24, width, generator=generator)
@@ -61,6 +67,7 @@ _MAKERS: Mapping[str, Callable[[Any, torch.Generator], torch.Tensor]] = {
     "pixel_values": _pixels,
     "input_features": _features,
     "input_values": _sound,
+    "flattened_patches": lambda config, generator: _patches(config, generator),
 }
 _PERCEIVED = {"masked-lm": _ids, "image-classification": _pixels}
 
@@ -71,7 +78,8 @@ def _boxes(config: Any, generator: torch.Generator) -> torch.Tensor:
 
 
 def _patches(config: Any, generator: torch.Generator) -> torch.Tensor:
-    patches = torch.rand(BATCH, 6, config.vision_config.patch_embed_hidden_size - 2, generator=generator)
+    # Each patch after its row and column.
+    patches = torch.randn(BATCH, 6, config.vision_config.patch_embed_hidden_size, generator=generator)
     return torch.cat([torch.arange(1.0, 7.0).repeat(BATCH, 1)[..., None].expand(-1, -1, 2), patches], dim=-1)
 
 
@@ -80,6 +88,9 @@ def _image_places(config: Any, generator: torch.Generator) -> torch.Tensor:
 
 
 _EXTRAS: Mapping[str, Callable[[Any, torch.Generator], torch.Tensor]] = {
+    "image_attention_mask": lambda config, generator: torch.ones(BATCH, TOKENS, 1, dtype=torch.long),
+    "pixel_attention_mask": lambda config, generator: torch.ones(BATCH, 16, dtype=torch.long),
+    "spatial_shapes": lambda config, generator: torch.full((BATCH, 2), 4),
     "pixel_values": _pixels,
     "qformer_input_ids": _ids,
     "bbox": _boxes,
@@ -90,4 +101,8 @@ EXTRA: Mapping[str, tuple[str, ...]] = {
     "blip": ("pixel_values",),
     "udop": ("bbox", "pixel_values"),
     "kosmos-2": ("pixel_values", "image_embeds_position_mask"),
+    "instructblip": ("qformer_input_ids",),
+    "instructblipvideo": ("qformer_input_ids",),
+    "idefics": ("pixel_values", "image_attention_mask"),
+    "siglip2": ("pixel_attention_mask", "spatial_shapes"),
 }

@@ -83,7 +83,10 @@ OVERRIDES: Mapping[str, Override] = {
             "layers_block_type": ["linear_attention", "hybrid"] * 2,
         },
     ),
-    "xlstm": Override("heads of a multiple of 16 features", {"hidden_size": 128, "embedding_dim": 128, "chunk_size": 16, "num_blocks": 2}),
+    "xlstm": Override(
+        "heads of a multiple of 16 features",
+        {"hidden_size": 128, "embedding_dim": 128, "chunk_size": 16, "num_blocks": 2},
+    ),
     "dots1": Override(_NO_DEFAULT, _MOE),
     "nemotron": Override(_NO_DEFAULT, {"num_key_value_heads": 2}),
     "esm": Override(_NO_DEFAULT, {"vocab_size": 100, "pad_token_id": 1}),
@@ -91,7 +94,9 @@ OVERRIDES: Mapping[str, Override] = {
     "qwen4_exp_text": Override(_NO_DEFAULT, _INDEXER),
     "qwen4_exp": Override(_NO_DEFAULT, _in("text_config", _INDEXER)),
     "xmod": Override(_NO_DEFAULT, {"default_language": "en_XX"}),
-    "dbrx": Override(_NO_DEFAULT, {"attn_config.rope_theta": 10000.0, "attn_config.kv_n_heads": 2, "attn_config.clip_qkv": 8.0}),
+    "dbrx": Override(
+        _NO_DEFAULT, {"attn_config.rope_theta": 10000.0, "attn_config.kv_n_heads": 2, "attn_config.clip_qkv": 8.0}
+    ),
     "diffusion_gemma": Override(
         _NO_DEFAULT, _in("text_config", {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48})
     ),
@@ -159,7 +164,8 @@ OVERRIDES: Mapping[str, Override] = {
     ),
     "siglip2": Override("an image is a sequence of patches", {"vision_config.num_patches": 16}),
     "vibevoice_asr": Override(
-        _OTHER_NAMES, _in("acoustic_tokenizer_encoder_config", _SOUND) | _in("semantic_tokenizer_encoder_config", _SOUND)
+        _OTHER_NAMES,
+        _in("acoustic_tokenizer_encoder_config", _SOUND) | _in("semantic_tokenizer_encoder_config", _SOUND),
     ),
     "janus": Override(_CHANNELS, _in("vq_config", {**_VQ, "channel_multiplier": [1, 1]})),
     "efficientnet": Override(
@@ -183,21 +189,36 @@ OVERRIDES: Mapping[str, Override] = {
         ),
     ),
     "shieldgemma2": Override("two answers that the vocabulary holds", {"yes_token_index": 20, "no_token_index": 21}),
+    **{name: Override(_NO_DEFAULT, {"image_token_index": 70}) for name in ("blip-2", "instructblip")},
+    "instructblipvideo": Override(_NO_DEFAULT, {"video_token_index": 70}),
     "molmo2": Override(_LAYERS, {"adapter_config.vision_feature_layer": [1, 0]}),
     "step3p7": Override(
         "one layer of each kind",
-        _in("text_config", {"sliding_window": 6, "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}),
+        _in(
+            "text_config",
+            {"sliding_window": 6, "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+        ),
     ),
-    "muse_spark": Override("a pyramid that ends in the text's width", _in("audio_config", {"out_hidden_size": 32, "hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4})),
+    "muse_spark": Override(
+        "a pyramid that ends in the text's width",
+        _in("audio_config", {"out_hidden_size": 32, "hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4}),
+    ),
     "ernie4_5_vl_moe": Override(_SECTIONS, {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}),
     **{
         name: Override(_SECTIONS, {"text_config.rope_parameters": _M_ROPE})
-        for name in ("glm46v", "glm4v", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "hunyuan_vl")
+        for name in (
+            "glm_ocr",
+            "glmga",
+            "glm46v",
+            "glm4v",
+            "paddleocr_vl",
+            "qwen2_5_omni_thinker",
+            "qwen2_5_vl",
+            "qwen2_vl",
+            "hunyuan_vl",
+        )
     },
-    **{
-        name: Override(_SECTIONS, {"text_config.rope_parameters": {**_M_ROPE, "mrope_section": [1, 1, 0]}})
-        for name in ("glm4v_moe", "glm_ocr", "glmga")
-    },
+    "glm4v_moe": Override(_SECTIONS, {"text_config.rope_parameters": {**_M_ROPE, "mrope_section": [1, 1, 0]}}),
 }
 
 # Configurations whose defaults contradict each other, and what they are made with instead.
