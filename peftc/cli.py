@@ -227,6 +227,11 @@ def run_explain(args: argparse.Namespace) -> int:
 
 def add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", required=True, metavar="MODEL", help="a hub id, a folder, or a config.json")
+    command.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python files that the model's configuration brings along; they never are otherwise",
+    )
 
 
 def add_sites(command: argparse.ArgumentParser) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console, RenderableType
 
-from peftc.compiler import sites
+from peftc.compiler import planned_on, sites
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.formats import render_json
 from peftc.diagnostics.render import render_text, wants_color
 from peftc.files import read
 from peftc.output import compile_skeleton, write
-from peftc.planning.plan import Planned, make_plan
+from peftc.planning.plan import Planned
 from peftc.planning.render import plain, render_plan
 from peftc.planning.render_sites import render_sites
 from peftc.semantics.expand import expand
@@ -25,7 +25,7 @@ from peftc.syntax.parser import parse_text
 
 def run_sites(args: Namespace) -> int:
     """`peftc sites --model M`: the tree of places. Raises: P5xx, P2xx for a model whose layers are not understood."""
-    table = sites(args.model)
+    table = sites(args.model, trust_remote_code=args.trust_remote_code)
     show(lambda width: render_sites(table, width))
     for warning in table.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -36,7 +36,7 @@ def run_plan(args: Namespace) -> int:
     """`peftc plan SPEC --model M`: exit 1 where an expectation does not hold. Raises: everything wrong with the spec."""
     spec = parsed(args)
     flat = expand(spec, parse_settings(args.set))
-    planned = make_plan(flat, sites(args.model), source=spec.source)
+    planned = planned_on(flat, sites(args.model, trust_remote_code=args.trust_remote_code), spec.source)
     records_only = bool(planned.findings) and args.output_format == "json" and not args.json
     if args.json:
         print(planned.plan.model_dump_json(indent=2))
@@ -52,7 +52,10 @@ def run_compile(args: Namespace) -> int:
     Raises: everything wrong with the spec, P304 for expectations that do not hold, P4xx.
     """
     spec = parsed(args)
-    compiled = compile_skeleton(spec, args.model, args.seed, settings=parse_settings(args.set))
+    settings = parse_settings(args.set)
+    compiled = compile_skeleton(
+        spec, args.model, args.seed, settings=settings, trust_remote_code=args.trust_remote_code
+    )
     show(lambda _: render_plan(compiled.planned.plan, compiled.planned.placed))
     report(compiled.planned.warnings, args)
     if args.output is None:

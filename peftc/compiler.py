@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import listed
 from peftc.model.fakes import fake_copy
 from peftc.model.load import load_model
-from peftc.model.resolve import resolve
+from peftc.model.resolve import ModelSource, resolve
+from peftc.model.running import checked, refuse_what_does_not_run
 from peftc.planning.plan import Plan, Planned, make_plan
 from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
 from peftc.rewriting.install import strip, uninstall
@@ -71,13 +72,15 @@ def flat_of(spec: SpecLike, settings: Settings | None = None) -> ast.Spec:
     return expand(spec_of(spec), settings_of(settings or {}))
 
 
-def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None) -> SiteTable:
+def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None, trust_remote_code: bool = False) -> SiteTable:
     """Every place of a model that an edit can name, with its hidden states, shapes and weights. No weight is read.
 
     Args: `model`: a module, a config, or a name (hub id, folder, config.json). `sample`: the keyword arguments of one
-    forward, for a model that cannot be fed from its config.
+    forward, for a model that cannot be fed from its config. `trust_remote_code`: run the code that a configuration brings
+    along, if it does; it never is otherwise.
+    Raises: P501-P510 (the model).
     """
-    return analysed(model, sample).table
+    return analysed(model, sample, trust_remote_code).table
 
 
 def plan(
@@ -86,26 +89,48 @@ def plan(
     *,
     settings: Settings | None = None,
     sample: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """What compiling `spec` onto `model` would do: sites, exact parameter counts, fold verdicts. No weight is read.
 
-    Args: `settings`: parameters of the spec's method to override, as `--set` does. `sample`: as in `sites`.
+    Args: `settings`: parameters of the spec's method to override, as `--set` does. `sample`, `trust_remote_code`: as in
+    `sites`.
     Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model.
     """
-    return planned(flat_of(spec, settings), analysed(model, sample)).plan
+    return planned(flat_of(spec, settings), analysed(model, sample, trust_remote_code)).plan
 
 
 def planned(flat: ast.Spec, analysis: Analysis) -> Planned:
     """The plan of an expanded spec, and what it was made from."""
-    return make_plan(flat, analysis.table)
+    return planned_on(flat, analysis.table)
 
 
-def analysed(model: ModelLike, sample: Mapping[str, Any] | None = None) -> Analysis:
+def planned_on(flat: ast.Spec, table: SiteTable, source: Source | None = None) -> Planned:
+    """As `make_plan`; where a selector matches nothing, what is odd about the model is said, too."""
+    try:
+        return make_plan(flat, table, source=source)
+    except PeftcError as error:
+        raise PeftcError(
+            replace(d, notes=(*d.notes, *table.warnings)) if d.code == "P201" else d for d in error.diagnostics
+        ) from error
+
+
+def analysed(
+    model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> Analysis:
     """The analysis of a model as it is without edits."""
+    checked(sample)
     if isinstance(model, nn.Module) and is_installed(model):
         record = installed(model)
         model, sample = strip(fake_copy(model), record.requires_grad), sample or record.sample
-    return analyse(model, sample)
+    source = model if isinstance(model, ModelSource) else resolve(model, trust_remote_code)
+    try:
+        return analyse(source, sample)
+    except PeftcError:
+        raise
+    except Exception:
+        refuse_what_does_not_run(source, sample)
+        raise
 
 
 def compile(
@@ -117,6 +142,7 @@ def compile(
     prefix: str | None = None,
     settings: Settings | None = None,
     sample: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Changes `model` in place as `spec` says, and returns it. A name is loaded with its weights, a config gets random ones.
 
@@ -129,12 +155,13 @@ def compile(
 
     Args: `seed`: of the initial values, which depend on it, the edit, the site and the parameter alone (default: torch's
     initial seed). `name`: of this spec among those on the model (default: that of its file, else "default"; with a number
-    where that is taken). `prefix`: put before the names of its edits, as `apply … as` does; the default of `name`, too.
+    where that is taken). `prefix`: put before the names of its edits, as `apply … as` does; the default of `name`, too. `settings`,
+    `sample`, `trust_remote_code`: as in `plan`.
     Raises: as `plan`; P304 for an expectation that does not hold; P412 for names that the model has already, P414 for
     parameters that another spec trains. After an error the model is as it was.
     """
     if not isinstance(model, nn.Module):
-        model = load_model(resolve(model))
+        model = load_model(resolve(model, trust_remote_code))
     flat = prefixed(flat_of(spec, settings), prefix)
     analysis = analysed(model, sample)
     found = planned(flat, analysis)

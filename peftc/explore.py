@@ -69,13 +69,20 @@ class TracedRegion:
         )
 
 
-def trace(model: ModelLike, sites: str | None = None, *, sample: Mapping[str, Any] | None = None) -> list[TracedRegion]:
+def trace(
+    model: ModelLike,
+    sites: str | None = None,
+    *,
+    sample: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> list[TracedRegion]:
     """The layers of a model as graphs with named hidden states, one for each kind of layer. No weight is read.
 
     Args: `sites`: a selector; then only the layers that it reaches, and only the states of the sites that it selects.
+    `sample`, `trust_remote_code`: as in `peftc.sites`.
     Raises: P0xx and P2xx for the selector, P5xx for the model.
     """
-    analysis = analysed(model, sample)
+    analysis = analysed(model, sample, trust_remote_code)
     wanted = set[str]() if sites is None else {s.path for s in resolve(selector_of(sites), analysis.table)}
     found: list[TracedRegion] = []
     roots = {n for s in analysis.anatomy.stacks for n in s.layers}

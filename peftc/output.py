@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from peftc.compiler import Settings, SpecLike, added, flat_of, name_of, planned
+from peftc.compiler import Settings, SpecLike, added, analysed, flat_of, name_of, planned
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_mode
 from peftc.planning.plan import Planned
@@ -20,7 +20,7 @@ from peftc.planning.render import percent
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import Part, installed
 from peftc.syntax.printer import print_spec
-from peftc.tracing.analysis import ModelLike, analyse
+from peftc.tracing.analysis import ModelLike
 
 PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
 
@@ -34,14 +34,19 @@ class Compiled:
 
 
 def compile_skeleton(
-    spec: SpecLike, model: ModelLike, seed: int | None = None, *, settings: Settings | None = None
+    spec: SpecLike,
+    model: ModelLike,
+    seed: int | None = None,
+    *,
+    settings: Settings | None = None,
+    trust_remote_code: bool = False,
 ) -> Compiled:
     """Compiles onto a model without weights, for its code and its plan.
 
     Raises: as `peftc.compile`.
     """
     flat = flat_of(spec, settings)
-    analysis = analyse(model)
+    analysis = analysed(model, trust_remote_code=trust_remote_code)
     found = planned(flat, analysis)
     if found.findings:
         raise PeftcError(found.findings)

@@ -50,8 +50,10 @@ CODES: dict[str, CodeInfo] = {
     ),
     "P504": CodeInfo(
         "model needs code from its repository",
-        "The configuration points to Python files of its repository (`auto_map`). peftc never runs downloaded code. Build the "
-        "model yourself and pass it: `peftc.plan(spec, model)` and `peftc.compile(spec, model)` take any nn.Module.",
+        "The configuration points to Python files of its repository (`auto_map`), and transformers has no class for this model. "
+        "Such code is never run unless you say so: `--trust-remote-code` on the command line, `trust_remote_code=True` in "
+        "Python. It can do whatever you can do; read it first. Or build the model yourself and pass it: `peftc.plan(spec, model)` "
+        "and `peftc.compile(spec, model)` take any nn.Module.",
     ),
     "P505": CodeInfo(
         "weights missing",
@@ -72,5 +74,15 @@ CODES: dict[str, CodeInfo] = {
     "P508": CodeInfo(
         "weights do not fit",
         "A file of weights is damaged, or its tensors have other shapes than the configuration beside it says.",
+    ),
+    "P509": CodeInfo(
+        "model that does not run",
+        "To find its sites, a model is copied without its data and run once, on its sample. Its own code failed: the note says "
+        "how. A sample is a dictionary of the arguments of `forward`, as in `model(**sample)`.",
+    ),
+    "P510": CodeInfo(
+        "code of a repository that fails",
+        "The code that comes with the configuration was run, as you allowed, and raised an error: a file or a package is "
+        "missing, or it was written for another version of transformers.",
     ),
 }

@@ -58,6 +58,8 @@ def model_class(config: PretrainedConfig, name: str, head: Head | None = None) -
         found = getattr(transformers, wanted, None) if wanted else None
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         shown = f"`{wanted}`" if wanted else f"a model for `{config.model_type}`"
+        if getattr(config, "auto_map", None):
+            raise PeftcError(needs_code(name, f"transformers {transformers.__version__} has no {shown}"))
         raise PeftcError(
             Diagnostic("P503", f"transformers {transformers.__version__} has no {shown}, needed for {name}")
         )
@@ -74,11 +76,15 @@ def _unknown_type(model_type: str, values: Mapping[str, Any], name: str) -> Diag
     known = f"transformers {transformers.__version__} does not know the model type `{model_type}`"
     if "auto_map" not in values:
         return Diagnostic("P503", f"{known} of {name}")
+    return needs_code(name, known)
+
+
+def needs_code(name: str, reason: str) -> Diagnostic:
     return Diagnostic(
         "P504",
-        f"{name} needs code from its repository, which peftc does not run",
-        notes=(known,),
-        help="build the model yourself and pass it: `peftc.plan(spec, model)`",
+        f"{name} needs code from its repository, which was not run",
+        notes=(reason, "its configuration names Python files that come with it (`auto_map`)"),
+        help="if you trust that code: `--trust-remote-code`, in Python `trust_remote_code=True`",
     )
 
 

@@ -40,7 +40,7 @@ def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.
     try:
         with paused_gc():
             loaded = source.model_class.from_pretrained(
-                where, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
+                where, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=source.own_code
             )
     except OSError as error:
         raise PeftcError(_no_weights(source, first_line(error))) from error

@@ -17,6 +17,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.model import catalogue
 from peftc.model.catalogue import Head
 from peftc.model.configs import config_from, first_line, model_class, read_values
+from peftc.model.remote import class_of, from_code, has_code
 
 Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
 
@@ -26,7 +27,8 @@ class ModelSource:
     """A model that can be planned for. `type` is transformers' model type ("bart"), or a plain module's class name.
 
     `model_class` is what to build (None for a module that is already there); `folder` is where its weights may lie.
-    `untied_head`: the configuration's text says that the output embedding is a matrix of its own.
+    `untied_head`: the configuration's text says that the output embedding is a matrix of its own. `own_code`: the class is
+    of the code that came with the configuration, which has been run.
     """
 
     id: str
@@ -37,27 +39,34 @@ class ModelSource:
     module: nn.Module | None = None
     folder: Path | None = None
     untied_head: bool = False
+    own_code: bool = False
 
 
-def resolve(model: str | os.PathLike[str] | PretrainedConfig | nn.Module) -> ModelSource:
+def resolve(
+    model: str | os.PathLike[str] | PretrainedConfig | nn.Module, trust_remote_code: bool = False
+) -> ModelSource:
     """Finds out what a model is, without reading a weight.
 
     A string is a folder or a config.json if there is one of that name, else an id of the catalogue, else an id in the hub
     cache, else, unless offline, an id on the hub (only its config.json is fetched).
 
-    Raises: P501 (unknown id), P502 (no such path), P503 (unusable configuration), P504 (needs the repository's code).
+    Args: `trust_remote_code`: run the code that the configuration names, if it names any.
+    Raises: P501 (unknown id), P502 (no such path), P503 (unusable configuration), P504 (needs the repository's code), P510
+    (that code fails).
     """
     if isinstance(model, nn.Module):
         return _module(model)
     if isinstance(model, PretrainedConfig):
         name = model.name_or_path or model.model_type
-        return ModelSource(name, "config", model.model_type, model, model_class(model, name))
+        own_code = trust_remote_code and has_code(vars(model))
+        cls = class_of(model, name, name) if own_code else model_class(model, name)
+        return ModelSource(name, "config", model.model_type, model, cls, own_code=own_code)
     if not isinstance(model, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"a model is a module, a config or a name, not a {type(model).__name__}"
         raise PeftcError(Diagnostic("P502", message))
     name = os.fspath(model)
     try:
-        return _named(name)
+        return _named(name, trust_remote_code)
     except PeftcError as error:  # all of them are about the name
         source = Source("--model", name)
         span = Span(0, len(name), 1, 1, 1, len(name) + 1)
@@ -71,21 +80,38 @@ def _module(model: nn.Module) -> ModelSource:
     return ModelSource(config.name_or_path or config.model_type, "module", config.model_type, config, module=model)
 
 
-def _named(name: str) -> ModelSource:
+def _named(name: str, trust: bool) -> ModelSource:
     if not name:
         raise PeftcError(_unknown(name, "the name is empty"))
     path = Path(name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
-        return _from_values(name, "folder", read_values(path / "config.json"), path)
+        values = read_values(path / "config.json")
+        return (
+            _from_code(name, "folder", path)
+            if trust and has_code(values)
+            else _from_values(name, "folder", values, path)
+        )
     if path.is_file():
-        return _from_values(name, "config.json", read_values(path))
+        values = read_values(path)
+        return (
+            _from_code(name, "config.json", path)
+            if trust and has_code(values)
+            else _from_values(name, "config.json", values)
+        )
     if entry := catalogue.find(name):
         return _from_values(name, "catalogue", {**entry.config, "model_type": entry.model_type}, head=entry.head)
     if path.is_dir():
         raise PeftcError(Diagnostic("P502", f"the folder `{name}` has no config.json"))
     if _is_path(name):
         raise PeftcError(Diagnostic("P502", f"there is no folder or config.json at `{name}`"))
-    return _from_values(name, "hub", read_values(_hub_config(name)))
+    values = read_values(_hub_config(name))
+    return _from_code(name, "hub") if trust and has_code(values) else _from_values(name, "hub", values)
+
+
+def _from_code(name: str, kind: Kind, path: Path | None = None) -> ModelSource:
+    config, cls = from_code(name, path)
+    folder = path if kind == "folder" else None
+    return ModelSource(name, kind, config.model_type, config, cls, folder=folder, own_code=True)
 
 
 def _from_values(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -81,14 +81,23 @@ class Surgery:
         self.places: dict[str, str] = {}
 
     def prepare(self, regions: list[Region]) -> None:
-        """Makes classes and parameters."""
+        """Makes classes and parameters.
+
+        Raises: P411 for a module with something called `peftc`, P527 for one without weights in a model that has some.
+        """
         for region in regions:
             module = self.model.get_submodule(region.module)
+            self.refuse_half(region.module, module)
             if CONTAINER in vars(module)["_modules"] or hasattr(module, CONTAINER):
                 taken = f"`{region.module}` already has something named `{CONTAINER}`"
                 raise PeftcError(Diagnostic("P411", taken, help="rename it: edits are registered under this name"))
             kind = self.kind_of(region, module)
             self.prepared.append((region.module, module, kind, self.container(region, module)))
+
+    def refuse_half(self, name: str, module: nn.Module) -> None:
+        meta = [f"{name}.{n}".lstrip(".") for n, p in module.named_parameters() if p.is_meta]
+        if meta and not all(p.is_meta for p in self.model.parameters()):
+            raise PeftcError(no_values(meta, "other parameters of the model have values: it is loaded in part"))
 
     def kind_of(self, region: Region, module: nn.Module) -> Kind:
         base = type(module)
@@ -139,7 +148,8 @@ class Surgery:
             return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
         weights = {n: s.weight for n, s in placed.site.states.items() if s.weight is not None}
-        form.initialise(generator, {n: weight_view(self.model, ref).detach() for n, ref in weights.items()})
+        base = {n: weight_view(self.model, ref).detach() for n, ref in weights.items()}
+        form.initialise(generator, _Readable(base, name))
 
     def apply(self, record: Callable[[Surgery], Installation]) -> None:
         """Registers the parameters and exchanges the classes."""
@@ -177,6 +187,27 @@ def add(root: nn.Module, path: str, module: nn.Module) -> None:
 
 def identifier(name: str) -> str:
     return module_name("".join(c if c.isalnum() else "_" for c in name))
+
+
+class _Readable(dict[str, torch.Tensor]):
+    """Weights of the base that initial values may depend on."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], form: str) -> None:
+        super().__init__(weights)
+        self.form = form
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        found = super().__getitem__(key)
+        if found.is_meta:
+            raise PeftcError(no_values([f"{key} of {self.form}"], "the initial values are computed from it"))
+        return found
+
+
+def no_values(names: Sequence[str], why: str) -> Diagnostic:
+    """P527: tensors of the base that are needed and only have shapes."""
+    said = f"`{names[0]}` and {len(names) - 1} more have" if len(names) > 1 else f"`{names[0]}` has"
+    help_ = "load the weights of the model first; planning needs none"
+    return Diagnostic("P527", f"{said} no values, only a shape", notes=(why,), help=help_)
 
 
 def options(module: nn.Module, model: nn.Module) -> tuple[torch.dtype, torch.device]:

@@ -8,10 +8,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from peftc.diagnostics import PeftcError
 from peftc.forms.module import FormModule
 from peftc.planning.plan import Planned
 from peftc.rewriting.insert import CONTAINER
-from peftc.rewriting.install import SHARED, Surgery, clear, regions_of, restore, warm
+from peftc.rewriting.install import SHARED, Surgery, clear, no_values, regions_of, restore, warm
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import RECORD, Installation, Part, acting, is_installed
 from peftc.tracing.kinds import Anatomy
@@ -83,6 +84,8 @@ class _Trained:
         names = list(found.trained.values())
         self.new = [n for n in names if n not in known]
         self.dropped = [n for n in known if n not in names]
+        if meta := [n for n in self.new if self.parameters[n].is_meta]:
+            raise PeftcError(no_values(meta, "what `train` names is kept as it is before training"))
         now = {n: self.parameters[n].detach().clone() for n in self.new}
         self.originals = {n: known[n] if n in known else now[n] for n in names}
 

@@ -31,26 +31,29 @@ class Analysis:
     table: SiteTable
 
 
-def analyse(model: ModelLike, sample: Mapping[str, Any] | None = None) -> Analysis:
+def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = None) -> Analysis:
     """Traces a model on fake tensors; no weight is read.
 
     Args: `sample`: keyword arguments of one forward, for a model that cannot be fed from its config.
     Raises: P501-P507 (the model).
     """
-    source = resolve(model)
+    source = model if isinstance(model, ModelSource) else resolve(model)
     fake = skeleton(source).eval()
     anatomy = dissect(fake, sample_inputs(fake) if sample is None else sample, fake_mode(fake))
     layers = [kind for stack in anatomy.stacks for kind in stack.kinds]
     none = (
         () if layers else (f"{source.id} has no transformer layers that could be found: only its modules can be named",)
     )
+    sites = all_sites(anatomy)
+    if layers and not any(step == "attn" for site in sites for step, _ in site.steps):
+        none = (f"{source.id} has no attention: `attn` and what stands below it name nothing",)
     table = SiteTable(
         model_id=source.id,
         model_type=source.type,
         parameters=parameters(fake),
         d_model=example_width(layers[0]) if layers else 0,
         fingerprint=fingerprint(fake),
-        sites=all_sites(anatomy),
+        sites=sites,
         modules=module_infos(anatomy),
         tied=tied_groups(fake),
         warnings=(*anatomy.warnings, *none),

@@ -48,6 +48,9 @@ def load(
     Raises: P412 and P414 (names and parameters of another spec on the model), P520-P522 (the files), P523 and P524
     (another base), P525 (tensors that do not fit), P527 (no weights). After an error the model is as it was.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
+        raise PeftcError(Diagnostic("P502", message, help="build the model first"))
     if is_installed(model):
         acting(model)
     adapter, tensors = read(Path(directory))
