@@ -1,0 +1,72 @@
+"""What the benchmarks of compiled models share: the edit, the machine, and how results are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from transformers import LlamaConfig
+
+RESULTS = Path(__file__).resolve().parent / "results"
+R, ALPHA = 16, 32
+ROLES = ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # the same, as PEFT names them
+SITES = " | ".join(f"layer[*].{role}" for role in ROLES)
+SPEC = f"peft 1\n\nedit all at {SITES} {{ h += lora(x, r={R}, alpha={ALPHA}) }}\n"
+
+
+def llama(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> LlamaConfig:
+    """A LLaMA of a shape."""
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """Where and with what a benchmark ran."""
+    gpu = {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda} if device == "cuda" else {}
+    packages = {name: version(name) for name in ("torch", "transformers", "peft", "peftc")}
+    return {
+        **gpu,
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def save(name: str, results: dict[str, Any], text: str, on: dict[str, Any]) -> None:
+    """Writes `results/<name>.json` and `.md`, both with the machine."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": on, **results}, indent=1) + "\n")
+    said = ", ".join(f"{key} {value}" for key, value in on.items())
+    (RESULTS / f"{name}.md").write_text(f"{text}\n\nOn: {said}.\n")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,194 @@
+"""One base with LoRA on all Linears, four ways, and the work that is timed: a forward, a train step, one token.
+
+base    the model as it is, frozen
+peftc   compiled by peftc, unmerged
+PEFT    `get_peft_model`, unmerged
+merged  compiled by peftc, trained values folded into the weights, edits removed
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import peftc
+from benchmarks.common import ALPHA, MODULES, SPEC, R, llama, table
+
+Work = Callable[[], object]
+WORK = ("forward", "train", "train and AdamW", "decode")
+OTHERS = ("peftc", "PEFT", "merged")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A LLaMA, and how much it is given."""
+
+    name: str
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    batch: int
+    tokens: int
+    decoded: int = 16  # tokens, one by one, after `tokens` in the cache
+
+    def base(self, dtype: torch.dtype, device: str) -> nn.Module:
+        from transformers import LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = llama(self.hidden, self.ffn, self.layers, self.heads, self.kv_heads, self.vocabulary)
+        with torch.device(device):
+            return LlamaForCausalLM(config).to(dtype).requires_grad_(False)
+
+    def __str__(self) -> str:
+        return f"{self.name} (d {self.hidden}, {self.layers} layers, batch {self.batch} × {self.tokens} tokens)"
+
+
+def contenders(base: nn.Module) -> dict[str, nn.Module]:
+    """The four, on the same weights; but merged has its own."""
+    from peft import LoraConfig, get_peft_model
+
+    memo = lambda: {id(p): p for p in base.parameters()}  # noqa: E731
+    ours = peftc.compile(SPEC, copy.deepcopy(base, memo()), seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs: Any = get_peft_model(
+            copy.deepcopy(base, memo()),  # pyright: ignore[reportArgumentType]
+            LoraConfig(r=R, lora_alpha=ALPHA, target_modules=MODULES),
+        )
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.01)
+        for name, parameter in peftc.parameters(ours).items():
+            if name.endswith(".B"):
+                parameter.normal_(0, 0.01)
+    merged = copy.deepcopy(ours)
+    peftc.fold(merged)
+    return {"base": base, "peftc": ours, "PEFT": theirs, "merged": merged}
+
+
+def forward(model: nn.Module, shape: Shape) -> Work:
+    ids = tokens(model, shape, shape.tokens)
+
+    def run() -> object:
+        with torch.no_grad():
+            return model.eval()(input_ids=ids, use_cache=False).logits
+
+    return run
+
+
+def train(model: nn.Module, shape: Shape) -> Work:
+    """Forward, and backward to the embeddings."""
+    ids = tokens(model, shape, shape.tokens)
+    own: Any = model
+    embeddings = own.get_input_embeddings()
+    embeddings.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+
+    def run() -> object:
+        loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss
+
+    return run
+
+
+def train_and_step(model: nn.Module, shape: Shape) -> Work:
+    """The same, and a step of AdamW where there is something to train."""
+    run = train(model, shape)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5) if trained else None
+
+    def step() -> object:
+        run()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    return step
+
+
+def decode(model: nn.Module, shape: Shape) -> Work:
+    """`decoded` tokens, one by one."""
+    ids = tokens(model, shape, shape.tokens)
+    with torch.no_grad():
+        cache = model.eval()(input_ids=ids, use_cache=True).past_key_values
+
+    def run() -> object:
+        model.eval()
+        with torch.no_grad():
+            for _ in range(shape.decoded):
+                model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+        cache.crop(-shape.decoded)
+        return cache
+
+    return run
+
+
+def tokens(model: nn.Module, shape: Shape, length: int) -> Tensor:
+    device = next(model.parameters()).device
+    return torch.arange(shape.batch * length, device=device).reshape(shape.batch, length) % shape.vocabulary
+
+
+MAKE: Mapping[str, Callable[[nn.Module, Shape], Work]] = dict(
+    zip(WORK, (forward, train, train_and_step, decode), strict=True)
+)
+
+
+def measured(works: Mapping[str, Work], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Seconds of each work, taking turns, the first in a round being another one each time."""
+    for work in works.values():
+        work()
+    names = list(works)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            start = clock()
+            works[name]()
+            seconds[name].append(clock() - start)
+    return seconds
+
+
+def overheads(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """What each costs over the base: the median, over the rounds, of its time by that of the base, less one."""
+    base = seconds["base"]
+    return {name: median(s / b for s, b in zip(seconds[name], base, strict=True)) - 1 for name in OTHERS}
+
+
+def floor(model: nn.Module, shape: Shape, work: str) -> float:
+    """The FLOPs that LoRA must add, by those of the base.
+
+    A product by a matrix of n entries costs 2n a token forward, and as much again for the gradient of its input; what is
+    trained costs as much once more. Attention: scores and values, 4·d a pair of tokens, both halves of the mask.
+    """
+    linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    inner = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in MODULES]
+    extra = sum(R * (m.in_features + m.out_features) for m in inner)
+    attention = 2 * shape.layers * shape.hidden * shape.tokens  # multiplications a token
+    times = (3, 2) if work.startswith("train") else (1, 1)
+    return times[0] * extra / (times[1] * (linears + attention))
+
+
+def line(shape: str, work: str, seconds: Mapping[str, list[float]], least: float) -> list[str]:
+    """A row of the table: the base's median, and what the others cost over it."""
+    found = overheads(seconds)
+    costs = [f"{100 * found[name]:+.1f} %" for name in OTHERS]
+    half = f"{found['peftc'] / found['PEFT']:.2f}" if found["PEFT"] > 0 else "-"
+    return [shape, work, f"{1e3 * median(seconds['base']):.1f} ms", *costs, half, f"{100 * least:.1f} %"]
+
+
+HEAD = ["shape", "work", "base", *OTHERS, "peftc : PEFT", "FLOP floor"]
+
+
+def tabulated(lines: Iterable[list[str]]) -> str:
+    return table(HEAD, list(lines))
