@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LoRA(FormModule):
-    """f(x) = scale · B (A dropout(x)); A Kaiming uniform, B zero.
+    """f(x) = scale · B (A dropout(x)), or `plus` + f(x); A Kaiming uniform, B zero.
 
     Shapes: x (batch, tokens, d_in); f (batch, tokens, d_out); A (r, d_in); B (d_out, r).
     Source: Hu et al. 2021, arXiv:2106.09685, Eq. 3.
@@ -34,9 +34,19 @@ class LoRA(FormModule):
         self.scale = scale(args)
         self.p = number(args, "dropout")
 
-    def forward(self, x: Tensor) -> Tensor:
-        z = F.dropout(x.to(self.A.dtype), self.p, self.training)
-        return (F.linear(F.linear(z, self.A), self.B) * self.scale).to(x.dtype)
+    def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+        a, b = self.A, self.B
+        z = x if x.dtype == a.dtype else x.to(a.dtype)
+        if self.p and self.training:
+            z = F.dropout(z, self.p)
+        z = F.linear(z, a)
+        if plus is not None:
+            f = F.linear(z, b)
+            if f.dtype == plus.dtype:
+                return torch.add(plus, f, alpha=self.scale)
+            return plus + (f * self.scale).to(plus.dtype)
+        f = F.linear(z * self.scale, b)  # scaled where it is thin
+        return f if f.dtype == x.dtype else f.to(x.dtype)
 
     def draws(self) -> Mapping[str, Draw]:
         return {"A": kaiming(self.A.shape[1]), "B": constant(0.0)}

@@ -90,6 +90,7 @@ class Form:
     rank: Callable[[Args, Dims], int | None] = field(
         default=lambda args, dims: None
     )  # of the change it makes to a weight
+    adds: bool = False  # its module can be given what its value is added to, `f(x, plus=h)`, and does both in one step
     passes: bool = False  # at initialisation its value is its input, bit for bit, where that is the base's own weight
 
     def __reduce__(self) -> Any:

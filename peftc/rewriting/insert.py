@@ -261,19 +261,28 @@ class _Assignment:
             case ir.Frozen(function=function, input=value):
                 argument = self.term(value)
                 return self.module(self.edit.functions[function], argument)
+            case ir.Arithmetic(op="+", left=left, right=ir.Applied() as form) if self.adds(form, left):
+                return self.applied(form, like=None, plus=self.term(left))
             case ir.Arithmetic(op=op, left=left, right=right):
                 a, b = self.term(left), self.term(right)
                 return self.function(OPERATORS[op], a, b)
             case ir.Concat():
                 raise AssertionError("keys and values are written in pairs")
 
-    def applied(self, term: ir.Applied, like: Any) -> Any:
+    def adds(self, term: ir.Applied, to: ir.Term) -> bool:
+        """Whether a form's own module can add its value to that of another term, of the same shape."""
+        instance = term.instance
+        return instance.form.adds and instance.owner is None and term.shape == to.shape and id(term) not in self.memo
+
+    def applied(self, term: ir.Applied, like: Any, plus: Any = None) -> Any:
         if id(term) in self.memo:
             return self.memo[id(term)]
         argument = self.term(term.input) if term.input is not None else like
         if argument is None:
             argument = self.read(self.assign.state)  # a form without an input takes dtype and batch from the state
         name = f"{CONTAINER}.{self.edit.edit_name}.{self.edit.slug}.{term.instance.key}"
+        if plus is not None:
+            return self.module(name, argument, plus=plus)
         self.memo[id(term)] = made = self.module(name, argument)
         return made
 
@@ -306,8 +315,8 @@ class _Assignment:
     def method(self, name: str, *args: Any) -> fx.Node:
         return self.add(self.graph.call_method(name, args))
 
-    def module(self, name: str, *args: Any) -> fx.Node:
-        return self.add(self.graph.create_node("call_module", name, args))
+    def module(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.add(self.graph.create_node("call_module", name, args, kwargs))
 
     def cut(self, node: Any, rows: Slice, dim: int) -> fx.Node:
         piece = slice(rows.start, rows.stop)
