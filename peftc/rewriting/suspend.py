@@ -11,19 +11,35 @@ from torch import nn
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import Installation, installed
 
+IGNORED = "_keys_to_ignore_on_save"  # transformers' name
+_ABSENT = object()
+
 
 @contextmanager
 def suspended(model: nn.Module, name: str | None = None) -> Generator[nn.Module]:
     """Inside the block the edits of the spec `name` (of all where it is None) do not act; what `train` of it has changed
-    has its first value. Blocks may stand in each other.
+    has its first value. Blocks may stand in each other. `save_pretrained` leaves out what does not act.
     """
     record = installed(model)
-    before = record.off
+    before, saved = record.off, vars(model).get(IGNORED, _ABSENT)
     switch(model, record, before | {edit for part in record.chosen(name) for edit in part.edits})
+    leave_out(model, record)
     try:
         yield model
     finally:
         switch(model, record, before)
+        vars(model).pop(IGNORED, None)
+        vars(model).update({} if saved is _ABSENT else {IGNORED: saved})
+
+
+def leave_out(model: nn.Module, record: Installation) -> None:
+    """Tells transformers not to save what belongs to edits that are switched off."""
+    keys = getattr(model, IGNORED, None) or ()
+    off = [place for name, place in record.places.items() if name.partition("/")[0] in record.off]
+    vars(model)[IGNORED] = {
+        *keys,
+        *(k for place in off for k in model.get_submodule(place).state_dict(prefix=f"{place}.")),
+    }
 
 
 def switch(model: nn.Module, record: Installation, off: frozenset[str]) -> None:

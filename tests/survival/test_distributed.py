@@ -1,0 +1,54 @@
+"""DDP and FSDP2 on two processes: the losses and the parameters of one process on the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import peftc
+from tests import zoo
+from tests.survival.harness import SPECIES, SPECS, all_close, freshly_compiled
+from tests.survival.workers import halves, run, work
+
+WORLD = 2
+CASES = [(name, spec) for name in SPECIES for spec in SPECS]
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Everything is run by one pair of processes: to start them costs more than the runs."""
+    where = tmp_path_factory.mktemp(request.param)
+    torch.multiprocessing.spawn(work, args=(WORLD, request.param, CASES, str(where)), nprocs=WORLD)
+    return request.param, where
+
+
+@pytest.mark.parametrize(("name", "spec"), CASES)
+def test_two_processes_are_one(directory: tuple[str, Path], name: str, spec: str) -> None:
+    way, where = directory
+    report = torch.load(where / f"{way}-{name}-{spec}.pt")
+    model = freshly_compiled(name, spec).train()
+    first = {n: p.detach().clone() for n, p in peftc.parameters(model).items()}
+    losses = run(model, [p for p in model.parameters() if p.requires_grad], halves(name, model))
+    assert losses == pytest.approx(report["losses"], rel=1e-9)
+    end = {n: p.detach() for n, p in peftc.parameters(model).items()}
+    all_close(report["parameters"], end, 1e-7)
+    assert any((end[n] - first[n]).abs().max() > 1e-3 for n in end)
+    loaded = peftc.load(where / f"adapter-{way}-{name}-{spec}", zoo.build(name, torch.float64)).train()
+    batch = halves(name, model)[0]
+    assert (loaded(**batch).loss - model(**batch).loss).abs() < 1e-7
+
+
+def test_an_adapter_of_shards_is_an_adapter(directory: tuple[str, Path]) -> None:
+    """The same names and shapes as of one process, the base's values among them to tell it by."""
+    way, where = directory
+    for name, spec in (("llama", "mam"), ("bart", "weights")):
+        model = freshly_compiled(name, spec)
+        peftc.save(model, where / f"one-{way}-{name}")
+        one, two = (
+            peftc.weights.read(where / file)[0] for file in (f"one-{way}-{name}", f"adapter-{way}-{name}-{spec}")
+        )
+        assert one.tensors == two.tensors
+        assert one.base == two.base
+        assert one.spec == two.spec

@@ -1,0 +1,80 @@
+"""What one of two processes does in `test_distributed.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import peftc
+from tests.survival.harness import freshly_compiled, given, layers
+
+STEPS, BATCH = 3, 4
+
+
+def halves(name: str, model: nn.Module, rank: int | None = None) -> list[dict[str, Tensor]]:
+    """Batches without padding, so that the mean of two halves is the mean of the whole; one half of each for a rank."""
+    whole = [given(name, model, batch=BATCH, padding=None, seed=i) for i in range(STEPS)]
+    if rank is None:
+        return whole
+    part = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+    return [{k: v[part] for k, v in batch.items()} for batch in whole]
+
+
+def run(
+    model: nn.Module, learning: list[nn.Parameter], batches: list[dict[str, Tensor]], world: int = 1
+) -> list[float]:
+    """The losses of a few steps of AdamW, averaged over processes."""
+    optimizer = torch.optim.AdamW(learning, lr=0.01)
+    found: list[float] = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(mean)
+        found.append(mean.item() / world)
+    return found
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """FSDP2 as its documentation has it: each layer, then the root."""
+    for _, layer in layers(model):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def work(rank: int, world: int, way: str, cases: list[tuple[str, str]], directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/{way}", rank=rank, world_size=world)
+    try:
+        for name, spec in cases:
+            report = one(rank, world, way, name, spec, Path(directory))
+            if rank == 0:
+                torch.save(report, Path(directory) / f"{way}-{name}-{spec}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def one(rank: int, world: int, way: str, name: str, spec: str, directory: Path) -> dict[str, Any]:
+    model = freshly_compiled(name, spec).train()
+    batches = halves(name, model, rank)
+    made = DistributedDataParallel(model) if way == "ddp" else sharded(model)
+    parameters = peftc.parameters(model)
+    if way == "fsdp":
+        assert all(hasattr(p, "full_tensor") for p in parameters.values()), "not sharded"
+    losses = run(made, [p for p in model.parameters() if p.requires_grad], batches, world)
+    if way == "fsdp" or rank == 0:
+        peftc.save(model, directory / f"adapter-{way}-{name}-{spec}")
+    return {"losses": losses, "parameters": {n: whole(p) for n, p in parameters.items()}}
