@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import peftc
 from benchmarks.families.edits import TRIALS, Trial
 from benchmarks.families.failures import reason_of
 from benchmarks.families.forward import main_output, run, same
+from benchmarks.families.roles import plan_disagreements
 from benchmarks.families.rolling import rolling
 from benchmarks.families.state import difference, state_of
 from benchmarks.families.witness import Witness, witness
@@ -50,6 +52,8 @@ def checked(model: nn.Module, inputs: Mapping[str, Any], edits: str = "abcde") -
             return found | {"sites_error": reason_of(error)} | _all_fail(edits, error)
     found["sites"] = _counted(table)
     found["kinds"] = len({s.kind for s in table.sites if s.steps[-1][0] == "layer"})
+    if disagreements := plan_disagreements(model, table):
+        found["plan"] = disagreements
     if table.warnings:
         found["warnings"] = list(table.warnings)
     base = _Base(model, inputs, sample)
@@ -103,10 +107,8 @@ def _matches(selector: str, sites: Mapping[str, int]) -> bool:
 
 def _restored(base: _Base) -> None:
     """After a failure in the middle the next edit must find the model as it was."""
-    try:
+    with suppress(peftc.PeftcError):
         peftc.remove(base.model)
-    except peftc.PeftcError:
-        pass
 
 
 def _refused(base: _Base, trial: Trial) -> Answer:
