@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -107,12 +108,25 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy(module, memo)`, but in a tenth of the time where a module is copied as all modules are."""
     if id(module) in memo:
         return memo[id(module)]
-    cls = type(module)
-    if any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in _COPYING):
+    cls = own_class(module)
+    special = any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in _COPYING)
+    if special and cls is type(module):
         return copy.deepcopy(module, memo)
     memo[id(module)] = new = cls.__new__(cls)
-    vars(new).update((name, part(value, memo)) for name, value in vars(module).items())
+    vars(new).update((name, part(value, memo)) for name, value in vars(module).items() if not shared(name))
     return new
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """A module's class without the one that FSDP2 puts in front of it, which refuses to be copied."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharding: type | tuple[()] = getattr(fsdp, "FSDPModule", ())
+    return next(c for c in type(module).__mro__ if not issubclass(c, sharding))
+
+
+def shared(attribute: str) -> bool:
+    """Whether torch keeps there how it shares a module among processes, which is no part of the module."""
+    return attribute.startswith("__composable_api")
 
 
 def part(value: Any, memo: dict[int, Any]) -> Any:

@@ -13,6 +13,7 @@ from peftc.rewriting.insert import CONTAINER
 from peftc.rewriting.install import SHARED
 from peftc.rewriting.record import Installation, installed, is_installed
 from peftc.weights.adapter import Base, BaseTensor
+from peftc.weights.sharded import whole
 
 _SAMPLES = 4  # values of each parameter that are written down
 _HALF = 2.0**-7  # what float16 and bfloat16 of one number differ by at most, relatively
@@ -115,11 +116,12 @@ def other_values(base: Base, model: nn.Module) -> list[str]:
 
 def _sample(parameter: Tensor) -> tuple[float, ...]:
     """Some values of a plain parameter, spread over it; none where a value is not finite."""
-    plain = type(parameter.data) is torch.Tensor and has_values(parameter) and parameter.is_floating_point()
+    values = whole(parameter.detach())
+    plain = type(values.data) is torch.Tensor and has_values(parameter) and parameter.is_floating_point()
     if not plain or parameter.element_size() < 2 or not parameter.numel():
         return ()
     places = torch.linspace(0, parameter.numel() - 1, _SAMPLES, dtype=torch.float64).long()
-    values = parameter.detach().flatten()[places.to(parameter.device)].double()
+    values = values.flatten()[places.to(values.device)].double()
     return tuple(values.tolist()) if bool(values.isfinite().all()) else ()
 
 

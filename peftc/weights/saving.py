@@ -17,6 +17,7 @@ from peftc.weights.base import base_of
 from peftc.weights.collapse import stored_spec, stored_tensors
 from peftc.weights.compiled import require_values
 from peftc.weights.files import listing, write
+from peftc.weights.sharded import turn, whole
 
 
 def save(model: nn.Module, directory: str | PathLike[str], name: str | None = None) -> Path:
@@ -24,7 +25,7 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
 
     Tensors are named `<edit>/<site>/<form>.<parameter>`, base parameters that `train` unfroze `<edit>/<dotted name>`.
     Reparametrised prefixes are saved as the rows they make, unless they have `keep=true`. Both files are there afterwards,
-    or what was there before.
+    or what was there before. Where parameters are sharded (FSDP2) every process calls this, and one of them writes.
 
     Args: `directory`: a new one, an empty one, or one with an adapter, which is replaced. `name`: of one spec of the model,
     to save it alone; else all specs are saved, as one.
@@ -32,9 +33,11 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     """
     record = acting(model)
     parts = record.chosen(name)
-    require_values(parameters(model, name))
+    chosen = parameters(model, name)
+    require_values(chosen)
     source = parts[0].text if len(parts) == 1 else print_spec(spec_of_parts(parts))
-    spec, tensors, base = stored_spec(source), stored_tensors(model, record, name), base_of(model, record)
+    spec, base = stored_spec(source), base_of(model, record)
+    tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
     plan = _plan(model, parts)
 
     def describe(sha256: str) -> Adapter:
@@ -49,7 +52,9 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
             sha256=sha256,
         )
 
-    write(Path(directory), tensors, describe)
+    with turn(chosen.values()) as mine:
+        if mine:
+            write(Path(directory), tensors, describe)
     return Path(directory)
 
 

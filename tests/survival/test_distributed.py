@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import peftc
+from peftc.weights.files import read
 from tests import zoo
-from tests.survival.harness import SPECIES, SPECS, all_close, freshly_compiled
+from tests.survival.harness import SPECIES, all_close, freshly_compiled
 from tests.survival.workers import halves, run, work
 
 WORLD = 2
-CASES = [(name, spec) for name in SPECIES for spec in SPECS]
+CASES = [(name, spec) for name in SPECIES for spec in ("lora", "mam", "weights")]
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
@@ -31,7 +32,7 @@ def test_two_processes_are_one(directory: tuple[str, Path], name: str, spec: str
     model = freshly_compiled(name, spec).train()
     first = {n: p.detach().clone() for n, p in peftc.parameters(model).items()}
     losses = run(model, [p for p in model.parameters() if p.requires_grad], halves(name, model))
-    assert losses == pytest.approx(report["losses"], rel=1e-9)
+    assert losses == pytest.approx(report["losses"], rel=1e-6)
     end = {n: p.detach() for n, p in peftc.parameters(model).items()}
     all_close(report["parameters"], end, 1e-7)
     assert any((end[n] - first[n]).abs().max() > 1e-3 for n in end)
@@ -46,9 +47,7 @@ def test_an_adapter_of_shards_is_an_adapter(directory: tuple[str, Path]) -> None
     for name, spec in (("llama", "mam"), ("bart", "weights")):
         model = freshly_compiled(name, spec)
         peftc.save(model, where / f"one-{way}-{name}")
-        one, two = (
-            peftc.weights.read(where / file)[0] for file in (f"one-{way}-{name}", f"adapter-{way}-{name}-{spec}")
-        )
+        one, two = (read(where / file)[0] for file in (f"one-{way}-{name}", f"adapter-{way}-{name}-{spec}"))
         assert one.tensors == two.tensors
         assert one.base == two.base
         assert one.spec == two.spec

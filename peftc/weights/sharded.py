@@ -1,0 +1,31 @@
+"""Tensors of which each process holds a part, as under FSDP2: gathered, and written by one process for all."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor. Where it is sharded, every process has to ask for it, in the same order."""
+    there: Any = tensor
+    return there.full_tensor() if is_sharded(tensor) else tensor
+
+
+@contextmanager
+def turn(tensors: Iterable[Tensor]) -> Generator[bool]:
+    """Whether this process is the one that writes; where a tensor is sharded the others wait until it has."""
+    together = any(map(is_sharded, tensors)) and dist.is_initialized()
+    try:
+        yield not together or dist.get_rank() == 0
+    finally:
+        if together:
+            dist.barrier()
