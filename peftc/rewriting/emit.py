@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -222,10 +223,12 @@ class Emitter:
 
 
 def attribute_path(target: str) -> str:
-    """`layer.0.dropout` as code: `self.layer[0].dropout`."""
-    if target == "_self":
-        return "self"
-    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in target.split("."))
+    """`layer.0.dropout` as code: `getattr(self.layer, "0").dropout`, which holds for lists, dictionaries and modules."""
+    text = "self"
+    for part in () if target == "_self" else target.split("."):
+        plain = part.isidentifier() and not keyword.iskeyword(part)
+        text = f"{text}.{part}" if plain else f"getattr({text}, {part!r})"
+    return text
 
 
 def remove_dead(graph: fx.Graph) -> None:
@@ -294,3 +297,9 @@ def function(name: str, signature: inspect.Signature, lines: list[str], doc: str
     """The source of a function of `signature` with these body lines."""
     documented = [f'"""{doc}"""'] if doc else []
     return "\n".join([f"def {name}({parameters(signature)}):", *(f"    {line}" for line in [*documented, *lines])])
+
+
+def all_of(before: str, conditions: Iterable[str], after: str = "") -> list[str]:
+    """The lines of a statement about all of some conditions."""
+    first, *others = [*conditions] or ["True"]
+    return [f"{before}(", f"    {first}", *(f"    and {c}" for c in others), f"){after}"]

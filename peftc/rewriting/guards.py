@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,79 +10,99 @@ import torch
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.rewriting.asking import Asking
 from peftc.rewriting.emit import Emitter, attribute_path
 from peftc.tracing.calls import baked
 from peftc.tracing.seams import attention
 from peftc.tracing.tracer import Guard, Traced
 
 
-def conditions(traced: Traced, emitter: Emitter) -> list[str]:
-    """Everything that must hold of a call, cheapest first; all of it is asked before anything has happened."""
-    found = [*facts(traced), *arguments(traced, emitter)]
+def conditions(traced: Traced, tracer: Asking, handed: frozenset[str], emitter: Emitter) -> list[str]:
+    """Everything that must hold of a call, cheapest first; all of it is asked before anything has happened.
+
+    Nothing need hold of arguments that are `handed` on only.
+    """
+    found = [*facts(traced, tracer), *arguments(traced, tracer, handed, emitter)]
     if traced.depends_on_dtype:
-        found += dtypes(traced)
+        found += dtypes(traced, tracer, handed)
     found += [asked(guard, emitter) for guard in traced.guards if guard.kind != "type" or not acts(guard.node)]
     return list(dict.fromkeys(found))
 
 
-def facts(traced: Traced) -> Iterator[str]:
-    """What Python read from modules and decided on: `training` first."""
+def facts(traced: Traced, tracer: Asking) -> Iterator[str]:
+    """What Python read from modules and configs and decided on: `training` first."""
     for (owner, name), value in sorted(traced.facts.items(), key=lambda item: item[0][1] != "training"):
         path = attribute_path(f"{owner}.{name}".lstrip("."))
         if value is True or value is False:
             yield path if value else f"not {path}"
         else:
-            yield f"{path} == {value!r}"
+            yield f"{path} is None" if value is None else f"{path} == {value!r}"
+    decided = {f"{owner}.{name}".lstrip(".") for owner, name in traced.facts}
+    for name in tracer.numbers:
+        if name not in decided:
+            yield f"{attribute_path(name)} is not None"
 
 
-def arguments(traced: Traced, emitter: Emitter) -> Iterator[str]:
+def arguments(traced: Traced, tracer: Asking, handed: frozenset[str], emitter: Emitter) -> Iterator[str]:
     for node in traced.graph.nodes:
-        if node.op != "placeholder":
+        if node.op != "placeholder" or str(node.target) in handed:
             continue
         target, value = str(node.target), node.meta["example"]
         if target.startswith("**"):
-            yield from keywords(target[2:], value, emitter)
+            yield from keywords(target[2:], node, tracer, handed, emitter)
         elif target.startswith("*"):
             yield f"len({target[1:]}) == {len(value)}"
         else:
-            yield from argument(target, value, emitter, used=bool(node.users))
+            yield from argument(target, value, emitter, used=bool(node.users), typed=node in tracer.typed)
 
 
-def keywords(name: str, values: dict[str, Any], emitter: Emitter) -> Iterator[str]:
+def keywords(name: str, holder: fx.Node, tracer: Asking, handed: frozenset[str], emitter: Emitter) -> Iterator[str]:
+    values: dict[str, Any] = holder.meta["example"]
     yield f"len({name}) == {len(values)}" if values else f"not {name}"
+    parts = {n.args[1]: n for n in holder.users if n.target is operator.getitem}
     for key, value in values.items():
         yield f"{key!r} in {name}"
-        yield from argument(f"{name}[{key!r}]", value, emitter, used=True)
+        if f"**{key}" not in handed:
+            part = parts.get(key)
+            used = part is not None and bool(part.users)
+            yield from argument(f"{name}[{key!r}]", value, emitter, used=used, typed=part in tracer.typed)
 
 
-def argument(text: str, value: Any, emitter: Emitter, used: bool) -> Iterator[str]:
+def argument(text: str, value: Any, emitter: Emitter, used: bool, typed: bool) -> Iterator[str]:
+    """What must hold of one argument. The class of an object counts where it was asked for, else its base."""
     if value is None:
         yield f"{text} is None"
     elif isinstance(value, bool):
         yield f"{text} is {value}"
     elif baked(value):
         yield f"{text} == {emitter.arg(value)}"
-    elif not used:
+    elif not used and not typed:
         return
     elif isinstance(value, torch.Tensor):
         yield f"isinstance({text}, torch.Tensor)"
         yield f"{text}.ndim == {value.ndim}"
-    else:
+    elif typed or isinstance(value, (tuple, list, dict)):
         yield f"type({text}) is {emitter.names.of(type(value))}"
+    else:
+        yield f"isinstance({text}, {emitter.names.of(type(value).__mro__[-2])})"
 
 
-def dtypes(traced: Traced) -> Iterator[str]:
+def dtypes(traced: Traced, tracer: Asking, handed: frozenset[str]) -> Iterator[str]:
     """Dtypes inside a region follow from those of its arguments and parameters, and from autocast."""
-    tensors = [n for n in traced.graph.nodes if n.op == "placeholder" and isinstance(n.meta["example"], torch.Tensor)]
+    inputs = [n for n in traced.graph.nodes if n.op == "placeholder" and str(n.target) not in handed]
+    tensors = [n for n in inputs if isinstance(n.meta["example"], torch.Tensor)]
     for node in tensors:
         if node.users:
             yield f"{node.target}.dtype == {node.meta['example'].dtype}"
     if tensors:
         device = f"{tensors[0].target}.device.type"
-        enabled = torch.is_autocast_enabled(tensors[0].meta["example"].device.type)
+        kind = tensors[0].meta["example"].device.type
+        enabled = torch.is_autocast_enabled(kind)
         yield f"torch.is_autocast_enabled({device})" if enabled else f"not torch.is_autocast_enabled({device})"
-    if traced.parameter is not None:
-        name, dtype = traced.parameter
+        if enabled:
+            yield f"torch.get_autocast_dtype({device}) == {torch.get_autocast_dtype(kind)}"
+    read = dict(tracer.dtypes) if traced.parameter is None else dict([traced.parameter], **tracer.dtypes)
+    for name, dtype in read.items():
         yield f"{attribute_path(name)}.dtype == {dtype}"
 
 

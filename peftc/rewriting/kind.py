@@ -6,24 +6,25 @@ import inspect
 import linecache
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.model.fakes import fake_copy, new_mode
 from peftc.rewriting import emit, guards
+from peftc.rewriting.asking import Asking
+from peftc.rewriting.calls import Calls, LookedAt
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.emit import base_call
 from peftc.rewriting.insert import Inserter
 from peftc.runtime import replaced, still, unseen
 from peftc.tracing.calls import bind, innermost
-from peftc.tracing.seams import TraceError
-from peftc.tracing.tracer import RegionTracer, Traced
+from peftc.tracing.tracer import Traced
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,23 @@ class Variant:
     conditions: tuple[str, ...]
     graph: fx.Graph
     source: str
+    holds: Callable[..., bool]
+    handed: frozenset[str]  # arguments that it hands on only
+
+
+_preparing = ContextVar("preparing", default=False)
+
+
+@contextmanager
+def preparing() -> Generator[None]:
+    """Inside the block, a call pattern that comes up is made ready for training as well as for evaluation, whichever the
+    module is in. For copies only: their flags are touched.
+    """
+    token = _preparing.set(True)
+    try:
+        yield
+    finally:
+        _preparing.reset(token)
 
 
 def base_forward(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -68,69 +86,81 @@ class Kind:
     def prepare(self) -> None:
         """The forward of a region of which only arguments and result are touched: the model's own, in between."""
         if not self.inline and not self.variants:
-            self.variants.append(self.variant(lambda _: boundary_graph(self.base, self.signature, self.edits)))
-            self.link()
+            traced = boundary_graph(self.base, self.signature, self.edits)
+            self.rewrite(traced)
+            self.add(self.variant(traced.graph, {}, (), frozenset()))
 
     def unseen(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A call pattern that no variant holds for: traced, rewritten, added and run."""
         with self.lock:
-            arguments = bind(base_forward(self.base), module, args, kwargs)
-            variant = self.variant(lambda script: self.trace(module, arguments, script))
-            if not self.holds(variant)(module, *args, **kwargs):
-                raise PeftcError(
-                    Diagnostic(
-                        "P901",
-                        f"the forward made for a call of {self.name} does not recognise that call",
-                        notes=tuple(variant.conditions),
-                        help="this is a bug in peftc: report the model, the spec and the call",
-                    )
-                )
-            self.variants.append(variant)
-            self.link()
-        return self.functions[variant.name](module, *args, **kwargs)
+            variant = self.known(module, *args, **kwargs)  # another thread may have been first
+            variant = variant or self.learn(module, args, kwargs)
+            if _preparing.get():
+                module.train(not module.training)
+                if self.known(module, *args, **kwargs) is None:
+                    self.learn(module, args, kwargs, variant.handed)
+                module.train(not module.training)
+            forward = self.functions[variant.name]
+        return forward(module, *args, **kwargs)
 
-    def trace(self, module: nn.Module, arguments: dict[str, Any], script: tuple[bool, ...]) -> Traced:
-        """The region's graph for one call, on a copy without data, so that nothing happens to the model, its caches or
-        the random state.
-        """
-        mode = new_mode()
-        copy = fake_copy(module, mode)
-        copy.__class__ = self.base
-        tracer = RegionTracer(lambda name: name in self.inline, script)
-        try:
-            with mode:
-                return tracer.trace_region(copy, fake_copy(arguments, mode))
-        except (TraceError, DataDependentOutputException) as error:
+    def known(self, module: nn.Module, *args: Any, **kwargs: Any) -> Variant | None:
+        return next((v for v in self.variants if v.holds(module, *args, **kwargs)), None)
+
+    def learn(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], likely: frozenset[str] | None = None
+    ) -> Variant:
+        """Makes the variant for a call, which it does not run. `likely`: which arguments are only handed on."""
+        arguments = bind(base_forward(self.base), module, args, kwargs)
+        variant = self.specialised(Calls(self.base, self.inline, self.signature, module, arguments, likely))
+        if not variant.holds(module, *args, **kwargs):
             raise PeftcError(
                 Diagnostic(
-                    "P407",
-                    f"a call of {self.name} cannot be traced: {error}",
-                    notes=(f"in the code of {tracer.frames[-1]}",) if tracer.frames else (),
-                    help="edit a smaller part of the layer, so that this code is not entered",
+                    "P901",
+                    f"the forward made for a call of {self.name} does not recognise that call",
+                    notes=tuple(variant.conditions),
+                    help="this is a bug in peftc: report the model, the spec and the call",
                 )
-            ) from error
+            )
+        return self.add(variant)
 
-    def variant(self, trace: Callable[[tuple[bool, ...]], Traced]) -> Variant:
+    def add(self, variant: Variant) -> Variant:
+        self.variants.append(variant)
+        self.link()
+        return variant
+
+    def specialised(self, calls: Calls) -> Variant:
         """The rewritten forward of one call pattern, with both ways at every branch on values of tensors."""
         conditions: dict[str, None] = {}
 
         def path(script: tuple[bool, ...]) -> emit.Others:
-            traced = trace(script)
-            conditions.update(dict.fromkeys(self.conditions(traced)))
+            traced, tracer = calls.along(script)
+            conditions.update(dict.fromkeys(self.conditions(traced, tracer, calls.handed)))
             self.rewrite(traced)
             at = range(len(script), len(traced.outcomes))
             return traced.graph, {i: path((*traced.outcomes[:i], not traced.outcomes[i])) for i in at}
 
-        graph, others = path(())
+        try:
+            graph, others = path(())
+        except LookedAt:  # on another path than the first
+            conditions.clear()
+            graph, others = path(())
+        return self.variant(graph, others, tuple(conditions), calls.handed)
+
+    def variant(
+        self,
+        graph: fx.Graph,
+        others: Mapping[int, emit.Others],
+        conditions: tuple[str, ...],
+        handed: frozenset[str],
+    ) -> Variant:
         name = f"variant_{len(self.variants) + 1}"
         body = emit.Emitter(graph, self.names, self.signature, others).body()
-        return Variant(name, tuple(conditions), graph, emit.function(name, self.signature, body))
+        source = emit.function(name, self.signature, body)
+        return Variant(name, conditions, graph, source, self.predicate(name, conditions), handed)
 
-    def conditions(self, traced: Traced) -> list[str]:
+    def conditions(self, traced: Traced, tracer: Asking, handed: frozenset[str]) -> list[str]:
         """When a graph is the right one; what may change while it runs is asked again where the model asks."""
-        if not self.inline:
-            return []
-        found = guards.conditions(traced, emit.Emitter(traced.graph, self.names, self.signature))
+        found = guards.conditions(traced, tracer, handed, emit.Emitter(traced.graph, self.names, self.signature))
         for guard in guards.late(traced):
             with traced.graph.inserting_after(guard.node):
                 traced.graph.call_function(still, (guard.node, guard.kind, guard.value))
@@ -149,18 +179,18 @@ class Kind:
         parts = [v.source for v in self.variants]
         return "\n\n\n".join([*parts, self.dispatch_source()] if self.inline else parts)
 
-    def holds(self, variant: Variant) -> Callable[..., Any]:
+    def predicate(self, name: str, conditions: tuple[str, ...]) -> Callable[..., bool]:
         """Whether a variant is the one for a call."""
-        lines = ["return (", "    " + "\n        and ".join(variant.conditions or ("True",)), ")"]
+        source = emit.function("holds", self.signature, emit.all_of("return ", conditions))
         namespace = dict(self.names.values)
-        exec(compile(emit.function("holds", self.signature, lines), f"<peftc {self.name}>", "exec"), namespace)
+        exec(compile(source, f"<peftc {self.name} {name}>", "exec"), namespace)
         return namespace["holds"]
 
     def dispatch_source(self) -> str:
         passed = emit.passed_on(self.signature)
         lines: list[str] = []
         for v in self.variants:
-            lines += ["if (", "    " + "\n        and ".join(v.conditions or ("True",)), "):"]
+            lines += emit.all_of("if ", v.conditions, ":")
             lines.append(f"    return {v.name}({passed})")
         lines.append(f"return unseen({passed})")
         return emit.function("dispatch", self.signature, lines)

@@ -85,7 +85,11 @@ class Example(fx.Proxy):
                 return value.dtype
             if name == "shape":
                 return tuple(self.size(i) for i in range(value.ndim))
-        attribute = getattr(value, name)
+        try:
+            attribute = getattr(value, name)
+        except AttributeError:
+            self.tracer.asked_type(self.node, type(value))  # `hasattr` tells classes apart
+            raise
         if isinstance(value, dict) and name in ("keys", "values", "items"):
             return getattr({k: self[k] for k in value}, name)
         if callable(attribute) and not isinstance(attribute, nn.Module):

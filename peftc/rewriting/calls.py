@@ -1,0 +1,114 @@
+"""The traces of one call of a region."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.model.fakes import fake_copy, new_mode
+from peftc.rewriting.asking import Asking, plain_arguments
+from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, unlooked
+from peftc.tracing.calls import innermost
+from peftc.tracing.seams import TraceError
+
+
+class LookedAt(Exception):
+    """An argument that one path through the code hands on only is looked at on another."""
+
+
+class Calls:
+    """Traces one call as often as asked, on copies without data, so that nothing happens to the model, its caches or the
+    random state.
+    """
+
+    def __init__(
+        self,
+        base: type[nn.Module],
+        inline: frozenset[str],
+        signature: inspect.Signature,
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        likely: frozenset[str] | None = None,
+    ) -> None:
+        self.base, self.inline, self.signature = base, inline, signature
+        self.module, self.arguments, self.likely = module, arguments, likely
+        self.rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+        self.handed = frozenset[str]()  # known once the first path has been traced
+        self.looked_at = False
+        self.made: dict[object, Call] = {}
+
+    def along(self, script: tuple[bool, ...]) -> Call:
+        """The trace along one path, in which arguments that are only handed on are left open.
+
+        Raises: LookedAt where another path hands on what this one looks at; from then on nothing is left open.
+        """
+        plain = self.remembered(script)
+        values = plain_arguments(self.signature, self.arguments)
+        if not script and not self.looked_at:
+            compared = compared_with_none(innermost(self.base.forward))
+            self.handed = handed_on(lambda *how: self.remembered((), *how), plain, values, compared, self.likely)
+        if not self.handed:
+            return plain
+        found = self.remembered(script, self.handed)
+        constants = {n: values[n] for n in self.handed if n in values}
+        if not same(plain, found, constants) or (script and not self.hands_on(script, plain, values)):
+            self.handed, self.looked_at = frozenset(), True
+            self.made.clear()  # what has been returned has been rewritten
+            raise LookedAt
+        return found
+
+    def hands_on(self, script: tuple[bool, ...], plain: Call, values: Mapping[str, Any]) -> bool:
+        constants = frozenset(n for n in self.handed if n in values)
+        trace = lambda *how: self.remembered(script, *how)  # noqa: E731
+        return unlooked(trace, plain, constants, values, self.handed - constants) == self.handed
+
+    def remembered(
+        self,
+        script: tuple[bool, ...],
+        symbolic: frozenset[str] = frozenset(),
+        changed: Mapping[str, Any] | None = None,
+    ) -> Call:
+        key = (script, symbolic & set(plain_arguments(self.signature, self.arguments)), tuple((changed or {}).items()))
+        if key not in self.made:
+            self.made[key] = self.trace(script, symbolic, changed)
+        return self.made[key]
+
+    def trace(
+        self,
+        script: tuple[bool, ...],
+        symbolic: frozenset[str] = frozenset(),
+        changed: Mapping[str, Any] | None = None,
+    ) -> Call:
+        """The region's graph, along one path, with these arguments symbolic and these plain ones replaced.
+
+        Raises: P407 for code that cannot be traced.
+        """
+        mode = new_mode()
+        copy = fake_copy(self.module, mode)
+        copy.__class__ = self.base
+        tracer = Asking(lambda name: name in self.inline, script, symbolic)
+        try:
+            with mode:
+                return tracer.trace_region(copy, fake_copy(self.replaced(changed or {}), mode)), tracer
+        except (TraceError, DataDependentOutputException) as error:
+            raise PeftcError(
+                Diagnostic(
+                    "P407",
+                    f"a call of {self.base.__name__} cannot be traced: {error}",
+                    notes=(f"in the code of {tracer.frames[-1]}",) if tracer.frames else (),
+                    help="edit a smaller part of the layer, so that this code is not entered",
+                )
+            ) from error
+
+    def rests(self) -> Mapping[str, Any]:
+        return self.arguments.get(self.rest, {})
+
+    def replaced(self, changed: Mapping[str, Any]) -> dict[str, Any]:
+        own = {n: v for n, v in changed.items() if not n.startswith("**")}
+        rest = {n[2:]: v for n, v in changed.items() if n.startswith("**")}
+        return {**self.arguments, **own, **({self.rest: {**self.rests(), **rest}} if rest else {})}
