@@ -15,11 +15,16 @@ __all__ = [
     "attention",
     "attention_with_rows",
     "full_precision",
+    "function_with_rows",
+    "like_operand",
     "replaced",
+    "reshaped_like",
+    "rows_of",
     "still",
     "stored_as",
     "unflattened",
     "unseen",
+    "with_rows",
 ]
 
 
@@ -45,6 +50,39 @@ def stored_as(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def unflattened(value: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
     """(batch · tokens, d) as (batch, tokens, d), batch and tokens being those of the layer's input."""
     return value.view(*stream.shape[:-1], value.shape[-1])
+
+
+def rows_of(whole: torch.Tensor, dim: int, base: int, count: int, stride: int, start: int, stop: int) -> torch.Tensor:
+    """Interleaved rows: [start, stop) of each of `count` pieces of `stride` rows, which begin at `base`, along `dim` (0 or -1)."""
+    return blocks_of(whole, dim, base, count, stride, start, stop).flatten(0 if dim == 0 else -2, 1 if dim == 0 else -1)
+
+
+def blocks_of(whole: torch.Tensor, dim: int, base: int, count: int, stride: int, start: int, stop: int) -> torch.Tensor:
+    """A view of the same, (count, stop - start) in the place of `dim`."""
+    pieces = whole.narrow(dim, base, count * stride).unflatten(dim, (count, stride))
+    return pieces[:, start:stop] if dim == 0 else pieces[..., start:stop]
+
+
+def with_rows(
+    whole: torch.Tensor, new: torch.Tensor, dim: int, base: int, count: int, stride: int, start: int, stop: int
+) -> torch.Tensor:
+    """`whole` with such rows replaced by `new`."""
+    result = whole.to(torch.promote_types(whole.dtype, new.dtype), copy=True)
+    blocks_of(result, dim, base, count, stride, start, stop).copy_(new.unflatten(dim, (count, stop - start)))
+    return result
+
+
+def like_operand(rows: torch.Tensor, operand: torch.Tensor, order: tuple[int, ...], merged: bool) -> torch.Tensor:
+    """Rows (batch, heads, rows, d) laid out as an operand of a product: its dimensions are `order` of those; with batch and
+    heads in one dimension where `merged`.
+    """
+    rows = rows.to(operand.dtype)
+    return (rows.flatten(0, 1) if merged else rows).permute(order)
+
+
+def reshaped_like(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Scores of joined rows in the shape of the others."""
+    return rows.reshape(*others.shape[:-1], rows.shape[-1])
 
 
 def still(value: Any, kind: str, expected: Any) -> None:
@@ -91,6 +129,36 @@ def attention_with_rows(
     return attention(module, eager, query, key, value, mask, *args, **kwargs)
 
 
+def function_with_rows(
+    before: int,
+    after: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """torch's `scaled_dot_product_attention` over keys and values with joined rows. Shapes as in `attention_with_rows`."""
+    length = key.shape[2] - before - after
+    if attn_mask is None and is_causal:
+        attn_mask = causal(query, length)
+    mask = None if attn_mask is None else opened(attn_mask, length, before, after)
+    return nn.functional.scaled_dot_product_attention(query, key, value, mask, dropout_p, **kwargs)
+
+
+def opened(mask: torch.Tensor, length: int, before: int, after: int) -> torch.Tensor:
+    """A mask, boolean or added, with open columns around those of `length` keys."""
+    return nn.functional.pad(mask[..., :length], (before, after), value=mask.dtype == torch.bool)
+
+
+def causal(query: torch.Tensor, length: int) -> torch.Tensor:
+    """The mask of `is_causal`: aligned top left."""
+    rows = torch.arange(query.shape[2], device=query.device)[:, None]
+    return (rows >= torch.arange(length, device=query.device))[None, None]
+
+
 def open_columns(
     module: Any, query: torch.Tensor, mask: Any, length: int, before: int, after: int, is_causal: bool | None
 ) -> torch.Tensor | None:
@@ -106,13 +174,11 @@ def open_columns(
             )
         )
     if mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if implementation == "eager" or not causal or query.shape[2] == 1:
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if implementation == "eager" or not is_causal or query.shape[2] == 1:
             return None
-        rows = torch.arange(query.shape[2], device=query.device)[:, None]
-        mask = (rows >= torch.arange(length, device=query.device))[None, None]  # as sdpa's is_causal: aligned top left
-    fill = mask.dtype == torch.bool
-    return nn.functional.pad(mask[..., :length], (before, after), value=fill)
+        mask = causal(query, length)
+    return opened(mask, length, before, after)
 
 
 def unseen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -86,6 +86,12 @@ REWRITE: dict[str, CodeInfo] = {
         "A parameter of the base is trained by one spec on the model at most: otherwise nobody could say whose value it has when "
         "one of them is removed or saved. In one spec two `train` statements may name the same parameter.",
     ),
+    "P415": CodeInfo(
+        "keys and values that cannot be changed",
+        "Where a model writes its attention out, with a product, a softmax and another product, rows can be joined to the keys and "
+        "values (`kv = concat(prefix(len=30), kv)`), but those that are there cannot be changed in the same place: edit "
+        "`attn.k` and `attn.v`.",
+    ),
     "P420": CodeInfo(
         "output that cannot be written",
         "The folder given by `-o` holds other files, or cannot be written. Nothing of it has been changed.",

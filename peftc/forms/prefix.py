@@ -36,11 +36,11 @@ def _shape(args: Args, dims: Dims) -> Shape:
 def _count(args: Args, dims: Dims) -> Count:
     """Of all the sites that share the parameters: one site, or the whole group where it is reparametrised."""
     assert isinstance(dims.target, KeyValue)
-    length, kv, m = integer(args, "len"), dims.target.width, hidden_width(args)
+    length, kv, m = integer(args, "len"), sum(dims.target.widths), hidden_width(args)
     if m is None:
-        return Count(2 * length * kv, 2 * length * kv)
-    trained = length * dims.d_model + dims.d_model * m + m + 2 * dims.sites * kv * (m + 1)
-    return Count(trained, trained if args["keep"] else 2 * length * kv * dims.sites)
+        return Count(length * kv, length * kv)
+    trained = length * dims.d_model + dims.d_model * m + m + dims.sites * kv * (m + 1)
+    return Count(trained, trained if args["keep"] else length * kv * dims.sites)
 
 
 register(

@@ -19,16 +19,16 @@ from peftc.forms.shapes import KeyValue
 class Prefix(FormModule):
     """f = (P_k, P_v), for every example of the batch.
 
-    Shapes: key, value (kv_heads, len, d_head); each part of f (batch, kv_heads, len, d_head).
+    Shapes: key, value (kv_heads, len, d_head or d_value); each part of f has the batch before.
     Source: Li and Liang 2021, arXiv:2101.00190.
     """
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__(args, dims, dtype, device)
         assert isinstance(dims.target, KeyValue)
-        size = (dims.target.kv_heads, integer(args, "len"), dims.target.d_head)
-        self.key = self.parameter("key", *size)
-        self.value = self.parameter("value", *size)
+        heads, length, d_head = dims.target.kv_heads, integer(args, "len"), dims.target.d_head
+        self.key = self.parameter("key", heads, length, d_head)
+        self.value = self.parameter("value", heads, length, dims.target.d_value or d_head)
 
     @classmethod
     def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
@@ -48,7 +48,7 @@ class PrefixGroup(FormModule):
     """(P_k, P_v) of layer i = rows 2i and 2i + 1 of tanh(E W + b) W' + b', for the n layers of a group.
 
     E starts as N(0, 1), the rest as in `nn.Linear`: the first values of Li and Liang, PEFT and AdapterHub.
-    Shapes: embedding (len, d_model); down (m, d_model); up (2 · n · kv_heads · d_head, m).
+    Shapes: embedding (len, d_model); down (m, d_model); up (n · kv_heads · (d_head + d_value), m).
     Source: Li and Liang 2021, arXiv:2101.00190, section 4.3.
     """
 
@@ -57,20 +57,20 @@ class PrefixGroup(FormModule):
         m = hidden_width(args)
         assert isinstance(dims.target, KeyValue)
         assert m is not None
-        self.heads, self.d_head = dims.target.kv_heads, dims.target.d_head
+        self.heads, self.widths = dims.target.kv_heads, dims.target.widths
         self.embedding = self.parameter("embedding", integer(args, "len"), dims.d_model)
         self.down = self.parameter("down", m, dims.d_model)
         self.down_bias = self.parameter("down_bias", m)
-        self.up = self.parameter("up", 2 * dims.sites * dims.target.width, m)
-        self.up_bias = self.parameter("up_bias", 2 * dims.sites * dims.target.width)
+        self.up = self.parameter("up", dims.sites * sum(self.widths), m)
+        self.up_bias = self.parameter("up_bias", dims.sites * sum(self.widths))
 
     def rows(self, index: int) -> Pair:
-        """P_k and P_v of one site, each (kv_heads, len, d_head), in the dtype of the parameters."""
+        """P_k and P_v of one site, (kv_heads, len, d_head or d_value), in the dtype of the parameters."""
         hidden = torch.tanh(F.linear(self.embedding, self.down, self.down_bias))
-        width = 2 * self.heads * self.d_head
+        width = sum(self.widths)
         mine = slice(index * width, (index + 1) * width)
         flat = F.linear(hidden, self.up[mine], self.up_bias[mine])
-        key, value = flat.view(-1, 2, self.heads, self.d_head).permute(1, 2, 0, 3).unbind(0)
+        key, value = (part.unflatten(1, (self.heads, -1)).transpose(0, 1) for part in flat.split(self.widths, 1))
         return key, value
 
     def value_at(self, index: int, like: Tensor) -> Pair:

@@ -51,18 +51,20 @@ class Rows:
 
 @dataclass(frozen=True)
 class KeyValue:
-    """A pair of keys and values, each (batch, kv_heads, tokens, d_head)."""
+    """A pair of keys, (batch, kv_heads, tokens, d_head), and values, (batch, kv_heads, tokens, d_value or d_head)."""
 
     kv_heads: int
     d_head: int
+    d_value: int | None = None  # where it differs from d_head
 
     @property
-    def width(self) -> int:
-        """Features of one row of keys: kv_heads · d_head."""
-        return self.kv_heads * self.d_head
+    def widths(self) -> tuple[int, int]:
+        """Features of one row of keys, and of values: kv_heads · d_head each."""
+        return self.kv_heads * self.d_head, self.kv_heads * (self.d_value or self.d_head)
 
     def __str__(self) -> str:
-        return f"keys and values [{self.kv_heads} heads, tokens, {self.d_head}]"
+        d = f"{self.d_head}" if self.d_value is None else f"{self.d_head} and {self.d_value}"
+        return f"keys and values [{self.kv_heads} heads, tokens, {d}]"
 
 
 @dataclass(frozen=True)

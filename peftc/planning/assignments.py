@@ -46,7 +46,7 @@ def _where(placed: Placed, state: State) -> tuple[object, Slice | None]:
 
 
 def _overlap(rows: Slice | None, others: Slice | None) -> bool:
-    return rows is None or others is None or (rows.start < others.stop and others.start < rows.stop)
+    return rows is None or others is None or rows.overlaps(others)
 
 
 def _clash(before: ast.Edit, at: Placed, earlier: Assign, edit: ast.Edit, assign: Assign) -> Diagnostic:

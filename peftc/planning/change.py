@@ -10,6 +10,7 @@ from peftc.forms.shapes import Weight
 from peftc.planning.affine import FoldTarget, linear_states
 from peftc.planning.ir import Applied, Arithmetic, Constant, Placed, Read, Term
 from peftc.planning.regions import Parameters, Region
+from peftc.tracing.sites import Slice
 
 Own = Literal["absent", "one", "other"]
 
@@ -43,18 +44,18 @@ def changed(placed: Placed, target: FoldTarget, parameters: Parameters) -> Itera
         for name in {assign.state for assign in placed.assigns}:
             state = placed.site.states[name]
             if state.weight:
-                yield parameters.region(state.weight, state.shape)
+                yield from parameters.regions(state.weight, state.shape)
         return
     parts = value_of(placed, linear_states(target, placed.site))
     shape = site.states["w"].shape
     assert isinstance(shape, Weight)
     if weight and (parts.own != "one" or parts.input):
-        yield parameters.region(weight, shape)
+        yield from parameters.regions(weight, shape)
     moved = target.side == "output" and parts.own != "one" and bias is not None
     if parts.constant or moved:
-        start = weight.rows.start if weight and weight.rows else 0
+        rows = weight.rows if weight and weight.rows else Slice(0, shape.d_out)
         name = parameters.canonical(bias) if bias else f"{site.module}.bias"
-        yield Region(name, start, start + shape.d_out)
+        yield from parameters.rows(name, rows)
     yield from _written_weights(placed, parameters)
 
 
@@ -62,7 +63,7 @@ def _written_weights(placed: Placed, parameters: Parameters) -> Iterable[Region]
     for name in {assign.state for assign in placed.assigns} & {"w", "b"}:
         state = placed.site.states[name]
         if state.weight:
-            yield parameters.region(state.weight, state.shape)
+            yield from parameters.regions(state.weight, state.shape)
 
 
 def value_of(placed: Placed, linear: Collection[str]) -> Parts:

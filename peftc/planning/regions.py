@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 from peftc.forms.shapes import Shape, Vector, Weight
-from peftc.tracing.sites import SiteTable, WeightRef
+from peftc.tracing.sites import SiteTable, Slice, WeightRef
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,15 @@ class Parameters:
     def numel(self, name: str) -> int:
         return prod(self._sizes[name])
 
-    def region(self, ref: WeightRef, shape: Shape) -> Region:
+    def regions(self, ref: WeightRef, shape: Shape) -> Iterator[Region]:
         """All the entries that a state `w` or `b` of this shape has."""
         assert isinstance(shape, Weight | Vector)
         rows, width = (shape.d_out, shape.d_in) if isinstance(shape, Weight) else (shape.d, 1)
-        start = ref.rows.start if ref.rows else 0
-        return Region(self.canonical(ref), start, start + rows, width)
+        return self.rows(self.canonical(ref), ref.rows or Slice(0, rows), width)
+
+    def rows(self, name: str, rows: Slice, width: int = 1) -> Iterator[Region]:
+        """Some rows of a parameter, one region a block."""
+        return (Region(name, start, stop, width) for start, stop in rows.runs())
 
 
 def numel(regions: Iterable[Region]) -> int:

@@ -33,7 +33,7 @@ def trained(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Tr
     refs = [(site, state, state.weight) for site, state in found if state.weight is not None]
     if not refs:
         raise PeftcError(_nothing(statement, sites))
-    regions = frozenset(parameters.region(ref, state.shape) for _, state, ref in refs)
+    regions = frozenset(region for _, state, ref in refs for region in parameters.regions(ref, state.shape))
     names = dict.fromkeys(parameters.canonical(ref) for _, _, ref in refs)
     for site, state, ref in refs:
         name = parameters.canonical(ref)

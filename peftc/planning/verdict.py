@@ -142,7 +142,7 @@ def _same_rows(one: WeightRef, other: WeightRef) -> bool:
     """Whether two views of a module's parameters have rows in common."""
     if one.module != other.module:
         return False
-    return not (one.rows and other.rows) or (one.rows.start < other.rows.stop and other.rows.start < one.rows.stop)
+    return not (one.rows and other.rows) or one.rows.overlaps(other.rows)
 
 
 def _module(at: _At) -> str:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.shapes import KeyValue
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor, find
+from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.edits import STREAM, Bound, RegionEdit
-from peftc.runtime import attention_with_rows, full_precision, stored_as, unflattened
-from peftc.tracing.graphs import is_attention
+from peftc.runtime import full_precision, rows_of, stored_as, unflattened, with_rows
+from peftc.tracing.attention import is_softmax
+from peftc.tracing.graphs import EDIT
 from peftc.tracing.sites import Slice
 from peftc.tracing.tracer import Traced
 
@@ -111,51 +114,61 @@ class _Assignment:
         self.start_before(call)
         for let in self.lets:
             self.term(let)
-        shift = 2 if call.target is attention_with_rows else 0
-        if name == "kv":
-            self.write_pair(call, shift)
+        if self.is_written(call):
+            self.join_written(Written(call, self.inserter.traced))
             return
-        value = self.term(self.assign.value)
-        arguments = list(call.args)
-        arguments["qkv".index(name) + 2 + shift] = value
-        call.args = tuple(arguments)
+        attention = Called(call)
+        if name == "kv":
+            attention.join(*self.pair(self.assign.value, attention))
+        else:
+            attention.set(name, self.term(self.assign.value))
 
-    def write_pair(self, call: fx.Node, shift: int) -> None:
-        key, value, before, after = self.pair(self.assign.value, call, shift)
-        old_before, old_after = call.args[:2] if shift else (0, 0)
-        assert isinstance(old_before, int)
-        assert isinstance(old_after, int)
-        arguments = list(call.args[shift:])
-        arguments[3:5] = [key, value]
-        call.target = attention_with_rows
-        call.args = (old_before + before, old_after + after, *arguments)
+    def is_written(self, call: fx.Node) -> bool:
+        root = self.inserter.traced.root
+        return root is not None and is_softmax(call, root)
 
-    def pair(self, term: ir.Term, call: fx.Node, shift: int) -> tuple[Any, Any, int, int]:
+    def join_written(self, attention: Written) -> None:
+        """Rows joined to an attention without a call that takes keys and values."""
+        term = self.assign.value
+        parts = term.parts if isinstance(term, ir.Concat) else (term,)
+        own = next(i for i, p in enumerate(parts) if contains_state(p))
+        if not isinstance(parts[own], ir.Read):
+            help_ = "join rows: `kv = concat(prefix(len=l), kv)`"
+            message = f"`{self.edit.edit}` changes the keys and values of an attention that is written out in the model"
+            raise PeftcError(Diagnostic("P415", message, help=help_))
+        like = attention.like(self, heads_of(self.assign.value))
+        for i in [*reversed(range(own)), *range(own + 1, len(parts))]:
+            self.start_before(attention.softmax)
+            key, value, _, _ = self.pair(parts[i], None, like)
+            attention.join(self, key, value, after=i > own)
+
+    def pair(self, term: ir.Term, call: Called | None, like: Any = None) -> tuple[Any, Any, int, int]:
         """Keys, values, and how many rows were joined before and after, of a term of keys and values."""
         if isinstance(term, ir.Read):
-            return call.args[3 + shift], call.args[4 + shift], 0, 0
+            assert call is not None
+            return call.get("k"), call.get("v"), 0, 0
         if isinstance(term, ir.Concat):
-            parts = [self.pair(p, call, shift) for p in term.parts]
+            parts = [self.pair(p, call, like) for p in term.parts]
             own = next(i for i, p in enumerate(term.parts) if contains_state(p))
             before = sum(rows(p) for p in term.parts[:own]) + parts[own][2]
             after = sum(rows(p) for p in term.parts[own + 1 :]) + parts[own][3]
             keys, values = [p[0] for p in parts], [p[1] for p in parts]
             return self.function(torch.cat, keys, 2), self.function(torch.cat, values, 2), before, after
         if isinstance(term, ir.Applied):
-            made = self.applied(term, like=call.args[3 + shift])
+            made = self.applied(term, like=like if call is None else call.get("k"))
             return self.function(operator.getitem, made, 0), self.function(operator.getitem, made, 1), 0, 0
         if isinstance(term, ir.Arithmetic):
-            return self.scaled_pair(term, call, shift)
+            return self.scaled_pair(term, call, like)
         raise AssertionError(term)
 
-    def scaled_pair(self, term: ir.Arithmetic, call: fx.Node, shift: int) -> tuple[Any, Any, int, int]:
+    def scaled_pair(self, term: ir.Arithmetic, call: Called | None, like: Any) -> tuple[Any, Any, int, int]:
         """A number or a gate times keys and values."""
         sides = [isinstance(t.shape, type(term.shape)) for t in (term.left, term.right)]
         which = 0 if sides[0] else 1
         inner, factor = (term.left, term.right) if which == 0 else (term.right, term.left)
-        key, value, before, after = self.pair(inner, call, shift)
+        key, value, before, after = self.pair(inner, call, like)
         if isinstance(factor.shape, type(term.shape)):
-            other = self.pair(factor, call, shift)
+            other = self.pair(factor, call, like)
             both = ((key, other[0]), (value, other[1]))
         else:
             by = self.per_head(self.term(factor), factor)
@@ -208,10 +221,10 @@ class _Assignment:
         assert bound.anchor is not None
         if bound.anchor.kind == "argument":
             call, name = self.attention_call(bound.anchor)
-            return call.args["qkv".index(name) + 2 + (2 if call.target is attention_with_rows else 0)]
+            return Called(call).get(name)
         node = self.inserter.now(self.inserter.locate(bound.anchor, state))
         self.move_after(node)
-        value = node if bound.rows is None else self.cut(node, bound.rows, -1)
+        value = node if bound.rows is None else self.cut(node, bound.rows, -1, bound.width)
         return self.function(unflattened, value, self.read(STREAM)) if self.unflattened(bound) else value
 
     def unflattened(self, bound: Bound) -> bool:
@@ -228,12 +241,10 @@ class _Assignment:
         self.move_after(node)
         seen = self.function(full_precision, node)
         seen = self.method("t", seen) if bound.weight.transposed else seen
-        return seen if bound.weight.rows is None else self.cut(seen, bound.weight.rows, 0)
+        return seen if bound.weight.rows is None else self.cut(seen, bound.weight.rows, 0, bound.width)
 
     def attention_call(self, anchor: Anchor) -> tuple[fx.Node, str]:
-        call = self.inserter.locate(anchor, str(anchor.key[-1]))
-        assert is_attention(call) or call.target is attention_with_rows
-        return call, str(anchor.key[-1])
+        return self.inserter.locate(anchor, str(anchor.key[-1])), str(anchor.key[-1])
 
     def value(self) -> Any:
         for let in self.lets:
@@ -302,7 +313,7 @@ class _Assignment:
             self.point = node
 
     def add(self, node: fx.Node) -> fx.Node:
-        node.meta["origin"] = ("<edit>", self.inserter.made, 0)
+        node.meta["origin"] = (EDIT, self.inserter.made, 0)
         self.inserter.made += 1
         self.point.append(node)
         self.point = node
@@ -318,18 +329,38 @@ class _Assignment:
     def module(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         return self.add(self.graph.create_node("call_module", name, args, kwargs))
 
-    def cut(self, node: Any, rows: Slice, dim: int) -> fx.Node:
+    def copied(self, node: fx.Node, instead: Mapping[fx.Node, Any]) -> fx.Node:
+        """The same operation on other values."""
+        return self.add(self.graph.node_copy(node, lambda n: instead.get(n, n)))
+
+    def cut(self, node: Any, rows: Slice, dim: int, width: int) -> fx.Node:
+        if rows.count > 1:
+            return self.function(rows_of, node, dim, *layout(rows, width))
         piece = slice(rows.start, rows.stop)
         return self.function(operator.getitem, node, (..., piece) if dim == -1 else piece)
 
     def joined(self, whole: fx.Node, rows: Slice, new: Any, dim: int, width: int) -> fx.Node:
         """`whole`, `width` long, with `rows` of it replaced."""
+        if rows.count > 1:
+            return self.function(with_rows, whole, new, dim, *layout(rows, width))
         pieces: list[Any] = [new]
         if rows.start > 0:
-            pieces.insert(0, self.cut(whole, Slice(0, rows.start), dim))
+            pieces.insert(0, self.cut(whole, Slice(0, rows.start), dim, width))
         if rows.stop < width:
-            pieces.append(self.cut(whole, Slice(rows.stop, width), dim))
+            pieces.append(self.cut(whole, Slice(rows.stop, width), dim, width))
         return self.function(torch.cat, pieces, dim)
+
+
+def layout(rows: Slice, width: int) -> tuple[int, int, int, int, int]:
+    """Interleaved rows as the arguments of `rows_of`."""
+    base = rows.base(width)
+    return base, rows.count, rows.stride, rows.start - base, rows.stop - base
+
+
+def heads_of(term: ir.Term) -> int:
+    """The heads of a term of keys and values."""
+    assert isinstance(term.shape, KeyValue)
+    return term.shape.kv_heads
 
 
 def contains_state(term: ir.Term) -> bool:

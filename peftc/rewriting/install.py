@@ -9,20 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_owner, member
-from peftc.model.fakes import fake_copy, fake_mode
-from peftc.model.sample import sample_inputs
 from peftc.planning import ir
 from peftc.rewriting.anchors import contains
 from peftc.rewriting.container import Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
-from peftc.rewriting.insert import CONTAINER
+from peftc.rewriting.insert import CONTAINER, layout
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import RECORD, Installation, acting, installed
 from peftc.rewriting.regions import LayerRegions, module_region
+from peftc.rewriting.warm import prepare
+from peftc.runtime import rows_of
 from peftc.tracing.kinds import Anatomy
 from peftc.tracing.sites import WeightRef
 
@@ -148,8 +147,9 @@ class Surgery:
             return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
         weights = {n: s.weight for n, s in placed.site.states.items() if s.weight is not None}
-        base = {n: weight_view(self.model, ref).detach() for n, ref in weights.items()}
-        form.initialise(generator, _Readable(base, name))
+        form.initialise(
+            generator, _Readable({n: weight_view(self.model, ref).detach() for n, ref in weights.items()}, name)
+        )
 
     def apply(self, record: Callable[[Surgery], Installation]) -> None:
         """Registers the parameters and exchanges the classes."""
@@ -224,7 +224,10 @@ def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
     """A parameter as nn.Linear stores it: (out, in), the rows of the site alone."""
     tensor = getattr(model.get_submodule(ref.module), ref.attribute)
     tensor = tensor.t() if ref.transposed else tensor
-    return tensor if ref.rows is None else tensor[ref.rows.start : ref.rows.stop]
+    if ref.rows is None:
+        return tensor
+    one = ref.rows.count == 1
+    return tensor[ref.rows.start : ref.rows.stop] if one else rows_of(tensor, 0, *layout(ref.rows, tensor.shape[0]))
 
 
 def restore(module: nn.Module, kind: Kind) -> None:
@@ -260,27 +263,12 @@ def uninstall(model: nn.Module) -> nn.Module:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in record.originals.items():
-            parameters[name].copy_(value)
+            rows = slice(min(len(value), len(parameters[name]))) if value.ndim else ...
+            parameters[name][rows].copy_(value[rows])  # an embedding may have got more rows since, or lost some
     return model
 
 
 def warm(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
-    """Makes the common variants ahead of time, by running a copy without data: evaluation and training.
-
-    A model whose own code looks at values cannot be run so: then variants are made when they first come up.
-    """
-    if not any(kind.inline for _, kind in installed(model).regions):
-        return
-    fake = fake_copy(model)
-    inputs = sample_inputs(fake) if sample is None else sample
-    try:
-        for training in (False, True):
-            fake.train(training)
-            with fake_mode(fake), torch.no_grad():
-                fake(**inputs)
-    except (DataDependentOutputException, PeftcError) as error:
-        if isinstance(error, PeftcError):
-            raise
-    except Exception as error:  # whatever the model's own code raises
-        message = f"the edited {type(model).__name__} does not run: {type(error).__name__}"
-        raise PeftcError(Diagnostic("P409", message, notes=(str(error).partition("\n")[0],))) from error
+    """Makes the variants of ordinary calls ahead of time."""
+    if any(kind.inline for _, kind in installed(model).regions):
+        prepare(model, sample)

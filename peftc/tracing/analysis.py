@@ -16,8 +16,9 @@ from peftc.model.resolve import ModelSource, resolve
 from peftc.model.sample import sample_inputs
 from peftc.model.skeleton import skeleton
 from peftc.tracing.kinds import Anatomy, dissect, example_width
+from peftc.tracing.outside import module_infos
 from peftc.tracing.sites import SiteTable
-from peftc.tracing.table import all_sites, module_infos
+from peftc.tracing.table import all_sites
 
 ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
 

@@ -9,9 +9,10 @@ import torch
 from torch import fx, nn
 
 from peftc.tracing.seams import attention
-from peftc.tracing.sites import Slice
 
+EDIT = "<edit>"  # in the place of a module's name, in the origin of nodes that edits make
 ADDS = (operator.add, operator.iadd, torch.add)
+PRODUCTS = (operator.matmul, torch.matmul, torch.bmm, torch.baddbmm, torch.einsum, torch.mm)
 PASSING_METHODS = frozenset(
     {"to", "type", "type_as", "contiguous", "view", "reshape", "float", "clone", "squeeze", "unsqueeze", "flatten"}
 )
@@ -26,16 +27,27 @@ def is_tensor(node: object) -> bool:
     return isinstance(example(node), torch.Tensor)
 
 
+def shape(node: object) -> tuple[int, ...]:
+    """The example's shape; () for what is no tensor."""
+    value = example(node)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
 def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
     return root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def is_linear(node: object, root: nn.Module) -> bool:
-    """A leaf whose weight is a matrix: nn.Linear, Conv1D, quantised Linears; not an embedding."""
-    if not isinstance(node, fx.Node) or node.op != "call_module":
+    """A leaf whose weight is a matrix that maps features: nn.Linear, Conv1D, quantised Linears; no embedding, no router."""
+    if not isinstance(node, fx.Node) or node.op != "call_module" or not is_tensor(node):
         return False
     module = root.get_submodule(str(node.target))
-    return getattr(getattr(module, "weight", None), "ndim", 0) == 2 and not isinstance(module, nn.Embedding)
+    weight = getattr(module, "weight", None)
+    if getattr(weight, "ndim", 0) != 2 or isinstance(module, nn.Embedding):
+        return False
+    result = example(node)
+    assert isinstance(result, torch.Tensor)
+    return isinstance(module, nn.Linear) or result.shape[-1] in weight.shape  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def is_norm(node: object, root: nn.Module) -> bool:
@@ -55,14 +67,31 @@ def is_attention(node: object) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target is attention
 
 
+def is_edit(node: fx.Node) -> bool:
+    """Whether an edit made the node."""
+    return node.meta.get("origin", ("",))[0] == EDIT
+
+
 def is_size(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "size"
+
+
+def is_fact(node: fx.Node) -> bool:
+    """Whether a node asks a tensor for something that does not depend on its values: a size, its device, its dtype."""
+    return is_size(node) or (node.target is getattr and isinstance(example(node), (torch.device, torch.dtype, int)))
 
 
 def is_add(node: fx.Node) -> bool:
     if node.op == "call_function":
         return node.target in ADDS
     return node.op == "call_method" and node.target in ("add", "add_")
+
+
+def is_product(node: fx.Node) -> bool:
+    """A product of matrices, neither of which need be a parameter."""
+    if node.op == "call_function":
+        return node.target in PRODUCTS
+    return node.op == "call_method" and node.target in ("matmul", "bmm", "baddbmm", "mm")
 
 
 def passes_through(node: fx.Node, root: nn.Module) -> fx.Node | None:
@@ -89,16 +118,25 @@ def stripped(node: fx.Node, root: nn.Module) -> fx.Node:
 
 def sources(node: fx.Node) -> list[fx.Node]:
     """The nodes that the value of `node` is computed from; a cache update hands on what it is given."""
+    if not is_cache_part(node):
+        return node.all_input_nodes
+    given = cache_part(node)
+    return [given] if given is not None else []
+
+
+def is_cache_part(node: fx.Node) -> bool:
+    """Whether this is `cache.update(k, v, …)[0]` or `[1]`."""
     source = node.args[0] if node.target is operator.getitem else None
-    if (
-        isinstance(source, fx.Node)
-        and source.op == "call_method"
-        and source.target == "update"
-        and node.args[1] in (0, 1)
-    ):
-        given = source.args[1 + int(node.args[1] == 1)]  # cache.update(k, v, …)[0 | 1]
-        return [given] if isinstance(given, fx.Node) else []
-    return node.all_input_nodes
+    if not isinstance(source, fx.Node) or source.op != "call_method" or source.target != "update":
+        return False
+    return node.args[1] in (0, 1) and len(source.args) > 2
+
+
+def cache_part(node: fx.Node) -> fx.Node | None:
+    """The keys, or the values, that a cache's update was given."""
+    source = node.args[0]
+    given = source.args[1 + int(node.args[1] == 1)] if isinstance(source, fx.Node) else None
+    return given if isinstance(given, fx.Node) else None
 
 
 def upstream(node: fx.Node, stop: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
@@ -107,55 +145,12 @@ def upstream(node: fx.Node, stop: Callable[[fx.Node], bool]) -> Iterator[fx.Node
     todo = [node]
     while todo:
         n = todo.pop()
-        if n in seen or is_size(n):
+        if n in seen or is_fact(n):
             continue
         seen.add(n)
         yield n
         if not stop(n):
             todo.extend(sources(n))
-
-
-def feeding(node: fx.Node, root: nn.Module) -> list[tuple[fx.Node, Slice | None]]:
-    """The nearest Linears upstream of a value, each with the rows of its output that go there (None: all)."""
-    found: list[tuple[fx.Node, Slice | None]] = []
-    seen: set[tuple[fx.Node, Slice | None]] = set()
-    todo: list[tuple[fx.Node, Slice | None]] = [(node, None)]
-    while todo:
-        n, rows = todo.pop()
-        if (n, rows) in seen or is_size(n):
-            continue
-        seen.add((n, rows))
-        if is_linear(n, root):
-            found.append((n, rows))
-            continue
-        cut = slice_of_last_dimension(n)
-        for source in sources(n):
-            todo.append((source, cut if cut is not None and rows is None else rows))
-    return found
-
-
-def slice_of_last_dimension(node: fx.Node) -> Slice | None:
-    """The features that `x.split(…, -1)[i]`, `x.chunk(…, -1)[i]` or `x[..., a:b]` selects, else None."""
-    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
-        return None
-    source, key = node.args[0], node.args[1]
-    parts = example(source)
-    if isinstance(parts, (tuple, list)) and isinstance(key, int) and all(isinstance(p, torch.Tensor) for p in parts):
-        whole = example(source.args[0]) if source.args else None
-        widths = [p.shape[-1] for p in parts]
-        if isinstance(whole, torch.Tensor) and whole.shape[-1] == sum(widths):
-            key = key % len(widths)
-            return Slice(sum(widths[:key]), sum(widths[: key + 1]))
-    if isinstance(parts, torch.Tensor) and isinstance(key, tuple) and key and isinstance(key[-1], slice):
-        whole_slices = all(k is ... or k == slice(None) for k in key[:-1])
-        bounds = key[-1].indices(parts.shape[-1]) if whole_slices and plain(key[-1]) else None
-        if bounds is not None and bounds[2] == 1 and bounds[:2] != (0, parts.shape[-1]):
-            return Slice(bounds[0], bounds[1])
-    return None
-
-
-def plain(cut: slice) -> bool:
-    return all(v is None or isinstance(v, int) for v in (cut.start, cut.stop, cut.step))
 
 
 def fed(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.Node | None:
@@ -164,7 +159,7 @@ def fed(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.Node | None:
     todo = [node]
     while todo:
         for user in todo.pop(0).users:
-            if user in seen or is_size(user) or user not in within:
+            if user in seen or is_fact(user) or user not in within:
                 continue
             seen.add(user)
             if is_linear(user, root):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from peftc.model.fakes import fake_copy
 from peftc.tracing.observe import Observation, observe
 from peftc.tracing.roles import SubLayer, sub_layers
 from peftc.tracing.seams import TraceError
@@ -25,6 +26,7 @@ class LayerKind:
     traced: Traced
     subs: list[SubLayer]
     arguments: dict[str, Any] = field(repr=False)
+    opaque: dict[str, str] = field(default_factory=dict[str, str])  # modules in it that could not be entered, and why
 
 
 @dataclass
@@ -69,20 +71,20 @@ def dissect(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode) -
 
 def trace_layer(layer: nn.Module, name: str, arguments: dict[str, Any], anatomy: Anatomy) -> LayerKind | None:
     """Traces a layer with all children inlined that have children; one that cannot be entered stays a leaf."""
-    leaves: set[str] = set()
+    leaves: dict[str, str] = {}
     while True:
         tracer = RegionTracer(lambda child: child not in leaves and has_children(layer, child))
         try:
             with anatomy.mode:
-                traced = tracer.trace_region(layer, arguments)
+                traced = tracer.trace_region(layer, fake_copy(arguments, anatomy.mode))
         except Exception as error:
             inside = [f for f in tracer.frames if f not in leaves]
             if not inside:
                 anatomy.warnings.append(f"{name} ({type(layer).__name__}) could not be traced: {reason(error)}")
                 return None
-            leaves.add(inside[-1])
+            leaves[inside[-1]] = reason(error)
             continue
-        return LayerKind(type(layer).__name__, layer, traced, sub_layers(traced.graph, layer), arguments)
+        return LayerKind(type(layer).__name__, layer, traced, sub_layers(traced.graph, layer), arguments, leaves)
 
 
 def has_children(root: nn.Module, name: str) -> bool:
@@ -110,8 +112,8 @@ def decodes(stack: Stack) -> bool:
         for sub in kind.subs:
             if sub.variant == "cross":
                 return True
-            if sub.attention is not None:
-                owner: Any = sub.attention.args[0]
+            if sub.attention is not None and sub.attention.sort == "interface":
+                owner: Any = sub.attention.call.args[0]
                 module = kind.root.get_submodule("" if owner.target == "_self" else owner.target)
                 if getattr(module, "is_causal", False):
                     return True

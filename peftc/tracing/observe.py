@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.model.fakes import fake_copy
+from peftc.model.guesses import guessing
 from peftc.tracing.calls import bind, innermost
 from peftc.tracing.repeats import Repeats, repeated
 
@@ -81,7 +82,7 @@ def watched(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode, e
     handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
     skipping = [] if every else [model.get_submodule(n) for n in candidates]
     try:
-        with mode, torch.no_grad(), repeated(skipping, Repeats(names, seen, structure)):
+        with mode, guessing(), torch.no_grad(), repeated(skipping, Repeats(names, seen, structure)):
             model(**inputs)
     finally:
         for handle in handles:

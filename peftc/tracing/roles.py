@@ -1,8 +1,9 @@
 """Names the sub-layers of a traced layer, and the hidden states in them, by dataflow alone.
 
-A layer carries a residual stream. Each sum of the stream and of something computed with Linears is a sub-layer: what is
-added is its `h`, what it is added to its `res`. A sub-layer with an attention call in it is `attn` (`cross` where keys come from
-another input than queries), any other is `ffn`. No module names are looked at.
+A layer carries a residual stream. Each sum of the stream and of something computed with weights is a sub-layer: what is
+added is its `h`, what it is added to its `res`. A sub-layer with an attention in it is `attn` (`cross` where its keys do not
+come from the stream), one that mixes tokens in another way is `mixer`, any other is `ffn`. Two that read one stream and are
+summed before they are added to it (parallel blocks) are two sub-layers. No module names are looked at.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from typing import Literal
 import torch
 from torch import fx, nn
 
-from peftc.tracing import graphs
+from peftc.tracing import features, graphs
+from peftc.tracing.attention import Attention, attentions
+from peftc.tracing.mixing import mixes, weighted
 from peftc.tracing.sites import Slice
+from peftc.tracing.stream import Stream, stream_input
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Projection:
 
 @dataclass
 class SubLayer:
-    kind: Literal["attn", "ffn"]
+    kind: Literal["attn", "ffn", "mixer"]
     variant: Literal["self", "cross", ""]
     h: fx.Node
     res: fx.Node
@@ -36,26 +40,27 @@ class SubLayer:
     body: set[fx.Node] = field(repr=False)
     x: fx.Node | None = None
     context: fx.Node | None = None
-    attention: fx.Node | None = None
+    attention: Attention | None = None
     hidden: fx.Node | None = None
     projections: dict[str, Projection] = field(default_factory=dict[str, Projection])
+    linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
     norms: list[fx.Node] = field(default_factory=list[fx.Node])
     output_norm: fx.Node | None = None  # the post-norm: what `norm(...)` means first
 
 
 def sub_layers(graph: fx.Graph, root: nn.Module) -> list[SubLayer]:
     """The sub-layers of a layer in the order of its residual stream."""
-    stream = stream_input(graph)
+    first = stream_input(graph)
+    if first is None:
+        return []
+    stream, inside = Stream(first, root), attentions(graph, root)
     found: list[SubLayer] = []
-    if stream is None:
-        return found
     for node in graph.nodes:
-        if not graphs.is_add(node) or not graphs.is_tensor(node):
-            continue
-        sub = sub_layer_at(node, stream, root)
-        if sub is not None:
-            found.append(sub)
-            stream = node
+        if graphs.is_add(node) and graphs.is_tensor(node):
+            made = summed(node, stream, inside, root)
+            found += made
+            if made:
+                stream.values.append(node)
     claimed: set[fx.Node] = set()
     for sub in found:
         find_norms(sub, root, claimed)
@@ -63,100 +68,103 @@ def sub_layers(graph: fx.Graph, root: nn.Module) -> list[SubLayer]:
     return found
 
 
-def stream_input(graph: fx.Graph) -> fx.Node | None:
-    """The layer's hidden state: its first floating tensor argument."""
-    for node in graph.nodes:
-        value = graphs.example(node)
-        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.is_floating_point():
-            return node
-    return None
-
-
-def is_stream(node: fx.Node, stream: fx.Node, root: nn.Module) -> bool:
-    """Whether `node` is the stream itself, but for norms, dropout, casts and clamps."""
-    while node is not stream:
-        before = graphs.passes_through(node, root)
-        if before is None and graphs.is_norm(node, root):
-            before = graphs.first_input(node)
-        if before is None:
-            return False
-        node = before
-    return True
-
-
-def sub_layer_at(add: fx.Node, stream: fx.Node, root: nn.Module) -> SubLayer | None:
+def summed(add: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> list[SubLayer]:
+    """What a sum adds to the stream: nothing, one sub-layer, or two in parallel."""
     operands = [a for a in add.args[:2] if isinstance(a, fx.Node) and graphs.is_tensor(a)]
     if len(operands) != 2:
-        return None
+        return []
     for res, h in (operands, operands[::-1]):
-        if not is_stream(res, stream, root) or is_stream(h, stream, root):
-            continue
-        body = set(graphs.upstream(h, lambda n: is_stream(n, stream, root)))
-        if stream not in body and not any(is_stream(n, stream, root) for n in body):
-            continue
-        if any(graphs.is_linear(n, root) for n in body):
-            return described(add, res, h, body, root)
-    return None
+        if stream.holds(res) and not stream.holds(h) and computed(h, stream, root):
+            parts = parallel(h, stream, inside, root) or [h]
+            return [described(add, res, part, stream, inside, root) for part in parts]
+    return []
 
 
-def described(add: fx.Node, res: fx.Node, h: fx.Node, body: set[fx.Node], root: nn.Module) -> SubLayer | None:
-    attention = next((n for n in add.graph.nodes if n in body and graphs.is_attention(n)), None)
+def computed(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
+    """Whether a value is made from the stream, with weights."""
+    body = stream.body(h)
+    return any(map(stream.holds, body)) and any(weighted(n, root) for n in body if not graphs.is_norm(n, root))
+
+
+def parallel(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> list[fx.Node]:
+    """The two summands of a value one of which attends and the other does not."""
+    total = graphs.stripped(h, root)
+    operands = [a for a in total.args[:2] if isinstance(a, fx.Node)] if graphs.is_add(total) else []
+    if len(operands) != 2 or not all(computed(o, stream, root) for o in operands):
+        return []
+    bodies = [stream.body(o) for o in operands]
+    attends = [any(a.call in body for a in inside) for body in bodies]
+    return operands if attends[0] != attends[1] else []
+
+
+def described(
+    add: fx.Node, res: fx.Node, h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module
+) -> SubLayer:
+    body = stream.body(h)
+    attention = next((a for a in inside if a.call in body), None)
+    sub = SubLayer("ffn", "", h, res, add, body, x=stream.entry(body, root), attention=attention)
     if attention is not None:
-        return attention_roles(SubLayer("attn", "self", h, res, add, body, attention=attention), root)
-    return ffn_roles(SubLayer("ffn", "", h, res, add, body), root)
-
-
-def attention_roles(sub: SubLayer, root: nn.Module) -> SubLayer:
-    assert sub.attention is not None
-    q, k, v = sub.attention.args[2:5]
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        feeders = graphs.feeding(value, root) if isinstance(value, fx.Node) else []
-        if len(feeders) == 1:
-            sub.projections[name] = Projection(*feeders[0])
-    out = graphs.fed(sub.attention, root, sub.body)
-    if out is not None:
-        sub.projections["o"] = Projection(out)
-    if "q" in sub.projections:
-        sub.x = graphs.first_input(sub.projections["q"].node)
-    if "k" in sub.projections:
-        sub.context = graphs.first_input(sub.projections["k"].node)
-    if (
-        sub.x is not None
-        and sub.context is not None
-        and graphs.stripped(sub.x, root) is not graphs.stripped(sub.context, root)
-    ):
-        sub.variant = "cross"
+        attention_roles(sub, attention, stream, root)
+    elif mixes(body, stream, root):
+        sub.kind = "mixer"
+    else:
+        ffn_roles(sub, root)
+    played = {p.node for p in sub.projections.values()}
+    sub.linears = sorted(n for n in body if graphs.is_linear(n, root) and n not in played)
     return sub
 
 
-def ffn_roles(sub: SubLayer, root: nn.Module) -> SubLayer | None:
-    downs = graphs.feeding(sub.h, root)
-    if len(downs) != 1:
-        return sub
+def attention_roles(sub: SubLayer, attention: Attention, stream: Stream, root: nn.Module) -> None:
+    sub.kind, sub.variant = "attn", "self"
+    for name, value in (("q", attention.q), ("k", attention.k), ("v", attention.v)):
+        feeders = [f for f in features.feeding(value, root) if f[0] in sub.body]
+        if feeders:
+            sub.projections[name] = Projection(*feeders[-1])  # the nearest: of a latent, what is made from it
+    out = graphs.fed(attention.out, root, sub.body)
+    if out is not None and attention.out in sub.body:
+        sub.projections["o"] = Projection(out)
+    if not stream.reaches(attention.k):
+        sub.variant = "cross"
+    sub.x = own_input(sub.projections.get("q"), sub.x, stream)
+    sub.context = sub.x
+    if sub.variant == "cross" and "k" in sub.projections:
+        sub.context = graphs.first_input(sub.projections["k"].node)
+    elif "k" in sub.projections:
+        sub.context = own_input(sub.projections["k"], sub.x, stream)
+
+
+def own_input(projection: Projection | None, entry: fx.Node | None, stream: Stream) -> fx.Node | None:
+    """What a Linear reads, where that is the stream itself; else where the sub-layer begins."""
+    first = graphs.first_input(projection.node) if projection is not None else None
+    return first if first is not None and (stream.holds(first) or entry is None) else entry
+
+
+def ffn_roles(sub: SubLayer, root: nn.Module) -> None:
+    downs = features.feeding(sub.h, root)
+    if len(downs) != 1 or not features.blockless(sub.h, downs[0][0], root):
+        return
     down = downs[0][0]
-    sub.projections["down"] = Projection(*downs[0])
-    sub.hidden = graphs.first_input(down)
-    if sub.hidden is None:
-        return sub
-    product = graphs.stripped(sub.hidden, root)
+    hidden = graphs.first_input(down)
+    if hidden is None:
+        return
+    sub.projections["down"], sub.hidden = Projection(*downs[0]), hidden
+    product = graphs.stripped(hidden, root)
     if product.target in (operator.mul, torch.mul) and len(product.all_input_nodes) == 2:
         name_gated(sub, product, root)
-    ups = [p for p in graphs.feeding(sub.hidden, root) if p[0] not in {q.node for q in sub.projections.values()}]
+    ups = [p for p in features.feeding(hidden, root) if p[0] not in {q.node for q in sub.projections.values()}]
     if len(ups) == 1 and "up" not in sub.projections:
         sub.projections["up"] = Projection(*ups[0])
     first = sub.projections.get("up") or sub.projections.get("gate") or sub.projections["down"]
     sub.x = graphs.first_input(first.node)
-    return sub
 
 
 def name_gated(sub: SubLayer, product: fx.Node, root: nn.Module) -> None:
     """z = act(gate(x)) * up(x): `up` reaches the product untouched, `gate` through the activation."""
-    feeders = [(operand, graphs.feeding(operand, root)) for operand in product.all_input_nodes]
+    feeders = [(operand, features.feeding(operand, root)) for operand in product.all_input_nodes]
     if any(len(found) != 1 for _, found in feeders):
         return
     for operand, found in feeders:
-        source = graphs.stripped(operand, root)
-        direct = source is found[0][0] or graphs.slice_of_last_dimension(source) is not None
+        direct = features.untouched(operand, found[0][0], root)
         sub.projections["up" if direct else "gate"] = Projection(*found[0])
 
 
@@ -174,4 +182,4 @@ def find_norms(sub: SubLayer, root: nn.Module, claimed: set[fx.Node]) -> None:
 
 
 def tensor_users(node: fx.Node) -> list[fx.Node]:
-    return [u for u in node.users if not graphs.is_size(u) and graphs.is_tensor(u)]
+    return [u for u in node.users if not graphs.is_fact(u) and graphs.is_tensor(u)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from peftc.forms.shapes import Shape
@@ -10,10 +10,32 @@ from peftc.forms.shapes import Shape
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a module's output features that belongs to a site: [start, stop). The whole output where it is None."""
+    """The part of a module's output features that belongs to a site: [start, stop), and again every `stride` features,
+    `count` times (heads interleaved with those of other roles). The whole output where there is none.
+    """
 
     start: int
     stop: int
+    stride: int = 0
+    count: int = 1
+
+    @property
+    def width(self) -> int:
+        """The number of features."""
+        return (self.stop - self.start) * self.count
+
+    def base(self, width: int) -> int:
+        """Where, of `width` features, `count` pieces of `stride` features begin that hold one block each."""
+        return min(self.start, width - self.stride * self.count)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The blocks of features, each [start, stop)."""
+        for i in range(self.count):
+            yield self.start + i * self.stride, self.stop + i * self.stride
+
+    def overlaps(self, other: Slice) -> bool:
+        """Whether the two have features in common."""
+        return any(a < d and c < b for a, b in self.runs() for c, d in other.runs())
 
 
 @dataclass(frozen=True)

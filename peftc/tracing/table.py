@@ -8,19 +8,17 @@ from dataclasses import replace
 
 import torch
 from torch import fx, nn
-from transformers.pytorch_utils import Conv1D
 
 from peftc.forms import shapes
 from peftc.tracing import graphs
-from peftc.tracing.kinds import Anatomy, LayerKind, example_width
-from peftc.tracing.roles import Projection, SubLayer, stream_input
-from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, WeightRef
-
-Steps = tuple[tuple[str, int | None], ...]
-
-
-def path_of(steps: Steps) -> str:
-    return ".".join(name if index is None else f"{name}[{index}]" for name, index in steps)
+from peftc.tracing.attention import Attention
+from peftc.tracing.kinds import Anatomy, LayerKind
+from peftc.tracing.mixing import weighted
+from peftc.tracing.outside import Steps, embeddings, final_norms, heads, path_of, weight_states
+from peftc.tracing.roles import Projection, SubLayer
+from peftc.tracing.sites import Place, Site, Slice, State
+from peftc.tracing.stream import stream_input
+from peftc.tracing.written import written_shape
 
 
 def all_sites(anatomy: Anatomy) -> tuple[Site, ...]:
@@ -47,7 +45,7 @@ class LayerSites:
     def sites(self) -> list[Site]:
         found = [self.layer_site()]
         for sub, steps in zip(self.kind.subs, sub_layer_steps(self.kind.subs), strict=True):
-            found += self.attention_sites(sub, steps) if sub.kind == "attn" else self.ffn_sites(sub, steps)
+            found += self.attention_sites(sub, steps) if sub.attention is not None else self.other_sites(sub, steps)
         return found
 
     def layer_site(self) -> Site:
@@ -61,36 +59,54 @@ class LayerSites:
         return self.site((), self.layer, states)
 
     def attention_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
-        assert sub.attention is not None
+        attention = sub.attention
+        assert attention is not None
         group = f"{self.stack}.{sub.variant}"
-        states = self.sub_layer_states(sub, steps, "o") | self.attention_states(sub.attention)
-        module = self.full(common([str(p.node.target) for p in sub.projections.values()]))
+        states = self.sub_layer_states(sub, steps, "o") | self.attention_states(attention, width_of(sub, "q"))
+        module = self.module(sub)
         yield self.site(steps, module, states, self.functions(sub), group)
-        for role in ("q", "k", "v", "o"):
-            if role in sub.projections:
-                yield self.linear(steps + ((role, None),), sub.projections[role], group)
-        out = next((u for u in sub.attention.users if u.args[1:] == (0,)), None)
-        if out is not None and "q" in states:
+        yield from self.linear_sites(sub, steps, ("q", "k", "v", "o"), group)
+        heads = attention_heads(attention)
+        if heads is not None and "q" in states:
             yield self.site(
-                steps + (("heads", None),), module, {"h": self.state("h", out), "q": states["q"]}, group=group
+                steps + (("heads", None),),
+                module,
+                {"h": self.state("h", heads, heads=True), "q": states["q"]},
+                group=group,
             )
         yield from self.norm_sites(sub, steps, group)
         yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
 
-    def ffn_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
+    def other_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
+        """Those of an ffn or a mixer."""
         states = self.sub_layer_states(sub, steps, "down")
         if sub.hidden is not None:
             states["z"] = self.state("z", sub.hidden)
-        module = self.full(common([str(p.node.target) for p in sub.projections.values()]))
-        yield self.site(steps, module, states, self.functions(sub), self.stack)
-        for role in ("gate", "up", "down"):
-            if role in sub.projections:
-                yield self.linear(steps + ((role, None),), sub.projections[role], self.stack)
+        yield self.site(steps, self.module(sub), states, self.functions(sub), self.stack)
+        yield from self.linear_sites(sub, steps, ("gate", "up", "down"), self.stack)
         if sub.hidden is not None:
             hidden = {"h": self.state("h", sub.hidden)} | ({"x": states["x"]} if "x" in states else {})
             yield self.site(steps + (("hidden", None),), self.full(str(sub.projections["down"].node.target)), hidden)
         yield from self.norm_sites(sub, steps, self.stack)
         yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)})
+
+    def module(self, sub: SubLayer) -> str:
+        """The smallest module that contains a sub-layer's Linears, or whatever else it computes with."""
+        names = [str(p.node.target) for p in sub.projections.values()]
+        root = self.kind.root
+        others = [n for n in sub.body if n.op == "call_module" and weighted(n, root) and not graphs.is_norm(n, root)]
+        return self.full(common(names) if names else common([f"{n.target}." for n in others]))
+
+    def linear_sites(self, sub: SubLayer, steps: Steps, roles: tuple[str, ...], group: str) -> Iterator[Site]:
+        """The Linears of a sub-layer: by role, the others by their own names."""
+        for role in roles:
+            if role in sub.projections:
+                yield self.linear(steps + ((role, None),), sub.projections[role], group)
+        inside = self.module(sub)
+        taken = {"q", "k", "v", "o", "gate", "up", "down", "heads", "hidden", "norm", "add"}
+        for node in sub.linears:
+            own = named_steps(relative_name(self.full(str(node.target)), inside), taken)
+            yield self.linear(steps + own, Projection(node), group)
 
     def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
         owners = [norm_owner(n, sub, self.kind.root) for n in sub.norms]
@@ -117,17 +133,18 @@ class LayerSites:
                 states["c"] = replace(state, shape=replace(state.shape, of="context"))
         return states
 
-    def attention_states(self, attention: fx.Node) -> dict[str, State]:
+    def attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
+        """q, k, v and kv as the attention gets them."""
         states: dict[str, State] = {}
-        for name, node in zip("qkv", attention.args[2:5], strict=True):
+        call = attention.call.name
+        for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
             value = graphs.example(node)
-            if isinstance(node, fx.Node) and isinstance(value, torch.Tensor) and value.ndim == 4:
+            if isinstance(value, torch.Tensor) and value.ndim == 4 and attention.sort != "written":
                 shape = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
-                states[name] = State(name, shape, Place(f"{attention.name}.{name}"))
-        if "k" in states and "v" in states and states["k"].shape == states["v"].shape:
-            k = states["k"].shape
-            assert isinstance(k, shapes.Rows)
-            states["kv"] = State("kv", shapes.KeyValue(k.heads, k.d_head), Place(f"{attention.name}.kv"))
+                states[name] = State(name, shape, Place(f"{call}.{name}"))
+        pair = pair_shape(attention, q_width)
+        if pair is not None:
+            states["kv"] = State("kv", pair, Place(f"{call}.kv"))
         return states
 
     def functions(self, sub: SubLayer) -> dict[str, str]:
@@ -145,13 +162,12 @@ class LayerSites:
         states["h"] = self.state("h", node, rows)
         return self.site(steps, name, states, group=group)
 
-    def state(self, name: str, node: fx.Node, rows: Slice | None = None) -> State:
+    def state(self, name: str, node: fx.Node, rows: Slice | None = None, heads: bool = False) -> State:
         value = node.meta["example"]
         assert isinstance(value, torch.Tensor)
-        if value.ndim == 4:
+        if heads:
             return State(name, shapes.Heads(value.shape[2], value.shape[3]), Place(node.name, rows))
-        width = rows.stop - rows.start if rows else value.shape[-1]
-        return State(name, shapes.Tokens(width), Place(node.name, rows))
+        return State(name, shapes.Tokens(rows.width if rows else value.shape[-1]), Place(node.name, rows))
 
     def site(
         self,
@@ -173,8 +189,8 @@ class LayerSites:
 
 
 def sub_layer_steps(subs: list[SubLayer]) -> list[Steps]:
-    """`attn.self`, `attn.cross`, `ffn`; numbered where a layer has several of one sort."""
-    names = [("attn", sub.variant) if sub.kind == "attn" else ("ffn", "") for sub in subs]
+    """`attn.self`, `attn.cross`, `ffn`, `mixer`; numbered where a layer has several of one sort."""
+    names = [(sub.kind, sub.variant) for sub in subs]
     many, seen = Counter(names), Counter[tuple[str, str]]()
     found: list[Steps] = []
     for name, variant in names:
@@ -188,30 +204,66 @@ def norm_owner(node: fx.Node, sub: SubLayer, root: nn.Module) -> str:
     """`q` or `k` for a norm of queries or keys inside the attention, else empty."""
     if sub.attention is None or node is sub.output_norm:
         return ""
-    for role, value in zip("qk", sub.attention.args[2:4], strict=True):
-        behind = (
-            set(graphs.upstream(value, lambda n: graphs.is_linear(n, root))) if isinstance(value, fx.Node) else set()
-        )
-        if node in behind:
+    for role, value in (("q", sub.attention.q), ("k", sub.attention.k)):
+        if node in graphs.upstream(value, lambda n: graphs.is_linear(n, root)):
             return role
     return ""
 
 
-def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> dict[str, State]:
-    """`w` and `b` of a leaf module, as nn.Linear would store them."""
-    found: dict[str, State] = {}
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-        transposed = isinstance(module, Conv1D)  # stored (in, out)
-        d_out, d_in = weight.shape[::-1] if transposed else weight.shape
-        d_out = rows.stop - rows.start if rows else d_out
-        found["w"] = State("w", shapes.Weight(d_out, d_in), weight=WeightRef(name, "weight", rows, transposed))
-    elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
-        found["w"] = State("w", shapes.Vector(weight.shape[0]), weight=WeightRef(name, "weight"))
-    if isinstance(bias, nn.Parameter) and bias.ndim == 1:
-        width = rows.stop - rows.start if rows else bias.shape[0]
-        found["b"] = State("b", shapes.Vector(width), weight=WeightRef(name, "bias", rows))
-    return found
+def attention_heads(attention: Attention) -> fx.Node | None:
+    """The result of an attention as (batch, tokens, heads, d_head)."""
+    wanted = graphs.example(attention.q), graphs.example(attention.v)
+    if any(not isinstance(w, torch.Tensor) or w.ndim != 4 for w in wanted):
+        return None
+    q, v = wanted
+    assert isinstance(q, torch.Tensor)
+    assert isinstance(v, torch.Tensor)
+    node, seen = attention.out, 0
+    while seen < 4:
+        value = graphs.example(node)
+        if isinstance(value, torch.Tensor) and value.shape == (q.shape[0], q.shape[2], q.shape[1], v.shape[3]):
+            return node if attention.sort == "interface" or node is not attention.out else None
+        users = [u for u in node.users if not graphs.is_fact(u)]
+        if len(users) != 1:
+            return None
+        node, seen = users[0], seen + 1
+    return None
+
+
+def width_of(sub: SubLayer, role: str) -> int | None:
+    """The features of a projection."""
+    projection = sub.projections.get(role)
+    if projection is None:
+        return None
+    return projection.rows.width if projection.rows else graphs.shape(projection.node)[-1]
+
+
+def pair_shape(attention: Attention, q_width: int | None) -> shapes.KeyValue | None:
+    """The rows that can be joined to keys and values; None where none can."""
+    if attention.sort == "written":
+        return written_shape(attention, q_width)
+    k, v = graphs.shape(attention.k), graphs.shape(attention.v)
+    if len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
+        return None
+    return shapes.KeyValue(k[1], k[3], None if v[3] == k[3] else v[3])
+
+
+def named_steps(name: str, taken: set[str]) -> Steps:
+    """A module's name as the steps of a path: `experts.0.w1` is `experts[0].w1`; none that already means something else."""
+    steps: list[tuple[str, int | None]] = []
+    for part in name.split("."):
+        if part.isdigit() and steps and steps[-1][1] is None:
+            steps[-1] = (steps[-1][0], int(part))
+        else:
+            word = "".join(c if c.isalnum() else "_" for c in part)
+            steps.append((word if word[:1].isalpha() or word[:1] == "_" else f"_{word}", None))
+    if steps[0][0] in taken:
+        steps[0] = (f"{steps[0][0]}_", steps[0][1])
+    return tuple(steps)
+
+
+def relative_name(name: str, module: str) -> str:
+    return name[len(module) + 1 :] if module and name.startswith(module + ".") else name.rpartition(".")[2]
 
 
 def common(names: list[str]) -> str:
@@ -225,106 +277,3 @@ def common(names: list[str]) -> str:
             break
         shared.append(parts[0])
     return ".".join(shared)
-
-
-# Outside the layers ------------------------------------------------------------------------------------------------------
-
-
-def outside(anatomy: Anatomy) -> list[str]:
-    """Modules called outside every layer, in the order of their calls."""
-    layers = [n + "." for s in anatomy.stacks for n in s.layers]
-    return [n for n in anatomy.seen.order if not any((n + ".").startswith(layer) for layer in layers)]
-
-
-def stack_of(name: str, anatomy: Anatomy) -> str | None:
-    """The stack whose own modules `name` belongs to, by the longest shared path."""
-    if len(anatomy.stacks) == 1:
-        return anatomy.stacks[0].name
-    for stack in anatomy.stacks:
-        parent = stack.path.rpartition(".")[0]
-        if parent and name.startswith(parent + "."):
-            return stack.name
-    return None
-
-
-def module_site(name: str, steps: Steps, anatomy: Anatomy, group: str = "") -> Site:
-    """A site that is one whole module; its graph is the module's own."""
-    module = anatomy.model.get_submodule(name)
-    states = weight_states(name, module)
-    for state, node, seen in (("x", INPUT, anatomy.seen.inputs), ("h", OUTPUT, anatomy.seen.outputs)):
-        shape = seen.get(name)
-        if shape and (state == "h" or not isinstance(module, nn.Embedding)):
-            states[state] = State(state, shapes.Tokens(shape[-1]), Place(node))
-    return Site(path_of(steps), steps, name, name, type(module).__name__, states, {}, group)
-
-
-def qualified(stack: str | None, steps: Steps) -> Steps:
-    return ((stack, None), *steps) if stack else steps
-
-
-def embeddings(anatomy: Anatomy) -> Iterator[Site]:
-    """Token embeddings: the embeddings outside layers as tall as the model's own input embedding."""
-    getter = getattr(anatomy.model, "get_input_embeddings", None)
-    try:
-        own = getter() if getter else None
-    except NotImplementedError:
-        own = None
-    for name in outside(anatomy):
-        module = anatomy.model.get_submodule(name)
-        if (
-            isinstance(module, nn.Embedding)
-            and isinstance(own, nn.Embedding)
-            and module.weight.shape == own.weight.shape
-        ):
-            stack = stack_of(name, anatomy)
-            yield module_site(name, qualified(stack, (("embed", None),)), anatomy, stack or "")
-
-
-def final_norms(anatomy: Anatomy) -> Iterator[Site]:
-    """The norms of a stack that run after its last layer, before the head."""
-    order = {n: i for i, n in enumerate(anatomy.seen.order)}
-    for stack in anatomy.stacks:
-        last = order[stack.layers[-1]]
-        parent = stack.path.rpartition(".")[0]
-        found = [
-            n
-            for n in outside(anatomy)
-            if order[n] > last
-            and n.startswith(parent + "." if parent else "")
-            and graphs.is_norm_module(anatomy.model.get_submodule(n))
-            and anatomy.seen.inputs.get(n, (0,))[-1] == example_width(stack.kinds[-1])
-        ]
-        for i, name in enumerate(found):
-            index = i if len(found) > 1 else None
-            yield module_site(name, ((stack.name, None), ("norm", index)), anatomy, stack.name)
-
-
-def heads(anatomy: Anatomy) -> Iterator[Site]:
-    """The model's output Linear: its output embeddings, else the last Linear that runs."""
-    model, order = anatomy.model, anatomy.seen.order
-    getter = getattr(model, "get_output_embeddings", None)
-    own = getter() if getter else None
-    names = [n for n in outside(anatomy) if n and model.get_submodule(n) is own] if own is not None else []
-    if not names and anatomy.stacks:
-        last = max(order.index(s.layers[-1]) for s in anatomy.stacks)
-        names = [
-            n for n in outside(anatomy) if order.index(n) > last and isinstance(model.get_submodule(n), nn.Linear)
-        ][-1:]
-    for name in names:
-        yield module_site(name, (("head", None),), anatomy)
-
-
-def module_infos(anatomy: Anatomy) -> tuple[ModuleInfo, ...]:
-    """Every module of the model with the parameters that are its own."""
-    seen = anatomy.seen
-
-    def width(name: str, shapes_seen: Mapping[str, tuple[int, ...]]) -> int | None:
-        shape = shapes_seen.get(name, ())
-        return shape[-1] if seen.calls.get(name) == 1 and len(shape) in (2, 3) else None
-
-    found: list[ModuleInfo] = []
-    for name, module in anatomy.model.named_modules():
-        own = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
-        entry = None if isinstance(module, nn.Embedding) else width(name, seen.inputs)
-        found.append(ModuleInfo(name, type(module).__name__, own, entry, width(name, seen.outputs)))
-    return tuple(found)

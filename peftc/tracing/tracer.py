@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from peftc.model.guesses import guessing, honest
 from peftc.tracing.calls import baked, bind, innermost, nested_nodes
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
 from peftc.tracing.seams import TraceError, attention, branch, live, spying
+from peftc.tracing.tape import Made, Remembering, Tape
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Traced:
     parameter: tuple[str, torch.dtype] | None = None  # one that tells the dtype of the region's parameters
     result: Any = None  # of a region whose code was not entered: the parts of its result, by path
     outcomes: tuple[bool, ...] = ()  # taken at each `branch`, in order
+    root: nn.Module | None = None  # what was traced
 
 
 class RegionTracer(fx.Tracer):
@@ -154,6 +157,8 @@ class RegionTracer(fx.Tracer):
         node = super().create_node(kind, target, *args, **kwargs)
         frame = self.frames[-1] if self.frames else ""
         word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if kind == "call_module" and frame:
+            word = word.removeprefix(f"{frame}.")
         if target is operator.getitem:  # one sort for each thing indexed, so that cache updates do not shift the count
             source, index = args[0]
             word = f"{word} {index} of {source.meta['origin'][1] if isinstance(source, fx.Node) else source}"
@@ -166,7 +171,8 @@ class RegionTracer(fx.Tracer):
         """The example of a node, by the real thing."""
         with torch.no_grad():
             if kind == "call_module":
-                return self.root.get_submodule(target)(*args, **kwargs)
+                with guessing():  # a leaf's own decisions are not part of the graph
+                    return self.root.get_submodule(target)(*args, **kwargs)
             if kind == "call_function":
                 return target(*args, **kwargs)
             if kind == "call_method":
@@ -185,11 +191,15 @@ class RegionTracer(fx.Tracer):
         if isinstance(a, slice):
             return slice(*map(self.create_arg, (a.start, a.stop, a.step)))
         if isinstance(a, Attribute):
-            return self.create_node("get_attr", a.path, (), {})
+            node = self.create_node("get_attr", a.path, (), {})
+            node.meta["example"] = a.real  # pyright: ignore[reportAttributeAccessIssue]
+            return node
         if isinstance(a, nn.Module):
             return self.module_node(a)
         if isinstance(a, torch.Tensor) and id(a) in self.tensors:
             return self.tensor_node(a)
+        if isinstance(a, torch.Tensor) and (id(a) in self.tape.made or id(a) in self.tape.parts):
+            return self.constant_node(a)
         if isinstance(a, (torch.dtype, torch.device, torch.layout, str, int, float, bool, type(None), type(...))):
             return a
         if callable(a):
@@ -205,6 +215,33 @@ class RegionTracer(fx.Tracer):
         node = self.create_node("get_attr", self.tensors[id(tensor)], (), {})
         node.meta["example"] = tensor
         return node
+
+    def constant_node(self, tensor: torch.Tensor) -> fx.Node:
+        """A tensor that the region's code made without traced values, as nodes that make it again."""
+        if id(tensor) in self.constants:
+            return self.constants[id(tensor)]
+        if id(tensor) in self.tape.parts:
+            made, index = self.tape.parts[id(tensor)]
+            node = self.create_node("call_function", operator.getitem, (self.made_node(made), index), {})
+            changed: list[Made] = []
+        else:
+            first, *changed = self.tape.made[id(tensor)]
+            node = self.made_node(first)
+        node.meta["example"] = tensor
+        self.constants[id(tensor)] = node
+        for made in changed:
+            self.made_node(made)
+        return node
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a node stands for this tensor already."""
+        return id(tensor) in self.tensors or id(tensor) in self.constants
+
+    def made_node(self, made: Made) -> fx.Node:
+        if id(made) not in self.made:
+            args, kwargs = self.create_arg(made.args), self.create_arg(made.kwargs)
+            self.made[id(made)] = self.create_node(made.kind, made.target, args, kwargs)
+        return self.made[id(made)]
 
     # Running -----------------------------------------------------------------------------------------------------
 
@@ -244,13 +281,14 @@ class RegionTracer(fx.Tracer):
         forward = innermost(type(root).forward)
         signature = inspect.signature(forward)
         args, kwargs = self.placeholders(signature, arguments)
-        with spying(root, self), live(self):
+        self.tape, self.constants, self.made = Tape(), dict[int, fx.Node](), dict[int, fx.Node]()
+        with honest(), spying(root, self), live(self), Remembering(self.tape, self):
             out = forward(root, *args, **kwargs)
             self.graph.output(self.create_arg(out))
         floating = ((n, p.dtype) for n, p in root.named_parameters() if p.is_floating_point())
         parameter = next(floating, None)
         found = Traced(self.graph, self.calls, self.guards, self.facts, self.depends_on_dtype, parameter)
-        found.outcomes = tuple(self.outcomes)
+        found.outcomes, found.root = tuple(self.outcomes), root
         return found
 
     def placeholders(

@@ -12,6 +12,8 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule
 from peftc.planning.affine import FoldTarget
 from peftc.planning.ir import Placed
+from peftc.rewriting.insert import layout
+from peftc.runtime import blocks_of
 from peftc.tracing.sites import WeightRef
 from peftc.weights.affine import Refusal, folded_terms
 from peftc.weights.report import Change
@@ -73,14 +75,25 @@ class Wide:
     module: str
     values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
-    def view(self, ref: WeightRef) -> Tensor:
-        """The rows of a site, (out, in); what is written into it is kept."""
+    def read(self, ref: WeightRef) -> Tensor:
+        """The rows of a site, (out, in)."""
+        return self.blocks(ref).flatten(0, 1)
+
+    def write(self, ref: WeightRef, value: Tensor) -> None:
+        """Replaces them."""
+        blocks = self.blocks(ref)
+        blocks.copy_(value.unflatten(0, tuple(blocks.shape[:2])))
+
+    def blocks(self, ref: WeightRef) -> Tensor:
+        """The rows of a site as (blocks, rows of a block, in); what is written into them is kept."""
         if ref.attribute not in self.values:
             stored: Tensor = getattr(self.model.get_submodule(self.module), ref.attribute).detach()
             self.values[ref.attribute] = stored.to(_wide(stored.dtype), copy=True)
         tensor = self.values[ref.attribute]
         tensor = tensor.t() if ref.transposed else tensor
-        return tensor if ref.rows is None else tensor[ref.rows.start : ref.rows.stop]
+        if ref.rows is None or ref.rows.count == 1:
+            return (tensor if ref.rows is None else tensor[ref.rows.start : ref.rows.stop]).unsqueeze(0)
+        return blocks_of(tensor, 0, *layout(ref.rows, tensor.shape[0]))
 
     def bias(self, target: FoldTarget) -> WeightRef | None:
         """The site's bias, one that an earlier fold made included."""
@@ -130,14 +143,13 @@ def _apply(fold: Fold, wide: Wide, side: str) -> None:
         return
     assert target.weight is not None
     bias = wide.bias(target)
-    weight = wide.view(target.weight)
-    values = weight, None if bias is None else wide.view(bias)
+    values = wide.read(target.weight), None if bias is None else wide.read(bias)
     folded = folded_terms(placed, fold.modules, *values, "weight" if side == "weight" else target.side)
     if isinstance(folded, Refusal):
         raise CannotFold(fold.placed.edit, folded.reason)
-    weight.copy_(folded[0])
+    wide.write(target.weight, folded[0])
     if folded[1] is not None:
-        wide.view(bias or wide.create_bias(fold)).copy_(folded[1])
+        wide.write(bias or wide.create_bias(fold), folded[1])
 
 
 def _part(placed: Placed, weights: bool) -> Placed:

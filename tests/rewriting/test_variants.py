@@ -58,15 +58,30 @@ def test_common_variants_are_there_before_the_first_call() -> None:
 
 def test_a_new_call_pattern_is_traced_once() -> None:
     model, given = compiled("bart", PREFIX)
-    masked = zoo.inputs("bart", model, padding="right")
-    assert "attention_mask" in masked
+    halves = {n: v.to(torch.int32) for n, v in given.items()}
+    odd = {**given, "output_attentions": True, "foo": 1}
     known = sum(len(k.variants) for k in kinds(model))
-    model(**masked)
+    first = model(**odd)[0]
     more = sum(len(k.variants) for k in kinds(model))
     assert more > known
-    model(**masked)
+    assert torch.equal(model(**{**odd, "foo": 2})[0], first)
     model(**given)
+    model(**halves)
     assert sum(len(k.variants) for k in kinds(model)) == more
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "opt"])
+def test_what_is_only_handed_on_needs_no_new_variant(name: str) -> None:
+    model, given = compiled(name, PREFIX + ADAPTER.partition("\n")[2])
+    known = [len(k.variants) for k in kinds(model)]
+    for padding in ("left", "right"):
+        model(**zoo.inputs(name, model, padding=padding))
+    if name in zoo.GENERATING:
+        model(**given, use_cache=True)
+        ids = {n: v for n, v in given.items() if n != "decoder_input_ids"}
+        model.generate(**ids, max_new_tokens=3, do_sample=False)
+        model.generate(**ids, max_new_tokens=3, num_beams=2, do_sample=False)
+    assert [len(k.variants) for k in kinds(model)] == known
 
 
 def test_length_and_batch_need_no_new_variant() -> None:
@@ -110,16 +125,16 @@ def test_an_implementation_that_cannot_take_a_prefix_is_refused() -> None:
 
 def test_a_forward_that_does_not_know_its_own_call_is_a_bug_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = compiled("bart", ADAPTER)
-    monkeypatch.setattr(Kind, "conditions", lambda self, traced: ["False"])
+    monkeypatch.setattr(Kind, "conditions", lambda *_: ["False"])
     known = [len(k.variants) for k in kinds(model)]
     with pytest.raises(peftc.PeftcError, match="P901"):
-        model(**zoo.inputs("bart", model, padding="right"))
+        model(**zoo.inputs("bart", model), foo=1)
     assert [len(k.variants) for k in kinds(model)] == known
 
 
 def test_a_miss_never_runs_a_known_variant() -> None:
     """With every unseen call forbidden, an unseen pattern must raise, not pass for a known one."""
-    model, given = compiled("bart", PREFIX)
+    model, given = compiled("bart", PREFIX + ADAPTER.partition("\n")[2])
     model(**given)
 
     def forbidden(*args: Any, **kwargs: Any) -> Any:
@@ -128,9 +143,12 @@ def test_a_miss_never_runs_a_known_variant() -> None:
     for kind in kinds(model):
         kind.dispatch.__globals__["unseen"] = forbidden
     model(**given)
-    for changed in (zoo.inputs("bart", model, padding="right"), {**given, "use_cache": False}):
-        with pytest.raises(LookupError):
-            model(**changed)
+    with pytest.raises(LookupError):
+        model(**given, foo=1)
+    with pytest.raises(LookupError), torch.autocast("cpu", torch.bfloat16):
+        model(**given)
+    with pytest.raises(LookupError):
+        model.to(torch.float64)(**given)
 
 
 def test_an_answer_that_changes_in_between_is_noticed() -> None:

@@ -1,0 +1,115 @@
+"""Answers for what fake tensors cannot tell, so that code which looks at data can be run for its shapes alone.
+
+Mixtures of experts ask which experts were hit, masks whether they mask anything, packed inputs how long each piece is. Where
+only the shapes of a result matter (a sample forward, a child that stays a leaf of a trace), any answer will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+_honest = threading.local()
+
+
+@contextlib.contextmanager
+def guessing() -> Generator[None]:
+    """Inside the block questions about the data of fake tensors are answered: any number by 1, any truth by True, any
+    selection by one element.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # an operation that fails is told by its exception
+    before, log.disabled = log.disabled, True
+    try:
+        with _Guesses(), _told(False):
+            yield
+    finally:
+        log.disabled = before
+
+
+def honest() -> contextlib.AbstractContextManager[None]:
+    """Inside the block, even within `guessing`, such questions raise."""
+    return _told(True)
+
+
+@contextlib.contextmanager
+def _told(honest: bool) -> Generator[None]:
+    before, _honest.value = getattr(_honest, "value", False), honest
+    try:
+        yield
+    finally:
+        _honest.value = before
+
+
+class _Guesses(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _honest.value:
+            return func(*args, **kwargs)
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_mm(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if func not in _ANSWERS:
+                raise
+            return _ANSWERS[func](*args, **kwargs)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    # The shapes do not depend on the dtype, but the check of shapes asks for bfloat16.
+    return aten._grouped_mm.default(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)
+
+
+def _scalar(tensor: torch.Tensor) -> Any:
+    return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty((1, tensor.ndim), dtype=torch.long)
+
+
+def _index(tensor: torch.Tensor, indices: list[torch.Tensor | None], *rest: Any) -> torch.Tensor:
+    """Masks select one element."""
+    plain: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            plain += [index.new_zeros((1,), dtype=torch.long) for _ in range(index.ndim)]
+        else:
+            plain.append(index)
+    return aten.index.Tensor(tensor, plain)
+
+
+def _unique(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    return (
+        tensor.new_empty((1,)),
+        tensor.new_empty(tensor.shape, dtype=torch.long),
+        tensor.new_empty((1,), dtype=torch.long),
+    )
+
+
+def _unique_consecutive(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    return _unique(tensor)
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: _scalar,
+    aten.equal.default: lambda *_: True,
+    aten.is_nonzero.default: lambda *_: True,
+    aten.nonzero.default: _nonzero,
+    aten.index.Tensor: _index,
+    aten.masked_select.default: lambda tensor, mask: tensor.new_empty((1,)),
+    aten._unique2.default: _unique,
+    aten.unique_consecutive.default: _unique_consecutive,
+    aten.bincount.default: lambda tensor, *_: tensor.new_empty((1,), dtype=torch.long),
+    aten.repeat_interleave.Tensor: lambda repeats, **_: repeats.new_empty(repeats.shape),
+}

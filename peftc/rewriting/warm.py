@@ -1,0 +1,89 @@
+"""Makes the variants of ordinary calls before the first call, by running a copy of the model that has no data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from transformers.modeling_outputs import BaseModelOutput
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.model.fakes import fake_copy, fake_mode
+from peftc.model.guesses import guessing
+from peftc.model.sample import sample_inputs
+from peftc.rewriting.kind import preparing
+from peftc.tracing.observe import Observation, repeated_blocks, structure
+from peftc.tracing.repeats import Repeats, repeated
+
+
+def prepare(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
+    """Runs what a model is ordinarily asked: with and without mask and cache, and the next token. Each layer that is like
+    one that has run is left out, so the time does not depend on depth; what is learnt in evaluation is learnt for training.
+
+    A model whose own code looks at values cannot be run so: then variants are made when they first come up.
+    Raises: P409 for an edited model whose plain call fails.
+    """
+    fake = fake_copy(model).eval()
+    inputs = dict(sample_inputs(fake) if sample is None else sample)
+    try:
+        out = run(fake, inputs)
+    except DataDependentOutputException:
+        return
+    except PeftcError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        message = f"the edited {type(model).__name__} does not run: {type(error).__name__}"
+        raise PeftcError(Diagnostic("P409", message, notes=(str(error).partition("\n")[0],))) from error
+    for more in patterns(fake, inputs, out):
+        try:
+            run(fake, more)
+        except Exception:  # not every model takes each of these calls
+            continue
+
+
+def run(fake: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """One call without data, of one layer of each kind."""
+    names = {id(m): n for n, m in fake.named_modules()}
+    layers = [fake.get_submodule(n) for n in repeated_blocks(fake)]
+    with (
+        fake_mode(fake),
+        guessing(),
+        torch.no_grad(),
+        preparing(),
+        repeated(layers, Repeats(names, Observation(), alike)),
+    ):
+        return fake(**inputs)
+
+
+def alike(layer: nn.Module) -> str:
+    """What two layers share whose generated forwards are the same: more than their structure, edits included."""
+    classes = ",".join(str(id(type(m))) for m in layer.modules())
+    words = [(n, v) for m in layer.modules() for n, v in vars(m).items() if v is None or isinstance(v, str | bool)]
+    return f"{structure(layer)} {classes} {words}"
+
+
+def patterns(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator[dict[str, Any]]:
+    """Calls that differ from the plain one in what Python sees of them."""
+    accepted = inspect.signature(type(fake).forward).parameters
+    main = inputs.get("input_ids")
+    masked = isinstance(main, torch.Tensor) and "attention_mask" in accepted and "attention_mask" not in inputs
+    mask = {"attention_mask": torch.ones_like(main)} if masked and main is not None else {}
+    if mask:
+        yield {**inputs, **mask}
+    cache = getattr(out, "past_key_values", None)
+    if cache is not None:
+        yield {**following(inputs, out, accepted), "past_key_values": cache, "use_cache": True}
+        yield {**inputs, **mask, "use_cache": False}
+
+
+def following(inputs: dict[str, Any], out: Any, accepted: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the call for the next token."""
+    encoded = getattr(out, "encoder_last_hidden_state", None)
+    if encoded is None:
+        return {n: v[:, :1] if n == "input_ids" else v for n, v in inputs.items()}
+    given = {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded)} if "encoder_outputs" in accepted else {}
+    return {**given, "decoder_input_ids": inputs["decoder_input_ids"][:, :1]}

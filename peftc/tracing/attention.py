@@ -1,0 +1,136 @@
+"""Attention in a traced layer, however it is written: through transformers' interface, torch's function, or written out.
+
+A written-out attention is a product of two activations (scores), a softmax over them, and a product of that with a third
+activation. What is done to the scores in between (scale, mask, position bias) does not matter for its roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from peftc.tracing import graphs
+from peftc.tracing.seams import attention
+
+SOFTMAX = (nn.functional.softmax, torch.softmax)
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """One attention: the values it compares and mixes, and its result.
+
+    `call` is the call of the interface or of torch's function; of a written-out attention its softmax, with `scores` the
+    product of queries and keys.
+    """
+
+    sort: Literal["interface", "function", "written"]
+    call: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    out: fx.Node
+    scores: fx.Node | None = None
+
+
+def attentions(graph: fx.Graph, root: nn.Module) -> list[Attention]:
+    """Every attention of a layer, in the order in which they run."""
+    return [found for node in graph.nodes if (found := attention_at(node, root)) is not None]
+
+
+def attention_at(node: fx.Node, root: nn.Module) -> Attention | None:
+    if node.op == "call_function" and node.target is attention:
+        q, k, v = node.args[2:5]
+        out = next((u for u in node.users if u.args[1:] == (0,)), node)
+        return made("interface", node, q, k, v, out)
+    if node.op == "call_function" and node.target is nn.functional.scaled_dot_product_attention:
+        given = [*node.args, *(node.kwargs.get(n) for n in ("query", "key", "value") if n in node.kwargs)]
+        return made("function", node, given[0], given[1], given[2], node)
+    return written(node, root) if is_softmax(node, root) else None
+
+
+def made(sort: Any, call: fx.Node, q: Any, k: Any, v: Any, out: fx.Node) -> Attention | None:
+    nodes = all(isinstance(value, fx.Node) for value in (q, k, v))
+    return Attention(sort, call, q, k, v, out) if nodes else None
+
+
+def is_softmax(node: fx.Node, root: nn.Module) -> bool:
+    if node.op == "call_module":
+        return isinstance(graphs.module_of(node, root), nn.Softmax)
+    return node.target in SOFTMAX if node.op == "call_function" else node.target == "softmax"
+
+
+def written(softmax: fx.Node, root: nn.Module) -> Attention | None:
+    """The attention whose softmax this is; None for another use of a softmax (a router, a gate)."""
+    mixing = next(mixed(softmax), None)
+    if mixing is None:
+        return None
+    out, v = mixing
+    first = graphs.first_input(softmax)
+    candidates = list(scores_behind(first, root)) if first is not None else []
+    if not candidates:
+        return None
+    read = read_by(v, root)
+    scores = next((n for n in candidates if read_by(operands(n)[1], root) & read), candidates[0])
+    q, k = operands(scores)
+    return Attention("written", softmax, q, k, v, out, scores)
+
+
+def mixed(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Products downstream of a softmax, each with the operand that does not come from it."""
+    seen, todo = {softmax}, [softmax]
+    while todo:
+        node = todo.pop(0)
+        for user in node.users:
+            if user in seen or graphs.is_fact(user):
+                continue
+            seen.add(user)
+            if graphs.is_product(user) and not graphs.is_edit(user):
+                others = [o for o in operands(user) if o not in seen]
+                if len(others) == 1 and is_activation(others[0]):
+                    yield user, others[0]
+            elif user.op != "call_module" or graphs.is_tensor(user):
+                todo.append(user)
+
+
+def scores_behind(node: fx.Node, root: nn.Module) -> Iterator[fx.Node]:
+    """The nearest products of two activations upstream."""
+    stop = lambda n: is_scores(n) or graphs.is_linear(n, root)  # noqa: E731
+    return (n for n in graphs.upstream(node, stop) if is_scores(n))
+
+
+def is_scores(node: fx.Node) -> bool:
+    return graphs.is_product(node) and len(found := operands(node)) == 2 and all(map(is_activation, found))
+
+
+def is_activation(node: fx.Node) -> bool:
+    """Not a parameter, nor made of parameters alone."""
+    return any(n.op == "placeholder" for n in graphs.upstream(node, lambda n: n.op == "placeholder"))
+
+
+def read_by(value: fx.Node, root: nn.Module) -> set[fx.Node]:
+    """What the Linears that feed a value read."""
+    linears = (n for n in graphs.upstream(value, lambda n: graphs.is_linear(n, root)) if graphs.is_linear(n, root))
+    return {graphs.stripped(first, root) for n in linears if (first := graphs.first_input(n)) is not None}
+
+
+def operands(product: fx.Node) -> tuple[fx.Node, ...]:
+    """The two factors of a product of matrices, the one whose last dimension is summed over first."""
+    given: list[Any] = [*product.args, *product.kwargs.values()]
+    if product.target is torch.einsum:
+        given = list(given[1]) if isinstance(given[1], (tuple, list)) else given[1:]
+        if len(given) == 2 and last_label_first(str(product.args[0])):
+            given = given[::-1]
+    elif str(getattr(product.target, "__name__", product.target)) == "baddbmm":
+        given = [product.kwargs.get("batch1", given[1]), product.kwargs.get("batch2", given[2])]
+    return tuple(g for g in given[:2] if isinstance(g, fx.Node))
+
+
+def last_label_first(equation: str) -> bool:
+    """Whether the last label of an einsum's result is one of its first operand alone."""
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    first, _, second = inputs.partition(",")
+    return bool(result) and result[-1] in first and result[-1] not in second

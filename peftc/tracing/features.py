@@ -1,0 +1,183 @@
+"""Which output features of a Linear a value is made of.
+
+The features of the Linear are numbered, and what the model's code does to their layout (views, splits, chunks, slices,
+permutations) is done to the numbers. So a fused q, k, v gives the right rows in whatever order a model keeps them: one block
+each, or interleaved head by head.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from peftc.tracing import graphs
+from peftc.tracing.mixing import weighted
+from peftc.tracing.sites import Slice
+
+_LAYOUT_METHODS = frozenset(
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "split",
+        "chunk",
+        "unbind",
+        "unflatten",
+        "flatten",
+        "contiguous",
+        "squeeze",
+        "unsqueeze",
+        "narrow",
+        "select",
+        "movedim",
+        "swapaxes",
+        "swapdims",
+        "tensor_split",
+        "t",
+        "expand",
+        "index_select",
+        "expand_as",
+        "view_as",
+        "reshape_as",
+        "repeat_interleave",
+    ]
+)
+_LAYOUT_FUNCTIONS = (
+    operator.getitem,
+    torch.reshape,
+    torch.transpose,
+    torch.permute,
+    torch.split,
+    torch.chunk,
+    torch.unbind,
+    torch.flatten,
+    torch.squeeze,
+    torch.unsqueeze,
+    torch.narrow,
+    torch.select,
+    torch.movedim,
+    torch.tensor_split,
+    torch.swapaxes,
+    torch.repeat_interleave,
+)
+
+
+def feeding(value: fx.Node, root: nn.Module) -> list[tuple[fx.Node, Slice | None]]:
+    """The nearest Linears upstream of a value, each with the rows of its output that go there (None: all)."""
+    behind = list(graphs.upstream(value, lambda n: graphs.is_linear(n, root)))
+    linears = [n for n in behind if graphs.is_linear(n, root)]
+    inside = sorted(set(behind) - set(linears))
+    found: list[tuple[fx.Node, Slice | None]] = []
+    for linear in sorted(linears):
+        features = _reaching(linear, inside, value)
+        if features is None:
+            found.append((linear, None))
+        elif rows := blocks(features, _width(linear)):
+            found.append((linear, rows if rows.width < _width(linear) else None))
+    return found
+
+
+def untouched(value: fx.Node, linear: fx.Node, root: nn.Module) -> bool:
+    """Whether nothing but layout stands between a Linear and a value."""
+    behind = set(graphs.upstream(value, lambda n: n is linear))
+    return all(n is linear or graphs.passes_through(n, root) is not None or _is_layout(n) for n in behind)
+
+
+def blockless(value: fx.Node, linear: fx.Node, root: nn.Module) -> bool:
+    """Whether a Linear is what a value comes from alone: no leaf with weights of its own stands between."""
+    behind = set(graphs.upstream(value, lambda n: n is linear)) - {linear}
+    return not any(weighted(n, root) and not graphs.is_norm(n, root) for n in behind)
+
+
+def _width(linear: fx.Node) -> int:
+    value = graphs.example(linear)
+    assert isinstance(value, torch.Tensor)
+    return value.shape[-1]
+
+
+def _reaching(linear: fx.Node, inside: list[fx.Node], value: fx.Node) -> torch.Tensor | None:
+    """The numbers of the features of `linear` that `value` depends on; None where that cannot be told."""
+    output = graphs.example(linear)
+    assert isinstance(output, torch.Tensor)
+    numbers: dict[fx.Node, Any] = {linear: torch.arange(output.shape[-1]).expand(output.shape).clone()}
+    reached: list[torch.Tensor] = []
+    for node in inside:
+        numbered = [n for n in graphs.sources(node) if n in numbers]
+        if not numbered:
+            continue
+        made = _numbered(node, numbered, numbers)
+        if made is not None:
+            numbers[node] = made
+            continue
+        for source in numbered:
+            if not isinstance(numbers[source], torch.Tensor):
+                return None
+            reached.append(numbers[source])
+    if value in numbers and isinstance(numbers[value], torch.Tensor):
+        reached.append(numbers[value])
+    return torch.cat([r.reshape(-1) for r in reached]).unique() if reached else None
+
+
+def _numbered(node: fx.Node, sources: list[fx.Node], numbers: dict[fx.Node, Any]) -> Any:
+    """The numbers after one operation that moves features; None for one that computes with them."""
+    if len(sources) == 1 and _hands_on(node, sources[0]):
+        return numbers[sources[0]]
+    if not _is_layout(node):
+        return None
+    args = fx.map_arg(node.args, lambda n: numbers.get(n, graphs.example(n)))
+    kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, graphs.example(n)))
+    try:
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        target: Any = node.target
+        return target(*args, **kwargs)
+    except (RuntimeError, TypeError, IndexError):  # of what the numbers have no counterpart
+        return None
+
+
+def _is_layout(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _LAYOUT_METHODS
+    return node.op == "call_function" and (node.target in _LAYOUT_FUNCTIONS or graphs.is_cache_part(node))
+
+
+def _hands_on(node: fx.Node, source: fx.Node) -> bool:
+    """Whether features stay where they are: an operation on one tensor that keeps its shape, or a cache's update."""
+    if graphs.is_cache_part(node):
+        return True
+    before, after = graphs.example(source), graphs.example(node)
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return before.shape == after.shape and not _is_layout(node) and not graphs.is_product(node)
+
+
+def blocks(features: torch.Tensor, width: int) -> Slice | None:
+    """Sorted numbers of features as equal blocks at equal distances; None where they are none."""
+    numbers: list[int] = features.tolist()
+    found = list(_runs(numbers))
+    lengths, starts = {stop - start for start, stop in found}, [start for start, _ in found]
+    strides = {b - a for a, b in itertools.pairwise(starts)}
+    if len(lengths) != 1 or len(strides) > 1:
+        return None
+    start, stop = found[0]
+    if not strides:
+        return Slice(start, stop)
+    stride = strides.pop()
+    rows = Slice(start, stop, stride, len(found))
+    return rows if stride * len(found) <= width and stop - rows.base(width) <= stride else None
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    start = last = numbers[0]
+    for n in numbers[1:]:
+        if n != last + 1:
+            yield start, last + 1
+            start = n
+        last = n
+    yield start, last + 1

@@ -1,0 +1,50 @@
+"""Whether a computation mixes tokens: by products of activations, convolutions, scans, or in a child that stays a leaf."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from peftc.tracing import graphs
+from peftc.tracing.attention import is_scores
+from peftc.tracing.stream import Stream
+
+_SCANS = frozenset(
+    {"cumsum", "cumprod", "logcumsumexp", "roll", "rfft", "irfft", "fft", "fftn", "unfold", "conv1d", "conv2d"}
+)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.LSTM, nn.GRU)
+
+
+def weighted(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node computes with a parameter of two or more dimensions."""
+    if node.op == "get_attr":
+        value = graphs.example(node)
+        return isinstance(value, nn.Parameter) and value.ndim >= 2
+    module = graphs.module_of(node, root)
+    return module is not None and any(p.ndim >= 2 for p in module.parameters())
+
+
+def mixes(body: set[fx.Node], stream: Stream, root: nn.Module) -> bool:
+    """Whether one token's part of a sub-layer's result depends on other tokens."""
+    return any(not stream.holds(node) and mixing(node, root) for node in body)
+
+
+def mixing(node: fx.Node, root: nn.Module) -> bool:
+    module = graphs.module_of(node, root)
+    if module is not None:
+        return mixing_module(node, module)
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in _SCANS or is_scores(node)
+
+
+def mixing_module(node: fx.Node, module: nn.Module) -> bool:
+    """A convolution, or a leaf with children that is told more than one value of the layer (a mask, a cache)."""
+    if any(isinstance(m, _CONVOLUTIONS) and kernel(m) != 1 for m in module.modules()):
+        return True
+    told = [n for n in node.all_input_nodes if graphs.example(n) is not None and n.op == "placeholder"]
+    return any(True for _ in module.children()) and len(told) > 0 and len(node.all_input_nodes) > 1
+
+
+def kernel(module: nn.Module) -> int:
+    size = getattr(module, "kernel_size", 0)
+    sizes = size if isinstance(size, tuple) else (size,)
+    return max((int(s) for s in sizes), default=0)

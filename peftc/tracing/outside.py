@@ -1,0 +1,136 @@
+"""Sites outside the layers, and every module of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from peftc.forms import shapes
+from peftc.tracing import graphs
+from peftc.tracing.kinds import Anatomy, example_width
+from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, WeightRef
+
+Steps = tuple[tuple[str, int | None], ...]
+
+
+def path_of(steps: Steps) -> str:
+    return ".".join(name if index is None else f"{name}[{index}]" for name, index in steps)
+
+
+def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> dict[str, State]:
+    """`w` and `b` of a leaf module, as nn.Linear would store them."""
+    found: dict[str, State] = {}
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+        transposed = isinstance(module, Conv1D)  # stored (in, out)
+        d_out, d_in = weight.shape[::-1] if transposed else weight.shape
+        d_out = rows.width if rows else d_out
+        found["w"] = State("w", shapes.Weight(d_out, d_in), weight=WeightRef(name, "weight", rows, transposed))
+    elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
+        found["w"] = State("w", shapes.Vector(weight.shape[0]), weight=WeightRef(name, "weight"))
+    if isinstance(bias, nn.Parameter) and bias.ndim == 1:
+        width = rows.width if rows else bias.shape[0]
+        found["b"] = State("b", shapes.Vector(width), weight=WeightRef(name, "bias", rows))
+    return found
+
+
+def outside(anatomy: Anatomy) -> list[str]:
+    """Modules called outside every layer, in the order of their calls."""
+    layers = [n + "." for s in anatomy.stacks for n in s.layers]
+    return [n for n in anatomy.seen.order if not any((n + ".").startswith(layer) for layer in layers)]
+
+
+def stack_of(name: str, anatomy: Anatomy) -> str | None:
+    """The stack whose own modules `name` belongs to, by the longest shared path."""
+    if len(anatomy.stacks) == 1:
+        return anatomy.stacks[0].name
+    for stack in anatomy.stacks:
+        parent = stack.path.rpartition(".")[0]
+        if parent and name.startswith(parent + "."):
+            return stack.name
+    return None
+
+
+def module_site(name: str, steps: Steps, anatomy: Anatomy, group: str = "") -> Site:
+    """A site that is one whole module; its graph is the module's own."""
+    module = anatomy.model.get_submodule(name)
+    states = weight_states(name, module)
+    for state, node, seen in (("x", INPUT, anatomy.seen.inputs), ("h", OUTPUT, anatomy.seen.outputs)):
+        shape = seen.get(name)
+        if shape and (state == "h" or not isinstance(module, nn.Embedding)):
+            states[state] = State(state, shapes.Tokens(shape[-1]), Place(node))
+    return Site(path_of(steps), steps, name, name, type(module).__name__, states, {}, group)
+
+
+def qualified(stack: str | None, steps: Steps) -> Steps:
+    return ((stack, None), *steps) if stack else steps
+
+
+def embeddings(anatomy: Anatomy) -> Iterator[Site]:
+    """Token embeddings: the embeddings outside layers as tall as the model's own input embedding."""
+    getter = getattr(anatomy.model, "get_input_embeddings", None)
+    try:
+        own = getter() if getter else None
+    except NotImplementedError:
+        own = None
+    for name in outside(anatomy):
+        module = anatomy.model.get_submodule(name)
+        if (
+            isinstance(module, nn.Embedding)
+            and isinstance(own, nn.Embedding)
+            and module.weight.shape == own.weight.shape
+        ):
+            stack = stack_of(name, anatomy)
+            yield module_site(name, qualified(stack, (("embed", None),)), anatomy, stack or "")
+
+
+def final_norms(anatomy: Anatomy) -> Iterator[Site]:
+    """The norms of a stack that run after its last layer, before the head."""
+    order = {n: i for i, n in enumerate(anatomy.seen.order)}
+    for stack in anatomy.stacks:
+        last = order[stack.layers[-1]]
+        parent = stack.path.rpartition(".")[0]
+        found = [
+            n
+            for n in outside(anatomy)
+            if order[n] > last
+            and n.startswith(parent + "." if parent else "")
+            and graphs.is_norm_module(anatomy.model.get_submodule(n))
+            and anatomy.seen.inputs.get(n, (0,))[-1] == example_width(stack.kinds[-1])
+        ]
+        for i, name in enumerate(found):
+            index = i if len(found) > 1 else None
+            yield module_site(name, ((stack.name, None), ("norm", index)), anatomy, stack.name)
+
+
+def heads(anatomy: Anatomy) -> Iterator[Site]:
+    """The model's output Linear: its output embeddings, else the last Linear that runs."""
+    model, order = anatomy.model, anatomy.seen.order
+    getter = getattr(model, "get_output_embeddings", None)
+    own = getter() if getter else None
+    names = [n for n in outside(anatomy) if n and model.get_submodule(n) is own] if own is not None else []
+    if not names and anatomy.stacks:
+        last = max(order.index(s.layers[-1]) for s in anatomy.stacks)
+        names = [
+            n for n in outside(anatomy) if order.index(n) > last and isinstance(model.get_submodule(n), nn.Linear)
+        ][-1:]
+    for name in names:
+        yield module_site(name, (("head", None),), anatomy)
+
+
+def module_infos(anatomy: Anatomy) -> tuple[ModuleInfo, ...]:
+    """Every module of the model with the parameters that are its own."""
+    seen = anatomy.seen
+
+    def width(name: str, shapes_seen: Mapping[str, tuple[int, ...]]) -> int | None:
+        shape = shapes_seen.get(name, ())
+        return shape[-1] if seen.calls.get(name) == 1 and len(shape) in (2, 3) else None
+
+    found: list[ModuleInfo] = []
+    for name, module in anatomy.model.named_modules():
+        own = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
+        entry = None if isinstance(module, nn.Embedding) else width(name, seen.inputs)
+        found.append(ModuleInfo(name, type(module).__name__, own, entry, width(name, seen.outputs)))
+    return tuple(found)

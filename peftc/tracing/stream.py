@@ -1,0 +1,63 @@
+"""The residual stream of a layer: its input, and every sum that carries it on."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx, nn
+
+from peftc.tracing import graphs
+
+
+def stream_input(graph: fx.Graph) -> fx.Node | None:
+    """The layer's hidden state: its first floating tensor argument."""
+    for node in graph.nodes:
+        value = graphs.example(node)
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.is_floating_point():
+            return node
+    return None
+
+
+class Stream:
+    """What is the stream, and what only depends on it. `values`: the layer's input and the sums found so far."""
+
+    def __init__(self, first: fx.Node, root: nn.Module) -> None:
+        self.values, self.root = [first], root
+
+    def holds(self, node: fx.Node) -> bool:
+        """Whether `node` is the stream itself, but for norms, dropout, casts, clamps and constant factors."""
+        while node not in self.values:
+            before = graphs.passes_through(node, self.root) or self.normed(node) or self.scaled(node)
+            if before is None:
+                return False
+            node = before
+        return True
+
+    def normed(self, node: fx.Node) -> fx.Node | None:
+        return graphs.first_input(node) if graphs.is_norm(node, self.root) else None
+
+    def scaled(self, node: fx.Node) -> fx.Node | None:
+        """The value that is multiplied by a number or by a parameter."""
+        if node.target not in (operator.mul, torch.mul, operator.truediv, torch.div) or node.op != "call_function":
+            return None
+        made = [a for a in node.args if isinstance(a, fx.Node) and self.reaches(a)]
+        return made[0] if len(made) == 1 else None
+
+    def body(self, h: fx.Node) -> set[fx.Node]:
+        """Everything that `h` is computed from, back to the stream (that included)."""
+        return set(graphs.upstream(h, self.holds))
+
+    def reaches(self, node: fx.Node) -> bool:
+        """Whether `node` depends on the stream."""
+        return any(n in self.values for n in graphs.upstream(node, lambda n: n in self.values))
+
+    def entry(self, body: set[fx.Node], root: nn.Module) -> fx.Node | None:
+        """Where a sub-layer takes the stream in: what the first of its operations reads, behind the norm."""
+        for node in sorted(body):
+            if self.holds(node):
+                continue
+            taken = [a for a in node.all_input_nodes if a in body and graphs.is_tensor(a) and self.holds(a)]
+            if taken:
+                return taken[0]
+        return None

@@ -1,0 +1,96 @@
+"""A fixed sample of model types, one or more of every layout there is, with the checks of the coverage benchmark."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks.families import build
+from benchmarks.families.checks import checked
+
+
+@dataclass(frozen=True)
+class Family:
+    """`refused`: the edits for which there is no sub-layer, as everybody can read in the model's source."""
+
+    key: str
+    layout: str
+    refused: str = ""
+
+
+FAMILIES = (
+    Family("causal-lm/gpt2", "fused qkv, split in three; Conv1D"),
+    Family("causal-lm/phi3", "fused qkv and gate-up, in slices"),
+    Family("causal-lm/mpt", "fused qkv, chunk; written-out softmax; ALiBi"),
+    Family("causal-lm/gpt_neox", "fused qkv, interleaved heads; attention and ffn in parallel"),
+    Family("causal-lm/bloom", "fused qkv, interleaved heads; written-out softmax; the ffn adds its residual itself"),
+    Family("causal-lm/falcon", "fused qkv with few key heads; parallel block"),
+    Family("causal-lm/codegen", "fused qkv in blocks; parallel block; written-out softmax"),
+    Family("causal-lm/gpt_bigcode", "fused qkv, one key head"),
+    Family("causal-lm/dbrx", "fused qkv; experts"),
+    Family("causal-lm/deepseek_v3", "latent attention (MLA); dense and sparse layers in one stack"),
+    Family("causal-lm/minicpm3", "latent attention (MLA)"),
+    Family("causal-lm/gptj", "parallel block, one norm"),
+    Family("causal-lm/cohere", "parallel block"),
+    Family("causal-lm/phi", "parallel block with biases"),
+    Family("causal-lm/gemma2", "norms before and after each sub-layer; soft caps"),
+    Family("causal-lm/gemma3_text", "sandwich norms, q and k norms; sliding and full attention in one stack"),
+    Family("causal-lm/olmo2", "norms after the sub-layers"),
+    Family("causal-lm/glm4", "sandwich norms; fused gate-up"),
+    Family("causal-lm/gpt_neo", "written-out softmax; global and local layers"),
+    Family("masked-lm/deberta-v2", "relative attention, disentangled"),
+    Family("masked-lm/deberta", "relative attention; fused projection"),
+    Family("seq2seq/t5", "relative bias; encoder-decoder"),
+    Family("seq2seq/bart", "encoder-decoder, norms after the sum"),
+    Family("seq2seq/prophetnet", "encoder-decoder with two streams; written-out softmax"),
+    Family("causal-lm/bart", "a decoder without its encoder"),
+    Family("causal-lm/bert", "an encoder that decodes"),
+    Family("masked-lm/albert", "one set of weights for all layers"),
+    Family("masked-lm/modernbert", "local and global layers; fused qkv"),
+    Family("image-classification/vit", "vision"),
+    Family("image-classification/beit", "vision; relative bias"),
+    Family("image-classification/swin", "a pyramid of windows"),
+    Family("image-classification/resnet", "convolutions only", refused="abcd"),
+    Family("audio-classification/wav2vec2", "sound; a convolutional front"),
+    Family("audio-classification/whisper", "a spectrogram"),
+    Family("audio-classification/audio-spectrogram-transformer", "a spectrogram as an image"),
+    Family("image-text-to-text/qwen2_vl", "towers: patches in one row, and text"),
+    Family("image-text-to-text/paligemma", "towers: an image, and text"),
+    Family("image-text-to-text/internvl", "towers: an image, and text"),
+    Family("causal-lm/mamba", "state space only", refused="abcd"),
+    Family("causal-lm/mamba2", "state space only", refused="abcd"),
+    Family("causal-lm/jamba", "state space, attention, dense and sparse layers"),
+    Family("causal-lm/falcon_h1", "state space and attention side by side"),
+    Family("causal-lm/qwen3_next", "linear and full attention; experts"),
+    Family("causal-lm/recurrent_gemma", "recurrences and attention"),
+    Family("causal-lm/mixtral", "experts"),
+    Family("causal-lm/qwen2_moe", "experts and a shared one"),
+    Family("causal-lm/gpt_oss", "experts with biases; sinks in the softmax"),
+    Family("causal-lm/zamba", "a block shared by several layers"),
+    Family("masked-lm/fnet", "Fourier transforms for attention", refused="ad"),
+)
+FAILING: dict[str, str] = {}
+
+
+def _parameter(family: Family) -> pytest.param:
+    reason = FAILING.get(family.key)
+    marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
+    return pytest.param(family, id=family.key, marks=marks)
+
+
+@pytest.mark.parametrize("family", [_parameter(f) for f in FAMILIES])
+def test_five_edits(family: Family) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the models' own code
+        found = checked(*build(*family.key.split("/")))
+    verdicts = {name: edit["verdict"] for name, edit in found["edits"].items()}
+    reasons = {name: edit["reason"] for name, edit in found["edits"].items() if edit["verdict"] == "fail"}
+    assert not reasons
+    assert verdicts == {name: "refused" if name in family.refused else "pass" for name in "abcde"}
+
+
+def test_every_layout_is_another_type() -> None:
+    assert len({f.key for f in FAMILIES}) == len(FAMILIES) >= 30
+    assert set(FAILING) <= {f.key for f in FAMILIES}

@@ -1,0 +1,108 @@
+"""Roles found by dataflow against roles that others give by name: PEFT's table for LoRA, transformers' plans for tensor parallelism."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT
+
+import peftc
+from benchmarks.families import Pair, build, pairs
+from benchmarks.families.roles import plan_disagreements, table_disagreements
+
+PREFERRED = ("seq2seq", "causal-lm", "masked-lm", "image-text-to-text")
+# Types of PEFT's table that transformers itself does not have (their code comes with the checkpoint).
+FOREIGN = {"chatglm", "RefinedWebModel", "RefinedWeb", "btlm", "rwkv7"}
+# What PEFT adapts beside q and v, or otherwise: type -> (end of the module's name, why).
+EXPLAINED: dict[str, dict[str, str]] = {
+    "phi": {"mlp.fc1": "the table names the ffn as well", "mlp.fc2": "the table names the ffn as well"},
+    "nemotron_h": {"k_proj": "the table names all of the attention", "o_proj": "the table names all of the attention"},
+    "rwkv": dict.fromkeys(
+        (
+            "attention.key",
+            "attention.value",
+            "attention.receptance",
+            "attention.output",
+            "feed_forward.key",
+            "feed_forward.value",
+        ),
+        "a recurrence without a softmax: it has neither q nor v",
+    ),
+}
+FAILING: dict[str, str] = {}
+
+
+def _types() -> list[pytest.param]:
+    known = {}
+    for pair in sorted(pairs(), key=lambda p: PREFERRED.index(p.mapping) if p.mapping in PREFERRED else 9):
+        known.setdefault(pair.type, pair)
+    return [_parameter(known[t]) for t in PEFT if t in known]
+
+
+def _parameter(pair: Pair) -> pytest.param:
+    reason = FAILING.get(pair.type)
+    return pytest.param(pair, id=pair.type, marks=[pytest.mark.xfail(reason=reason, strict=True)] if reason else [])
+
+
+@pytest.mark.parametrize("pair", _types())
+def test_q_and_v_are_what_peft_adapts(pair: Pair) -> None:
+    model, table = _sites(pair)
+    explained = EXPLAINED.get(pair.type, {})
+    found = table_disagreements(model, table, PEFT[pair.type])
+    assert [line for line in found if not line.split(" ")[0].endswith(tuple(explained) or ("\0",))] == []
+    for end in explained:
+        assert any(line.split(" ")[0].endswith(end) for line in found), f"{end} needs no explanation any more"
+
+
+def test_only_foreign_types_of_the_table_are_left_out() -> None:
+    assert set(PEFT) - {p.type for p in pairs()} == FOREIGN
+
+
+PLANNED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "glm4",
+    "olmo2",
+    "cohere",
+    "gpt_neox",
+    "mixtral",
+    "qwen2_moe",
+    "deepseek_v3",
+    "llama4_text",
+    "gpt_oss",
+    "jamba",
+    "granite",
+    "starcoder2",
+    "smollm3",
+)
+PLAN_EXPLAINED: dict[str, dict[str, str]] = {}
+PLAN_FAILING: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(t, marks=[pytest.mark.xfail(reason=PLAN_FAILING[t], strict=True)] if t in PLAN_FAILING else [])
+        for t in PLANNED
+    ],
+)
+def test_roles_are_those_of_the_tensor_parallel_plan(model_type: str) -> None:
+    model, table = _sites(Pair("causal-lm", model_type, ""))
+    found = plan_disagreements(model, table)
+    explained = PLAN_EXPLAINED.get(model_type, {})
+    assert [line for line in found if not line.startswith(tuple(explained) or ("\0",))] == []
+    assert all(any(line.startswith(start) for line in found) for start in explained)
+
+
+def _sites(pair: Pair) -> tuple[torch.nn.Module, peftc.tracing.sites.SiteTable]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, _ = build(pair.mapping, pair.type)
+        return model, peftc.sites(model)

@@ -1,0 +1,126 @@
+"""Two specs on one model, compiled one after the other, and the one text that says the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests import zoo
+from tests.laws.harness import Before, randomise
+from tests.laws.recipes import NAMED
+
+NORMS = "train e = [w, b] at layer[*].norm"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`first` and `second` are recipes by name, or texts. `commute`: they do not change the same state at one site."""
+
+    name: str
+    first: str
+    second: str
+    commute: bool = True
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        return tuple("peft 1\n" + statements(text) for text in (self.first, self.second))  # type: ignore[return-value]
+
+    @property
+    def joint(self) -> str:
+        """Both as one text; the edits of the second are called `b.…`, as the language does it."""
+        return f"{self.texts[0]}\nmethod second() {{\n{statements(self.second)}\n}}\napply second() as b\n"
+
+
+def statements(text: str) -> str:
+    return NAMED[text].spec if text in NAMED else text
+
+
+PAIRS = (
+    Pair("lora+par-bn", "lora", "par-bn"),
+    Pair("lora+lora", "lora", "lora", commute=False),
+    Pair("prefix-mlp+multi-head", "prefix-mlp", "multi-head"),
+    Pair("dora+ia3", "edit e at layer[*].attn.q { w = magnitude(w + lowrank(r=4, alpha=8)) }", "ia3"),
+    Pair("houlsby+norms", "houlsby", NORMS),
+    Pair("gated+everything", "gated", "everything", commute=False),
+    Pair("norms+scaled-states", NORMS, "scaled-states"),
+)
+NAMES = ("bart", "bert", "t5", "gpt2", "llama", "mixtral")
+# All pairs on one model with everything that layers have; each of the others has some of them, and all are had twice.
+CASES = [("bart", pair) for pair in PAIRS]
+CASES += [
+    (name, PAIRS[i])
+    for name, chosen in (("bert", (0, 3)), ("t5", (2, 6)), ("gpt2", (3, 5)), ("llama", (0, 5)), ("mixtral", (1, 4)))
+    for i in chosen
+]
+
+
+def fresh(name: str) -> nn.Module:
+    return zoo.build(name, torch.float64)
+
+
+@torch.no_grad()
+def logits(name: str, model: nn.Module) -> Tensor:
+    return model(**zoo.inputs(name, model))[0]
+
+
+def compiled(name: str, pair: Pair) -> nn.Module:
+    """A new model with both, as they are at first: `a`, and `b` whose edits have `b.` before their names."""
+    model = peftc.compile(pair.texts[0], fresh(name), seed=0, name="a")
+    return peftc.compile(pair.texts[1], model, seed=0, prefix="b")
+
+
+@cache
+def _trained(name: str, pair: Pair) -> tuple[nn.Module, Before]:
+    before = Before.of(fresh(name))
+    model = compiled(name, pair)
+    randomise(peftc.parameters(model))
+    return model, before
+
+
+def trained(name: str, pair: Pair) -> tuple[nn.Module, Before]:
+    """A model with both, all parameters away from where they start; and its base."""
+    model, before = _trained(name, pair)
+    return copy.deepcopy(model), before
+
+
+def alone(name: str, text: str, model: nn.Module, spec: str, prefix: str | None = None) -> nn.Module:
+    """A model with one of the two, and the parameters that `model` has for it."""
+    made = peftc.compile(text, fresh(name), seed=0, name=spec, prefix=prefix)
+    values = peftc.parameters(model, spec)
+    with torch.no_grad():
+        for key, parameter in peftc.parameters(made).items():
+            parameter.copy_(values[key])
+    return made
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything that an error must leave as it was, by identity where that is what counts."""
+    return {
+        "modules": {n: (id(m), type(m)) for n, m in model.named_modules()},
+        "parameters": {n: (id(p), p.requires_grad, p.detach().clone()) for n, p in model.named_parameters()},
+        "specs": peftc.specs(model),
+        "record": id(vars(model)["_peftc"]),
+    }
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Holds the block to leave the model exactly as it was."""
+    before = snapshot(model)
+    yield
+    after = snapshot(model)
+    for key in ("modules", "specs", "record"):
+        assert after[key] == before[key], key
+    assert list(after["parameters"]) == list(before["parameters"])
+    for name, (at, flag, value) in before["parameters"].items():
+        now = after["parameters"][name]
+        assert now[:2] == (at, flag), name
+        assert torch.equal(now[2], value), name

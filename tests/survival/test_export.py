@@ -1,0 +1,90 @@
+"""torch.export of compiled models: a program that computes the same, and holds what the edits own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests.survival.harness import SPECIES, SPECS, all_close, close, compiled, given
+
+pairs = pytest.mark.parametrize(("name", "spec"), [(n, s) for n in SPECIES for s in SPECS])
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*non-leaf.*"),
+]
+
+
+class Logits(nn.Module):
+    """The model as a function of its inputs alone: programs return tensors, not caches."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        cache = {"use_cache": False} if self.model.can_generate() else {}
+        return self.model(**inputs, **cache).logits
+
+
+def wrapped(name: str, spec: str, **options: Any) -> tuple[Logits, dict[str, Tensor]]:
+    model = compiled(name, spec, **options)
+    inputs = given(name, model, padding=None, labels=False)
+    return Logits(model), inputs
+
+
+@pairs
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_a_program_computes_the_same(name: str, spec: str, strict: bool) -> None:
+    model, inputs = wrapped(name, spec)
+    want = model(**inputs)
+    program = torch.export.export(model, (), inputs, strict=strict)
+    close(program.module()(**inputs), want)
+    names = {n for n, _ in model.named_parameters()}
+    assert names <= set(program.state_dict) | aliases(model)
+    assert {n for n in program.state_dict if "peftc" in n} == {n for n in names if "peftc" in n}
+
+
+def aliases(model: nn.Module) -> set[str]:
+    """All names of parameters that have several."""
+    every = list(model.named_parameters(remove_duplicate=False))
+    return {n for n, p in every if sum(q is p for _, q in every) > 1}
+
+
+@pytest.mark.parametrize("name", SPECIES)
+def test_programs_of_training_learn(name: str) -> None:
+    """An exported program in training mode has the gradients of the model for what the edits own."""
+    model, inputs = wrapped(name, "mam")
+    model.train()
+    model(**inputs).square().mean().backward()
+    want = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert want
+    program = torch.export.export(model, (), inputs, strict=False).module()
+    for p in program.parameters():
+        p.grad = None
+    program(**inputs).square().mean().backward()
+    all_close({n: p.grad for n, p in program.named_parameters() if n in want}, want)
+
+
+@pytest.mark.parametrize("name", SPECIES)
+def test_programs_are_saved(name: str, tmp_path: Path) -> None:
+    model, inputs = wrapped(name, "sequential")
+    want = model(**inputs)
+    torch.export.save(torch.export.export(model, (), inputs, strict=False), tmp_path / "program.pt2")
+    again = torch.export.load(tmp_path / "program.pt2")
+    close(again.module()(**inputs), want)
+
+
+@pytest.mark.parametrize("name", SPECIES)
+def test_exporting_leaves_the_model_as_it_is(name: str) -> None:
+    model, inputs = wrapped(name, "weights")
+    want = model(**inputs)
+    torch.export.export(model, (), inputs, strict=False)
+    assert torch.equal(model(**inputs), want)
+    model(**inputs).sum().backward()
+    assert all(p.grad is not None for p in peftc.parameters(model.model).values())

@@ -1,0 +1,94 @@
+"""No architecture is named in peftc: neither special-cased nor as an example. What it knows of models it finds out.
+
+The rule: no word of a Python file, in code, strings, comments or docstrings, is a model type of transformers. A word is a
+run of letters and digits; words joined by `_`, and the words of CamelCase, count on their own and together. Ids of the
+catalogue (`org/name`), which say nothing of an architecture, may stand as examples. The catalogue itself is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "peftc").rglob("*.py"))
+IDS = frozenset(name for name in json.loads((ROOT / "peftc/model/catalogue.json").read_text())["models"] if "/" in name)
+
+# Model types that are words of English or of Python, or parts of everybody's names.
+ENGLISH = frozenset[str]()
+# Names that are not of the architecture, by file.
+OTHERS = {
+    "peftc/forms/arguments.py": {"bert"},  # `init=bert`: the initial values that papers call so, N(0, 0.02)
+    "peftc/forms/adapter.py": {"bert"},
+    "peftc/forms/adapter_module.py": {"bert"},
+}
+
+
+def types() -> frozenset[str]:
+    """Model types as one word: `gpt_neox`, `gpt-sw3` and `GPTNeoX` all give `gptneox`."""
+    return frozenset(plain(name) for name in CONFIG_MAPPING_NAMES) - ENGLISH
+
+
+def plain(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())
+
+
+def words(text: str) -> Iterator[tuple[int, str]]:
+    """The line of each word, and the word: alone, and with the words that it is joined to."""
+    for n, line in enumerate(text.splitlines(), 1):
+        for known in IDS:
+            line = line.replace(known, "")
+        for found in re.findall(r"[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*", line):
+            parts = re.findall(r"[A-Z]+[0-9]*(?![a-z])|[A-Z]?[a-z]+[0-9]*|[0-9]+", found)
+            for i in range(len(parts)):
+                for j in range(i + 1, len(parts) + 1):
+                    yield n, plain("".join(parts[i:j]))
+
+
+def named(text: str, allowed: frozenset[str] | set[str] = frozenset()) -> list[tuple[int, str]]:
+    known = types() - allowed
+    return sorted({(n, word) for n, word in words(text) if word in known})
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_architecture_is_named(path: Path) -> None:
+    name = path.relative_to(ROOT).as_posix()
+    found = named(path.read_text(encoding="utf-8"), OTHERS.get(name, set()))
+    assert not found, "\n".join(f"{name}:{line}: {word}" for line, word in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ('if config.model_type == "bart":', "bart"),
+        ("from transformers import LlamaForCausalLM", "llama"),
+        ("def is_gpt_neox(config):", "gptneox"),
+        ("# T5's config", "t5"),
+        ("class GPTNeoXBlock:", "gptneox"),
+        ("qwen2_moe", "qwen2moe"),
+        ("GPT2Attention", "gpt2"),
+        ('"xlm-roberta"', "xlmroberta"),
+    ],
+)
+def test_the_rule_finds_names(text: str, word: str) -> None:
+    assert word in {found for _, found in named(text)}
+
+
+def test_ids_of_the_catalogue_may_be_named() -> None:
+    assert not named("peftc plan specs/mam.peft --model facebook/bart-large")
+    assert named("facebook/bart-enormous")
+
+
+def test_exclusions_are_needed_and_are_model_types() -> None:
+    """The lists hold nothing that the rule does not need."""
+    assert {plain(name) for name in CONFIG_MAPPING_NAMES} >= ENGLISH
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in FILES}
+    used = {word for text in texts.values() for _, word in words(text)}
+    assert used >= ENGLISH, ENGLISH - used
+    for name, allowed in OTHERS.items():
+        assert allowed <= {word for _, word in words(texts[name])}, name
