@@ -16,12 +16,11 @@ from peftc.planning import ir
 from peftc.rewriting.anchors import contains
 from peftc.rewriting.container import Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
-from peftc.rewriting.insert import CONTAINER, layout
+from peftc.rewriting.insert import CONTAINER
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import RECORD, Installation, acting, installed
 from peftc.rewriting.regions import LayerRegions, module_region
 from peftc.rewriting.warm import prepare
-from peftc.runtime import rows_of
 from peftc.tracing.kinds import Anatomy
 from peftc.tracing.sites import WeightRef
 
@@ -147,9 +146,8 @@ class Surgery:
             return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
         weights = {n: s.weight for n, s in placed.site.states.items() if s.weight is not None}
-        form.initialise(
-            generator, _Readable({n: weight_view(self.model, ref).detach() for n, ref in weights.items()}, name)
-        )
+        base = {n: weight_view(self.model, ref).detach() for n, ref in weights.items()}
+        form.initialise(generator, _Readable(base, name))
 
     def apply(self, record: Callable[[Surgery], Installation]) -> None:
         """Registers the parameters and exchanges the classes."""
@@ -224,10 +222,7 @@ def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
     """A parameter as nn.Linear stores it: (out, in), the rows of the site alone."""
     tensor = getattr(model.get_submodule(ref.module), ref.attribute)
     tensor = tensor.t() if ref.transposed else tensor
-    if ref.rows is None:
-        return tensor
-    one = ref.rows.count == 1
-    return tensor[ref.rows.start : ref.rows.stop] if one else rows_of(tensor, 0, *layout(ref.rows, tensor.shape[0]))
+    return tensor if ref.rows is None else tensor[ref.rows.start : ref.rows.stop]
 
 
 def restore(module: nn.Module, kind: Kind) -> None:
@@ -263,8 +258,7 @@ def uninstall(model: nn.Module) -> nn.Module:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in record.originals.items():
-            rows = slice(min(len(value), len(parameters[name]))) if value.ndim else ...
-            parameters[name][rows].copy_(value[rows])  # an embedding may have got more rows since, or lost some
+            parameters[name].copy_(value)
     return model
 
 
