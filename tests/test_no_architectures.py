@@ -19,13 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "peftc").rglob("*.py"))
 IDS = frozenset(name for name in json.loads((ROOT / "peftc/model/catalogue.json").read_text())["models"] if "/" in name)
 
-# Model types that are words of English or of Python, or parts of everybody's names.
-ENGLISH = frozenset[str]()
+# Model types that are English words, the name of a tool (`git`), and an attribute of every config (`is_encoder_decoder`).
+ENGLISH = frozenset({"align", "bit", "git", "encoderdecoder"})
 # Names that are not of the architecture, by file.
 OTHERS = {
     "peftc/forms/arguments.py": {"bert"},  # `init=bert`: the initial values that papers call so, N(0, 0.02)
-    "peftc/forms/adapter.py": {"bert"},
-    "peftc/forms/adapter_module.py": {"bert"},
 }
 
 

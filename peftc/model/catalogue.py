@@ -45,7 +45,7 @@ def catalogue() -> Mapping[str, Entry]:
 
 
 def find(model_id: str) -> Entry | None:
-    """The entry of an id, also under its other name (`gpt2` and `openai-community/gpt2`)."""
+    """The entry of an id, also under its other name (with and without the organisation)."""
     entries = catalogue()
     return entries.get(model_id) or next((e for e in entries.values() if e.also == model_id), None)
 

@@ -24,7 +24,7 @@ Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
 
 @dataclass(frozen=True, eq=False)
 class ModelSource:
-    """A model that can be planned for. `type` is transformers' model type ("bart"), or a plain module's class name.
+    """A model that can be planned for. `type` is transformers' model type, or a plain module's class name.
 
     `model_class` is what to build (None for a module that is already there); `folder` is where its weights may lie.
     `untied_head`: the configuration's text says that the output embedding is a matrix of its own. `own_code`: the class is

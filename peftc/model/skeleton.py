@@ -42,8 +42,8 @@ def _on_meta(cls: type[PreTrainedModel], config: PretrainedConfig, name: str) ->
 
 
 def _untie_head(model: PreTrainedModel) -> None:
-    # T5's config sets `tie_word_embeddings` to True whatever it was given. `from_pretrained` then finds two different
-    # matrices in the checkpoint (flan-t5) and leaves them apart; a skeleton has to be told.
+    # Some config classes set `tie_word_embeddings` to True whatever they were given. `from_pretrained` then finds two
+    # different matrices in the checkpoint and leaves them apart; a skeleton has to be told.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     weight = embedding.weight
     if isinstance(head, nn.Module) and isinstance(weight, torch.Tensor) and head.weight is weight:

@@ -58,7 +58,7 @@ def _activations(module: ModuleInfo) -> Iterable[State]:
 def modules_below(reached: Iterable[Steps], table: SiteTable) -> list[ModuleInfo]:
     """The modules with parameters at and under each path, in model order.
 
-    A sub-layer need not be one module (the ffn of BART is two Linears of the layer): then its sites say what is below.
+    A sub-layer need not be one module (an ffn can be two Linears of the layer): then its sites say what is below.
     """
     roots = {root for steps in dict.fromkeys(reached) for root in _roots(steps, table)}
     return [info for info in table.modules if info.parameters and not roots.isdisjoint(_ancestors(info.name))]

@@ -59,7 +59,7 @@ def is_norm(node: object, root: nn.Module) -> bool:
 
 def is_norm_module(module: nn.Module) -> bool:
     weights = [p.ndim for p in module.parameters()]
-    named = "norm" in type(module).__name__.lower()  # norms without a weight (OLMo) can only be told by their name
+    named = "norm" in type(module).__name__.lower()  # norms without a weight can only be told by their name
     return not list(module.children()) and ((weights != [] and max(weights) == 1) or (not weights and named))
 
 
