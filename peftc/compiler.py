@@ -23,7 +23,7 @@ from peftc.model.resolve import ModelSource, resolve
 from peftc.model.running import checked, refuse_what_does_not_run
 from peftc.planning.plan import Plan, Planned, make_plan
 from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
-from peftc.rewriting.install import strip, uninstall
+from peftc.rewriting.install import put_back, strip, uninstall
 from peftc.rewriting.record import Part, acting, installed, is_installed, joint, spec_of_parts
 from peftc.rewriting.reinstall import Done, reinstall
 from peftc.rewriting.suspend import suspended
@@ -215,7 +215,7 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
         with torch.no_grad():
             for name, value in record.originals.items():
                 if name not in kept:
-                    model.get_parameter(name).copy_(value)
+                    put_back(model.get_parameter(name), value)
 
     return reinstall(model, rest, found, analysis.anatomy, sample=with_sample, then=restored)
 

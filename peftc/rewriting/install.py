@@ -16,11 +16,12 @@ from peftc.planning import ir
 from peftc.rewriting.anchors import contains
 from peftc.rewriting.container import Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
-from peftc.rewriting.insert import CONTAINER
+from peftc.rewriting.insert import CONTAINER, layout
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import RECORD, Installation, acting, installed
 from peftc.rewriting.regions import LayerRegions, module_region
 from peftc.rewriting.warm import prepare
+from peftc.runtime import rows_of
 from peftc.tracing.kinds import Anatomy
 from peftc.tracing.sites import WeightRef
 
@@ -222,7 +223,10 @@ def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
     """A parameter as nn.Linear stores it: (out, in), the rows of the site alone."""
     tensor = getattr(model.get_submodule(ref.module), ref.attribute)
     tensor = tensor.t() if ref.transposed else tensor
-    return tensor if ref.rows is None else tensor[ref.rows.start : ref.rows.stop]
+    if ref.rows is None:
+        return tensor
+    one = ref.rows.count == 1
+    return tensor[ref.rows.start : ref.rows.stop] if one else rows_of(tensor, 0, *layout(ref.rows, tensor.shape[0]))
 
 
 def restore(module: nn.Module, kind: Kind) -> None:
@@ -258,8 +262,14 @@ def uninstall(model: nn.Module) -> nn.Module:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in record.originals.items():
-            parameters[name].copy_(value)
+            put_back(parameters[name], value)
     return model
+
+
+def put_back(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Gives a parameter its value of before; an embedding may have got more rows since, or lost some."""
+    rows = slice(min(len(value), len(parameter))) if value.ndim else ...
+    parameter[rows].copy_(value[rows])
 
 
 def warm(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from peftc.rewriting.install import put_back
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import Installation, installed
 
@@ -76,4 +77,4 @@ def exchange(model: nn.Module, record: Installation, edits: Collection[str]) -> 
             parameter, value = model.get_parameter(name), record.originals[name]
             record.originals[name] = parameter.detach().clone()
             with torch.no_grad():
-                parameter.copy_(value)
+                put_back(parameter, value)
