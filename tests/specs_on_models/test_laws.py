@@ -192,16 +192,16 @@ def test_the_first_goes_on_training(name: str) -> None:
 def test_what_one_spec_trains_of_the_base_comes_back_alone(name: str) -> None:
     model, base = fresh(name), fresh(name).state_dict()
     peftc.compile("peft 1\n" + NORMS, model, name="norms")
-    peftc.compile("peft 1\ntrain h = [w] at layer[*].attn.q\n", model, name="q")
+    peftc.compile("peft 1\ntrain h = [w] at layer[*].attn.o\n", model, name="o")
     with torch.no_grad():
         for parameter in peftc.parameters(model).values():
             parameter += 1.0
-    changed = {k.partition("/")[2] for k in peftc.parameters(model, "q")}
+    changed = {k.partition("/")[2] for k in peftc.parameters(model, "o")}
     peftc.remove(model, "norms")
     now = model.state_dict()
     assert changed
     assert {k for k, v in now.items() if not torch.equal(v, base[k])} >= changed
     assert {n for n, p in model.named_parameters() if p.requires_grad} == changed
-    peftc.remove(model, "q")
+    peftc.remove(model, "o")
     assert all(torch.equal(v, base[k]) for k, v in model.state_dict().items())
     assert all(p.requires_grad for p in model.parameters())

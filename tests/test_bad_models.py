@@ -1,0 +1,385 @@
+"""Models that something is wrong with: each is a diagnostic, never a traceback, and never a half-changed model."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import peftc
+from peftc.cli import main
+from tests import zoo
+from tests.laws.harness import Before
+
+Q = "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }\n"
+FFN = "peft 1\nedit f at layer[*].ffn { h += adapter(h, r=2, act=gelu) }\n"
+DORA = "peft 1\nedit d at layer[*].attn.q { w = magnitude(w + lowrank(r=2)) }\n"
+NORMS = "peft 1\ntrain n = [w] at layer[*].norm\n"
+
+
+def refused(code: str, function: Callable[[], Any], model: nn.Module | None = None) -> peftc.Diagnostic:
+    """The one diagnostic of a call, after which the model is as it was."""
+    before = None if model is None else Structure(model)
+    with pytest.raises(peftc.PeftcError) as caught:
+        function()
+    assert [d.code for d in caught.value.diagnostics] == [code]
+    if before is not None:
+        before.assert_same()
+    return caught.value.diagnostics[0]
+
+
+class Structure:
+    """Classes, attributes, parameters and flags of a model, of which some may have no values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.found = model, self.now(model)
+
+    def now(self, model: nn.Module) -> Any:
+        parameters = {n: (id(p), p.requires_grad, p.device) for n, p in model.named_parameters()}
+        return parameters, {n: (type(m), frozenset(vars(m))) for n, m in model.named_modules()}
+
+    def assert_same(self) -> None:
+        assert self.now(self.model) == self.found
+
+
+# Without attention ---------------------------------------------------------------------------------------------------
+
+
+class Mixer(nn.Module):
+    """A layer that mixes tokens by a convolution."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.norm, self.into = nn.LayerNorm(d), nn.Linear(d, d)
+        self.conv = nn.Conv1d(d, d, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(self.into(self.norm(x)).transpose(1, 2)).transpose(1, 2)
+
+
+def without_attention() -> Iterator[tuple[str, nn.Module, dict[str, Tensor] | None]]:
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=50, state_size=4)
+    yield "state space", transformers.MambaForCausalLM(config), None
+    conv = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+    yield "conv", transformers.ResNetForImageClassification(conv), {"pixel_values": torch.zeros(1, 3, 32, 32)}
+    yield "mixers", nn.Sequential(*(Mixer(16) for _ in range(3))), {"input": torch.zeros(2, 5, 16)}
+
+
+@pytest.mark.parametrize(("model", "sample"), [pytest.param(m, s, id=name) for name, m, s in without_attention()])
+def test_a_model_without_attention_says_so(model: nn.Module, sample: dict[str, Tensor] | None) -> None:
+    table = peftc.sites(model, sample=sample)
+    assert not any("attn" in site.path for site in table.sites)
+    assert any("no attention" in said or "no transformer layers" in said for said in table.warnings)
+    for call in (peftc.plan, peftc.compile):
+        found = refused("P201", lambda call=call: call(Q, model, sample=sample), model)
+        assert any(warning in found.notes for warning in table.warnings)
+
+
+def test_sites_on_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50, "state_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert main(["sites", "--model", str(tmp_path)]) == 0
+    assert "has no attention" in capsys.readouterr().err
+
+
+# Not from transformers -----------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, d: int, heads: int, written_out: bool) -> None:
+        super().__init__()
+        self.heads, self.written_out = heads, written_out
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        q, k, v = (t.view(b, n, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        if not self.written_out:
+            made = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            future = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
+            scores = (q @ k.transpose(-1, -2) / (d // self.heads) ** 0.5).masked_fill(future, float("-inf"))
+            made = scores.softmax(-1) @ v
+        return self.out(made.transpose(1, 2).reshape(b, n, d))
+
+
+class Block(nn.Module):
+    def __init__(self, d: int, written_out: bool) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(d), Attention(d, 4, written_out)
+        self.ln_2, self.mlp = nn.LayerNorm(d), nn.Sequential(nn.Linear(d, 48), nn.GELU(), nn.Linear(48, d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    """Written by hand: no config, no base class, its own blocks."""
+
+    def __init__(self, written_out: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.blocks = nn.ModuleList(Block(32, written_out) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def by_hand(written_out: bool = False) -> tuple[Transformer, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return Transformer(written_out), {"ids": torch.randint(50, (2, 6))}
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+def test_a_model_written_by_hand_is_compiled(written_out: bool) -> None:
+    """With a sample; its roles are found by dataflow. A second spec needs no sample again."""
+    model, sample = by_hand(written_out)
+    before, base = Before.of(model), model(**sample)
+    peftc.compile(Q, model, seed=0, sample=sample, name="q")
+    assert torch.equal(model(**sample), base)
+    peftc.compile(FFN, model, seed=0)
+    assert len(peftc.parameters(model, "q")) == 2 * 3
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter += 0.1
+    moved = model(**sample)
+    for off in ("q", "default"):
+        with peftc.disabled(model, off):
+            assert not torch.equal(model(**sample), moved)
+            assert not torch.equal(model(**sample), base)
+    more = {"ids": torch.randint(50, (3, 9))}
+    model(**more).mean().backward()
+    assert all(p.grad is not None for p in peftc.parameters(model).values())
+    peftc.remove(model, "default")
+    assert [f.edit for f in peftc.fold(model).folded] == ["q"]
+    assert not torch.equal(model(**sample), base)
+    model.load_state_dict(before.state)
+    before.assert_same(model)
+
+
+def test_a_sample_is_asked_for() -> None:
+    model, _ = by_hand()
+    found = refused("P507", lambda: peftc.compile(Q, model), model)
+    assert "sample=" in str(found.help)
+
+
+def test_a_plain_encoder_works_or_says_what_is_missing() -> None:
+    """torch's own attention is one call into C++: its layers are edited around it."""
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    sample = {"src": torch.randn(2, 5, 32)}
+    refused("P507", lambda: peftc.compile(Q, model), model)
+    base = model(**sample)
+    peftc.compile(
+        'peft 1\nedit l at "layers.*.linear1" { h += adapter(x, r=2, act=gelu) }', model, seed=0, sample=sample
+    )
+    assert not torch.equal(model(**sample), base)
+    assert torch.equal(peftc.remove(model)(**sample), base)
+    table = peftc.sites(model, sample=sample)
+    if not any(site.path.endswith("attn.self.q") for site in table.sites):
+        found = refused("P201", lambda: peftc.compile(Q, model, sample=sample), model)
+        assert found.notes
+
+
+@pytest.mark.parametrize(
+    ("sample", "code"),
+    [
+        ({"tokens": torch.zeros(2, 3, dtype=torch.long)}, "P509"),
+        ({"ids": torch.zeros(2, 3)}, "P509"),
+        ({}, "P509"),
+        (torch.zeros(2, 3, dtype=torch.long), "P112"),
+        ({3: torch.zeros(1)}, "P112"),
+    ],
+    ids=str,
+)
+def test_a_wrong_sample_is_told(sample: Any, code: str) -> None:
+    model, _ = by_hand()
+    refused(code, lambda: peftc.sites(model, sample=sample), model)
+    refused(code, lambda: peftc.compile(Q, model, sample=sample), model)
+
+
+def test_a_model_that_cannot_be_copied_is_told() -> None:
+    model, sample = by_hand()
+    model.blocks[0].lock = threading.Lock()
+    assert "lock" in str(refused("P509", lambda: peftc.compile(Q, model, sample=sample), model))
+
+
+def test_an_adapter_is_not_loaded_onto_a_name(tmp_path: Path) -> None:
+    name: Any = "facebook/bart-large"
+    refused("P502", lambda: peftc.load(tmp_path, name))
+
+
+# Without weights -----------------------------------------------------------------------------------------------------
+
+
+def on_meta(*modules: str) -> nn.Module:
+    """A model of which these modules have no weights: all of it without any names."""
+    model = zoo.build("llama")
+    for name in modules or ("",):
+        model.get_submodule(name).to("meta")
+    return model
+
+
+@pytest.mark.parametrize("modules", [(), ("model.layers.1.self_attn.q_proj",)], ids=["all", "part"])
+def test_planning_needs_no_weights(modules: tuple[str, ...]) -> None:
+    model, there = on_meta(*modules), zoo.build("llama")
+    assert [s.path for s in peftc.sites(model).sites] == [s.path for s in peftc.sites(there).sites]
+    for spec in (Q, DORA, NORMS):
+        assert peftc.plan(spec, model) == peftc.plan(spec, there)
+
+
+def test_what_needs_weights_is_refused_without(tmp_path: Path) -> None:
+    model = on_meta()
+    for spec in (DORA, NORMS, Q + DORA.removeprefix("peft 1")):
+        refused("P527", lambda spec=spec: peftc.compile(spec, model), model)
+    peftc.compile(Q, model)
+    assert {p.device.type for p in peftc.parameters(model).values()} == {"meta"}
+    for spec in (DORA, NORMS):
+        refused("P527", lambda spec=spec: peftc.compile(spec, model), model)
+    refused("P527", lambda: peftc.fold(model), model)
+    refused("P527", lambda: peftc.save(model, tmp_path / "a"), model)
+    assert not (tmp_path / "a").exists()
+    saved = peftc.save(peftc.compile(FFN, zoo.build("llama"), seed=0), tmp_path / "b")
+    refused("P527", lambda: peftc.load(saved, model), model)
+    peftc.remove(model)
+    refused("P527", lambda: peftc.load(saved, model), model)
+
+
+def test_a_model_loaded_in_part_is_compiled_where_it_has_weights() -> None:
+    model = on_meta("model.layers.1.self_attn.q_proj")
+    for spec in (Q, DORA):
+        assert "layers.1" in refused("P527", lambda spec=spec: peftc.compile(spec, model), model).message
+    peftc.compile(FFN, model, seed=0)
+    assert {p.device.type for p in peftc.parameters(model).values()} == {"cpu"}
+    refused("P527", lambda: peftc.fold(model), model)
+    peftc.remove(model)
+    peftc.compile(Q.replace("layer[*]", "layer[0]"), model, seed=0)
+    assert {p.device.type for p in peftc.parameters(model).values()} == {"cpu"}
+
+
+# Code of others ------------------------------------------------------------------------------------------------------
+
+CONFIGURATION = """
+from transformers import {config}
+with open({marker!r}, "a") as file:
+    file.write("configuration ")
+
+class OwnConfig({config}):
+    model_type = "somebody-s-own"
+"""
+MODELLING = """
+from transformers import {model}
+from .configuration_own import OwnConfig
+with open({marker!r}, "a") as file:
+    file.write("modelling ")
+
+class OwnForCausalLM({model}):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A folder with a model whose code leaves a mark when it runs, and the mark."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+    folder, marker = tmp_path / f"own_{tmp_path.name}", tmp_path / "ran"
+    zoo.build("llama").save_pretrained(folder)
+    names = {"config": "LlamaConfig", "model": "LlamaForCausalLM", "marker": str(marker)}
+    (folder / "configuration_own.py").write_text(CONFIGURATION.format(**names))
+    (folder / "modeling_own.py").write_text(MODELLING.format(**names))
+    change(folder, model_type="somebody-s-own", architectures=["OwnForCausalLM"])
+    auto = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    change(folder, auto_map=auto)
+    return folder, marker
+
+
+def change(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_code_of_a_repository_is_not_run(repository: tuple[Path, Path]) -> None:
+    folder, marker = repository
+    for name in (str(folder), str(folder / "config.json")):
+        for call in (peftc.sites, peftc.trace):
+            found = refused("P504", lambda call=call, name=name: call(name))
+            assert "trust_remote_code=True" in str(found.help)
+            assert "--trust-remote-code" in str(found.help)
+        for both in (peftc.plan, peftc.compile):
+            refused("P504", lambda both=both, name=name: both(Q, name))
+    assert not marker.exists()
+
+
+def test_code_of_a_repository_is_run_where_it_is_trusted(repository: tuple[Path, Path]) -> None:
+    folder, marker = repository
+    table = peftc.sites(folder, trust_remote_code=True)
+    assert set(marker.read_text().split()) == {"configuration", "modelling"}
+    assert [s.path for s in table.sites] == [s.path for s in peftc.sites(zoo.build("llama")).sites]
+    assert table.model_type == "somebody-s-own"
+    assert peftc.plan(Q, str(folder / "config.json"), trust_remote_code=True).totals.trained > 0
+    assert peftc.trace(folder, trust_remote_code=True)
+    model = peftc.compile(Q, folder, seed=0, trust_remote_code=True)
+    assert type(model).__name__ == "OwnForCausalLM"
+    there = zoo.build("llama").state_dict()
+    now = peftc.remove(model).state_dict()
+    assert all(torch.equal(now[k], v) for k, v in there.items())
+
+
+def test_the_command_line_asks_before_it_runs_code(
+    repository: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, marker = repository
+    spec = tmp_path / "q.peft"
+    spec.write_text(Q)
+    commands = (["sites"], ["plan", str(spec)], ["compile", str(spec)])
+    for command in commands:
+        assert main([*command, "--model", str(folder)]) == 1
+        assert "P504" in capsys.readouterr().err
+    assert not marker.exists()
+    for command in commands:
+        assert main([*command, "--model", str(folder), "--trust-remote-code"]) == 0
+    assert marker.exists()
+
+
+def test_a_class_that_transformers_has_needs_no_code(repository: tuple[Path, Path]) -> None:
+    """A known type with code beside it is built by transformers' own class, and the code is left alone."""
+    folder, marker = repository
+    change(folder, model_type="llama", architectures=["LlamaForCausalLM"])
+    assert peftc.plan(Q, folder).totals.trained > 0
+    assert isinstance(peftc.compile(Q, folder), transformers.LlamaForCausalLM)
+    change(folder, architectures=["OwnForCausalLM"])
+    refused("P504", lambda: peftc.plan(Q, folder))
+    config = transformers.LlamaConfig.from_pretrained(folder)
+    refused("P504", lambda: peftc.plan(Q, config))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("breakage", ["raise ValueError('no')", "import nothing_that_there_is", None])
+def test_trusted_code_that_fails_is_told(repository: tuple[Path, Path], breakage: str | None) -> None:
+    folder, _ = repository
+    path = folder / "modeling_own.py"
+    if breakage is None:
+        path.unlink()
+    else:
+        path.write_text(breakage)
+    assert refused("P510", lambda: peftc.plan(Q, folder, trust_remote_code=True)).notes
+
+
+def test_trusting_a_model_without_code_changes_nothing() -> None:
+    assert peftc.plan(Q, "gpt2", trust_remote_code=True) == peftc.plan(Q, "gpt2")
