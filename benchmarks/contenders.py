@@ -53,17 +53,19 @@ class Shape:
         return f"{self.name} (d {self.hidden}, {self.layers} layers, batch {self.batch} × {self.tokens} tokens)"
 
 
-def contenders(base: nn.Module) -> dict[str, nn.Module]:
-    """The four, on the same weights; but merged has its own."""
+def contenders(base: nn.Module, adapters: str | None = None) -> dict[str, nn.Module]:
+    """The four, on the same weights; but merged has its own. `adapters`: their dtype, where it is not chosen for them."""
     from peft import LoraConfig, get_peft_model
 
     memo = lambda: {id(p): p for p in base.parameters()}  # noqa: E731
-    ours = peftc.compile(SPEC, copy.deepcopy(base, memo()), seed=0)
+    spec = SPEC if adapters is None else SPEC.replace("lora(x,", f"lora(x, dtype={adapters},")
+    ours = peftc.compile(spec, copy.deepcopy(base, memo()), seed=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs: Any = get_peft_model(
             copy.deepcopy(base, memo()),  # pyright: ignore[reportArgumentType]
             LoraConfig(r=R, lora_alpha=ALPHA, target_modules=MODULES),
+            autocast_adapter_dtype=adapters is None,
         )
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -91,11 +93,13 @@ def train(model: nn.Module, shape: Shape) -> Work:
     """Forward, and backward to the embeddings."""
     ids = tokens(model, shape, shape.tokens)
     own: Any = model
-    embeddings = own.get_input_embeddings()
-    embeddings.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+    with torch.no_grad():
+        embedded = own.get_input_embeddings()(ids)
+    embedded.requires_grad_()
 
     def run() -> object:
-        loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+        embedded.grad = None
+        loss = model.train()(inputs_embeds=embedded, labels=ids, use_cache=False).loss
         loss.backward()
         return loss
 

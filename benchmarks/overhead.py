@@ -27,12 +27,12 @@ SHAPES = (
 )
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="of the wide shape; ten times as many of the small one")
     parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
     parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     lines: list[list[str]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_copy, new_mode
 from peftc.rewriting.asking import Asking, plain_arguments
 from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, unlooked
+from peftc.rewriting.rest import open_rest
 from peftc.tracing.calls import innermost
 from peftc.tracing.seams import TraceError
 
@@ -38,7 +40,9 @@ class Calls:
         self.base, self.inline, self.signature = base, inline, signature
         self.module, self.arguments, self.likely = module, arguments, likely
         self.rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+        self.values = plain_arguments(signature, arguments)
         self.handed = frozenset[str]()  # known once the first path has been traced
+        self.keys: frozenset[str] | None = None  # the keywords that the rest may have, where it is handed on as a whole
         self.looked_at = False
         self.made: dict[object, Call] = {}
 
@@ -48,24 +52,34 @@ class Calls:
         Raises: LookedAt where another path hands on what this one looks at; from then on nothing is left open.
         """
         plain = self.remembered(script)
-        values = plain_arguments(self.signature, self.arguments)
-        if not script and not self.looked_at:
-            compared = compared_with_none(innermost(self.base.forward))
-            self.handed = handed_on(lambda *how: self.remembered((), *how), plain, values, compared, self.likely)
-        if not self.handed:
+        if self.looked_at:
             return plain
-        found = self.remembered(script, self.handed)
-        constants = {n: values[n] for n in self.handed if n in values}
-        if not same(plain, found, constants) or (script and not self.hands_on(script, plain, values)):
-            self.handed, self.looked_at = frozenset(), True
+        if not script:
+            compared = compared_with_none(innermost(self.base.forward))
+            trace = partial(self.remembered, script)
+            self.handed = handed_on(trace, plain, self.values, compared, self.likely)
+        opened = open_rest(partial(self.with_keywords, script), self.signature, self.handed, self.rests())
+        if not script:
+            self.keys = opened[1] if opened else None
+        elif not self.agrees(script, plain, opened):
+            self.handed, self.keys, self.looked_at = frozenset(), None, True
             self.made.clear()  # what has been returned has been rewritten
             raise LookedAt
-        return found
+        return opened[0] if opened else self.remembered(script, self.handed)
 
-    def hands_on(self, script: tuple[bool, ...], plain: Call, values: Mapping[str, Any]) -> bool:
-        constants = frozenset(n for n in self.handed if n in values)
-        trace = lambda *how: self.remembered(script, *how)  # noqa: E731
-        return unlooked(trace, plain, constants, values, self.handed - constants) == self.handed
+    def agrees(self, script: tuple[bool, ...], plain: Call, opened: tuple[Call, frozenset[str]] | None) -> bool:
+        """Whether a path hands on what the first one did."""
+        constants = {n: v for n, v in self.values.items() if n in self.handed}
+        trace = partial(self.remembered, script)
+        tensors = self.handed.difference(constants)
+        return (
+            (opened[1] if opened else None) == self.keys
+            and same(plain, self.remembered(script, self.handed), constants)
+            and unlooked(trace, plain, frozenset(constants), self.values, tensors) == self.handed
+        )
+
+    def with_keywords(self, script: tuple[bool, ...], symbolic: frozenset[str], keywords: Mapping[str, Any]) -> Call:
+        return self.trace(script, symbolic, {**self.arguments, self.rest: keywords})
 
     def remembered(
         self,
@@ -73,18 +87,13 @@ class Calls:
         symbolic: frozenset[str] = frozenset(),
         changed: Mapping[str, Any] | None = None,
     ) -> Call:
-        key = (script, symbolic & set(plain_arguments(self.signature, self.arguments)), tuple((changed or {}).items()))
+        key = (script, symbolic & set(self.values), tuple((changed or {}).items()))
         if key not in self.made:
-            self.made[key] = self.trace(script, symbolic, changed)
+            self.made[key] = self.trace(script, symbolic, self.replaced(changed or {}))
         return self.made[key]
 
-    def trace(
-        self,
-        script: tuple[bool, ...],
-        symbolic: frozenset[str] = frozenset(),
-        changed: Mapping[str, Any] | None = None,
-    ) -> Call:
-        """The region's graph, along one path, with these arguments symbolic and these plain ones replaced.
+    def trace(self, script: tuple[bool, ...], symbolic: frozenset[str], arguments: Mapping[str, Any]) -> Call:
+        """The region's graph for these arguments, along one path; plain ones in `symbolic` are no constants.
 
         Raises: P407 for code that cannot be traced.
         """
@@ -94,7 +103,7 @@ class Calls:
         tracer = Asking(lambda name: name in self.inline, script, symbolic)
         try:
             with mode:
-                return tracer.trace_region(copy, fake_copy(self.replaced(changed or {}), mode)), tracer
+                return tracer.trace_region(copy, fake_copy(dict(arguments), mode)), tracer
         except (TraceError, DataDependentOutputException) as error:
             raise PeftcError(
                 Diagnostic(

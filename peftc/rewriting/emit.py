@@ -36,6 +36,7 @@ INFIX = {
 }
 PREFIX = {operator.neg: "-", operator.invert: "~", operator.not_: "not "}
 WIDTH = 110
+REST = "rest"  # in the meta of a call: the `**` parameter that is handed on to it
 
 
 class Names:
@@ -150,9 +151,9 @@ class Emitter:
         if node.op == "get_attr":
             return attribute_path(str(node.target))
         if node.op == "call_module":
-            return f"{attribute_path(str(node.target))}({self.arguments(node.args, node.kwargs)})"
+            return f"{attribute_path(str(node.target))}({self.given(node, node.args)})"
         if node.op == "call_method":
-            return f"{self.operand(node.args[0])}.{node.target}({self.arguments(node.args[1:], node.kwargs)})"
+            return f"{self.operand(node.args[0])}.{node.target}({self.given(node, node.args[1:])})"
         return self.call(node)
 
     def call(self, node: fx.Node) -> str:
@@ -168,7 +169,7 @@ class Emitter:
             return f"{PREFIX[target]}{self.operand(args[0])}"
         if target is base_call:
             return f"{self.names.of(args[0])}.forward({passed_on(self.signature, ['self', *map(self.arg, args[1:])])})"
-        return f"{self.names.of(target)}({self.arguments(args, node.kwargs)})"
+        return f"{self.names.of(target)}({self.given(node, args)})"
 
     def guard(self, node: fx.Node) -> str:
         """A node as one nested expression of the placeholders."""
@@ -181,6 +182,11 @@ class Emitter:
         return f"({text})" if node.target in INFIX or node.target in PREFIX else text
 
     # Arguments ---------------------------------------------------------------------------------------------------
+
+    def given(self, node: fx.Node, args: Iterable[Any]) -> str:
+        """The arguments of a call, the rest of the keywords last."""
+        rest = [f"**{node.meta[REST]}"] if REST in node.meta else []
+        return ", ".join([*filter(None, [self.arguments(args, node.kwargs)]), *rest])
 
     def arguments(self, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
         return ", ".join([*map(self.arg, args), *(f"{k}={self.arg(v)}" for k, v in kwargs.items())])

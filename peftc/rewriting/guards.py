@@ -17,12 +17,14 @@ from peftc.tracing.seams import attention
 from peftc.tracing.tracer import Guard, Traced
 
 
-def conditions(traced: Traced, tracer: Asking, handed: frozenset[str], emitter: Emitter) -> list[str]:
+def conditions(
+    traced: Traced, tracer: Asking, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
+) -> list[str]:
     """Everything that must hold of a call, cheapest first; all of it is asked before anything has happened.
 
-    Nothing need hold of arguments that are `handed` on only.
+    Nothing need hold of arguments that are `handed` on only; `keys`: the keywords that are, as a whole.
     """
-    found = [*facts(traced, tracer), *arguments(traced, tracer, handed, emitter)]
+    found = [*facts(traced, tracer), *arguments(traced, tracer, handed, keys, emitter)]
     if traced.depends_on_dtype:
         found += dtypes(traced, tracer, handed)
     found += [asked(guard, emitter) for guard in traced.guards if guard.kind != "type" or not acts(guard.node)]
@@ -43,12 +45,16 @@ def facts(traced: Traced, tracer: Asking) -> Iterator[str]:
             yield f"{attribute_path(name)} is not None"
 
 
-def arguments(traced: Traced, tracer: Asking, handed: frozenset[str], emitter: Emitter) -> Iterator[str]:
+def arguments(
+    traced: Traced, tracer: Asking, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
+) -> Iterator[str]:
     for node in traced.graph.nodes:
         if node.op != "placeholder" or str(node.target) in handed:
             continue
         target, value = str(node.target), node.meta["example"]
-        if target.startswith("**"):
+        if target.startswith("**") and keys is not None:
+            yield f"(not {target[2:]} or {target[2:]}.keys() <= {{{', '.join(map(repr, sorted(keys)))}}})"
+        elif target.startswith("**"):
             yield from keywords(target[2:], node, tracer, handed, emitter)
         elif target.startswith("*"):
             yield f"len({target[1:]}) == {len(value)}"

@@ -35,8 +35,8 @@ def handed_on(
     """
 
     def agree(names: frozenset[str]) -> bool:
-        call = _tried(trace, names)
-        return call is not None and not _asked(call) and same(plain, call, {n: values[n] for n in names})
+        call = tried(trace, names)
+        return call is not None and not asked(call) and same(plain, call, {n: values[n] for n in names})
 
     tensors = _passed(plain)
     if likely is not None and likely <= {*values, *tensors} and agree(likely - tensors):
@@ -56,11 +56,11 @@ def unlooked(
     without the tensors instead of which None would not be handed on in the same way.
     """
     others = {**{n: not values[n] for n in names if isinstance(values[n], bool)}, **dict.fromkeys(tensors)}
-    call = _tried(trace, names) or plain
+    call = tried(trace, names) or plain
 
     def agree(some: frozenset[str]) -> bool:
         changed = {n: others[n] for n in some}
-        other = _tried(trace, names - some, changed)
+        other = tried(trace, names - some, changed)
         return other is not None and same(other, call, changed)
 
     if not others or agree(frozenset(others)):
@@ -82,15 +82,15 @@ def _passed(plain: Call) -> frozenset[str]:
 def _unasked(trace: Trace, names: frozenset[str]) -> frozenset[str]:
     """`names` without those about which a question was heard."""
     while names:
-        call = _tried(trace, names)
-        asked = _asked(call) if call else frozenset[str]()
-        if not asked:
+        call = tried(trace, names)
+        heard = asked(call) if call else frozenset[str]()
+        if not heard:
             break
-        names -= asked
+        names -= heard
     return names
 
 
-def _tried(trace: Trace, names: frozenset[str], changed: Mapping[str, Any] | None = None) -> Call | None:
+def tried(trace: Trace, names: frozenset[str], changed: Mapping[str, Any] | None = None) -> Call | None:
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it would tell of every operation that fails
     before, log.disabled = log.disabled, True
     try:
@@ -114,7 +114,7 @@ def compared_with_none(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _asked(call: Call) -> frozenset[str]:
+def asked(call: Call) -> frozenset[str]:
     """The symbolic arguments about which something was asked."""
     traced, tracer = call
     decided = {root for guard in traced.guards for root in sources(guard.node)}
@@ -135,10 +135,15 @@ def sources(node: fx.Node) -> set[fx.Node]:
 def same(first: Call, second: Call, values: Mapping[str, Any]) -> bool:
     """Whether two traces did the same, the arguments in `values`, constants in `first`, being left open in `second`."""
     a, b = first[0], second[0]
+    own = {n: values[name_of(n)] for n in b.graph.nodes if is_argument(n) and name_of(n) in values}
+    return alike(a, b, Same(own))
+
+
+def alike(a: Traced, b: Traced, found: Same) -> bool:
+    """Whether two traces agree, node by node and guard by guard."""
     if a.facts != b.facts or a.outcomes != b.outcomes or len(a.guards) != len(b.guards):
         return False
-    own = {n: values[name_of(n)] for n in b.graph.nodes if is_argument(n) and name_of(n) in values}
-    found = _Same(own)
+    own = found.constants
     nodes, others = list(a.graph.nodes), [n for n in b.graph.nodes if n.op == "placeholder" or n not in own]
     if len(nodes) != len(others) or not all(map(found.nodes, nodes, others)):
         return False
@@ -146,7 +151,9 @@ def same(first: Call, second: Call, values: Mapping[str, Any]) -> bool:
     return all(found.argument(x.node, y.node) and (x.kind, x.value) == (y.kind, y.value) for x, y in guards)
 
 
-class _Same:
+class Same:
+    """Compares the nodes of two graphs, one by one; `constants` are nodes of the second that stand for these values."""
+
     def __init__(self, constants: Mapping[fx.Node, Any]) -> None:
         self.constants = constants
         self.twins: dict[fx.Node, fx.Node] = {}
@@ -157,8 +164,11 @@ class _Same:
             a.op == b.op
             and (a.target is b.target or a.target == b.target)
             and self.argument(a.args, b.args)
-            and self.argument(a.kwargs, b.kwargs)
+            and self.keywords(a, b)
         )
+
+    def keywords(self, a: fx.Node, b: fx.Node) -> bool:
+        return self.argument(a.kwargs, b.kwargs)
 
     def argument(self, a: Any, b: Any) -> bool:
         if isinstance(b, fx.Node):

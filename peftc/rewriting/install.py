@@ -147,9 +147,8 @@ class Surgery:
             return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
         weights = {n: s.weight for n, s in placed.site.states.items() if s.weight is not None}
-        form.initialise(
-            generator, _Readable({n: weight_view(self.model, ref).detach() for n, ref in weights.items()}, name)
-        )
+        base = {n: weight_view(self.model, ref).detach() for n, ref in weights.items()}
+        form.initialise(generator, _Readable(base, name))
 
     def apply(self, record: Callable[[Surgery], Installation]) -> None:
         """Registers the parameters and exchanges the classes."""
@@ -263,9 +262,14 @@ def uninstall(model: nn.Module) -> nn.Module:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in record.originals.items():
-            rows = slice(min(len(value), len(parameters[name]))) if value.ndim else ...
-            parameters[name][rows].copy_(value[rows])  # an embedding may have got more rows since, or lost some
+            put_back(parameters[name], value)
     return model
+
+
+def put_back(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Gives a parameter its value of before; an embedding may have got more rows since, or lost some."""
+    rows = slice(min(len(value), len(parameter))) if value.ndim else ...
+    parameter[rows].copy_(value[rows])
 
 
 def warm(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:

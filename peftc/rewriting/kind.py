@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,15 @@ class Variant:
     source: str
     holds: Callable[..., bool]
     handed: frozenset[str]  # arguments that it hands on only
+
+
+@cache
+def uncompiled() -> Callable[..., Any]:
+    """`unseen`, outside whatever `torch.compile` makes: where a whole graph is asked for, that ends with the reason."""
+    options: dict[str, Any] = {}
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:
+        options["reason"] = "peftc meets this call for the first time: make it once without torch.compile"
+    return torch.compiler.disable(unseen, **options)
 
 
 _preparing = ContextVar("preparing", default=False)
@@ -134,7 +144,7 @@ class Kind:
 
         def path(script: tuple[bool, ...]) -> emit.Others:
             traced, tracer = calls.along(script)
-            conditions.update(dict.fromkeys(self.conditions(traced, tracer, calls.handed)))
+            conditions.update(dict.fromkeys(self.conditions(traced, tracer, calls)))
             self.rewrite(traced)
             at = range(len(script), len(traced.outcomes))
             return traced.graph, {i: path((*traced.outcomes[:i], not traced.outcomes[i])) for i in at}
@@ -158,9 +168,11 @@ class Kind:
         source = emit.function(name, self.signature, body)
         return Variant(name, conditions, graph, source, self.predicate(name, conditions), handed)
 
-    def conditions(self, traced: Traced, tracer: Asking, handed: frozenset[str]) -> list[str]:
+    def conditions(self, traced: Traced, tracer: Asking, calls: Calls) -> list[str]:
         """When a graph is the right one; what may change while it runs is asked again where the model asks."""
-        found = guards.conditions(traced, tracer, handed, emit.Emitter(traced.graph, self.names, self.signature))
+        found = guards.conditions(
+            traced, tracer, calls.handed, calls.keys, emit.Emitter(traced.graph, self.names, self.signature)
+        )
         for guard in guards.late(traced):
             with traced.graph.inserting_after(guard.node):
                 traced.graph.call_function(still, (guard.node, guard.kind, guard.value))
@@ -199,7 +211,7 @@ class Kind:
         """Compiles the generated source and lets the class run it."""
         filename = f"<peftc {self.name} {id(self):x}>"
         source = self.source
-        namespace = dict(self.names.values) | {"unseen": unseen}
+        namespace = dict(self.names.values) | {"unseen": uncompiled()}
         exec(compile(source, filename, "exec"), namespace)
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         self.functions = namespace

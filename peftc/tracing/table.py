@@ -126,12 +126,19 @@ class LayerSites:
             linear = path_of(self.steps + steps + ((last, None),))
             states["h"] = replace(states["h"], linear=linear)
         if sub.x is not None:
-            states["x"] = self.state("x", sub.x)
+            states["x"] = self.state("x", self.in_batches(sub.x, sub.h))
         if sub.context is not None:
             states["c"] = state = self.state("c", sub.context)
             if sub.variant == "cross" and isinstance(state.shape, shapes.Tokens):
                 states["c"] = replace(state, shape=replace(state.shape, of="context"))
         return states
+
+    def in_batches(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """A value before batch and tokens were made one dimension of it, where `like` has both."""
+        before: fx.Node | None = node
+        while before is not None and before.meta["example"].ndim < like.meta["example"].ndim:
+            before = graphs.passes_through(before, self.kind.root)
+        return node if before is None else before
 
     def attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
         """q, k, v and kv as the attention gets them."""

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from tests.survival.harness import SPECIES, SPECS, all_close, close, compiled, given
+from tests.survival.harness import SPECIES, all_close, close, compiled, given
 
-pairs = pytest.mark.parametrize(("name", "spec"), [(n, s) for n in SPECIES for s in SPECS])
+CASES = [
+    *((name, spec, False) for name in SPECIES for spec in ("mam", "weights")),
+    *((name, spec, False) for name in ("bart", "mixtral") for spec in ("lora", "sequential", "gated")),
+    *((name, "mam", True) for name in ("llama", "vit", "mixtral")),  # the strict way takes several times as long
+]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -38,8 +42,7 @@ def wrapped(name: str, spec: str, **options: Any) -> tuple[Logits, dict[str, Ten
     return Logits(model), inputs
 
 
-@pairs
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize(("name", "spec", "strict"), CASES)
 def test_a_program_computes_the_same(name: str, spec: str, strict: bool) -> None:
     model, inputs = wrapped(name, spec)
     want = model(**inputs)
@@ -56,7 +59,7 @@ def aliases(model: nn.Module) -> set[str]:
     return {n for n, p in every if sum(q is p for _, q in every) > 1}
 
 
-@pytest.mark.parametrize("name", SPECIES)
+@pytest.mark.parametrize("name", ["bart", "llama", "vit"])
 def test_programs_of_training_learn(name: str) -> None:
     """An exported program in training mode has the gradients of the model for what the edits own."""
     model, inputs = wrapped(name, "mam")
@@ -71,20 +74,22 @@ def test_programs_of_training_learn(name: str) -> None:
     all_close({n: p.grad for n, p in program.named_parameters() if n in want}, want)
 
 
-@pytest.mark.parametrize("name", SPECIES)
-def test_programs_are_saved(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["t5", "llama", "bert"])
+def test_programs_are_saved_and_models_stay_as_they_are(name: str, tmp_path: Path) -> None:
     model, inputs = wrapped(name, "sequential")
     want = model(**inputs)
     torch.export.save(torch.export.export(model, (), inputs, strict=False), tmp_path / "program.pt2")
-    again = torch.export.load(tmp_path / "program.pt2")
-    close(again.module()(**inputs), want)
-
-
-@pytest.mark.parametrize("name", SPECIES)
-def test_exporting_leaves_the_model_as_it_is(name: str) -> None:
-    model, inputs = wrapped(name, "weights")
-    want = model(**inputs)
-    torch.export.export(model, (), inputs, strict=False)
+    close(torch.export.load(tmp_path / "program.pt2").module()(**inputs), want)
     assert torch.equal(model(**inputs), want)
     model(**inputs).sum().backward()
     assert all(p.grad is not None for p in peftc.parameters(model.model).values())
+
+
+@pytest.mark.parametrize("name", ["bart", "llama", "bert"])
+def test_a_call_that_is_first_seen_while_exporting(name: str) -> None:
+    """Its forward is made apart from the program that is being recorded."""
+    model, inputs = wrapped(name, "mam")
+    masked = given(name, model.model, padding="right", labels=False)
+    program = torch.export.export(model, (), masked, strict=False)
+    close(program.module()(**masked), model(**masked))
+    assert model(**inputs).isfinite().all()

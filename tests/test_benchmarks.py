@@ -1,0 +1,73 @@
+"""The benchmarks run, and what they print beside their timings is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import compile_time, gpu
+from benchmarks.contenders import MAKE, WORK, Shape, contenders, floor, measured, overheads
+
+SHAPE = Shape("tiny", 32, 48, 2, 4, 4, 64, batch=2, tokens=8, decoded=3)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers for an old name
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_the_gpu_benchmark_runs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cpu", "--tiny", "--backend", "eager", "--rounds", "2"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny")]
+    assert len(lines) == len(WORK)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_without_a_cuda_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 0
+    assert "no CUDA device" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_contenders_compute_the_same() -> None:
+    models = contenders(SHAPE.base(torch.float32, "cpu"))
+    outputs = {name: MAKE["forward"](model, SHAPE)() for name, model in models.items()}
+    assert isinstance(outputs["peftc"], torch.Tensor)
+    torch.testing.assert_close(outputs["peftc"], outputs["merged"])
+    assert not torch.allclose(outputs["peftc"], outputs["base"], atol=1e-6)
+    counts = {n: sum(p.numel() for p in m.parameters() if p.requires_grad) for n, m in models.items()}
+    assert counts["peftc"] == counts["PEFT"] > 0
+
+
+@pytest.mark.parametrize("work", ["forward", "train"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_floor_is_what_lora_adds(work: str) -> None:
+    models = contenders(SHAPE.base(torch.float32, "cpu"))
+    counted: dict[str, int] = {}
+    for name in ("base", "peftc"):
+        models[name].config._attn_implementation = "eager"  # its FLOPs are counted everywhere
+        run = MAKE[work](models[name], SHAPE)
+        run()
+        with FlopCounterMode(display=False) as counter:
+            run()
+        counted[name] = counter.get_total_flops()
+    found = (counted["peftc"] - counted["base"]) / counted["base"]
+    assert found == pytest.approx(floor(models["base"], SHAPE, work), rel=0.02)
+
+
+def test_overheads_are_of_the_same_round() -> None:
+    seconds = {"base": [1.0, 2.0, 4.0], "peftc": [1.5, 3.0, 6.0], "PEFT": [2.0, 4.0, 8.0], "merged": [1.0, 2.0, 4.0]}
+    assert overheads(seconds) == {"peftc": 0.5, "PEFT": 1.0, "merged": 0.0}
+
+
+def test_contenders_take_turns() -> None:
+    order: list[str] = []
+    seconds = measured({name: lambda name=name: order.append(name) for name in "abc"}, 3, lambda: 0.0)
+    assert order == [*"abc", *"abc", *"bca", *"cab"]
+    assert {name: len(found) for name, found in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_no_kind_of_layer_is_traced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peftc.tracing.tracer import RegionTracer
+
+    monkeypatch.setattr(RegionTracer, "trace_region", RegionTracer.trace_region)  # put back afterwards
+    monkeypatch.setattr(compile_time, "LATER", 0)
+    assert compile_time.measured("peftc", 3)["traces"] == [1]
