@@ -178,5 +178,7 @@ def grouped(rows: Rows) -> Iterator[str]:
 def _shape(reason: str) -> str:
     """A reason without what differs from one type to the next."""
     reason = re.sub(r"matches nothing in [\w.-]+", "matches nothing", reason)
+    reason = re.sub(r"the edited \w+", "the edited model", reason)
+    reason = re.sub(r"\[[\w.-]+ has no [^]]*\]|\[the model has [^]]*\]", "", reason)
     reason = re.sub(r"\d+\.\d+e[-+]\d+", "#", reason)
     return re.sub(r"(?<![A-Z])(?<!\.py:)\b\d+\b", "#", reason)

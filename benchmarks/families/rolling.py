@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.families.shrink import LAST_FREE
+
 NEW_TOKENS = 3
 
 
@@ -37,6 +39,7 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any], cache: bool) -> list[to
         num_beams=1,
         eos_token_id=None,
         use_cache=cache,
+        suppress_tokens=_special(model),
         output_logits=True,
         return_dict_in_generate=True,
         **_forced,
@@ -44,6 +47,12 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any], cache: bool) -> list[to
     torch.manual_seed(0)
     out = model.generate(**given, generation_config=settings)
     return list(out.logits)
+
+
+def _special(model: nn.Module) -> list[int] | None:
+    """A drawn model may well say an image token, and then ask for its image."""
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 0
+    return list(range(LAST_FREE, vocabulary)) or None
 
 
 _forced = dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "no_repeat_ngram_size"))

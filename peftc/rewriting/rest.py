@@ -64,8 +64,8 @@ class WithRest(Same):
         self.lost = frozenset[str]()  # keys that some call was not given with the others
 
     def keywords(self, a: fx.Node, b: fx.Node) -> bool:
-        extra = {k for k, v in b.kwargs.items() if v in self.constants and k not in a.kwargs}
-        if extra and extra != self.keys:
+        extra = frozenset(k for k, v in b.kwargs.items() if v in self.constants and k not in a.kwargs)
+        if extra and extra != set(self.keys):
             self.lost |= self.keys - extra
             return False
         if extra:

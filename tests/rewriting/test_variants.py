@@ -70,7 +70,7 @@ def test_a_new_call_pattern_is_traced_once() -> None:
     assert sum(len(k.variants) for k in kinds(model)) == more
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "opt"])
+@pytest.mark.parametrize("name", ["bart", "t5", "llama", "bert", "gpt2", "opt"])
 def test_what_is_only_handed_on_needs_no_new_variant(name: str) -> None:
     model, given = compiled(name, PREFIX + ADAPTER.partition("\n")[2])
     known = [len(k.variants) for k in kinds(model)]
