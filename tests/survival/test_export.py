@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*non-leaf.*"),
+    pytest.mark.filterwarnings("ignore:While compiling"),  # of how transformers records hidden states, on any model
 ]
 
 
