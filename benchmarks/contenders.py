@@ -173,14 +173,16 @@ def floor(model: nn.Module, shape: Shape, work: str) -> float:
     """The FLOPs that LoRA must add, by those of the base.
 
     A product by a matrix of n entries costs 2n a token forward, and as much again for the gradient of its input; what is
-    trained costs as much once more. Attention: scores and values, 4·d a pair of tokens, both halves of the mask.
+    trained costs as much once more. Attention: scores and values, 4·d a pair of tokens, both halves of the mask; both its
+    sides have gradients.
     """
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     inner = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in MODULES]
     extra = sum(R * (m.in_features + m.out_features) for m in inner)
     attention = 2 * shape.layers * shape.hidden * shape.tokens  # multiplications a token
-    times = (3, 2) if work.startswith("train") else (1, 1)
-    return times[0] * extra / (times[1] * (linears + attention))
+    if work.startswith("train"):
+        return 3 * extra / (2 * linears + 3 * attention)
+    return extra / (linears + attention)
 
 
 def line(shape: str, work: str, seconds: Mapping[str, list[float]], least: float) -> list[str]:

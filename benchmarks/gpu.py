@@ -25,7 +25,7 @@ SHAPES = (
     Shape("1B", 2048, 5632, 22, 32, 4, 32000, batch=4, tokens=512),
     Shape("7B", 4096, 11008, 32, 32, 32, 32000, batch=1, tokens=1024),
 )
-TINY = (Shape("tiny", 32, 48, 2, 4, 2, 64, batch=2, tokens=8, decoded=3),)
+TINY = (Shape("tiny", 32, 48, 1, 4, 2, 64, batch=2, tokens=8, decoded=3),)
 
 
 def clock(device: str) -> Callable[[], float]:
@@ -62,7 +62,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--tiny", action="store_true", help="a model of two small layers")
+    parser.add_argument("--tiny", action="store_true", help="a model of one small layer")
     return parser.parse_args(arguments)
 
 
