@@ -65,7 +65,7 @@ class WithRest(Same):
 
     def keywords(self, a: fx.Node, b: fx.Node) -> bool:
         extra = frozenset(k for k, v in b.kwargs.items() if v in self.constants and k not in a.kwargs)
-        if extra and extra != set(self.keys):
+        if extra and extra != self.keys:
             self.lost |= self.keys - extra
             return False
         if extra:

@@ -1,0 +1,155 @@
+"""`torch.compile` of compiled models: whole graphs, the same numbers, and no more compilations than the base needs."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import EncoderDecoderCache, StaticCache
+
+import peftc
+from tests import zoo
+from tests.survival.harness import GENERATING, SPECIES, SPECS, close, compiled
+
+Step = tuple[str, Callable[[nn.Module], Any]]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own compiler
+        yield
+    torch._dynamo.reset()
+
+
+def steps(name: str, model: nn.Module) -> Iterator[Step]:
+    """What a model is ordinarily asked, one after the other; each call returns logits."""
+    plain, longer = zoo.inputs(name, model), zoo.inputs(name, model, tokens=11)
+    masked, labels = zoo.inputs(name, model, padding="left"), zoo.inputs(name, model, labels=True)
+    yield "prefill", lambda m: m(**plain).logits
+    yield "another length", lambda m: m(**longer).logits
+    if name != "vit":
+        yield "masked", lambda m: m(**masked).logits
+    yield "training", lambda m: m.train()(**labels).logits
+    yield "evaluation again", lambda m: m.eval()(**plain).logits
+    if name in GENERATING:
+        yield "no cache", lambda m: m(**masked, use_cache=False).logits
+        yield "decoding", lambda m: decoded(m, plain)
+        yield "static cache", lambda m: decoded(m, plain, static(m))
+
+
+def static(model: Any) -> Any:
+    """A cache of fixed size for a model."""
+    config = getattr(model, "_orig_mod", model).config
+    made = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=16)
+    if not config.is_encoder_decoder:
+        return made
+    return EncoderDecoderCache(made, StaticCache(config=config.get_text_config(decoder=True), max_cache_len=7))
+
+
+def decoded(model: Any, given: dict[str, Tensor], cache: Any = None) -> Tensor:
+    """The logits of two tokens, one after the other, after a prefill."""
+    out = model(**given, past_key_values=cache, use_cache=True)
+    name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    encoded = {"encoder_outputs": (out.encoder_last_hidden_state,)} if name != "input_ids" else {}
+    found = [out.logits]
+    for i in range(2):
+        found.append(model(**encoded, **{name: given[name][:, i : i + 1]}, past_key_values=out.past_key_values).logits)
+    return torch.cat(found, 1)
+
+
+@cache
+def base_frames(name: str) -> dict[str, int]:
+    model = zoo.build(name)
+    return {label: frames for label, _, frames in run(name, model, torch.compile)}
+
+
+def run(name: str, model: Any, compiler: Callable[..., Any]) -> Iterator[tuple[str, Tensor, int]]:
+    """What a model gives in whole graphs, and how often it has been compiled by then."""
+    counter = CompileCounterWithBackend("eager")
+    fast = compiler(model, backend=counter, fullgraph=True)
+    for label, call in steps(name, model):
+        yield label, call(fast), counter.frame_count
+
+
+@pytest.mark.parametrize("spec", ["mam", "weights"])
+@pytest.mark.parametrize("name", SPECIES)
+def test_one_graph_the_same_numbers_and_no_more_compilations(name: str, spec: str) -> None:
+    model = compiled(name, spec, torch.float32)
+    expected = base_frames(name)
+    torch._dynamo.reset()
+    calls = dict(steps(name, model))
+    for label, got, frames in run(name, model, torch.compile):
+        assert frames <= expected[label], f"{label}: compiled {frames} times, the base {expected[label]}"
+        with torch.no_grad():
+            want = calls[label](model)
+        close(got, want, label, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", ["bart", "llama", "bert"])
+def test_autograd_in_whole_graphs(name: str, spec: str) -> None:
+    model = compiled(name, spec, torch.float32).train()
+    given = zoo.inputs(name, model, labels=True)
+    model(**given).loss.backward()
+    want = {n: p.grad.clone() for n, p in peftc.parameters(model).items() if p.grad is not None}
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(**given).loss.backward()
+    assert want
+    for n, p in peftc.parameters(model).items():
+        close(p.grad, want[n], n, tolerance=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor() -> None:
+    model = compiled("llama", "mam", torch.float32, num_hidden_layers=1)
+    given = zoo.inputs("llama", model)
+    with torch.no_grad():
+        close(torch.compile(model, fullgraph=True)(**given).logits, model(**given).logits, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_layers_compiled_one_by_one(name: str) -> None:
+    """As people compile regions: one compilation serves all layers of a kind."""
+    model, base = compiled(name, "mam", torch.float32), zoo.build(name)
+    given = zoo.inputs(name, model)
+    want, counts = model(**given).logits, []
+    for each in (base, model):
+        counter = CompileCounterWithBackend("eager")
+        for module in each.modules():
+            if type(module).__name__.endswith(("DecoderLayer", "EncoderLayer")):
+                module.compile(backend=counter, fullgraph=True)
+        got = each(**given).logits
+        counts.append(counter.frame_count)
+    close(got, want, tolerance=1e-5)
+    assert 0 < counts[1] <= counts[0]
+
+
+def test_a_call_that_is_first_seen_inside_compile_says_what_to_do() -> None:
+    model = compiled("llama", "mam", torch.float32)
+    given = zoo.inputs("llama", model)
+    odd = {**given, "unheard_of": 1}
+    with pytest.raises(Exception, match="make it once without"):
+        torch.compile(model, backend="eager", fullgraph=True)(**odd)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="eager")(**odd).logits, model(**given).logits)
+    torch._dynamo.reset()  # the break has made the variant
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(**odd).logits, model(**given).logits)
+
+
+def test_generate_compiles_itself_with_a_static_cache() -> None:
+    model = compiled("llama", "mam", torch.float32)
+    ids = zoo.inputs("llama", model, padding="left")
+    want = model.generate(**ids, max_new_tokens=4, do_sample=False)
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    got = model.generate(**ids, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True)
+    assert torch.equal(got, want)
