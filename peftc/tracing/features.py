@@ -68,14 +68,17 @@ _LAYOUT_FUNCTIONS = (
 )
 
 
-def feeding(value: fx.Node, root: nn.Module) -> list[tuple[fx.Node, Slice | None]]:
-    """The nearest Linears upstream of a value, each with the rows of its output that go there (None: all)."""
-    behind = list(graphs.upstream(value, lambda n: graphs.is_linear(n, root)))
-    linears = [n for n in behind if graphs.is_linear(n, root)]
-    inside = sorted(set(behind) - set(linears))
+def feeding(value: fx.Node, root: nn.Module, *others: fx.Node) -> list[tuple[fx.Node, Slice | None]]:
+    """The nearest Linears upstream of a value, each with the rows of its output that go there, or to one of the `others`
+    (None: all).
+    """
+    values = (value, *others)
+    behind = {n for v in values for n in graphs.upstream(v, lambda n: graphs.is_linear(n, root))}
+    linears = {n for n in behind if graphs.is_linear(n, root)}
+    inside = sorted(behind - linears)
     found: list[tuple[fx.Node, Slice | None]] = []
     for linear in sorted(linears):
-        features = _reaching(linear, inside, value)
+        features = _reaching(linear, inside, values)
         if features is None:
             found.append((linear, None))
         elif rows := blocks(features, _width(linear)):
@@ -101,8 +104,8 @@ def _width(linear: fx.Node) -> int:
     return value.shape[-1]
 
 
-def _reaching(linear: fx.Node, inside: list[fx.Node], value: fx.Node) -> torch.Tensor | None:
-    """The numbers of the features of `linear` that `value` depends on; None where that cannot be told."""
+def _reaching(linear: fx.Node, inside: list[fx.Node], values: tuple[fx.Node, ...]) -> torch.Tensor | None:
+    """The numbers of the features of `linear` that `values` depend on; None where that cannot be told."""
     output = graphs.example(linear)
     assert isinstance(output, torch.Tensor)
     numbers: dict[fx.Node, Any] = {linear: torch.arange(output.shape[-1]).expand(output.shape).clone()}
@@ -111,7 +114,7 @@ def _reaching(linear: fx.Node, inside: list[fx.Node], value: fx.Node) -> torch.T
         numbered = [n for n in graphs.sources(node) if n in numbers]
         if not numbered:
             continue
-        made = _numbered(node, numbered, numbers)
+        made = None if graphs.is_write(node) else _numbered(node, numbered, numbers)
         if made is not None:
             numbers[node] = made
             continue
@@ -119,8 +122,7 @@ def _reaching(linear: fx.Node, inside: list[fx.Node], value: fx.Node) -> torch.T
             if not isinstance(numbers[source], torch.Tensor):
                 return None
             reached.append(numbers[source])
-    if value in numbers and isinstance(numbers[value], torch.Tensor):
-        reached.append(numbers[value])
+    reached += [numbers[v] for v in values if isinstance(numbers.get(v), torch.Tensor)]
     return torch.cat([r.reshape(-1) for r in reached]).unique() if reached else None
 
 

@@ -17,6 +17,9 @@ PASSING_METHODS = frozenset(
     {"to", "type", "type_as", "contiguous", "view", "reshape", "float", "clone", "squeeze", "unsqueeze", "flatten"}
 )
 PASSING_FUNCTIONS = (nn.functional.dropout, torch.clamp, torch.reshape, torch.dropout)
+BLANKS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.empty_like, torch.zeros_like, torch.ones_like)
+BLANK_METHODS = frozenset({"new_empty", "new_zeros", "new_ones", "new_full"})
+VIEWS = frozenset({"view", "transpose", "permute", "narrow", "select", "unsqueeze", "squeeze"})
 
 
 def example(node: object) -> object:
@@ -116,8 +119,32 @@ def stripped(node: fx.Node, root: nn.Module) -> fx.Node:
     return node
 
 
+def is_blank(node: fx.Node) -> bool:
+    """Whether a node makes a tensor of its own, whose values are those that are written into it later."""
+    return node.target in BLANK_METHODS if node.op == "call_method" else node.target in BLANKS
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether a node changes its first argument in place: `copy_`, `index_add_`, `t[key] = value`."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return node.target is operator.setitem
+
+
+def writes(node: fx.Node) -> Iterator[fx.Node]:
+    """What is written into a tensor, or into a view of it."""
+    for user in node.users:
+        if user.args and user.args[0] is node:
+            if is_write(user):
+                yield user
+            elif user.target is operator.getitem or (user.op == "call_method" and user.target in VIEWS):
+                yield from writes(user)
+
+
 def sources(node: fx.Node) -> list[fx.Node]:
     """The nodes that the value of `node` is computed from; a cache update hands on what it is given."""
+    if is_blank(node):
+        return list(writes(node))
     if not is_cache_part(node):
         return node.all_input_nodes
     given = cache_part(node)

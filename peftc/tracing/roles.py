@@ -40,12 +40,17 @@ class SubLayer:
     body: set[fx.Node] = field(repr=False)
     x: fx.Node | None = None
     context: fx.Node | None = None
-    attention: Attention | None = None
+    attentions: list[Attention] = field(default_factory=list[Attention])
     hidden: fx.Node | None = None
     projections: dict[str, Projection] = field(default_factory=dict[str, Projection])
     linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
     norms: list[fx.Node] = field(default_factory=list[fx.Node])
     output_norm: fx.Node | None = None  # the post-norm: what `norm(...)` means first
+
+    @property
+    def attention(self) -> Attention | None:
+        """Its attention, the first where it is made of several."""
+        return self.attentions[0] if self.attentions else None
 
 
 def sub_layers(graph: fx.Graph, root: nn.Module) -> list[SubLayer]:
@@ -101,10 +106,10 @@ def described(
     add: fx.Node, res: fx.Node, h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module
 ) -> SubLayer:
     body = stream.body(h)
-    attention = next((a for a in inside if a.call in body), None)
-    sub = SubLayer("ffn", "", h, res, add, body, x=stream.entry(body, root), attention=attention)
-    if attention is not None:
-        attention_roles(sub, attention, stream, root)
+    own = [a for a in inside if a.call in body]
+    sub = SubLayer("ffn", "", h, res, add, body, x=stream.entry(body, root), attentions=own)
+    if own:
+        attention_roles(sub, own, stream, root)
     elif mixes(body, stream, root):
         sub.kind = "mixer"
     else:
@@ -114,12 +119,13 @@ def described(
     return sub
 
 
-def attention_roles(sub: SubLayer, attention: Attention, stream: Stream, root: nn.Module) -> None:
+def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: nn.Module) -> None:
     sub.kind, sub.variant = "attn", "self"
-    for name, value in (("q", attention.q), ("k", attention.k), ("v", attention.v)):
-        feeders = [f for f in features.feeding(value, root) if f[0] in sub.body]
-        if feeders:
-            sub.projections[name] = Projection(*feeders[-1])  # the nearest: of a latent, what is made from it
+    attention, values = own[0], {role: [getattr(a, role) for a in own] for role in ("q", "k", "v")}
+    for name, (value, *others) in values.items():
+        first = [f[0] for f in features.feeding(value, root) if f[0] in sub.body]
+        if first:  # the nearest: of a latent, what is made from it
+            sub.projections[name] = Projection(first[-1], dict(features.feeding(value, root, *others))[first[-1]])
     out = graphs.fed(attention.out, root, sub.body)
     if out is not None and attention.out in sub.body:
         sub.projections["o"] = Projection(out)

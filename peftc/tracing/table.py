@@ -62,7 +62,9 @@ class LayerSites:
         attention = sub.attention
         assert attention is not None
         group = f"{self.stack}.{sub.variant}"
-        states = self.sub_layer_states(sub, steps, "o") | self.attention_states(attention, width_of(sub, "q"))
+        states = self.sub_layer_states(sub, steps, "o")
+        if len(sub.attentions) == 1:  # of several, each has its own
+            states |= self.attention_states(attention, width_of(sub, "q"))
         module = self.module(sub)
         yield self.site(steps, module, states, self.functions(sub), group)
         yield from self.linear_sites(sub, steps, ("q", "k", "v", "o"), group)
