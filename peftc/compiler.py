@@ -5,6 +5,7 @@ text → `parse` → Spec → `expand` → a flat Spec → `analyse` a model →
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -133,6 +134,21 @@ def analysed(
         raise
 
 
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Without Python's collector of cycles: so many objects are made, and so few die, that it would go through everything
+    that is imported for nothing.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@uncollected()
 def compile(
     spec: SpecLike,
     model: ModelLike,

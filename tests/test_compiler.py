@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,17 @@ def test_settings_from_python_and_as_texts_agree() -> None:
 def test_a_post_norm_behind_a_view_is_found() -> None:
     table = peftc.sites(zoo.build("opt", do_layer_norm_before=False))
     assert "decoder.layer[0].ffn.norm" in {s.path for s in table.sites}
+
+
+def test_the_collector_of_cycles_is_as_it_was() -> None:
+    """Compiling does without it, also where it fails."""
+    spec = "peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }\n"
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            peftc.compile(spec, zoo.build("llama"), seed=0)
+            with pytest.raises(peftc.PeftcError, match="P201"):
+                peftc.compile(spec.replace("attn.q", "attn.p"), zoo.build("llama"))
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()

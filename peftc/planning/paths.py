@@ -98,7 +98,8 @@ class Paths:
     def __init__(self, table: SiteTable) -> None:
         self.table = table
         self._sizes: dict[Family, int] = defaultdict(int)
-        self._alignments: dict[tuple[tuple[str, ...], tuple[str, ...], bool], tuple[int, ...] | None] = {}
+        self._alignments: dict[tuple[tuple[str, ...], bool], dict[tuple[str, ...], tuple[int, ...] | None]] = {}
+        self._words = [tuple(name for name, _ in site.steps) for site in table.sites]
         for site in table.sites:
             for position, (name, index) in enumerate(site.steps):
                 if index is not None:
@@ -112,12 +113,11 @@ class Paths:
     def matches(self, steps: Sequence[ast.Step], *, whole: bool = True) -> Iterator[Match]:
         """The sites a path names by its words alone, whatever its indices say."""
         written = tuple(step.name for step in steps)
-        for site in self.table.sites:
-            names = tuple(name for name, _ in site.steps)
-            key = (written, names, whole)
-            if key not in self._alignments:
-                self._alignments[key] = align(written, names, whole=whole)
-            if (positions := self._alignments[key]) is not None:
+        known = self._alignments.setdefault((written, whole), {})
+        for site, names in zip(self.table.sites, self._words, strict=True):
+            if names not in known:
+                known[names] = align(written, names, whole=whole)
+            if (positions := known[names]) is not None:
                 yield Match(site, positions)
 
     def chosen(self, match: Match, steps: Sequence[ast.Step]) -> bool:

@@ -84,19 +84,16 @@ class Surgery:
 
         Raises: P411 for a module with something called `peftc`, P527 for one without weights in a model that has some.
         """
+        in_part = len({p.is_meta for p in self.model.parameters()}) > 1
         for region in regions:
             module = self.model.get_submodule(region.module)
-            self.refuse_half(region.module, module)
+            if in_part:
+                refuse_half(region.module, module)
             if CONTAINER in vars(module)["_modules"] or hasattr(module, CONTAINER):
                 taken = f"`{region.module}` already has something named `{CONTAINER}`"
                 raise PeftcError(Diagnostic("P411", taken, help="rename it: edits are registered under this name"))
             kind = self.kind_of(region, module)
             self.prepared.append((region.module, module, kind, self.container(region, module)))
-
-    def refuse_half(self, name: str, module: nn.Module) -> None:
-        meta = [f"{name}.{n}".lstrip(".") for n, p in module.named_parameters() if p.is_meta]
-        if meta and not all(p.is_meta for p in self.model.parameters()):
-            raise PeftcError(no_values(meta, "other parameters of the model have values: it is loaded in part"))
 
     def kind_of(self, region: Region, module: nn.Module) -> Kind:
         base = type(module)
@@ -168,6 +165,13 @@ class Surgery:
         for _, module, kind, _ in self.prepared:
             restore(module, kind)
         clear(self.model)
+
+
+def refuse_half(name: str, module: nn.Module) -> None:
+    """Raises: P527 for a module without weights; the model has some."""
+    meta = [f"{name}.{n}".lstrip(".") for n, p in module.named_parameters() if p.is_meta]
+    if meta:
+        raise PeftcError(no_values(meta, "other parameters of the model have values: it is loaded in part"))
 
 
 def key_of(base: type[nn.Module], inline: frozenset[str], edits: Iterable[RegionEdit]) -> tuple[Any, ...]:

@@ -38,8 +38,15 @@ def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> di
 
 def outside(anatomy: Anatomy) -> list[str]:
     """Modules called outside every layer, in the order of their calls."""
-    layers = [n + "." for s in anatomy.stacks for n in s.layers]
-    return [n for n in anatomy.seen.order if not any((n + ".").startswith(layer) for layer in layers)]
+    layers = {n for s in anatomy.stacks for n in s.layers}
+    return [n for n in anatomy.seen.order if layers.isdisjoint(enclosing(n))]
+
+
+def enclosing(name: str) -> Iterator[str]:
+    """The dotted names of a module and of all that contain it, but the root."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def stack_of(name: str, anatomy: Anatomy) -> str | None:
