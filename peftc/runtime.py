@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.tracing.seams import attention
@@ -161,24 +162,50 @@ def causal(query: torch.Tensor, length: int) -> torch.Tensor:
 
 def open_columns(
     module: Any, query: torch.Tensor, mask: Any, length: int, before: int, after: int, is_causal: bool | None
-) -> torch.Tensor | None:
+) -> torch.Tensor | BlockMask | None:
     """The mask of `length` keys, widened by columns that are open; made explicit where the implementation would have."""
     implementation: str = module.config._attn_implementation
-    if implementation not in ("eager", "sdpa"):
+    if implementation not in ("eager", "sdpa", "flex_attention"):
         raise PeftcError(
             Diagnostic(
                 "P402",
                 f"a prefix cannot be joined to the keys under attn_implementation={implementation!r}",
                 notes=("the implementation takes no mask with columns that every query may see",),
-                help="load the model with attn_implementation='sdpa' or 'eager'",
+                help="load the model with attn_implementation='sdpa', 'eager' or 'flex_attention'",
             )
         )
+    if isinstance(mask, BlockMask):
+        return opened_blocks(mask, length, before, after)
     if mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if implementation == "eager" or not is_causal or query.shape[2] == 1:
+        if implementation != "sdpa" or not is_causal or query.shape[2] == 1:
             return None
         mask = causal(query, length)
     return opened(mask, length, before, after)
+
+
+def opened_blocks(mask: BlockMask, length: int, before: int, after: int) -> BlockMask:
+    """A mask of flex attention with open columns around those of `length` keys.
+
+    A new block overlaps two old ones; where either is looked at, and where there are open columns, it is looked at. What is
+    seen in it the function of the mask decides, column by column.
+    """
+
+    def seen(batch: Any, head: Any, query: Any, column: Any) -> Any:
+        old = (column - before).clamp(0, length - 1)
+        return (column < before) | (column >= before + length) | mask.mask_mod(batch, head, query, old)
+
+    total, size = before + length + after, mask.BLOCK_SIZE[1]
+    looked, columns = mask.to_dense() != 0, -(-total // size)
+    shift, old = before // size, looked.shape[-1]
+    left, right = (nn.functional.pad(looked, (by, columns - by - old)) for by in (shift, shift + 1))
+    first = torch.arange(columns, device=looked.device) * size
+    looked = left | right | (first < before) | (first + size > before + length)
+    count = looked.sum(-1, dtype=torch.int32)
+    order = looked.int().argsort(dim=-1, descending=True, stable=True).int()
+    return BlockMask.from_kv_blocks(
+        count, order, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=seen, seq_lengths=(mask.seq_lengths[0], total)
+    )
 
 
 def unseen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ REWRITE: dict[str, CodeInfo] = {
     "P402": CodeInfo(
         "attention without a mask for prefixes",
         "Keys and values of a prefix need columns in the attention mask that every query may see. This implementation of "
-        "attention takes no such mask; `sdpa` and `eager` do.",
+        "attention takes no such mask; `sdpa`, `eager` and `flex_attention` do.",
     ),
     "P403": CodeInfo(
         "state missing in a call pattern",

@@ -15,8 +15,8 @@ from peftc.model.fakes import fake_copy, new_mode
 from peftc.rewriting.asking import Asking, plain_arguments
 from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, unlooked
 from peftc.rewriting.rest import open_rest
+from peftc.tracing.blocks import TraceError
 from peftc.tracing.calls import innermost
-from peftc.tracing.seams import TraceError
 
 
 class LookedAt(Exception):
@@ -79,6 +79,8 @@ class Calls:
         )
 
     def with_keywords(self, script: tuple[bool, ...], symbolic: frozenset[str], keywords: Mapping[str, Any]) -> Call:
+        if not keywords and not self.rests():
+            return self.remembered(script, symbolic)
         return self.trace(script, symbolic, {**self.arguments, self.rest: keywords})
 
     def remembered(

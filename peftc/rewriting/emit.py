@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from peftc.tracing.blocks import entered, left
 from peftc.tracing.graphs import is_size
 from peftc.tracing.seams import branch
 
@@ -109,27 +110,41 @@ class Emitter:
 
     def lines(self) -> list[str]:
         lines: list[str] = []
+        around: list[tuple[str, list[str]]] = []  # the head of each open block, and the lines before it
         passed = 0
         for node in self.graph.nodes:
             if node.target is branch:
                 lines += self.fork(node, passed) if passed >= self.skip else []
                 passed += 1
+            elif node.target is entered:
+                around.append((f"with {self.names.of(node.args[0])}({self.given(node, node.args[1:])}):", lines))
+                lines = []
+            elif node.target is left:
+                (head, before), inside = around.pop(), lines
+                lines = [*before, head, *(f"    {line}" for line in inside)] if inside else before
             elif passed < self.skip and node.meta.get("origin") in self.known:
                 self.texts[node] = self.known[node.meta["origin"]]
-            elif node.op == "placeholder":
-                self.texts[node] = str(node.target).lstrip("*")
-            elif node.op == "output":
-                lines.append(f"return {self.arg(node.args[0])}")
-            elif node.target is operator.setitem:
-                target, key, value = node.args
-                lines.append(f"{self.arg(target)}[{self.index(key)}] = {self.arg(value)}")
-            elif node.op == "get_attr" or (is_size(node) and self.stable(node)):
-                self.texts[node] = self.expression(node)
             else:
-                text = self.expression(node)
-                self.texts[node] = self.local(node)
-                lines += wrapped(f"{self.texts[node]} = {text}" if node.users else text)
+                lines += self.statement(node)
         return lines
+
+    def statement(self, node: fx.Node) -> list[str]:
+        """The lines of one node; none where it is written where it is used."""
+        if node.op == "placeholder":
+            self.texts[node] = str(node.target).lstrip("*")
+            return []
+        if node.op == "output":
+            return [f"return {self.arg(node.args[0])}"]
+        if node.target is operator.setitem:
+            target, key, value = node.args
+            self.texts[node] = self.arg(target)
+            return [f"{self.arg(target)}[{self.index(key)}] = {self.arg(value)}"]
+        text = self.expression(node)
+        if node.op == "get_attr" or (is_size(node) and self.stable(node)):
+            self.texts[node] = text
+            return []
+        self.texts[node] = self.local(node)
+        return wrapped(f"{self.texts[node]} = {text}" if node.users else text)
 
     def fork(self, marker: fx.Node, index: int) -> list[str]:
         """The other way at a branch, which ends by returning; this way goes on behind it."""

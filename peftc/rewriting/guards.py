@@ -25,6 +25,7 @@ def conditions(
     Nothing need hold of arguments that are `handed` on only; `keys`: the keywords that are, as a whole.
     """
     found = [*facts(traced, tracer), *arguments(traced, tracer, handed, keys, emitter)]
+    found += surroundings(tracer)
     if traced.depends_on_dtype:
         found += dtypes(traced, tracer, handed)
     found += [asked(guard, emitter) for guard in traced.guards if guard.kind != "type" or not acts(guard.node)]
@@ -43,6 +44,13 @@ def facts(traced: Traced, tracer: Asking) -> Iterator[str]:
     for name in tracer.numbers:
         if name not in decided:
             yield f"{attribute_path(name)} is not None"
+
+
+def surroundings(tracer: Asking) -> Iterator[str]:
+    """What the code asked torch about the block that it runs in."""
+    for (name, args), value in tracer.surroundings.items():
+        text = f"torch.{name}({', '.join(map(repr, args))})"
+        yield f"{text} == {value}" if not isinstance(value, bool) else text if value else f"not {text}"
 
 
 def arguments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from transformers import EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -18,6 +20,8 @@ from peftc.model.sample import sample_inputs
 from peftc.rewriting.kind import preparing
 from peftc.tracing.observe import Observation, repeated_blocks, structure
 from peftc.tracing.repeats import Repeats, repeated
+
+SIZE = 32  # of static caches: more tokens than the sample has
 
 
 def prepare(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
@@ -39,21 +43,25 @@ def prepare(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
         message = f"the edited {type(model).__name__} does not run: {type(error).__name__}"
         raise PeftcError(Diagnostic("P409", message, notes=(str(error).partition("\n")[0],))) from error
     for more in patterns(fake, inputs, out):
-        try:
-            run(fake, more)
-        except Exception:  # not every model takes each of these calls
-            continue
+        attempt(fake, more)
+    for more in of_fixed_size(fake, inputs, out):
+        attempt(fake, more, training=False)
 
 
-def run(fake: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """One call without data, of one layer of each kind."""
+def attempt(fake: nn.Module, inputs: Mapping[str, Any], training: bool = True) -> None:
+    with contextlib.suppress(Exception):  # not every model takes each of these calls
+        run(fake, inputs, training)
+
+
+def run(fake: nn.Module, inputs: Mapping[str, Any], training: bool = True) -> Any:
+    """One call without data, of one layer of each kind. `training`: what is learnt is learnt for training, too."""
     names = {id(m): n for n, m in fake.named_modules()}
     layers = [fake.get_submodule(n) for n in repeated_blocks(fake)]
     with (
         fake_mode(fake),
         guessing(),
         torch.no_grad(),
-        preparing(),
+        preparing() if training else contextlib.nullcontext(),
         repeated(layers, Repeats(names, Observation(), alike)),
     ):
         return fake(**inputs)
@@ -78,6 +86,23 @@ def patterns(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator[dict
     if cache is not None:
         yield {**following(inputs, out, accepted), "past_key_values": cache, "use_cache": True}
         yield {**inputs, **mask, "use_cache": False}
+
+
+def of_fixed_size(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator[dict[str, Any]]:
+    """A call with a static cache, whose length is a tensor, and the next token."""
+    own: Any = fake
+    accepted = inspect.signature(type(fake).forward).parameters
+    if getattr(out, "past_key_values", None) is None:
+        return
+    try:
+        config = own.config.get_text_config(decoder=True)
+        cache: Any = StaticCache(config=config, max_cache_len=SIZE)
+        if own.config.is_encoder_decoder:
+            cache = EncoderDecoderCache(cache, StaticCache(config=config, max_cache_len=SIZE))
+    except Exception:  # not every model has such a cache
+        return
+    yield {**inputs, "past_key_values": cache, "use_cache": True}
+    yield {**following(inputs, out, accepted), "past_key_values": cache, "use_cache": True}
 
 
 def following(inputs: dict[str, Any], out: Any, accepted: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.model.fakes import fake_copy
+from peftc.tracing.blocks import TraceError
 from peftc.tracing.observe import Observation, observe
 from peftc.tracing.roles import SubLayer, sub_layers
-from peftc.tracing.seams import TraceError
 from peftc.tracing.tracer import RegionTracer, Traced
 
 

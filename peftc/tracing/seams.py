@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
+from peftc.tracing.blocks import patched, watched_blocks
 from peftc.tracing.example import mentions_example
 
 if TYPE_CHECKING:
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
 
 _CREATES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
 _active = threading.local()
-
-
-class TraceError(Exception):
-    """The region cannot be traced; the message says at which call of which child."""
 
 
 def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -84,31 +81,19 @@ _patching = threading.RLock()  # a leaf that runs while examples are computed ma
 @contextlib.contextmanager
 def live(tracer: RegionTracer) -> Generator[None]:
     """Patches the seams that no subclass reaches: the attention registry, torch's functions that make tensors, and the
-    blocks that a graph would silently lose.
+    blocks that a graph would lose.
     """
     with _patching, contextlib.ExitStack() as patches:
         patches.enter_context(patched(AttentionInterface, "get_interface", _recording_attention))
         for name in _CREATES:
             patches.enter_context(patched(torch, name, _recorded))
-        for block in (torch.autocast, torch.no_grad, torch.enable_grad):
-            patches.enter_context(patched(block, "__enter__", _refused))
+        patches.enter_context(watched_blocks(current))
         outer = getattr(_active, "tracer", None)
         _active.tracer, tracer.live = tracer, True
         try:
             yield
         finally:
             _active.tracer, tracer.live = outer, False
-
-
-@contextlib.contextmanager
-def patched(owner: object, name: str, wrap: Callable[[Any], Any]) -> Generator[None]:
-    """`owner.name` is `wrap(owner.name)` inside the block."""
-    before = getattr(owner, name)
-    setattr(owner, name, wrap(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _recording_attention(interface: Any) -> Any:
@@ -129,12 +114,3 @@ def _recorded(function: Any) -> Any:
         return now.record("call_function", function, args, kwargs)
 
     return create
-
-
-def _refused(enter: Any) -> Any:
-    def __enter__(self: Any) -> Any:
-        if current() is not None:
-            raise TraceError(f"{type(self).__name__} blocks cannot be kept in a graph")
-        return enter(self)
-
-    return __enter__

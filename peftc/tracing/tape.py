@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch import fx
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from peftc.tracing.example import mentions_example
@@ -19,18 +20,20 @@ from peftc.tracing.example import mentions_example
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """One call: `kind` and `target` as those of a graph's node."""
+    """One call: `kind` and `target` as those of a graph's node. `after`: the last node there was when it was made."""
 
     kind: str
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    after: fx.Node | None = None
 
 
 class Recorder(Protocol):
     """What the tape asks of a tracer."""
 
     live: bool
+    graph: fx.Graph
 
     def record(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
     def knows(self, tensor: torch.Tensor) -> bool: ...
@@ -89,8 +92,11 @@ class Remembering(TorchFunctionMode):
             return func(*args, **kwargs)
         if mentions_example((made.args, made.kwargs)):
             return self.tracer.record(made.kind, made.target, made.args, made.kwargs)
+        made = replace(made, after=next(reversed(self.tracer.graph.nodes)))
         result = func(*args, **kwargs)
         changed = args[0] if made.target is operator.setitem else result
+        if isinstance(changed, torch.Tensor) and id(changed) in self.tape.made and not changes(made):
+            return result  # as it was: `x.float()` of what is float32
         if not isinstance(changed, torch.Tensor) or not self.tracer.knows(changed):
             self.tape.remember(changed, made)
         elif changes(made):

@@ -18,9 +18,10 @@ import torch
 from torch import fx, nn
 
 from peftc.model.guesses import guessing, honest
+from peftc.tracing.blocks import Block, TraceError, decorated, entered
 from peftc.tracing.calls import baked, bind, innermost, nested_nodes
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
-from peftc.tracing.seams import TraceError, attention, branch, live, spying
+from peftc.tracing.seams import attention, branch, live, spying
 from peftc.tracing.tape import Made, Remembering, Tape
 
 
@@ -76,6 +77,9 @@ class RegionTracer(fx.Tracer):
         self.calls: list[ModuleCall] = []
         self.frames: list[str] = []
         self.counts: dict[tuple[str, str], int] = {}
+        self.blocks: list[Block] = []  # open now
+        self.surroundings: dict[tuple[str, tuple[Any, ...]], Any] = {}  # what torch was asked, and answered
+        self.places: dict[fx.Node, fx.Node] = {}  # behind a node: what was next when something was put in between
 
     # What Python asks --------------------------------------------------------------------------------------------
 
@@ -93,6 +97,8 @@ class RegionTracer(fx.Tracer):
 
     def fork(self, condition: fx.Node) -> bool:
         """A decision on values of tensors, which the example does not have."""
+        if self.blocks:  # the other way would have to leave the block, too
+            raise TraceError("a decision on values of tensors inside of a `with` block cannot be kept in a graph")
         at = len(self.outcomes)
         outcome = self.script[at] if at < len(self.script) else True
         self.outcomes.append(outcome)
@@ -179,9 +185,17 @@ class RegionTracer(fx.Tracer):
                 return getattr(args[0], target)(*args[1:], **kwargs)
             return operator.attrgetter(target)(self.root)
 
+    def record_node(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+        """A node whose result Python does not look at."""
+        node = self.create_node("call_function", target, self.create_arg(args), self.create_arg(dict(kwargs or {})))
+        node.meta["example"] = None
+        return node
+
     def create_arg(self, a: Any) -> Any:
         if is_example(a):
             return a.node
+        if isinstance(a, fx.Node):
+            return a
         if isinstance(a, tuple) and not hasattr(a, "_fields"):
             return tuple(map(self.create_arg, a))
         if isinstance(a, list):
@@ -239,9 +253,16 @@ class RegionTracer(fx.Tracer):
 
     def made_node(self, made: Made) -> fx.Node:
         if id(made) not in self.made:
-            args, kwargs = self.create_arg(made.args), self.create_arg(made.kwargs)
-            self.made[id(made)] = self.create_node(made.kind, made.target, args, kwargs)
+            with self.at(made):
+                args, kwargs = self.create_arg(made.args), self.create_arg(made.kwargs)
+                self.made[id(made)] = self.create_node(made.kind, made.target, args, kwargs)
         return self.made[id(made)]
+
+    def at(self, made: Made) -> contextlib.AbstractContextManager[Any]:
+        """Where nodes for a call go: among blocks, to where Python made it; else to the end, where they are first used."""
+        if made.after is None or not any(n.target is entered for n in self.graph.nodes):
+            return contextlib.nullcontext()
+        return self.graph.inserting_before(self.places.setdefault(made.after, made.after.next))
 
     # Running -----------------------------------------------------------------------------------------------------
 
@@ -262,6 +283,10 @@ class RegionTracer(fx.Tracer):
         forward = innermost(type(module).forward)
         arguments = bind(forward, module, args, kwargs)
         inlined = self.inline(name)
+        if inlined and decorated(type(module).forward):
+            raise TraceError(
+                f"the forward of {type(module).__name__} is decorated with a block of gradients or autocast"
+            )
         if inlined:
             self.frames.append(name)
             result = forward(module, *args, **kwargs)
@@ -282,7 +307,8 @@ class RegionTracer(fx.Tracer):
         signature = inspect.signature(forward)
         args, kwargs = self.placeholders(signature, arguments)
         self.tape, self.constants, self.made = Tape(), dict[int, fx.Node](), dict[int, fx.Node]()
-        with honest(), spying(root, self), live(self), Remembering(self.tape, self):
+        gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # as they were, whatever the code does
+        with gradients, honest(), spying(root, self), live(self), Remembering(self.tape, self):
             out = forward(root, *args, **kwargs)
             self.graph.output(self.create_arg(out))
         floating = ((n, p.dtype) for n, p in root.named_parameters() if p.is_floating_point())

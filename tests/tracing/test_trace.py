@@ -11,7 +11,6 @@ from torch import nn
 from peftc.rewriting.kind import Kind
 from peftc.tracing.analysis import analyse
 from peftc.tracing.calls import bind, innermost
-from peftc.tracing.seams import TraceError
 from peftc.tracing.tracer import RegionTracer
 from tests import zoo
 
@@ -98,19 +97,3 @@ def test_tracing_leaves_everything_as_it_was() -> None:
     assert [type(m) for m in model.modules()] == classes
     assert torch.zeros is zeros
     assert nn.Module.__call__ is call
-
-
-class Blocked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return self.linear(x)
-
-
-def test_a_block_that_a_graph_would_lose_is_not_entered() -> None:
-    with pytest.raises(TraceError, match="no_grad"):
-        RegionTracer(lambda name: False).trace_region(Blocked(), {"x": torch.randn(2, 4)})
-    assert torch.no_grad.__enter__.__qualname__ == "no_grad.__enter__"
