@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import torch
 from torch import fx, nn
 
 from peftc.tracing import graphs
 from peftc.tracing.attention import is_scores
+from peftc.tracing.observe import first_tensor
 from peftc.tracing.stream import Stream
 
 _SCANS = frozenset(
-    {"cumsum", "cumprod", "logcumsumexp", "roll", "rfft", "irfft", "fft", "fftn", "unfold", "conv1d", "conv2d"}
+    {"cumsum", "cumprod", "logcumsumexp", "roll", "rfft", "irfft", "fft", "fft2", "fftn", "unfold", "conv1d", "conv2d"}
 )
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.LSTM, nn.GRU)
 
@@ -33,15 +37,32 @@ def mixing(node: fx.Node, root: nn.Module) -> bool:
     if module is not None:
         return mixing_module(node, module)
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name in _SCANS or is_scores(node)
+    return name.removeprefix("fft_") in _SCANS or is_scores(node)
 
 
 def mixing_module(node: fx.Node, module: nn.Module) -> bool:
-    """A convolution, or a leaf with children that is told more than one value of the layer (a mask, a cache)."""
+    """A convolution, a leaf with children that is told more than one value of the layer (a mask, a cache), or a leaf without
+    weights that is seen to do it (a Fourier transform).
+    """
     if any(isinstance(m, _CONVOLUTIONS) and kernel(m) != 1 for m in module.modules()):
         return True
+    if not type(module).__module__.startswith("torch.") and not module.state_dict() and not any(module.children()):
+        return seen_mixing(module, graphs.shape(graphs.first_input(node)))
     told = [n for n in node.all_input_nodes if graphs.example(n) is not None and n.op == "placeholder"]
     return any(True for _ in module.children()) and len(told) > 0 and len(node.all_input_nodes) > 1
+
+
+def seen_mixing(module: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Whether a change of the last token changes what a module without weights gives for the first."""
+    if len(shape) != 3 or shape[1] < 2:
+        return False
+    before = torch.ones(shape).cumsum(-1)
+    after = before.clone()
+    after[:, -1] += 1
+    with torch.no_grad(), contextlib.suppress(Exception):  # of what takes more than one tensor
+        results = [first_tensor((module(x),)) for x in (before, after)]
+        return not torch.equal(results[0][:, 0], results[1][:, 0])
+    return False
 
 
 def kernel(module: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """Names the sub-layers of a traced layer, and the hidden states in them, by dataflow alone.
 
-A layer carries a residual stream. Each sum of the stream and of something computed with weights is a sub-layer: what is
-added is its `h`, what it is added to its `res`. A sub-layer with an attention in it is `attn` (`cross` where its keys do not
+A layer carries a residual stream. Each sum of the stream and of something computed from it, with weights or by mixing tokens,
+is a sub-layer: what is added is its `h`, what it is added to its `res`. A sub-layer with an attention in it is `attn` (`cross` where its keys do not
 come from the stream), one that mixes tokens in another way is `mixer`, any other is `ffn`. Two that read one stream and are
 summed before they are added to it (parallel blocks) are two sub-layers. No module names are looked at.
 """
@@ -86,9 +86,10 @@ def summed(add: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
 
 
 def computed(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
-    """Whether a value is made from the stream, with weights."""
+    """Whether a value is made from the stream, with weights or by mixing tokens."""
     body = stream.body(h)
-    return any(map(stream.holds, body)) and any(weighted(n, root) for n in body if not graphs.is_norm(n, root))
+    with_weights = any(weighted(n, root) for n in body if not graphs.is_norm(n, root))
+    return any(map(stream.holds, body)) and (with_weights or mixes(body, stream, root))
 
 
 def parallel(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> list[fx.Node]:
