@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from peftc.tracing.calls import baked
 from peftc.tracing.example import Attribute, Example, attribute
+from peftc.tracing.graphs import acts, ancestors
 from peftc.tracing.seams import current
 from peftc.tracing.tracer import RegionTracer, Traced
 
@@ -58,6 +59,12 @@ class Asking(RegionTracer):
         return Example(node, self, value)
 
     # What code asks ----------------------------------------------------------------------------------------------
+
+    def decide(self, node: fx.Node, kind: str, value: Any) -> Any:
+        """A truth that can only be told while the region runs (of a size that a cache gives) is asked there."""
+        if kind == "bool" and self.live and any(map(acts, ancestors(node))):
+            return self.fork(node, likely=value)
+        return super().decide(node, kind, value)
 
     def asked_type(self, node: fx.Node, kind: type) -> None:
         self.typed.add(node)

@@ -77,16 +77,18 @@ def public_torch_name(value: Any) -> str | None:
     return None
 
 
-Others: TypeAlias = (
-    "tuple[fx.Graph, Mapping[int, Others]]"  # the graph of the other way at a branch, and the ways it has itself
-)
+Others: TypeAlias = "tuple[fx.Graph, Mapping[int, Others | Exception]]"  # a way from a branch on, and the other ways at its own branches
 
 
 class Emitter:
     """Prints one graph. Reads of attributes and sizes are written where they are used, everything else on its own line."""
 
     def __init__(
-        self, graph: fx.Graph, names: Names, signature: inspect.Signature, others: Mapping[int, Others] | None = None
+        self,
+        graph: fx.Graph,
+        names: Names,
+        signature: inspect.Signature,
+        others: Mapping[int, Others | Exception] | None = None,
     ) -> None:
         self.graph, self.names, self.signature = graph, names, signature
         self.others = others or {}
@@ -147,15 +149,20 @@ class Emitter:
         return wrapped(f"{self.texts[node]} = {text}" if node.users else text)
 
     def fork(self, marker: fx.Node, index: int) -> list[str]:
-        """The other way at a branch, which ends by returning; this way goes on behind it."""
-        graph, others = self.others[index]
-        other = Emitter(graph, self.names, self.signature, others)
-        other.skip = index + 1
-        other.known = {n.meta["origin"]: t for n, t in self.texts.items() if "origin" in n.meta}
-        remove_dead(graph)
+        """The other way at a branch, which ends by returning, or in an error; this way goes on behind it."""
+        other = self.others[index]
         condition, outcome = marker.args
         test = f"not {self.operand(condition)}" if outcome else self.arg(condition)
-        return [f"if {test}:", *(f"    {line}" for line in other.lines())]
+        lines = [raised(other)] if isinstance(other, Exception) else self.way(other, index)
+        return [f"if {test}:", *(f"    {line}" for line in lines)]
+
+    def way(self, other: Others, index: int) -> list[str]:
+        graph, others = other
+        emitter = Emitter(graph, self.names, self.signature, others)
+        emitter.skip = index + 1
+        emitter.known = {n.meta["origin"]: t for n, t in self.texts.items() if "origin" in n.meta}
+        remove_dead(graph)
+        return emitter.lines()
 
     def stable(self, node: fx.Node) -> bool:
         """Sizes are read where they are used, unless many use them."""
@@ -241,6 +248,12 @@ class Emitter:
         if isinstance(value, torch.device):
             return f"torch.{value!r}"
         return self.names.of(value)
+
+
+def raised(error: Exception) -> str:
+    """The statement that raises what the model's own code raised."""
+    own = type(error) if type(error).__module__ == "builtins" else RuntimeError
+    return f"raise {own.__name__}({str(error)!r})"
 
 
 def attribute_path(target: str) -> str:

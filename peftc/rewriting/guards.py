@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting.asking import Asking
 from peftc.rewriting.emit import Emitter, attribute_path
 from peftc.tracing.calls import baked
-from peftc.tracing.seams import attention
+from peftc.tracing.graphs import acts, ancestors
 from peftc.tracing.tracer import Guard, Traced
 
 
@@ -141,36 +141,18 @@ def answer(guard: Guard, text: str) -> str:
 
 def check_pure(node: fx.Node) -> None:
     """Raises P406 where the value cannot be known before the region has run."""
-    if acts(node):
+    acting = next((n for n in ancestors(node) if acts(n)), None)
+    if acting is not None:
         raise PeftcError(
             Diagnostic(
                 "P406",
                 "the forward takes a Python decision on a value that is only known while it runs",
                 notes=(
-                    f"the value depends on `{node.target}` of `{node.meta.get('origin', ('?',))[0] or 'the region'}`",
+                    f"the value depends on `{acting.target}` of `{acting.meta.get('origin', ('?',))[0] or 'the region'}`",
                 ),
                 help="edit a smaller part of the layer, so that this code is not entered",
             )
         )
-    for source in node.all_input_nodes:
-        check_pure(source)
-
-
-def acts(node: fx.Node) -> bool:
-    """Whether running a node twice could change something, or costs a module's forward."""
-    if node.op == "call_module":
-        return True
-    if node.op == "call_function":
-        name = getattr(node.target, "__name__", "")
-        return (
-            node.target is attention
-            or name in ("setitem", "dropout")
-            or (name.endswith("_") and not name.endswith("__"))
-        )
-    if node.op == "call_method":
-        name = str(node.target)
-        return name in ("update", "append", "pop", "setdefault") or (name.endswith("_") and not name.endswith("__"))
-    return False
 
 
 def late(traced: Traced) -> list[Guard]:

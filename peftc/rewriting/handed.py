@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from peftc.rewriting.asking import Asking, is_argument, name_of
-from peftc.tracing.graphs import is_attention
+from peftc.tracing.graphs import ancestors, is_attention
 from peftc.tracing.tracer import Traced
 
 Call: TypeAlias = "tuple[Traced, Asking]"
@@ -117,19 +117,9 @@ def compared_with_none(function: Callable[..., Any]) -> frozenset[str]:
 def asked(call: Call) -> frozenset[str]:
     """The symbolic arguments about which something was asked."""
     traced, tracer = call
-    decided = {root for guard in traced.guards for root in sources(guard.node)}
+    decided = {root for guard in traced.guards for root in ancestors(guard.node)}
     nodes = [n for n in traced.graph.nodes if is_argument(n) and name_of(n) in tracer.symbolic]
     return frozenset(name_of(n) for n in nodes if n in decided or n in tracer.typed)
-
-
-def sources(node: fx.Node) -> set[fx.Node]:
-    """A node and everything that it is computed from."""
-    found, todo = {node}, [node]
-    while todo:
-        new = set(todo.pop().all_input_nodes) - found
-        found |= new
-        todo += new
-    return found
 
 
 def same(first: Call, second: Call, values: Mapping[str, Any]) -> bool:

@@ -27,6 +27,8 @@ from peftc.runtime import replaced, still, unseen
 from peftc.tracing.calls import bind, innermost
 from peftc.tracing.tracer import Traced
 
+MOST_WAYS = 32  # through the code of one call, before it is refused
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -139,27 +141,45 @@ class Kind:
         return variant
 
     def specialised(self, calls: Calls) -> Variant:
-        """The rewritten forward of one call pattern, with both ways at every branch on values of tensors."""
-        conditions: dict[str, None] = {}
+        """The rewritten forward of one call pattern, with both ways at every branch on what is only known inside."""
+        try:
+            found = self.ways(calls)
+        except LookedAt:  # on another path than the first
+            found = self.ways(calls)
+        graph, others, conditions = found
+        return self.variant(graph, others, conditions, calls.handed)
 
-        def path(script: tuple[bool, ...]) -> emit.Others:
+    def ways(self, calls: Calls) -> tuple[fx.Graph, Mapping[int, emit.Others | Exception], tuple[str, ...]]:
+        """The first way, the others at its branches, and when they hold. A way on which the model's own code raises ends there."""
+        conditions: dict[str, None] = {}
+        found = 0
+
+        def way(script: tuple[bool, ...]) -> emit.Others:
+            nonlocal found
+            found += 1
             traced, tracer = calls.along(script)
+            if found > MOST_WAYS:
+                raise PeftcError(too_many_ways(self.name))
             conditions.update(dict.fromkeys(self.conditions(traced, tracer, calls)))
             self.rewrite(traced)
             at = range(len(script), len(traced.outcomes))
-            return traced.graph, {i: path((*traced.outcomes[:i], not traced.outcomes[i])) for i in at}
+            return traced.graph, {i: other((*traced.outcomes[:i], not traced.outcomes[i])) for i in at}
 
-        try:
-            graph, others = path(())
-        except LookedAt:  # on another path than the first
-            conditions.clear()
-            graph, others = path(())
-        return self.variant(graph, others, tuple(conditions), calls.handed)
+        def other(script: tuple[bool, ...]) -> emit.Others | Exception:
+            try:
+                return way(script)
+            except (PeftcError, LookedAt):
+                raise
+            except Exception as error:  # whatever the model's own code raises
+                return error
+
+        graph, others = way(())
+        return graph, others, tuple(conditions)
 
     def variant(
         self,
         graph: fx.Graph,
-        others: Mapping[int, emit.Others],
+        others: Mapping[int, emit.Others | Exception],
         conditions: tuple[str, ...],
         handed: frozenset[str],
     ) -> Variant:
@@ -216,6 +236,14 @@ class Kind:
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         self.functions = namespace
         self.dispatch = namespace["dispatch"] if self.inline else namespace["variant_1"]
+
+
+def too_many_ways(name: str) -> Diagnostic:
+    return Diagnostic(
+        "P406",
+        f"the code of {name} has more than {MOST_WAYS} ways, which depend on values that are only known while it runs",
+        help="edit a smaller part of the layer, so that this code is not entered",
+    )
 
 
 def make_class(kind: Kind) -> type[nn.Module]:

@@ -193,3 +193,30 @@ def fed(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.Node | None:
                 return user
             todo.append(user)
     return None
+
+
+def acts(node: fx.Node) -> bool:
+    """Whether running a node twice could change something, or costs a module's forward."""
+    if node.op == "call_module":
+        return True
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        return (
+            node.target is attention
+            or name in ("setitem", "dropout")
+            or (name.endswith("_") and not name.endswith("__"))
+        )
+    if node.op == "call_method":
+        name = str(node.target)
+        return name in ("update", "append", "pop", "setdefault") or (name.endswith("_") and not name.endswith("__"))
+    return False
+
+
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node and everything that it is computed from."""
+    found, todo = {node}, [node]
+    while todo:
+        new = set(todo.pop().all_input_nodes) - found
+        found |= new
+        todo += new
+    return found

@@ -60,8 +60,8 @@ def seen_mixing(module: nn.Module, shape: tuple[int, ...]) -> bool:
     after = before.clone()
     after[:, -1] += 1
     with torch.no_grad(), contextlib.suppress(Exception):  # of what takes more than one tensor
-        results = [first_tensor((module(x),)) for x in (before, after)]
-        return not torch.equal(results[0][:, 0], results[1][:, 0])
+        one, other = (first_tensor(module(x)) for x in (before, after))
+        return one is not None and other is not None and not torch.equal(one[:, 0], other[:, 0])
     return False
 
 

@@ -95,12 +95,12 @@ class RegionTracer(fx.Tracer):
         if isinstance(source, fx.Node) and not isinstance(source.meta.get("example"), torch.Tensor):
             self.decide(node, "type", torch.Tensor if issubclass(kind, torch.Tensor) else kind)
 
-    def fork(self, condition: fx.Node) -> bool:
-        """A decision on values of tensors, which the example does not have."""
+    def fork(self, condition: fx.Node, likely: bool = True) -> bool:
+        """A decision on what is only known while the region runs: values of tensors, which the example does not have."""
         if self.blocks:  # the other way would have to leave the block, too
             raise TraceError("a decision on values of tensors inside of a `with` block cannot be kept in a graph")
         at = len(self.outcomes)
-        outcome = self.script[at] if at < len(self.script) else True
+        outcome = self.script[at] if at < len(self.script) else likely
         self.outcomes.append(outcome)
         self.create_node("call_function", branch, (condition, outcome), {})
         return outcome

@@ -1,0 +1,72 @@
+"""Decisions on what is only known while a region runs: both ways are kept, or the error that the model's own code raises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from peftc.rewriting.kind import MOST_WAYS, Kind
+
+
+class Deciding(nn.Module):
+    """Asks for sizes of what it has just computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if y.shape[1] > 3:
+            return y.cumsum(1)
+        if y.size() != (x.shape[0], x.shape[1], 4):
+            raise ValueError("four features are expected")
+        return y * max(0, y.shape[1] - 2)
+
+
+class Undecided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        for n in range(MOST_WAYS):
+            y = y + max(n, y.shape[1])
+        return y
+
+
+def rewritten(module: nn.Module) -> Kind:
+    kind = Kind(type(module), frozenset([""]), (), type(module).__name__)
+    module.__class__ = kind.cls
+    return kind
+
+
+def test_one_forward_serves_all_sizes() -> None:
+    base, module = Deciding(), Deciding()
+    module.load_state_dict(base.state_dict())
+    kind = rewritten(module)
+    for tokens in (2, 3, 1, 7, 4):
+        x = torch.randn(2, tokens, 4)
+        assert torch.equal(module(x), base(x))
+    assert len(kind.variants) == 1
+
+
+def test_what_the_models_own_code_raises_is_raised() -> None:
+    module = Deciding()
+    kind = rewritten(module)
+    module(torch.randn(2, 3, 4))
+    module.inner = nn.Linear(4, 5)
+    with pytest.raises(ValueError, match="four features are expected"):
+        module(torch.randn(2, 3, 4))
+    assert len(kind.variants) == 1
+    assert "raise ValueError('four features are expected')" in kind.source
+
+
+def test_too_many_ways_are_refused() -> None:
+    module = Undecided()
+    rewritten(module)
+    with pytest.raises(peftc.PeftcError, match="P406"):
+        module(torch.randn(2, 3, 4))
