@@ -71,6 +71,21 @@ def test_greedy(name: str, spec: str, cache: bool, padding: zoo.Padding | None) 
         close(a.float(), b, "logits", 1e-6)
 
 
+@pytest.mark.parametrize(("name", "spec"), [(n, s) for n in GENERATING for s in ("mam", "weights")])
+def test_a_cache_of_fixed_size(name: str, spec: str) -> None:
+    """Its slots that are not filled yet are not seen: rows of a prefix stand before all of them."""
+    model = compiled(name, spec)
+    given = prompt(name, model)
+    tokens, _ = rollout(model, given)
+    got = generate(model, given, cache_implementation="static", disable_compile=True)
+    assert torch.equal(new_tokens(model, got.sequences, given), tokens)
+    assert any("Static" in type(layer).__name__ for layer in cache_layers(got.past_key_values))
+
+
+def cache_layers(cache: Any) -> list[Any]:
+    return getattr(cache, "self_attention_cache", cache).layers
+
+
 @pairs
 def test_sampling_draws_what_a_loop_draws(name: str, spec: str) -> None:
     model = compiled(name, spec)

@@ -18,9 +18,10 @@ from tests import zoo
 from tests.survival.harness import SPECIES, SPECS, all_close, compiled, given, same, state
 
 STEPS = 4
-RESUMED = tuple(
-    name for name in SPECIES if name != "vit"
-)  # its checkpoints have the hub's names, which Trainer cannot read
+# Checkpoints of ViT, and of Mixtral's ffn, have the hub's names, which Trainer does not read back: not those of the base
+# either, as a test below shows.
+RESUMED = tuple(name for name in SPECIES if name != "vit")
+RESUMES = [(n, s) for n in RESUMED for s in (("lora" if n == "mixtral" else "mam"), "weights")]
 
 
 class Examples(Dataset[dict[str, Tensor]]):
@@ -68,7 +69,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("name", "spec"), [(n, s) for n in RESUMED for s in ("mam", "weights")])
+@pytest.mark.parametrize(("name", "spec"), RESUMES)
 def test_train_evaluate_checkpoint_resume(name: str, spec: str, tmp_path: Path) -> None:
     """A run that is interrupted and resumed in another model ends where one that is not ends, bit for bit."""
     whole = trainer(name, model := fresh(name, spec), tmp_path / "whole")
@@ -88,6 +89,14 @@ def test_train_evaluate_checkpoint_resume(name: str, spec: str, tmp_path: Path) 
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert losses(again)[-2:] == losses(whole)[-2:]
     assert same(state(other), end)
+
+
+@pytest.mark.parametrize("name", ["vit", "mixtral"])
+def test_bases_that_cannot_be_resumed_themselves(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Why these are left out above: once this fails, they can be put in."""
+    trainer(name, zoo.build(name), tmp_path, max_steps=2).train()
+    trainer(name, zoo.build(name), tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "missing keys in the checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize("name", [n for n in SPECIES if n != "t5"])  # T5 takes the count of tokens and does not use it
