@@ -67,9 +67,13 @@ class _Attention(TorchFunctionMode):
         elif func in _PRODUCT:
             if any(id(a) in self.weights for a in given):
                 self._note()
-        elif isinstance(out, torch.Tensor) and given and id(given[0]) in self.weights:
-            if out.numel() == given[0].numel() or func is torch.Tensor.__getitem__:  # sinks are cut off again
-                self.weights[id(out)] = out
+        elif (
+            isinstance(out, torch.Tensor)
+            and given
+            and id(given[0]) in self.weights
+            and (out.numel() == given[0].numel() or func is torch.Tensor.__getitem__)  # sinks are cut off again
+        ):
+            self.weights[id(out)] = out
         return out
 
     def _note(self) -> None:
