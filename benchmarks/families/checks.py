@@ -6,6 +6,7 @@ found["edits"]["a"]["verdict"]    # pass | refused | fail
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -177,7 +178,8 @@ def _draw(parameters: Mapping[str, nn.Parameter]) -> None:
 def _gradients(base: _Base, parameters: Mapping[str, nn.Parameter]) -> float:
     """The share of the edit's tensors with a gradient; all of them finite, one at least not zero."""
     torch.manual_seed(0)
-    out = main_output(base.model(**base.inputs))
+    takes_cache = "use_cache" in inspect.signature(base.model.forward).parameters
+    out = main_output(base.model(**base.inputs, **({"use_cache": False} if takes_cache else {})))  # as one trains
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
     (out.float() * weights).sum().backward()
     gradients = [p.grad for p in parameters.values()]

@@ -46,10 +46,18 @@ def identity(model: nn.Module, keep: Callable[[str], bool] = everything) -> dict
     config = getattr(model, "config", None)
     return {
         "type": getattr(config, "model_type", None) or type(model).__name__,
-        "facts": {name: value for name in _FACTS if isinstance(value := getattr(config, name, None), (int, str))},
+        "facts": {name: value for name in _FACTS if isinstance(value := fact(config, name), (int, str))},
         "parameters": {n: list(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if keep(n)},
         "tied": tied_groups(model, keep),
     }
+
+
+def fact(config: object, name: str) -> object:
+    """A value of a configuration; None where it has none, or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # whatever a configuration raises that is another one for each of its layers
+        return None
 
 
 def fingerprint(model: nn.Module, keep: Callable[[str], bool] = everything) -> str:

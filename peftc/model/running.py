@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed
 from peftc.model.configs import first_line
 from peftc.model.fakes import fake_mode
+from peftc.model.guesses import guessing
 from peftc.model.resolve import ModelSource
 from peftc.model.sample import sample_inputs
 from peftc.model.skeleton import skeleton
@@ -39,9 +39,9 @@ def refuse_what_does_not_run(source: ModelSource, sample: Mapping[str, Any] | No
         raise PeftcError(Diagnostic("P509", message, notes=(first_line(error),))) from error
     try:
         inputs = sample_inputs(fake) if sample is None else sample
-        with fake_mode(fake), torch.no_grad():
+        with fake_mode(fake), guessing(), torch.no_grad():
             fake(**inputs)
-    except (PeftcError, DataDependentOutputException):
+    except PeftcError:
         return
     except Exception as error:  # whatever the model's own code raises
         raise PeftcError(_does_not_run(source, fake, sample, error)) from error

@@ -6,9 +6,10 @@ import contextlib
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPrivateUsage]
 
 from peftc.tracing import graphs
-from peftc.tracing.attention import is_scores
+from peftc.tracing.attention import is_activation, is_scores
 from peftc.tracing.observe import first_tensor
 from peftc.tracing.stream import Stream
 
@@ -19,17 +20,34 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, n
 
 
 def weighted(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node computes with a parameter of two or more dimensions."""
+    """Whether a node computes with a parameter of two or more dimensions (those of one entry do not count)."""
     if node.op == "get_attr":
         value = graphs.example(node)
-        return isinstance(value, nn.Parameter) and value.ndim >= 2
+        return isinstance(value, nn.Parameter) and sum(n > 1 for n in value.shape) >= 2
     module = graphs.module_of(node, root)
     return module is not None and any(p.ndim >= 2 for p in module.parameters())
+
+
+def made_of_weights(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a value is a parameter of two or more dimensions, or made of such alone."""
+    return not is_activation(node) and any(weighted(n, root) for n in graphs.upstream(node, lambda n: False))
 
 
 def mixes(body: set[fx.Node], stream: Stream, root: nn.Module) -> bool:
     """Whether one token's part of a sub-layer's result depends on other tokens."""
     return any(not stream.holds(node) and mixing(node, root) for node in body)
+
+
+def mixes_neighbours(body: set[fx.Node], stream: Stream, root: nn.Module) -> bool:
+    """Whether all mixing in a sub-layer is by convolutions and shifts, which a feed-forward part may have, too."""
+    return not any(not stream.holds(n) and mixing(n, root) and not is_neighbours(n, root) for n in body)
+
+
+def is_neighbours(node: fx.Node, root: nn.Module) -> bool:
+    module = graphs.module_of(node, root)
+    if module is not None:
+        return isinstance(module, (_ConstantPadNd, nn.Conv1d, nn.Conv2d))
+    return getattr(node.target, "__name__", "") in ("conv1d", "conv2d")
 
 
 def mixing(node: fx.Node, root: nn.Module) -> bool:
@@ -41,11 +59,13 @@ def mixing(node: fx.Node, root: nn.Module) -> bool:
 
 
 def mixing_module(node: fx.Node, module: nn.Module) -> bool:
-    """A convolution, a leaf with children that is told more than one value of the layer (a mask, a cache), or a leaf without
+    """A convolution, a shift, a leaf with children that is told more than one value of the layer (a mask, a cache), or a leaf without
     weights that is seen to do it (a Fourier transform).
     """
     if any(isinstance(m, _CONVOLUTIONS) and kernel(m) != 1 for m in module.modules()):
         return True
+    if isinstance(module, _ConstantPadNd):
+        return any(module.padding[2:])  # the first two are of features
     if not type(module).__module__.startswith("torch.") and not module.state_dict() and not any(module.children()):
         return seen_mixing(module, graphs.shape(graphs.first_input(node)))
     told = [n for n in node.all_input_nodes if graphs.example(n) is not None and n.op == "placeholder"]

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from peftc.tracing import features, graphs
 from peftc.tracing.attention import Attention, attentions
-from peftc.tracing.mixing import mixes, weighted
+from peftc.tracing.mixing import made_of_weights, mixes, mixes_neighbours, weighted
 from peftc.tracing.sites import Slice
 from peftc.tracing.stream import Stream, stream_input
 
@@ -64,13 +64,24 @@ def sub_layers(graph: fx.Graph, root: nn.Module) -> list[SubLayer]:
         if graphs.is_add(node) and graphs.is_tensor(node):
             made = summed(node, stream, inside, root)
             found += made
-            if made:
+            if made or carried(node, stream, root):
                 stream.values.append(node)
+    if len(found) > 1 and not any(s.kind == "ffn" for s in found) and found[-1].kind == "mixer":
+        last_that_mixes(found[-1], stream, root)
     claimed: set[fx.Node] = set()
     for sub in found:
         find_norms(sub, root, claimed)
         claimed.update(sub.norms)
     return found
+
+
+def last_that_mixes(sub: SubLayer, stream: Stream, root: nn.Module) -> None:
+    """The last sub-layer of a layer without a feed-forward one is that, if it mixes but neighbouring tokens."""
+    if mixes_neighbours(sub.body, stream, root):
+        sub.kind = "ffn"
+        ffn_roles(sub, root)
+        played = {p.node for p in sub.projections.values()}
+        sub.linears = [n for n in sub.linears if n not in played]
 
 
 def summed(add: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> list[SubLayer]:
@@ -79,17 +90,39 @@ def summed(add: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
     if len(operands) != 2:
         return []
     for res, h in (operands, operands[::-1]):
-        if stream.holds(res) and not stream.holds(h) and computed(h, stream, root):
+        if stream.holds(res) and not stream.holds(h) and not copies(h, stream, root) and computed(h, stream, root):
             parts = parallel(h, stream, inside, root) or [h]
             return [described(add, res, part, stream, inside, root) for part in parts]
     return []
+
+
+def carried(add: fx.Node, stream: Stream, root: nn.Module) -> bool:
+    """Whether a sum is of the stream and the stream, or of the stream and a mixture of its copies."""
+    operands = [a for a in add.args[:2] if isinstance(a, fx.Node)]
+    held = [a for a in operands if stream.holds(a)]
+    return len(operands) == 2 and len(held) > 0 and all(a in held or copies(a, stream, root) for a in operands)
+
+
+def copies(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
+    """Whether a value mixes the copies that a stream of four dimensions has: nothing with weights, which make its
+    coefficients at most, stands on the way to it.
+    """
+    if len(graphs.shape(h)) != 4 or stream.holds(h):
+        return False
+
+    def stop(n: fx.Node) -> bool:
+        return stream.holds(n) or weighted(n, root) or any(made_of_weights(i, root) for i in n.all_input_nodes)
+
+    return any(map(stream.holds, graphs.upstream(h, stop)))
 
 
 def computed(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
     """Whether a value is made from the stream, with weights or by mixing tokens."""
     body = stream.body(h)
     with_weights = any(weighted(n, root) for n in body if not graphs.is_norm(n, root))
-    return any(map(stream.holds, body)) and (with_weights or mixes(body, stream, root))
+    return any(map(stream.holds, body)) and (
+        with_weights or (mixes(body, stream, root) and not mixes_neighbours(body, stream, root))
+    )
 
 
 def parallel(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> list[fx.Node]:

@@ -26,9 +26,9 @@ class Stream:
         self.values, self.root = [first], root
 
     def holds(self, node: fx.Node) -> bool:
-        """Whether `node` is the stream itself, but for norms, dropout, casts, clamps and constant factors."""
+        """Whether `node` is the stream itself, but for norms, dropout, casts, clamps, constant factors and a choice of tokens."""
         while node not in self.values:
-            before = graphs.passes_through(node, self.root) or self.normed(node) or self.scaled(node)
+            before = graphs.passes_through(node, self.root) or self.normed(node) or self.scaled(node) or part(node)
             if before is None:
                 return False
             node = before
@@ -61,3 +61,15 @@ class Stream:
             if taken:
                 return taken[0]
         return None
+
+
+def part(node: fx.Node) -> fx.Node | None:
+    """The tensor of which `node` is some tokens, or one of several copies, with all features."""
+    source = graphs.first_input(node) if node.target is operator.getitem else None
+    before, after = graphs.shape(source), graphs.shape(node)
+    if not before or not after or before[-1] != after[-1] or not isinstance(node.args[1], (int, slice, tuple)):
+        return None
+    key = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    chosen = [k for k in key if isinstance(k, (int, slice, fx.Node))]
+    all_features = len(chosen) < len(before) or chosen[-1] == slice(None)
+    return source if all_features and len(chosen) == len(key) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ class Recorder(Protocol):
     live: bool
     graph: fx.Graph
 
+    def dead(self) -> AbstractContextManager[None]: ...
     def record(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
     def knows(self, tensor: torch.Tensor) -> bool: ...
     def made_node(self, made: Made) -> Any: ...
@@ -54,7 +56,10 @@ class Tape:
             self.kept.append(result)
         elif isinstance(result, (tuple, list)):
             for i, part in enumerate(result):
-                if isinstance(part, torch.Tensor):
+                handed_on = (
+                    id(part) in self.made or id(part) in self.parts
+                )  # `broadcast_tensors` gives what it is given
+                if isinstance(part, torch.Tensor) and not handed_on:
                     self.parts[id(part)] = (made, i)
                     self.kept.append(part)
 
@@ -93,7 +98,8 @@ class Remembering(TorchFunctionMode):
         if mentions_example((made.args, made.kwargs)):
             return self.tracer.record(made.kind, made.target, made.args, made.kwargs)
         made = replace(made, after=next(reversed(self.tracer.graph.nodes)))
-        result = func(*args, **kwargs)
+        with self.tracer.dead():  # what torch's own code does is no part of the region
+            result = func(*args, **kwargs)
         changed = args[0] if made.target is operator.setitem else result
         if isinstance(changed, torch.Tensor) and id(changed) in self.tape.made and not changes(made):
             return result  # as it was: `x.float()` of what is float32

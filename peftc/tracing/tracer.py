@@ -214,7 +214,21 @@ class RegionTracer(fx.Tracer):
             return self.tensor_node(a)
         if isinstance(a, torch.Tensor) and (id(a) in self.tape.made or id(a) in self.tape.parts):
             return self.constant_node(a)
-        if isinstance(a, (torch.dtype, torch.device, torch.layout, str, int, float, bool, type(None), type(...))):
+        if isinstance(
+            a,
+            (
+                torch.dtype,
+                torch.device,
+                torch.layout,
+                torch.memory_format,
+                str,
+                int,
+                float,
+                bool,
+                type(None),
+                type(...),
+            ),
+        ):
             return a
         if callable(a):
             return a
@@ -284,6 +298,7 @@ class RegionTracer(fx.Tracer):
         arguments = bind(forward, module, args, kwargs)
         inlined = self.inline(name)
         if inlined and decorated(type(module).forward):
+            self.frames.append(name)  # it can stay a leaf
             raise TraceError(
                 f"the forward of {type(module).__name__} is decorated with a block of gradients or autocast"
             )

@@ -13,8 +13,6 @@ from tests.survival.harness import CACHED, GENERATING, close, compiled
 
 TOKENS = 6
 pairs = pytest.mark.parametrize(("name", "spec"), [(n, s) for n in GENERATING for s in CACHED])
-# Those that enter the code of layers, and rewrite weights: another spec is the same to a search.
-few = pytest.mark.parametrize(("name", "spec"), [(n, s) for n in GENERATING for s in ("mam", "weights")])
 
 
 def prompt(name: str, model: nn.Module, batch: int = 3, padding: zoo.Padding | None = "left") -> dict[str, Tensor]:
@@ -73,7 +71,7 @@ def test_greedy(name: str, spec: str, cache: bool, padding: zoo.Padding | None) 
         close(a.float(), b, "logits", 1e-6)
 
 
-@few
+@pytest.mark.parametrize(("name", "spec"), [(n, s) for n in GENERATING for s in ("mam", "weights")])
 def test_a_cache_of_fixed_size(name: str, spec: str) -> None:
     """Its slots that are not filled yet are not seen: rows of a prefix stand before all of them."""
     model = compiled(name, spec)
@@ -100,7 +98,7 @@ def test_sampling_draws_what_a_loop_draws(name: str, spec: str) -> None:
         assert torch.equal(new_tokens(model, got.sequences, given), tokens)
 
 
-@few
+@pairs
 @pytest.mark.parametrize(
     "options",
     [
@@ -124,7 +122,7 @@ def test_the_cache_changes_no_search(name: str, spec: str, options: dict[str, An
         close(found[0].sequences_scores, found[1].sequences_scores, "scores", 1e-6)
 
 
-@few
+@pairs
 def test_beams_are_as_good_as_they_say(name: str, spec: str) -> None:
     """The score of a beam is the mean log-probability that whole forwards give its tokens."""
     model = compiled(name, spec)
@@ -137,7 +135,7 @@ def test_beams_are_as_good_as_they_say(name: str, spec: str) -> None:
     close(got.sequences_scores, each.sum(0) / made.shape[1], "scores", 1e-5)
 
 
-@few
+@pairs
 @pytest.mark.parametrize("by", ["lookup", "assistant", "compiled-assistant"])
 def test_assisted_decoding_changes_no_token(name: str, spec: str, by: str) -> None:
     model = compiled(name, spec)
@@ -176,7 +174,7 @@ class Heard:
         self.ended = True
 
 
-@few
+@pairs
 def test_streaming(name: str, spec: str) -> None:
     model = compiled(name, spec)
     given = prompt(name, model, batch=1, padding=None)

@@ -1,0 +1,127 @@
+"""What is the residual stream, and what is added to it, where a layer does more than add sub-layers to one tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from benchmarks.families import build
+from peftc.tracing.roles import SubLayer, sub_layers
+from peftc.tracing.tracer import RegionTracer
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.mix = nn.Parameter(torch.randn(1, 1, 8))
+        self.shift = nn.ZeroPad2d((0, 0, 1, -1))
+
+
+class Chosen(Layer):
+    """The second sub-layer goes on with some of the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        x = x[:, 1:]
+        return x + self.second(x)
+
+
+class Cut(Layer):
+    """Half of the features are no stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x[..., :4] + self.second(x)[..., :4]
+
+
+class Sums(Layer):
+    """Two values of the stream are added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + self.first(x)) + x
+        return x + self.second(x)
+
+
+class Shifted(Layer):
+    """Tokens are mixed with those before them by a vector of parameters, which is no sub-layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.first(x * self.mix + self.shift(x) * (1 - self.mix))
+
+
+class Copies(Layer):
+    """Four copies of a stream, mixed with one another by coefficients that are computed."""
+
+    def forward(self, x: Tensor) -> Tensor:  # (copies, batch, tokens, features)
+        coefficients = self.first(x[0])[..., :4, None] * self.first(x[0])[..., None, :4]
+        x = torch.matmul(x.permute(1, 2, 3, 0), coefficients).permute(3, 0, 1, 2) + x
+        return x[0] + self.second(x[0])
+
+
+def found(layer: nn.Module, *shape: int) -> list[SubLayer]:
+    graph = RegionTracer(lambda name: name == "").trace_region(layer, {"x": torch.randn(shape)}).graph
+    return sub_layers(graph, layer)
+
+
+def downs(subs: list[SubLayer]) -> list[str]:
+    return [str(s.projections["down"].node.target) for s in subs]
+
+
+@pytest.mark.parametrize("layer", [Chosen, Sums])
+def test_the_stream_goes_on(layer: type[Layer]) -> None:
+    assert downs(found(layer(), 2, 5, 8)) == ["first", "second"]
+
+
+def test_a_part_of_the_features_is_no_stream() -> None:
+    assert downs(found(Cut(), 2, 5, 8)) == ["first"]
+
+
+def test_a_shift_with_a_vector_is_no_sub_layer() -> None:
+    (only,) = found(Shifted(), 2, 5, 8)
+    assert only.kind == "mixer"
+    assert [str(n.target) for n in only.linears] == ["first"]
+
+
+def test_a_mixture_of_copies_is_no_sub_layer() -> None:
+    assert downs(found(Copies(), 4, 2, 5, 8)) == ["second"]
+
+
+def steps(mapping: str, name: str) -> list[str]:
+    model, _ = build(mapping, name)
+    paths = [s.path.partition(".layer[1].")[2] for s in peftc.sites(model).sites]
+    return [p for p in paths if p.partition("[")[0] in ("attn.self", "ffn", "mixer") and not p.partition("]")[2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("rwkv", ["mixer", "ffn"]),
+        ("gemma3n_text", ["ffn[0]", "attn.self", "ffn[1]", "ffn[2]"]),
+        ("inkling_text", ["attn.self", "ffn"]),
+        ("deepseek_v32", ["attn.self", "ffn"]),
+        ("dots3_note_text", ["attn.self", "ffn"]),
+    ],
+)
+def test_layers_of_their_own_kind(name: str, expected: list[str]) -> None:
+    """A recurrence and a shift; four streams; convolutions after the sub-layers; a choice of keys that has no gradient; a
+    configuration for each layer.
+    """
+    assert steps("causal-lm", name) == expected
+
+
+class Handed(nn.Module):
+    """`broadcast_tensors` gives back the very tensors that it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, _ = torch.broadcast_tensors(torch.ones(3) * 2, torch.zeros(3))
+        return x * one
+
+
+def test_what_is_only_handed_on_is_made_once() -> None:
+    root = Handed()
+    traced = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3)})
+    x = torch.randn(2, 3)
+    assert torch.equal(torch.fx.GraphModule(root, traced.graph)(x), root(x))
