@@ -137,23 +137,29 @@ class Text(str):
             self.tracer.facts[self.owner, self.name] = str.__str__(self)
         return str.__str__(self)
 
-    def __eq__(self, other: object) -> bool:
-        return self.asked() == other
 
-    def __ne__(self, other: object) -> bool:
-        return self.asked() != other
+def _asking(name: str) -> Callable[..., Any]:
+    plain = getattr(str, name)
 
-    def __hash__(self) -> int:
-        return hash(self.asked())
+    def method(self: Text, *args: Any, **kwargs: Any) -> Any:
+        return plain(self.asked(), *args, **kwargs)
 
-    def __contains__(self, other: str) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return other in self.asked()
+    return method
 
-    def startswith(self, *args: Any) -> bool:
-        return self.asked().startswith(*args)
 
-    def endswith(self, *args: Any) -> bool:
-        return self.asked().endswith(*args)
+_QUIET = (
+    "__new__",
+    "__init__",
+    "__class__",
+    "__getattribute__",
+    "__setattr__",
+    "__delattr__",
+    "__repr__",
+    "__reduce__",
+)
+for _name in vars(str):
+    if _name not in _QUIET and callable(getattr(str, _name)) and _name != "maketrans":
+        setattr(Text, _name, _asking(_name))
 
 
 _telling: dict[type, type] = {}

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_copy, new_mode
 from peftc.rewriting.asking import Asking, plain_arguments
-from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, unlooked
+from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, told_by_identity, unlooked
 from peftc.rewriting.rest import open_rest
 from peftc.tracing.blocks import TraceError
 from peftc.tracing.calls import innermost
@@ -58,7 +58,7 @@ class Calls:
             compared = compared_with_none(innermost(self.base.forward))
             trace = partial(self.remembered, script)
             self.handed = handed_on(trace, plain, self.values, compared, self.likely)
-        opened = open_rest(partial(self.with_keywords, script), self.signature, self.handed, self.rests())
+        opened = self.opened(script)
         if not script:
             self.keys = opened[1] if opened else None
         elif not self.agrees(script, plain, opened):
@@ -66,6 +66,14 @@ class Calls:
             self.made.clear()  # what has been returned has been rewritten
             raise LookedAt
         return opened[0] if opened else self.remembered(script, self.handed)
+
+    def opened(self, script: tuple[bool, ...]) -> tuple[Call, frozenset[str]] | None:
+        """The trace for whatever keywords are handed on; None where the code may tell them apart."""
+        entered = (m for n, m in self.module.named_modules() if n in self.inline)
+        classes = {self.base, *map(type, entered)} - {type(self.module)}
+        if any(told_by_identity(innermost(cls.forward)) for cls in classes):
+            return None
+        return open_rest(partial(self.with_keywords, script), self.signature, self.handed, self.rests())
 
     def agrees(self, script: tuple[bool, ...], plain: Call, opened: tuple[Call, frozenset[str]] | None) -> bool:
         """Whether a path hands on what the first one did."""

@@ -46,6 +46,23 @@ class Names:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {"torch": torch}
         self.imports: dict[str, str] = {"torch": "import torch"}
+        self.constants: dict[str, frozenset[str]] = {}
+
+    def constant(self, base: str, value: frozenset[str]) -> str:
+        """The name of a set of words, the same for the same set."""
+        for name, known in self.constants.items():
+            if known == value:
+                return name
+        name = base if base not in self.values else f"{base}_{len(self.constants) + 1}"
+        self.constants[name] = self.values[name] = value
+        return name
+
+    def constant_lines(self) -> list[str]:
+        """The definitions of all constants."""
+        lines: list[str] = []
+        for name, value in self.constants.items():
+            lines += [f"{name} = frozenset({{", *(f"    {word!r}," for word in sorted(value)), "})"]
+        return lines
 
     def of(self, value: Any) -> str:
         """The text by which emitted code refers to a function or class."""
@@ -189,6 +206,8 @@ class Emitter:
             return f"{self.operand(args[0])} {INFIX[target]} {self.operand(args[1])}"
         if target in PREFIX:
             return f"{PREFIX[target]}{self.operand(args[0])}"
+        if target is operator.contains:
+            return f"{self.operand(args[1])} in {self.operand(args[0])}"
         if target is base_call:
             return f"{self.names.of(args[0])}.forward({passed_on(self.signature, ['self', *map(self.arg, args[1:])])})"
         return f"{self.names.of(target)}({self.given(node, args)})"
@@ -201,7 +220,9 @@ class Emitter:
         for source in node.all_input_nodes:
             inner.texts[source] = self.guard(source)
         text = inner.expression(node)
-        return f"({text})" if node.target in INFIX or node.target in PREFIX else text
+        return (
+            f"({text})" if node.target in INFIX or node.target in PREFIX or node.target is operator.contains else text
+        )
 
     # Arguments ---------------------------------------------------------------------------------------------------
 
@@ -267,7 +288,7 @@ def attribute_path(target: str) -> str:
 
 def remove_dead(graph: fx.Graph) -> None:
     """Removes unused nodes that only look: everything that may act stays."""
-    looks = (getattr, operator.getitem, *INFIX, *PREFIX)
+    looks = (getattr, operator.getitem, operator.contains, *INFIX, *PREFIX)
     for node in reversed(list(graph.nodes)):
         looking = node.op == "get_attr" or is_size(node) or node.target in (*looks, "get")
         if looking and not node.users:

@@ -61,7 +61,7 @@ def arguments(
             continue
         target, value = str(node.target), node.meta["example"]
         if target.startswith("**") and keys is not None:
-            yield f"(not {target[2:]} or {target[2:]}.keys() <= {{{', '.join(map(repr, sorted(keys)))}}})"
+            yield f"(not {target[2:]} or {target[2:]}.keys() <= {emitter.names.constant('HANDED_ON', keys)})"
         elif target.startswith("**"):
             yield from keywords(target[2:], node, tracer, handed, emitter)
         elif target.startswith("*"):
@@ -88,10 +88,13 @@ def argument(text: str, value: Any, emitter: Emitter, used: bool, typed: bool) -
         yield f"{text} is None"
     elif isinstance(value, bool):
         yield f"{text} is {value}"
+    elif isinstance(value, (int, float)):  # 1 is True, and a tensor may be 1
+        yield f"type({text}) is {type(value).__name__}"
+        yield f"{text} == {emitter.arg(value)}"
     elif baked(value):
         yield f"{text} == {emitter.arg(value)}"
     elif not used and not typed:
-        return
+        yield f"{text} is not None"
     elif isinstance(value, torch.Tensor):
         yield f"isinstance({text}, torch.Tensor)"
         yield f"{text}.ndim == {value.ndim}"
@@ -134,6 +137,8 @@ def answer(guard: Guard, text: str) -> str:
         return text if guard.value else f"not {text}"
     if guard.kind == "len":
         return f"len({text}) == {guard.value}"
+    if guard.kind == "keys":
+        return f"[*{text}] == {guard.value!r}"
     if guard.kind == "is" and guard.value is None:
         return f"{text} is None"
     return f"{text} == {guard.value!r}"

@@ -209,7 +209,9 @@ class Kind:
     def source(self) -> str:
         """The generated functions as readable Python."""
         parts = [v.source for v in self.variants]
-        return "\n\n\n".join([*parts, self.dispatch_source()] if self.inline else parts)
+        if self.inline:
+            parts = [*filter(None, ["\n".join(self.names.constant_lines())]), *parts, self.dispatch_source()]
+        return "\n\n\n".join(parts)
 
     def predicate(self, name: str, conditions: tuple[str, ...]) -> Callable[..., bool]:
         """Whether a variant is the one for a call."""

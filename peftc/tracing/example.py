@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 if TYPE_CHECKING:
     from peftc.tracing.tracer import RegionTracer
 
-# Facts about a tensor that Python code asks and that do not depend on its values.
+# Facts about a tensor that Python code asks and that do not depend on its values; of those of an argument, another call
+# may have others.
 TENSOR_FACTS = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
 
 
@@ -65,21 +66,25 @@ class Example(fx.Proxy):
         return len(self._value)  # how many results an operation has is not a decision
 
     def __contains__(self, key: object) -> bool:
-        return key in self._value
+        value = self._value
+        if isinstance(value, torch.Tensor):
+            return key in value
+        node = self.tracer.record_node(operator.contains, (self, key))
+        return self.tracer.decide(node, "bool", key in value)
 
     def __hash__(self) -> int:
         return id(self)
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._value, dict):
-            return iter(list(self._value))
+            return iter(self.plain_keys())
         return iter([self[i] for i in range(len(self))])
 
     def __getattr__(self, name: str) -> Any:
         value = object.__getattribute__(self, "_value")
         if isinstance(value, torch.Tensor):
             if name in TENSOR_FACTS:
-                return getattr(value, name)
+                return self.fact(name, getattr(value, name))
             if name == "dtype":
                 self.tracer.depends_on_dtype = True
                 return value.dtype
@@ -91,10 +96,23 @@ class Example(fx.Proxy):
             self.tracer.asked_type(self.node, type(value))  # `hasattr` tells classes apart
             raise
         if isinstance(value, dict) and name in ("keys", "values", "items"):
+            self.plain_keys()
             return getattr({k: self[k] for k in value}, name)
         if callable(attribute) and not isinstance(attribute, nn.Module):
             return lambda *args, **kwargs: self.tracer.record("call_method", name, (self, *args), kwargs)
         return self.tracer.record("call_function", getattr, (self, name))
+
+    def fact(self, name: str, value: Any) -> Any:
+        if self.node.op != "placeholder" or name == "ndim":  # how many dimensions an argument has is always a condition
+            return value
+        return self.tracer.decide(self.tracer.record_node(getattr, (self, name)), "is", value)
+
+    def plain_keys(self) -> list[Any]:
+        """The keys of a dictionary: which there are is a decision, but not of what an operation returns."""
+        found = list(self._value)
+        asked = self.node.op == "placeholder" or self.node.target is getattr
+        plain = all(isinstance(key, str | int) for key in found)
+        return self.tracer.decide(self.node, "keys", found) if asked and plain else found
 
     @property
     def keys(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
