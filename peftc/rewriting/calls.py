@@ -57,7 +57,8 @@ class Calls:
         if not script:
             compared = compared_with_none(innermost(self.base.forward))
             trace = partial(self.remembered, script)
-            self.handed = handed_on(trace, plain, self.values, compared, self.likely)
+            if not self.by_identity():
+                self.handed = handed_on(trace, plain, self.values, compared, self.likely)
         opened = self.opened(script)
         if not script:
             self.keys = opened[1] if opened else None
@@ -67,11 +68,14 @@ class Calls:
             raise LookedAt
         return opened[0] if opened else self.remembered(script, self.handed)
 
+    def by_identity(self) -> bool:
+        """Whether code that is entered may tell truths apart where nobody notices."""
+        entered = (m for n, m in self.module.named_modules() if n and n in self.inline)
+        return any(told_by_identity(innermost(cls.forward)) for cls in {self.base, *map(type, entered)})
+
     def opened(self, script: tuple[bool, ...]) -> tuple[Call, frozenset[str]] | None:
         """The trace for whatever keywords are handed on; None where the code may tell them apart."""
-        entered = (m for n, m in self.module.named_modules() if n in self.inline)
-        classes = {self.base, *map(type, entered)} - {type(self.module)}
-        if any(told_by_identity(innermost(cls.forward)) for cls in classes):
+        if self.by_identity():
             return None
         return open_rest(partial(self.with_keywords, script), self.signature, self.handed, self.rests())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import keyword
 import math
 import operator
@@ -352,6 +353,23 @@ def function(name: str, signature: inspect.Signature, lines: list[str], doc: str
     """The source of a function of `signature` with these body lines."""
     documented = [f'"""{doc}"""'] if doc else []
     return "\n".join([f"def {name}({parameters(signature)}):", *(f"    {line}" for line in [*documented, *lines])])
+
+
+def decided(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:
+    """The lines that run the statement of a choice whose conditions hold. Conditions that begin alike are asked once."""
+    lines: list[str] = []
+    while choices:
+        first = choices[0][0]
+        if not first:
+            return [*lines, choices[0][1]]
+        group = [c for c in choices if c[0][:1] == first[:1]]
+        columns = zip(*(conditions for conditions, _ in group), strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+        inner = decided([(conditions[shared:], statement) for conditions, statement in group])
+        head = [f"if {first[0]}:"] if shared == 1 else all_of("if ", first[:shared], ":")
+        lines += [*head, *(f"    {line}" for line in inner)]
+        choices = [c for c in choices if c[0][:1] != first[:1]]
+    return lines
 
 
 def all_of(before: str, conditions: Iterable[str], after: str = "") -> list[str]:

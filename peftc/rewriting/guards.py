@@ -24,7 +24,7 @@ def conditions(
 
     Nothing need hold of arguments that are `handed` on only; `keys`: the keywords that are, as a whole.
     """
-    found = [*facts(traced, tracer), *arguments(traced, tracer, handed, keys, emitter)]
+    found = [*training(traced), *arguments(traced, tracer, handed, keys, emitter), *facts(traced, tracer)]
     found += surroundings(tracer)
     if traced.depends_on_dtype:
         found += dtypes(traced, tracer, handed)
@@ -32,9 +32,17 @@ def conditions(
     return list(dict.fromkeys(found))
 
 
+def training(traced: Traced) -> Iterator[str]:
+    """Whether modules are trained: what tells most variants apart."""
+    for (owner, name), value in traced.facts.items():
+        if name == "training":
+            path = attribute_path(f"{owner}.{name}".lstrip("."))
+            yield path if value else f"not {path}"
+
+
 def facts(traced: Traced, tracer: Asking) -> Iterator[str]:
-    """What Python read from modules and configs and decided on: `training` first."""
-    for (owner, name), value in sorted(traced.facts.items(), key=lambda item: item[0][1] != "training"):
+    """What Python read from modules and configs and decided on."""
+    for (owner, name), value in traced.facts.items():
         path = attribute_path(f"{owner}.{name}".lstrip("."))
         if value is True or value is False:
             yield path if value else f"not {path}"
@@ -93,11 +101,11 @@ def argument(text: str, value: Any, emitter: Emitter, used: bool, typed: bool) -
         yield f"{text} == {emitter.arg(value)}"
     elif baked(value):
         yield f"{text} == {emitter.arg(value)}"
-    elif not used and not typed:
-        yield f"{text} is not None"
-    elif isinstance(value, torch.Tensor):
+    elif isinstance(value, torch.Tensor):  # used or not: its dimensions may have been asked for
         yield f"isinstance({text}, torch.Tensor)"
         yield f"{text}.ndim == {value.ndim}"
+    elif not used and not typed:
+        yield f"{text} is not None"
     elif typed or isinstance(value, (tuple, list, dict)):
         yield f"type({text}) is {emitter.names.of(type(value))}"
     else:

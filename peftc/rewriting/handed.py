@@ -53,20 +53,21 @@ def handed_on(
 def unlooked(
     trace: Trace, plain: Call, names: frozenset[str], values: Mapping[str, Any], tensors: frozenset[str]
 ) -> frozenset[str]:
-    """`names` and `tensors` without the truths that are decided on by identity (`x is True`), which no proxy notices, and
-    without the tensors instead of which None would not be handed on in the same way.
+    """`names` and `tensors` without what is decided on by identity (`x is True`, `x is None`), which no proxy notices: those
+    instead of which the other truth, or None, would not be handed on in the same way.
     """
-    others = {**{n: not values[n] for n in names if isinstance(values[n], bool)}, **dict.fromkeys(tensors)}
+    truths = {n: not values[n] for n in names if isinstance(values[n], bool)}
+    nones = dict.fromkeys([*tensors, *(n for n in names if values[n] is not None)])
     call = tried(trace, names) or plain
 
-    def agree(some: frozenset[str]) -> bool:
-        changed = {n: others[n] for n in some}
-        other = tried(trace, names - some, changed)
+    def agree(changed: Mapping[str, Any]) -> bool:
+        other = tried(trace, names.difference(changed), changed) if changed else call
         return other is not None and same(other, call, changed)
 
-    if not others or agree(frozenset(others)):
+    if agree(nones | truths) and agree(dict.fromkeys(truths)):
         return names | tensors
-    return (names - set(others)) | frozenset(n for n in others if agree(frozenset({n})))
+    told = {n for others in (nones, truths) for n, v in others.items() if not agree({n: v})}
+    return (names | tensors) - told
 
 
 def _passed(plain: Call) -> frozenset[str]:

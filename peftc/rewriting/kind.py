@@ -222,12 +222,8 @@ class Kind:
 
     def dispatch_source(self) -> str:
         passed = emit.passed_on(self.signature)
-        lines: list[str] = []
-        for v in self.variants:
-            lines += emit.all_of("if ", v.conditions, ":")
-            lines.append(f"    return {v.name}({passed})")
-        lines.append(f"return unseen({passed})")
-        return emit.function("dispatch", self.signature, lines)
+        lines = emit.decided([(v.conditions, f"return {v.name}({passed})") for v in self.variants])
+        return emit.function("dispatch", self.signature, [*lines, f"return unseen({passed})"])
 
     def link(self) -> None:
         """Compiles the generated source and lets the class run it."""
