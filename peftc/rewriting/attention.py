@@ -33,7 +33,9 @@ class Called:
     def __init__(self, call: fx.Node) -> None:
         self.call = call
         if call.target is nn.functional.scaled_dot_product_attention:
-            positional(call)
+            positional(call, ("query", "key", "value"))
+        elif call.target is attention:
+            positional(call, ("module", "eager", "query", "key", "value", "attention_mask"))
         self.shift = 2 if call.target in (attention_with_rows, function_with_rows) else 0
         self.first = self.shift + (2 if call.target in (attention, attention_with_rows) else 0)
 
@@ -56,11 +58,10 @@ class Called:
         self.call.target = attention_with_rows if self.first > self.shift else function_with_rows
 
 
-def positional(call: fx.Node) -> None:
-    """Query, key and value of a call of torch's function by position."""
+def positional(call: fx.Node, names: tuple[str, ...]) -> None:
+    """The first arguments of a call by position; None for what is not given."""
     given = dict(call.kwargs)
-    names = ("query", "key", "value")[len(call.args) :]
-    call.args = (*call.args, *(given.pop(name) for name in names))
+    call.args = (*call.args, *(given.pop(name, None) for name in names[len(call.args) :]))
     call.kwargs = given
 
 

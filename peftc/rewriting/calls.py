@@ -15,7 +15,7 @@ from peftc.model.fakes import fake_copy, new_mode
 from peftc.rewriting.asking import Asking, plain_arguments
 from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, told_by_identity, unlooked
 from peftc.rewriting.rest import open_rest
-from peftc.tracing.blocks import TraceError
+from peftc.tracing.blocks import AskedNone, TraceError
 from peftc.tracing.calls import innermost
 
 
@@ -45,6 +45,7 @@ class Calls:
         self.keys: frozenset[str] | None = None  # the keywords that the rest may have, where it is handed on as a whole
         self.looked_at = False
         self.made: dict[object, Call] = {}
+        self.nones = set[tuple[str, str, int]]()  # parts of results that the code must get as None where they are None
 
     def along(self, script: tuple[bool, ...]) -> Call:
         """The trace along one path, in which arguments that are only handed on are left open.
@@ -115,9 +116,15 @@ class Calls:
         copy = fake_copy(self.module, mode)
         copy.__class__ = self.base
         tracer = Asking(lambda name: name in self.inline, script, symbolic)
+        tracer.nones |= self.nones
         try:
             with mode:
                 return tracer.trace_region(copy, fake_copy(dict(arguments), mode)), tracer
+        except AskedNone as error:
+            if error.origin in self.nones:
+                raise
+            self.nones.add(error.origin)
+            return self.trace(script, symbolic, arguments)
         except (TraceError, DataDependentOutputException) as error:
             raise PeftcError(
                 Diagnostic(

@@ -28,7 +28,7 @@ def conditions(
     found += surroundings(tracer)
     if traced.depends_on_dtype:
         found += dtypes(traced, tracer, handed)
-    found += [asked(guard, emitter) for guard in traced.guards if guard.kind != "type" or not acts(guard.node)]
+    found += [asked(guard, emitter) for guard in traced.guards if not only_inside(guard)]
     return list(dict.fromkeys(found))
 
 
@@ -38,6 +38,16 @@ def training(traced: Traced) -> Iterator[str]:
         if name == "training":
             path = attribute_path(f"{owner}.{name}".lstrip("."))
             yield path if value else f"not {path}"
+
+
+def only_inside(guard: Guard) -> bool:
+    """Whether the question is about what a child gave: its type, which is what it was; or whether it is None."""
+    return (guard.kind == "type" and acts(guard.node)) or (guard.kind == "is" and given_by_child(guard.node))
+
+
+def given_by_child(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and source.op == "call_module"
 
 
 def facts(traced: Traced, tracer: Asking) -> Iterator[str]:
@@ -170,13 +180,13 @@ def check_pure(node: fx.Node) -> None:
 
 def late(traced: Traced) -> list[Guard]:
     """Guards whose question may have another answer by the time the code asks it: something has acted before on what
-    they look at. They are asked again there.
+    they look at, or a child has given it. They are asked again there.
     """
     found: list[Guard] = []
     for guard in traced.guards:
         roots = objects(guard.node)
         before = [n for n in traced.graph.nodes if acts(n) and n.op != "call_module" and n < guard.node]
-        if any(objects(n) & roots for n in before):
+        if any(objects(n) & roots for n in before) or (guard.kind == "is" and given_by_child(guard.node)):
             found.append(guard)
     return found
 

@@ -74,7 +74,7 @@ class Surgery:
         kinds: Iterable[Kind] = (),
     ) -> None:
         self.model, self.seeds, self.kept = model, seeds, kept or {}
-        self.kinds = {key_of(k.base, k.inline, k.edits): k for k in kinds}
+        self.kinds = {key_of(k.base, k.inline, k.edits, k.absent): k for k in kinds}
         self.owners: dict[str, FormModule] = {}
         self.prepared: list[tuple[str, nn.Module, Kind, nn.Module]] = []
         self.places: dict[str, str] = {}
@@ -97,9 +97,10 @@ class Surgery:
 
     def kind_of(self, region: Region, module: nn.Module) -> Kind:
         base = type(module)
-        key = key_of(base, region.inline, region.edits)
+        absent = absent_in(module) if region.inline else frozenset[str]()
+        key = key_of(base, region.inline, region.edits, absent)
         if key not in self.kinds:
-            self.kinds[key] = Kind(base, region.inline, tuple(region.edits), base.__name__)
+            self.kinds[key] = Kind(base, region.inline, tuple(region.edits), base.__name__, absent)
         return self.kinds[key]
 
     def container(self, region: Region, module: nn.Module) -> nn.Module:
@@ -174,9 +175,17 @@ def refuse_half(name: str, module: nn.Module) -> None:
         raise PeftcError(no_values(meta, "other parameters of the model have values: it is loaded in part"))
 
 
-def key_of(base: type[nn.Module], inline: frozenset[str], edits: Iterable[RegionEdit]) -> tuple[Any, ...]:
+def key_of(
+    base: type[nn.Module], inline: frozenset[str], edits: Iterable[RegionEdit], absent: frozenset[str]
+) -> tuple[Any, ...]:
     """What two regions share exactly if they can share a generated class."""
-    return (base, inline, *(e.fingerprint for e in edits))
+    return (base, inline, absent, *(e.fingerprint for e in edits))
+
+
+def absent_in(module: nn.Module) -> frozenset[str]:
+    """The children and parameters that other modules of the class may have, and this one has not."""
+    held = ((name, vars(m)["_modules"] | vars(m)["_parameters"]) for name, m in module.named_modules())
+    return frozenset(f"{name}.{part}".lstrip(".") for name, parts in held for part, v in parts.items() if v is None)
 
 
 def add(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -74,11 +74,19 @@ class Kind:
     """Owns the generated class of a region and the variants of its forward.
 
     A region that is only touched at its boundary has one forward for all calls. Another has a variant for each call
-    pattern that its Python code can tell apart; an unseen one is traced when it first comes up.
+    pattern that its Python code can tell apart; an unseen one is traced when it first comes up. `absent`: the children and
+    parameters that are None in all its modules.
     """
 
-    def __init__(self, base: type[nn.Module], inline: frozenset[str], edits: tuple[RegionEdit, ...], name: str) -> None:
-        self.base, self.inline, self.edits, self.name = base, inline, edits, name
+    def __init__(
+        self,
+        base: type[nn.Module],
+        inline: frozenset[str],
+        edits: tuple[RegionEdit, ...],
+        name: str,
+        absent: frozenset[str] = frozenset(),
+    ) -> None:
+        self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
         self.signature = inspect.signature(base_forward(base))
         self.names = emit.Names()
         self.variants: list[Variant] = []
@@ -91,7 +99,7 @@ class Kind:
         return self
 
     def __reduce__(self) -> Any:
-        return (Kind, (self.base, self.inline, self.edits, self.name))
+        return (Kind, (self.base, self.inline, self.edits, self.name, self.absent))
 
     # Variants ----------------------------------------------------------------------------------------------------
 

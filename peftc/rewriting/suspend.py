@@ -67,7 +67,7 @@ def without(kind: Kind, off: Collection[str]) -> Kind | None:
     left = tuple(edit for edit in kind.edits if edit.edit not in off)
     if len(left) == len(kind.edits):
         return kind
-    return Kind(kind.base, kind.inline, left, kind.name) if left else None
+    return Kind(kind.base, kind.inline, left, kind.name, kind.absent) if left else None
 
 
 def exchange(model: nn.Module, record: Installation, edits: Collection[str]) -> None:

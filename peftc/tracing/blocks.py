@@ -46,6 +46,14 @@ class TraceError(Exception):
     """The region cannot be traced; the message says at which call of which child."""
 
 
+class AskedNone(TraceError):
+    """The region's code looked at a part of a result that is None, as at one that is not; `origin` tells which part."""
+
+    def __init__(self, origin: tuple[str, str, int]) -> None:
+        super().__init__(f"a part of a result that is None was used: {origin[1]}")
+        self.origin = origin
+
+
 def of_gradients(node: fx.Node) -> bool:
     """Whether a block that begins at `node` changes what has gradients, and not what is computed."""
     return node.args[0] is not torch.autocast

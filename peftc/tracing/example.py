@@ -93,6 +93,7 @@ class Example(fx.Proxy):
         try:
             attribute = getattr(value, name)
         except AttributeError:
+            self.tracer.missed(self.node, value)
             self.tracer.asked_type(self.node, type(value))  # `hasattr` tells classes apart
             raise
         if isinstance(value, dict) and name in ("keys", "values", "items"):

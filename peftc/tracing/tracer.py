@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from peftc.model.guesses import guessing, honest
-from peftc.tracing.blocks import Block, TraceError, decorated, entered
+from peftc.tracing.blocks import AskedNone, Block, TraceError, decorated, entered
 from peftc.tracing.calls import baked, bind, innermost, nested_nodes
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
 from peftc.tracing.seams import attention, branch, live, spying
@@ -77,6 +77,9 @@ class RegionTracer(fx.Tracer):
         self.calls: list[ModuleCall] = []
         self.frames: list[str] = []
         self.counts: dict[tuple[str, str], int] = {}
+        self.nones = set[
+            tuple[str, str, int]
+        ]()  # origins of parts of results that Python gets as None where they are None
         self.blocks: list[Block] = []  # open now
         self.surroundings: dict[tuple[str, tuple[Any, ...]], Any] = {}  # what torch was asked, and answered
         self.places: dict[fx.Node, fx.Node] = {}  # behind a node: what was next when something was put in between
@@ -147,12 +150,19 @@ class RegionTracer(fx.Tracer):
             return self.decide(node, "is", value)
         return Example(node, self, value)
 
+    def missed(self, node: fx.Node, value: Any) -> None:
+        """Code asked for an attribute that a value does not have."""
+        if value is None and self.live:
+            raise AskedNone(node.meta["origin"])
+
     def materialises(self, node: fx.Node, value: Any) -> bool:
         """Whether Python gets the plain value (and the graph a guard): None, dtypes and words.
 
         Parts of what an attention or a child returns stay symbolic: they are handed on, and are None at some times only.
         """
         source = node.args[0] if node.target is operator.getitem else node
+        if node.meta["origin"] in self.nones:
+            return value is None
         if isinstance(source, fx.Node) and (source.op == "call_module" or source.target is attention):
             return False
         if node.target is operator.setitem:

@@ -19,7 +19,10 @@ from peftc.forms.shapes import KeyValue
 from peftc.tracing import graphs
 from peftc.tracing.attention import Attention
 
-_SUMS = (operator.add, operator.iadd, operator.sub, torch.add, torch.sub, torch.where, torch.masked_fill, torch.cat)
+_SUMS = (
+    *(operator.add, operator.iadd, operator.sub, torch.add, torch.sub, torch.where, torch.masked_fill, torch.cat),
+    *(torch.max, torch.maximum),  # with the smallest number there is
+)
 _SCALES = (operator.mul, operator.truediv, torch.mul, torch.div)
 _ELEMENTWISE = (nn.functional.dropout, torch.dropout, torch.clamp, torch.tanh)
 _SHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous"})

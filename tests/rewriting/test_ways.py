@@ -38,6 +38,28 @@ class Undecided(nn.Module):
         return y
 
 
+class Biased(nn.Module):
+    """Gives a bias beside its result, where it has one."""
+
+    def __init__(self, biased: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.bias = nn.Parameter(torch.randn(4)) if biased else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.inner(x), self.bias
+
+
+class Adding(nn.Module):
+    def __init__(self, biased: bool) -> None:
+        super().__init__()
+        self.child = Biased(biased)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, bias = self.child(x)
+        return y if bias is None else y + bias.expand_as(y)
+
+
 def rewritten(module: nn.Module) -> Kind:
     kind = Kind(type(module), frozenset([""]), (), type(module).__name__)
     module.__class__ = kind.cls
@@ -70,3 +92,22 @@ def test_too_many_ways_are_refused() -> None:
     rewritten(module)
     with pytest.raises(peftc.PeftcError, match="P406"):
         module(torch.randn(2, 3, 4))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_part_of_a_childs_result_that_may_be_none(biased: bool) -> None:
+    base, module = Adding(biased), Adding(biased)
+    module.load_state_dict(base.state_dict())
+    rewritten(module)
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(module(x), base(x))
+
+
+def test_a_child_that_gives_something_for_the_first_time_is_noticed() -> None:
+    module = Adding(biased=False)
+    rewritten(module)
+    x = torch.randn(2, 3, 4)
+    module(x)
+    module.child.bias = nn.Parameter(torch.randn(4))
+    with pytest.raises(peftc.PeftcError, match="P408"):
+        module(x)
