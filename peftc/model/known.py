@@ -7,7 +7,7 @@ tensor, and computed again with every operation on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -81,7 +81,7 @@ class Known:
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested arguments or results."""
-    flat = cast(list[Any], tree_flatten(value)[0])
+    flat: list[Any] = tree_flatten(value)[0]
     return (v for v in flat if isinstance(v, torch.Tensor))
 
 

@@ -66,7 +66,8 @@ def section(config: Any, keys: tuple[str, ...]) -> Any:
         for part in level:
             if any(getattr(part, key, None) is not None for key in keys):
                 return part
-        level = [c for part in level for n in getattr(part, "sub_configs", {}) if (c := getattr(part, n, None)) is not None]
+        inner = [getattr(part, name, None) for part in level for name in getattr(part, "sub_configs", {})]
+        level = [part for part in inner if part is not None]
     return config
 
 
@@ -135,7 +136,7 @@ def sounds(config: Any) -> Iterator[Form]:
     bands = number(config, "num_mel_bins", "input_feat_size", "feature_size", "n_mels", "input_dim") or 80
     frames = 2 * (number(config, "max_source_positions") or FRAMES)
     mask = torch.ones(BATCH, frames, dtype=torch.long)
-    masks = dict.fromkeys(("input_features_mask", "feature_attention_mask", "audio_mel_mask"), mask)
+    masks: dict[str, Any] = dict.fromkeys(("input_features_mask", "feature_attention_mask", "audio_mel_mask"), mask)
     lengths = {"feature_lens": torch.tensor([frames] * BATCH), "aftercnn_lens": torch.tensor([frames // 2] * BATCH)}
     yield Form(torch.zeros(BATCH, bands, frames), {**masks, **lengths})
     yield Form(torch.zeros(bands, BATCH * frames), lengths, told=True)

@@ -6,7 +6,6 @@ images come in; then its own functions for the features of an image; then each p
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,8 +51,12 @@ def on_sample(
         if isinstance(error, PeftcError) and error.diagnostics[0].code != "P507":
             raise
         for call in whole_calls(model, plain):
-            with contextlib.suppress(Exception):
+            try:
                 return call.arguments, run(call.arguments)
+            except PeftcError:
+                raise
+            except Exception:  # the model does not take this, either
+                continue
         raise
 
 
@@ -80,7 +83,9 @@ def whole_calls(model: nn.Module, sample: Mapping[str, Any]) -> Iterator[PartCal
         yield from _calls(model.forward, model, medium, {**text, **sample})
 
 
-def _calls(function: Callable[..., Any], model: nn.Module, medium: Medium, beside: Mapping[str, Any]) -> Iterator[PartCall]:
+def _calls(
+    function: Callable[..., Any], model: nn.Module, medium: Medium, beside: Mapping[str, Any]
+) -> Iterator[PartCall]:
     accepted = inspect.signature(function).parameters
     for made in medium.shapes(model, accepted):
         yield PartCall(medium.word, function, {**beside, **made})

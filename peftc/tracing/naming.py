@@ -1,6 +1,5 @@
-"""What stacks of layers are called: `encoder`, `decoder`, and in models of several media the tower that they are part of.
-
-    encoder.layer[0]   decoder.layer[0]   vision.layer[0]   text.layer[0]   text.decoder.layer[0]   qformer.layer[0]
+"""What stacks of layers are called: `encoder`, `decoder`, and in models of several media the tower that they are part of:
+`vision.layer[0]`, `text.layer[0]`, `text.decoder.layer[0]`, `qformer.layer[0]`.
 """
 
 from __future__ import annotations

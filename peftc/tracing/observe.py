@@ -46,13 +46,9 @@ class Observation:
         self.order[:0] = fresh
         for layer in other.layers.keys() - self.layers.keys():
             self.modality[layer] = modality
-        for own, more in (
-            (self.calls, other.calls),
-            (self.inputs, other.inputs),
-            (self.outputs, other.outputs),
-            (self.layers, other.layers),
-        ):
-            own.update({n: v for n, v in more.items() if n not in own})
+        self.calls = {**other.calls, **self.calls}
+        self.inputs, self.outputs = {**other.inputs, **self.inputs}, {**other.outputs, **self.outputs}
+        self.layers = {**other.layers, **self.layers}
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
