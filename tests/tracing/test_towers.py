@@ -108,6 +108,7 @@ def test_what_does_not_depend_on_data_is_known_without_data() -> None:
         lengths = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
         assert lengths.cumsum(0).tolist() == [16, 22, 28]
         assert torch.rand(3, 5)[lengths > 6].shape == (1, 5)
+        assert known(torch.empty(2)) is None
         written = torch.zeros(4)
         written[1] = 2
         assert written.tolist() == [0, 2, 0, 0]
