@@ -111,7 +111,7 @@ def attention_with_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: Any,
+    attention_mask: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -119,11 +119,12 @@ def attention_with_rows(
 
     The mask gets open columns for them, a position bias zero columns.
 
-    Shapes: query (batch, heads, q, d_head); key, value (batch, kv_heads, before + k + after, d_head); mask (…, q, k).
+    Shapes: query (batch, heads, q, d_head); key, value (batch, kv_heads, before + k + after, d_head);
+    attention_mask (…, q, k).
     Raises: P402 where the attention implementation cannot take such a mask.
     """
     length = key.shape[2] - before - after
-    mask = open_columns(module, query, mask, length, before, after, kwargs.get("is_causal"))
+    mask = open_columns(module, query, attention_mask, length, before, after, kwargs.get("is_causal"))
     bias = kwargs.get("position_bias")
     if bias is not None:
         kwargs["position_bias"] = nn.functional.pad(bias[..., :length], (before, after))

@@ -17,7 +17,7 @@ _SIDE = 4  # patches of an image that comes as a list of patches
 
 def with_image(model: nn.Module, given: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
     """`given` with an image that matters to the output; as it is where no shape of pixels tried does."""
-    for make in (_square, _grid, _tiles, _plain):
+    for make in (_square, _unsized, _grid, _tiles, _plain):
         try:
             made = make(model, dict(given), generator)
             if made and _matters(model, made):
@@ -37,6 +37,11 @@ def _square(model: nn.Module, given: dict[str, Any], generator: torch.Generator)
     """(batch, channels, side, side)"""
     pixels = _pixels(model, generator)
     return _placed(model, given, {"pixel_values": pixels, **_sizes(model, pixels)})
+
+
+def _unsized(model: nn.Module, given: dict[str, Any], generator: torch.Generator) -> dict[str, Any] | None:
+    """(batch, channels, side, side), where only some encoders want to be told the size"""
+    return _placed(model, given, {"pixel_values": _pixels(model, generator)})
 
 
 def _tiles(model: nn.Module, given: dict[str, Any], generator: torch.Generator) -> dict[str, Any] | None:

@@ -13,8 +13,11 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from peftc.model.known import Known, tensors, with_data
 
 aten = torch.ops.aten
 _honest = threading.local()
@@ -22,8 +25,8 @@ _honest = threading.local()
 
 @contextlib.contextmanager
 def guessing() -> Generator[None]:
-    """Inside the block questions about the data of fake tensors are answered: any number by 1, any truth by True, any
-    selection by one element.
+    """Inside the block questions about the data of fake tensors are answered: as it is where it is known, else any number by
+    1, any truth by True, any selection by one element.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")  # an operation that fails is told by its exception
     before, log.disabled = log.disabled, True
@@ -49,6 +52,10 @@ def _told(honest: bool) -> Generator[None]:
 
 
 class _Guesses(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = Known()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -57,12 +64,31 @@ class _Guesses(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_mm(*args, **kwargs)
+        if func in _ANSWERS:
+            return self.answer(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self.known.follow(func, args, kwargs, out)
+        return out
+
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is asked of data: as it is, else guessed."""
+        fake = next((t for t in tensors(args) if isinstance(t, FakeTensor)), None)
+        if fake is not None and self.known.all((args, kwargs)):
+            out = self.known.real(func, args, kwargs)
+            return tree_map(lambda t: with_data(t, fake.fake_mode) if isinstance(t, torch.Tensor) else t, out)
+        if func is aten.index.Tensor and fake is not None:
+            args = (args[0], [self.places(index, fake) for index in args[1]], *args[2:])
         try:
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            if func not in _ANSWERS:
-                raise
             return _ANSWERS[func](*args, **kwargs)
+
+    def places(self, index: Any, like: FakeTensor) -> Any:
+        """A mask of one dimension as the places that it selects, where it is known."""
+        data = self.known.of(index)
+        if data is None or data.dtype != torch.bool or data.ndim != 1:
+            return index
+        return with_data(self.known.real(torch.nonzero, (data,), {})[:, 0], like.fake_mode)
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

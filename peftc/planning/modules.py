@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from peftc.forms.shapes import Tokens, Vector, Weight
-from peftc.planning.paths import STACKS, Steps
+from peftc.planning.paths import Steps, stack_steps
 from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, SiteTable, State, WeightRef
 
 NAMES = {"weight": "w", "bias": "b"}
@@ -68,10 +68,10 @@ def _roots(steps: Steps, table: SiteTable) -> set[str]:
     sites = [site for site in table.sites if site.steps[: len(steps)] == steps]
     others = [site.module for site in table.sites if site.steps[: len(steps)] != steps]
     named = {ref.module for site in sites for state in site.states.values() if (ref := state.weight)}
-    layers = [site.module for site in sites if site.steps[1:2] and site.steps[1][0] == "layer"]
-    if len(steps) == 1 and steps[0][0] in STACKS and layers:
-        below = layers[0].rpartition(".")[0]  # the list of layers, then the stack that holds it
-        modules = {below, below.rpartition(".")[0]}
+    layers = [site.module for site in sites if site.steps[-1][0] == "layer"]
+    if layers and all(stack_steps([name for name, _ in site.steps]) >= len(steps) for site in sites):
+        lists = {layer.rpartition(".")[0] for layer in layers}  # the lists of layers, then the stacks that hold them
+        modules = lists | {name.rpartition(".")[0] for name in lists}
     else:
         modules = {site.module for site in sites if site.steps == steps}
     return named | {name for name in modules if name and not any(_within(other, name) for other in others)}

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, Span
-from peftc.diagnostics.suggestions import nearest
-from peftc.planning.paths import BRANCHES, STACKS, Family, Paths, glob_pattern
+from peftc.diagnostics.suggestions import listed, nearest
+from peftc.planning.paths import BRANCHES, Family, Paths, glob_pattern, stack_steps
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import index as show_index
 from peftc.syntax.print_expressions import selector as show
@@ -29,7 +29,7 @@ def dead_path(path: ast.Path, steps: Sequence[ast.Step], paths: Paths) -> Diagno
         f"`{show(path)}` matches nothing in {paths.table.model_id}",
         name_span(step),
         label=f"no such site under `{text}`" if text else "no such site",
-        notes=tuple(_notes(text, below)),
+        notes=(*_notes(text, below, stacks := paths.stacks), *_towers(stacks if reached == 0 else ())),
         help=help_text,
     )
 
@@ -52,19 +52,28 @@ def _below(steps: Sequence[ast.Step], paths: Paths) -> Below:
     for match in paths.matches(steps, whole=False):
         start = match.positions[-1] + 1 if match.positions else 0
         parts = match.site.steps
+        stacked = stack_steps([name for name, _ in parts])
         for end in range(start + 1, len(parts) + 1):
             name = parts[end - 1][0]
-            if end == start + 1 or (start == 0 and end == 2 and parts[0][0] in STACKS):
+            if end == start + 1 or (start == 0 and end == stacked + 1):
                 near.setdefault(name, set()).add(parts[:end])
             else:
-                between = tuple(n for n, _ in parts[start : end - 1] if n not in BRANCHES | STACKS)
+                between = tuple(n for n, _ in parts[max(start, stacked) : end - 1] if n not in BRANCHES)
                 far.setdefault(name, (set(), between))[0].add(parts[:end])
     found = {name: (len(sites), ()) for name, sites in near.items()}
     return found | {name: (len(sites), way) for name, (sites, way) in far.items() if name not in found}
 
 
-def _notes(text: str, below: Below) -> Iterable[str]:
-    near = [(name, count) for name, (count, way) in below.items() if not way and name not in STACKS]
+def _towers(stacks: Iterable[str]) -> Iterable[str]:
+    """The stacks of a model that has others than an encoder and a decoder."""
+    named = list(stacks)
+    if set(named) - {"encoder", "decoder"}:
+        yield f"its stacks are {listed(named)}"
+
+
+def _notes(text: str, below: Below, stacks: Iterable[str]) -> Iterable[str]:
+    words = {word for stack in stacks for word in stack.split(".")}
+    near = [(name, count) for name, (count, way) in below.items() if not way and name not in words]
     direct = [(name, count) for name, count in near if name in BRANCHES] or near
     if direct:
         subject = f"`{text}`" if text else "the model"

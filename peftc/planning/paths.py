@@ -10,11 +10,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from peftc.syntax import ast
 from peftc.tracing.sites import Site, SiteTable
 
-STACKS = frozenset({"encoder", "decoder"})
 BRANCHES = frozenset({"self", "cross"})
 NORM_OWNERS = frozenset({"attn", "ffn", "self", "cross", "q", "k"})
 
@@ -32,6 +32,11 @@ def glob_pattern(text: str) -> re.Pattern[str]:
     return re.compile("".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*|\?)", text)))
 
 
+def stack_steps(names: Sequence[str]) -> int:
+    """How many steps of a site's path say in which stack it is: two of `text.decoder.layer.attn`, none of `head`."""
+    return names.index("layer") if "layer" in names else max(len(names) - 1, 0)
+
+
 def align(written: Sequence[str], names: Sequence[str], *, whole: bool = True) -> tuple[int, ...] | None:
     """For each written step the position of the site's step it names, or None where the path is of another site.
 
@@ -39,10 +44,12 @@ def align(written: Sequence[str], names: Sequence[str], *, whole: bool = True) -
     """
     norm = whole and bool(written) and written[-1] == "norm"
 
+    stacked = stack_steps(names)
+
     def skippable(position: int) -> bool:
         name = names[position]
-        if name in STACKS:
-            return position == 0 and len(names) > 1
+        if position < stacked:
+            return True
         if name in BRANCHES:
             return position > 0 and names[position - 1] == "attn"
         return norm and name in NORM_OWNERS
@@ -105,6 +112,12 @@ class Paths:
                 if index is not None:
                     family = Family(site.steps[:position], name)
                     self._sizes[family] = max(self._sizes[family], index + 1)
+
+    @cached_property
+    def stacks(self) -> tuple[str, ...]:
+        """What stands before `layer` in the paths of sites: `encoder`, `text.decoder`."""
+        found = [site.steps[:-1] for site in self.table.sites if site.steps[-1][0] == "layer"]
+        return tuple(dict.fromkeys(show_site_steps(steps) for steps in found))
 
     def size(self, family: Family) -> int:
         """How many there are: 12 layers under `encoder`; 0 where the step has no index."""

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peftc.planning.collapse import runs
-from peftc.planning.paths import Steps, show_site_steps
+from peftc.planning.paths import Steps, show_site_steps, stack_steps
 from peftc.planning.render import plain
 from peftc.tracing.sites import Site, SiteTable
 
@@ -79,18 +79,18 @@ class _Tree:
 
     def rows(self) -> list[Row]:
         rows: list[Row] = []
-        told: set[str] = set()
+        told: set[Steps] = set()
         layers = self._layers()
-        stacks = list(dict.fromkeys(site.steps[0][0] for site in self.table.sites))
-        for site in sorted(self.table.sites, key=lambda site: stacks.index(site.steps[0][0])):
-            stack = site.steps[0][0] if len(site.steps) > 1 else ""
+        stacks = list(dict.fromkeys(map(_stack, self.table.sites)))
+        for site in sorted(self.table.sites, key=lambda site: stacks.index(_stack(site))):
+            stack = _stack(site)
             if stack and stack not in told:
                 told.add(stack)
-                rows.append((stack, "", "", "", ""))
+                rows.append((show_site_steps(stack), "", "", "", ""))
             if _in_layer(site):
-                rows += layers.pop(site.steps[:2], [])
+                rows += layers.pop(_layer(site), [])
             else:
-                name = show_site_steps(site.steps[1:] if stack else site.steps)
+                name = show_site_steps(site.steps[len(stack) :])
                 rows.append(self._row(f"{'  ' if stack else ''}{name}", site, site.module))
         return rows
 
@@ -99,23 +99,23 @@ class _Tree:
         members: dict[Steps, list[Site]] = {}
         for site in self.table.sites:
             if _in_layer(site):
-                members.setdefault(site.steps[:2], []).append(site)
+                members.setdefault(_layer(site), []).append(site)
         alike: dict[object, list[Steps]] = {}
         for steps, sites in members.items():
-            alike.setdefault((steps[0], *map(self._signature, sites)), []).append(steps)
+            alike.setdefault((steps[:-1], *map(self._signature, sites)), []).append(steps)
         return {steps[0]: self._layer_rows(steps, members) for steps in alike.values()}
 
     def _signature(self, site: Site) -> object:
         states = tuple((name, state.shape) for name, state in site.states.items())
-        return site.steps[2:], site.module.removeprefix(site.root), states
+        return site.steps[len(_layer(site)) :], site.module.removeprefix(site.root), states
 
     def _layer_rows(self, alike: Sequence[Steps], members: Mapping[Steps, Sequence[Site]]) -> list[Row]:
         first = members[alike[0]]
-        numbers = runs([index for steps in alike if (index := steps[1][1]) is not None])
+        numbers = runs([index for steps in alike if (index := steps[-1][1]) is not None])
         name = f"  layer[{numbers}]" + (f" × {len(alike)}" if len(alike) > 1 else "")
         rows: list[Row] = []
         for site in first:
-            steps = site.steps[2:]
+            steps = site.steps[len(alike[0]) :]
             if not steps:
                 each = self._below(site.module)
                 rows.append(
@@ -159,7 +159,17 @@ def _states(site: Site) -> str:
 
 
 def _in_layer(site: Site) -> bool:
-    return len(site.steps) > 1 and site.steps[1][0] == "layer"
+    return any(name == "layer" for name, _ in site.steps[1:])
+
+
+def _stack(site: Site) -> Steps:
+    """The steps that say in which stack a site is."""
+    return site.steps[: stack_steps([name for name, _ in site.steps])]
+
+
+def _layer(site: Site) -> Steps:
+    """The steps as far as the layer."""
+    return site.steps[: len(_stack(site)) + 1]
 
 
 def _relative(site: Site, layer: Sequence[Site]) -> str:

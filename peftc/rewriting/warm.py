@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_copy, fake_mode
 from peftc.model.guesses import guessing
-from peftc.model.sample import sample_inputs
+from peftc.model.parts import on_sample, part_calls
 from peftc.rewriting.kind import preparing
 from peftc.tracing.observe import Observation, repeated_blocks, structure
 from peftc.tracing.repeats import Repeats, repeated
@@ -32,9 +32,9 @@ def prepare(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
     Raises: P409 for an edited model whose plain call fails.
     """
     fake = fake_copy(model).eval()
-    inputs = dict(sample_inputs(fake) if sample is None else sample)
+    ran: set[str] = set()
     try:
-        out = run(fake, inputs)
+        inputs, out = on_sample(fake, sample, lambda given: run(fake, lambda: fake(**given), ran))
     except DataDependentOutputException:
         return
     except PeftcError:
@@ -42,29 +42,56 @@ def prepare(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
     except Exception as error:  # whatever the model's own code raises
         message = f"the edited {type(model).__name__} does not run: {type(error).__name__}"
         raise PeftcError(Diagnostic("P409", message, notes=(str(error).partition("\n")[0],))) from error
-    for more in patterns(fake, inputs, out):
-        attempt(fake, more)
-    for more in of_fixed_size(fake, inputs, out):
-        attempt(fake, more, training=False)
+    for more in patterns(fake, dict(inputs), out):
+        attempt(fake, more, ran)
+    for more in of_fixed_size(fake, dict(inputs), out):
+        attempt(fake, more, ran, training=False)
+    run_parts(fake, inputs, ran)
 
 
-def attempt(fake: nn.Module, inputs: Mapping[str, Any], training: bool = True) -> None:
+def attempt(fake: nn.Module, inputs: Mapping[str, Any], ran: set[str], training: bool = True) -> None:
     with contextlib.suppress(Exception):  # not every model takes each of these calls
-        run(fake, inputs, training)
+        run(fake, lambda: fake(**inputs), ran, training)
 
 
-def run(fake: nn.Module, inputs: Mapping[str, Any], training: bool = True) -> Any:
-    """One call without data, of one layer of each kind. `training`: what is learnt is learnt for training, too."""
+def run_parts(fake: nn.Module, inputs: Mapping[str, Any], ran: set[str]) -> None:
+    """Calls that reach the layers which these inputs do not reach, where there are such calls.
+
+    Raises: what an edit there is refused for.
+    """
+    layers, refused = set(repeated_blocks(fake)), list[PeftcError]()
+    for call in part_calls(fake, inputs, lambda name: any(n.startswith(name + ".") for n in layers - ran)):
+        if layers <= ran:
+            return
+        try:
+            run(fake, call, ran)
+        except PeftcError as error:
+            refused.append(error)
+        except Exception:  # what was tried is not what this part takes
+            continue
+    if refused and not layers <= ran:
+        raise refused[0]
+
+
+def run(fake: nn.Module, call: Callable[[], Any], ran: set[str], training: bool = True) -> Any:
+    """One call without data, of one layer of each kind. `ran`: the names of the layers that have run, added to.
+
+    `training`: what is learnt is learnt for training, too.
+    """
     names = {id(m): n for n, m in fake.named_modules()}
     layers = [fake.get_submodule(n) for n in repeated_blocks(fake)]
+    done = [layer.register_forward_hook(lambda m, a, o: ran.add(names[id(m)])) for layer in layers]
     with (
+        contextlib.ExitStack() as removing,
         fake_mode(fake),
         guessing(),
         torch.no_grad(),
         preparing() if training else contextlib.nullcontext(),
         repeated(layers, Repeats(names, Observation(), alike)),
     ):
-        return fake(**inputs)
+        for handle in done:
+            removing.callback(handle.remove)
+        return call()
 
 
 def alike(layer: nn.Module) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, listed
-from peftc.semantics.vocabulary import BELOW, SITES, STATES_AT
+from peftc.semantics.vocabulary import BELOW, SITES, STATES_AT, TOWERS
 from peftc.semantics.walk import arms
 from peftc.syntax import ast
 
@@ -25,6 +25,9 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
             if number != len(path.steps) - 1:
                 yield Diagnostic("P208", "`**` ends a path: it is every module below", step.span)
             return
+        if is_tower(path, number):
+            above = TOWERS[0]
+            continue
         if step.name not in SITES:
             known = _following(above)
             help_ = did_you_mean(step.name, known) or did_you_mean(step.name, SITES)
@@ -37,6 +40,17 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
             yield Diagnostic("P208", f"`{above}` has no `{step.name}`", name_span(step), help=help_)
             return
         above = step.name
+
+
+def is_tower(path: ast.Path, number: int) -> bool:
+    """Whether a step is the name of a part that only some models have, such as `qformer` of `qformer.layer[*]`: a word like
+    no other, with a stack below it.
+    """
+    name, below = path.steps[number].name, [step.name for step in path.steps[number + 1 : number + 2]]
+    outer = number == 0 or path.steps[number - 1].name in TOWERS
+    return (
+        outer and name not in SITES and below in (["layer"], ["encoder"], ["decoder"]) and not did_you_mean(name, SITES)
+    )
 
 
 def _following(above: str) -> tuple[str, ...]:

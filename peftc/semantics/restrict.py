@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.semantics.vocabulary import STACKS
+from peftc.semantics.vocabulary import STACKS, TOWERS
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import index, selector
+
+QUALIFIERS = (*STACKS, *TOWERS)
 
 
 def within(inner: ast.Selector, outer: ast.Selector) -> ast.Selector:
@@ -42,12 +44,14 @@ def _joined(
     steps: tuple[ast.Step, ...], above: tuple[ast.Step, ...], inner: ast.Path, outer: ast.Path
 ) -> tuple[ast.Step, ...]:
     """`layer[*].attn` within `encoder.layer[0..5]` is `encoder.layer[0..5].attn`."""
-    if steps[0].name in STACKS and above[0].name not in STACKS:
+    if steps[0].name in QUALIFIERS and above[0].name not in QUALIFIERS:
         return (steps[0], *_joined(steps[1:], above, inner, outer)) if len(steps) > 1 else steps
-    if steps[0].name in STACKS and above[0].name != steps[0].name:
+    if steps[0].name in STACKS and above[0].name in TOWERS:
+        return (above[0], *(_joined(steps, above[1:], inner, outer) if len(above) > 1 else steps))
+    if steps[0].name in QUALIFIERS and above[0].name != steps[0].name:
         raise _impossible(inner, outer, f"`{steps[0].name}` is not in `{above[0].name}`")
     shared = next((n for n in range(min(len(steps), len(above)), 0, -1) if _overlap(above[-n:], steps[:n])), 0)
-    in_layers = any(step.name == "layer" for step in above) or above[-1].name not in STACKS
+    in_layers = any(step.name == "layer" for step in above) or above[-1].name not in QUALIFIERS
     if in_layers and not shared and steps[0].name != "**":
         raise _impossible(inner, outer, f"`{steps[0].name}` is not in `{selector(outer)}`")
     both = tuple(_both(a, b, inner, outer) for a, b in zip(above[len(above) - shared :], steps[:shared], strict=True))

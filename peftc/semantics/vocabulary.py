@@ -21,6 +21,7 @@ STATES: Mapping[str, str] = {
 PARAMETERS = ("w", "b")  # what `train` can name
 
 STACKS = ("encoder", "decoder")
+TOWERS = ("vision", "text", "audio")  # of models of several media; what else a model may call one, only it can say
 
 # Site name -> the names that may follow it, directly or with a qualifier left out.
 _LINEARS = ("q", "k", "v", "o")
@@ -29,9 +30,9 @@ _FFN = ("up", "gate", "down", "hidden", "experts", "norm", "add")
 _LAYER = ("attn", "self", "cross", "ffn", "norm", "add", *_ATTENTION, *_FFN)
 _TOP = ("embed", "layer", "norm", "head")
 BELOW: Mapping[str, tuple[str, ...]] = {
-    "": (*STACKS, *_TOP, *_LAYER),
-    "encoder": (*_TOP, *_LAYER),
-    "decoder": (*_TOP, *_LAYER),
+    "": (*STACKS, *TOWERS, *_TOP, *_LAYER),
+    **dict.fromkeys(TOWERS, (*STACKS, *_TOP, *_LAYER)),
+    **dict.fromkeys(STACKS, (*_TOP, *_LAYER)),
     "layer": _LAYER,
     "attn": ("self", "cross", *_ATTENTION),
     "self": _ATTENTION,

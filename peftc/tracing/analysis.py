@@ -13,9 +13,9 @@ from transformers import PretrainedConfig
 from peftc.model.fakes import fake_mode
 from peftc.model.identity import fingerprint, parameters, tied_groups
 from peftc.model.resolve import ModelSource, resolve
-from peftc.model.sample import sample_inputs
 from peftc.model.skeleton import skeleton
 from peftc.tracing.kinds import Anatomy, dissect, example_width
+from peftc.tracing.naming import name_stacks
 from peftc.tracing.outside import module_infos
 from peftc.tracing.sites import SiteTable
 from peftc.tracing.table import all_sites
@@ -40,7 +40,8 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     """
     source = model if isinstance(model, ModelSource) else resolve(model)
     fake = skeleton(source).eval()
-    anatomy = dissect(fake, sample_inputs(fake) if sample is None else sample, fake_mode(fake))
+    anatomy = dissect(fake, sample, fake_mode(fake))
+    name_stacks(anatomy)
     layers = [kind for stack in anatomy.stacks for kind in stack.kinds]
     none = (
         () if layers else (f"{source.id} has no transformer layers that could be found: only its modules can be named",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ class LayerKind:
 
 @dataclass
 class Stack:
-    """A list of layers: `encoder`, `decoder`, or a tower of its own name."""
+    """A list of layers. `name`: the steps that stand before `layer` in the paths of its sites, e.g. `text.decoder`."""
 
     name: str
     path: str  # of the list that holds the layers
@@ -50,9 +51,9 @@ class Anatomy:
     warnings: list[str] = field(default_factory=list[str])
 
 
-def dissect(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode) -> Anatomy:
+def dissect(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> Anatomy:
     """Finds and traces the layers of a skeleton (a model of fake tensors)."""
-    seen = observe(model, inputs, mode)
+    seen = observe(model, sample, mode)
     anatomy = Anatomy(model, mode, seen, [])
     kinds: dict[str, LayerKind | None] = {}
     members: dict[str, list[tuple[str, LayerKind]]] = {}
@@ -62,11 +63,27 @@ def dissect(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode) -
         kind = kinds[key]
         if kind is not None and kind.subs:
             members.setdefault(name.rpartition(".")[0], []).append((name, kind))
-    for path, layers in members.items():
-        layers.sort(key=lambda item: int(item[0].rpartition(".")[2]) if item[0].rpartition(".")[2].isdigit() else 0)
-        anatomy.stacks.append(Stack("", path, [n for n, _ in layers], [k for _, k in layers]))
-    name_stacks(anatomy)
+    anatomy.stacks = gathered(members, {name: i for i, name in enumerate(seen.order)})
     return anatomy
+
+
+def gathered(members: Mapping[str, list[tuple[str, LayerKind]]], order: Mapping[str, int]) -> list[Stack]:
+    """Stacks in the order in which they run. Lists that differ in a number alone (the stages of a pyramid) are one."""
+    stages: dict[str, list[str]] = {}
+    for path in members:
+        stages.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), []).append(path)
+    found: list[Stack] = []
+    for pattern, paths in stages.items():
+        paths.sort(key=numbers)
+        layers = [layer for path in paths for layer in sorted(members[path], key=lambda item: numbers(item[0]))]
+        path = paths[0] if len(paths) == 1 else pattern.partition(".*")[0]
+        found.append(Stack("", path, [n for n, _ in layers], [k for _, k in layers]))
+    return sorted(found, key=lambda stack: order[stack.layers[0]])
+
+
+def numbers(name: str) -> list[int]:
+    """The numbers in a dotted name, for its place among others that differ in them."""
+    return [int(part) for part in name.split(".") if part.isdigit()]
 
 
 def trace_layer(layer: nn.Module, name: str, arguments: dict[str, Any], anatomy: Anatomy) -> LayerKind | None:
@@ -94,40 +111,6 @@ def has_children(root: nn.Module, name: str) -> bool:
 def reason(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0] if text and isinstance(error, TraceError) else f"{type(error).__name__}: {text[0] if text else ''}"
-
-
-def name_stacks(anatomy: Anatomy) -> None:
-    """Encoder and decoder by dataflow: a stack with cross-attention decodes; so does a lone causal one."""
-    for stack in anatomy.stacks:
-        stack.name = "decoder" if decodes(stack) else "encoder"
-    for name in ("encoder", "decoder"):
-        same = [s for s in anatomy.stacks if s.name == name]
-        if len(same) > 1:
-            for stack in same:
-                stack.name = tower_name(stack.path, [s.path for s in same])
-
-
-def decodes(stack: Stack) -> bool:
-    for kind in stack.kinds:
-        for sub in kind.subs:
-            if sub.variant == "cross":
-                return True
-            if sub.attention is not None and sub.attention.sort == "interface":
-                owner: Any = sub.attention.call.args[0]
-                module = kind.root.get_submodule("" if owner.target == "_self" else owner.target)
-                if getattr(module, "is_causal", False):
-                    return True
-    return False
-
-
-def tower_name(path: str, others: list[str]) -> str:
-    """The first part of a stack's path that tells it from the other stacks."""
-    parts = path.split(".")
-    split = [o.split(".") for o in others if o != path]
-    for i, part in enumerate(parts):
-        if any(i >= len(o) or o[i] != part for o in split):
-            return part
-    return path.replace(".", "_")
 
 
 def example_width(kind: LayerKind) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.model.fakes import fake_copy
 from peftc.model.guesses import guessing
+from peftc.model.parts import on_sample, part_calls
 from peftc.tracing.calls import bind, innermost
 from peftc.tracing.repeats import Repeats, repeated
 
@@ -26,6 +28,27 @@ class Observation:
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     layers: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict[str, tuple[str, dict[str, Any]]])
+    candidates: set[str] = field(default_factory=set[str])  # what may be a layer
+    modality: dict[str, str] = field(default_factory=dict[str, str])  # what a layer is for, where only that reaches it
+
+    @property
+    def missing(self) -> set[str]:
+        """Layers that no call has reached."""
+        return self.candidates - self.layers.keys()
+
+    def unseen(self, name: str) -> bool:
+        """Whether a module has such layers."""
+        return any(layer.startswith(name + ".") for layer in self.missing)
+
+    def add(self, other: Observation, modality: str) -> None:
+        """What one more call showed of modules that were not called before. It comes first: parts feed the whole."""
+        fresh = [n for n in other.order if n not in self.calls]
+        self.order[:0] = fresh
+        for layer in other.layers.keys() - self.layers.keys():
+            self.modality[layer] = modality
+        self.calls = {**other.calls, **self.calls}
+        self.inputs, self.outputs = {**other.inputs, **self.inputs}, {**other.outputs, **self.outputs}
+        self.layers = {**other.layers, **self.layers}
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
@@ -43,19 +66,41 @@ def flattened(value: Any) -> list[Any]:
     return [value]
 
 
-def observe(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode) -> Observation:
-    """Runs `model(**inputs)` once. `layers` keeps, for the first layer of each kind, a copy of its bound arguments."""
+def observe(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> Observation:
+    """Runs the model once on `sample`, or on inputs made for it; and then those parts of it that this does not reach.
+
+    `layers` keeps, for the first layer of each kind, a copy of its bound arguments.
+    """
+    inputs, seen = on_sample(model, sample, lambda given: observed(model, lambda: model(**given), mode))
+    for call in part_calls(model, inputs, seen.unseen):
+        if not seen.missing:
+            break
+        with contextlib.suppress(Exception):  # what was tried is not what this part takes
+            seen.add(observed(model, call, mode, seen), call.modality)
+    return seen
+
+
+def observed(
+    model: nn.Module, call: Callable[[], Any], mode: FakeTensorMode, known: Observation | None = None
+) -> Observation:
+    """One call, watched. With `known` it is one of a part, and may fail once that has run."""
     try:
-        return watched(model, inputs, mode, every=False)
+        return watched(model, call, mode, every=False)
     except Exception:  # a layer may need what another one that was left out does
-        return watched(model, inputs, mode, every=True)
+        return watched(model, call, mode, every=True, partial=known)
 
 
-def watched(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode, every: bool) -> Observation:
-    """One forward, watched; with `every` layer, or only those that are not like one that has run."""
-    seen = Observation()
+def watched(
+    model: nn.Module,
+    call: Callable[[], Any],
+    mode: FakeTensorMode,
+    every: bool,
+    partial: Observation | None = None,
+) -> Observation:
+    """One call, watched; with `every` layer, or only those that are not like one that has run."""
     names = {id(m): n for n, m in model.named_modules()}
     candidates = set(repeated_blocks(model))
+    seen = Observation(candidates=candidates)
     kinds: set[str] = set()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -83,7 +128,11 @@ def watched(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode, e
     skipping = [] if every else [model.get_submodule(n) for n in candidates]
     try:
         with mode, guessing(), torch.no_grad(), repeated(skipping, Repeats(names, seen, structure)):
-            model(**inputs)
+            call()
+    except Exception:
+        seen.layers = {n: kept for n, kept in seen.layers.items() if n in seen.outputs}
+        if partial is None or not seen.layers.keys() - partial.layers.keys():
+            raise
     finally:
         for handle in handles:
             handle.remove()
@@ -96,9 +145,19 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     transformers marks them (`GradientCheckpointingLayer`); else they are the elements of lists of one class.
     """
     marked = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-    if marked:
-        return [n for n in marked if not any(o != n and o.startswith(n + ".") for o in marked)]
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    marked = [n for n in marked if not any(o != n and o.startswith(n + ".") for o in marked)]
+    return [*marked, *unmarked_blocks(model, marked)]
+
+
+def unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
+    """The elements of lists that neither hold marked layers nor are part of one."""
+    around = {".".join(n.split(".")[:i]) for n in marked for i in range(len(n.split(".")))}
+    inside = tuple(f"{n}." for n in marked)
+    lists = [
+        (n, m)
+        for n, m in model.named_modules()
+        if isinstance(m, (nn.ModuleList, nn.Sequential)) and n not in around and not (inside and n.startswith(inside))
+    ]
     found: list[str] = []
     for name, children in lists:
         if len({type(c) for c in children}) != 1 or any(name.startswith(f + ".") for f in found):

@@ -72,7 +72,8 @@ def module_site(name: str, steps: Steps, anatomy: Anatomy, group: str = "") -> S
 
 
 def qualified(stack: str | None, steps: Steps) -> Steps:
-    return ((stack, None), *steps) if stack else steps
+    """`embed` of `text.decoder` is `text.decoder.embed`."""
+    return (*((name, None) for name in stack.split(".")), *steps) if stack else steps
 
 
 def embeddings(anatomy: Anatomy) -> Iterator[Site]:
@@ -109,7 +110,7 @@ def final_norms(anatomy: Anatomy) -> Iterator[Site]:
         ]
         for i, name in enumerate(found):
             index = i if len(found) > 1 else None
-            yield module_site(name, ((stack.name, None), ("norm", index)), anatomy, stack.name)
+            yield module_site(name, qualified(stack.name, (("norm", index),)), anatomy, stack.name)
 
 
 def heads(anatomy: Anatomy) -> Iterator[Site]:

@@ -14,7 +14,7 @@ from peftc.tracing import graphs
 from peftc.tracing.attention import Attention
 from peftc.tracing.kinds import Anatomy, LayerKind
 from peftc.tracing.mixing import weighted
-from peftc.tracing.outside import Steps, embeddings, final_norms, heads, path_of, weight_states
+from peftc.tracing.outside import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
 from peftc.tracing.roles import Projection, SubLayer
 from peftc.tracing.sites import Place, Site, Slice, State
 from peftc.tracing.stream import stream_input
@@ -26,7 +26,7 @@ def all_sites(anatomy: Anatomy) -> tuple[Site, ...]:
     found: list[Site] = [*embeddings(anatomy)]
     for stack in anatomy.stacks:
         for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
-            found += LayerSites(name, kind, ((stack.name, None), ("layer", i)), stack.name).sites()
+            found += LayerSites(name, kind, qualified(stack.name, (("layer", i),)), stack.name).sites()
     found += [*final_norms(anatomy), *heads(anatomy)]
     return tuple(found)
 

@@ -1,0 +1,118 @@
+"""Models of several media: each tower is found and named by its medium, also where a text alone does not reach it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import peftc
+from benchmarks.families import build
+from peftc.model.fakes import new_mode
+from peftc.model.guesses import guessing
+from peftc.model.known import known
+
+# type -> its stacks, and the attention that is found in each
+TOWERS = {
+    "llava": {"vision": "self", "text": "self"},
+    "paligemma": {"vision": "self", "text": "self"},
+    "blip-2": {"vision": "self", "qformer": "self cross", "text": "self"},
+    "qwen2_vl": {"vision": "", "text": "self"},  # its vision attends in as many pieces as there are images
+    "git": {"vision": "self", "text": "self"},
+    "pix2struct": {"encoder": "self", "decoder": "self cross"},  # one encoder that its decoder attends to
+}
+
+
+def family(mapping: str, model_type: str) -> tuple[nn.Module, dict[str, Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the models' own code
+        return build(mapping, model_type)
+
+
+def stacks(table: peftc.SiteTable) -> dict[str, str]:
+    found: dict[str, set[str]] = {}
+    for site in table.sites:
+        names = [name for name, _ in site.steps]
+        if "layer" in names:
+            branches = found.setdefault(".".join(names[: names.index("layer")]), set())
+            branches |= {names[i + 1] for i, name in enumerate(names[:-1]) if name == "attn"} & {"self", "cross"}
+    return {stack: " ".join(sorted(branches, reverse=True)) for stack, branches in found.items()}
+
+
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_every_tower_is_named_by_its_medium(model_type: str) -> None:
+    model, _ = family("image-text-to-text", model_type)
+    assert stacks(peftc.sites(model)) == TOWERS[model_type]
+
+
+def test_the_stages_of_a_pyramid_are_one_stack() -> None:
+    model, _ = family("image-classification", "swin")
+    layers = [site.path for site in peftc.sites(model).sites if site.steps[-1][0] == "layer"]
+    assert layers == [f"encoder.layer[{i}]" for i in range(sum(model.config.depths))]
+
+
+class TestLlava:
+    @pytest.fixture
+    def llava(self) -> tuple[nn.Module, dict[str, Any]]:
+        return family("image-text-to-text", "llava")
+
+    def count(self, model: nn.Module, selector: str) -> int:
+        spec = f"peft 1\nedit e at {selector} {{ h += lora(x, r=2) }}\n"
+        return len(peftc.plan(spec, model).edits[0].sites)
+
+    def test_a_selector_names_one_tower_or_all(self, llava) -> None:
+        model, _ = llava
+        vision, text = len(model.model.vision_tower.encoder.layers), len(model.model.language_model.layers)
+        assert self.count(model, "vision.layer[*].attn.q") == vision
+        assert self.count(model, "text.layer[*].attn.q") == text
+        assert self.count(model, "layer[*].attn.q") == vision + text
+
+    @pytest.mark.parametrize("tower", ["vision", "text"])
+    def test_an_edit_of_one_tower(self, llava, tower: str) -> None:
+        model, inputs = llava
+        with torch.no_grad():
+            before = model(**inputs).logits
+        spec = f"peft 1\nedit e at {tower}.layer[*].attn {{ kv = concat(prefix(len=3), kv) }}\n"
+        peftc.compile(spec, model, seed=0)
+        assert all(name.startswith(f"e/{tower}.layer[") for name in peftc.parameters(model))
+        with torch.no_grad():
+            after = model(**inputs).logits
+        peftc.remove(model)
+        assert not torch.equal(before, after)
+        with torch.no_grad():
+            assert torch.equal(model(**inputs).logits, before)
+
+    def test_a_tower_that_is_not_there(self, llava) -> None:
+        with pytest.raises(peftc.PeftcError) as caught:
+            self.count(llava[0], "visoin.layer[*].attn.q")
+        (found,) = caught.value.diagnostics
+        assert found.code == "P201"
+        assert found.help == "did you mean `vision`?"
+        assert "its stacks are `vision` and `text`" in found.notes
+
+    def test_everything_below_a_tower(self, llava) -> None:
+        model, _ = llava
+        peftc.compile("peft 1\ntrain t = [b] at vision.**\n", model)
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        peftc.remove(model)
+        assert trained
+        assert all(".vision_tower." in name and name.endswith("bias") for name in trained)
+
+
+def test_what_does_not_depend_on_data_is_known_without_data() -> None:
+    grid = torch.tensor([[1, 4, 4], [2, 3, 2]])
+    with new_mode(), guessing():
+        lengths = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+        assert lengths.cumsum(0).tolist() == [16, 22, 28]
+        assert torch.rand(3, 5)[lengths > 6].shape == (1, 5)
+        assert known(torch.empty(2)) is None
+        written = torch.zeros(4)
+        written[1] = 2
+        assert written.tolist() == [0, 2, 0, 0]
+        view = written[2:]
+        written[:] = torch.rand(4)
+        assert known(written) is not None  # kept, but
+        assert view.sum().item() == 1.0  # no longer trusted: guessed
