@@ -13,6 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.tracing.seams import attention
 
 __all__ = [
+    "Reading",
     "attention",
     "attention_with_rows",
     "full_precision",
@@ -21,11 +22,13 @@ __all__ = [
     "replaced",
     "reshaped_like",
     "rows_of",
+    "slab_of",
     "still",
     "stored_as",
     "unflattened",
     "unseen",
     "with_rows",
+    "with_slabs",
 ]
 
 
@@ -84,6 +87,52 @@ def like_operand(rows: torch.Tensor, operand: torch.Tensor, order: tuple[int, ..
 def reshaped_like(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Scores of joined rows in the shape of the others."""
     return rows.reshape(*others.shape[:-1], rows.shape[-1])
+
+
+def slab_of(whole: torch.Tensor, count: int, index: int) -> torch.Tensor:
+    """A view of one of `count` equal pieces that a parameter has along its first dimension, as those of experts are."""
+    return slabs_of(whole, count)[index]
+
+
+def slabs_of(whole: torch.Tensor, count: int) -> torch.Tensor:
+    """All of them. Shapes: (count, …) as it is, (count · n, d) as (count, n, d)."""
+    return whole if whole.shape[0] == count else whole.unflatten(0, (count, -1))
+
+
+def with_slabs(
+    whole: torch.Tensor,
+    count: int,
+    transposed: bool,
+    places: list[tuple[int, tuple[int, ...] | None]],
+    values: list[torch.Tensor],
+) -> torch.Tensor:
+    """`whole` with new values at `places`: (number of the piece, its rows as `rows_of` takes them, or all).
+
+    Shapes: values (rows, in), or (rows,); the pieces are stored (in, out) where `transposed`.
+    """
+    pieces = [piece.t() if transposed else piece for piece in slabs_of(whole, count).unbind(0)]
+    for (index, rows), value in zip(places, values, strict=True):
+        new = stored_as(value, whole)
+        pieces[index] = new if rows is None else with_rows(pieces[index], new, 0, *rows)
+    return torch.stack([piece.t() if transposed else piece for piece in pieces]).view(whole.shape)
+
+
+class Reading:
+    """A module that has other values of some parameters, for one run of its code; in all else it is the module itself."""
+
+    def __init__(self, module: Any, values: dict[str, Any]) -> None:
+        vars(self)["_module"] = module
+        for name, value in values.items():
+            vars(self)[name] = Reading(getattr(module, name), value) if isinstance(value, dict) else value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_module"], name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["_module"](*args, **kwargs)
 
 
 def still(value: Any, kind: str, expected: Any) -> None:

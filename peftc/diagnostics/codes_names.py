@@ -156,7 +156,7 @@ NAMES: dict[str, CodeInfo] = {
     "P208": explained(
         "unknown site name",
         "Sites are named by what they do: `layer`, `attn` (`.self`, `.cross`), `.q .k .v .o .heads`, `ffn`, `.up .gate .down "
-        ".hidden .experts`, `norm`, `add`, `embed`, `head`. Names of modules stand in quotes.",
+        ".hidden .router .experts .shared`, `norm`, `add`, `embed`, `head`. Names of modules stand in quotes.",
         "peft 1\nedit q at layer[*].attn.q_proj { h += lora(x, r=8) }",
         "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=8) }",
     ),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -31,7 +32,7 @@ def guessing() -> Generator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")  # an operation that fails is told by its exception
     before, log.disabled = log.disabled, True
     try:
-        with _Guesses(), _told(False):
+        with _Guesses(), _Words(), _told(False):
             yield
     finally:
         log.disabled = before
@@ -49,6 +50,17 @@ def _told(honest: bool) -> Generator[None]:
         yield
     finally:
         _honest.value = before
+
+
+class _Words(TorchFunctionMode):
+    """A number in a text, as in the name of a module: `f"expert_{number}"`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__format__ and not args[0].ndim and not _honest.value:
+            return format(args[0].item(), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 class _Guesses(TorchDispatchMode):

@@ -26,7 +26,7 @@ def module_site(module: ModuleInfo, table: SiteTable) -> Site:
 def _is_part(site: Site) -> bool:
     """Whether the site is some rows of a module (the q of a fused qkv) or reads a weight of another one."""
     refs = [state.weight for state in site.states.values() if state.weight]
-    return any(ref.module != site.module or ref.rows is not None for ref in refs)
+    return any(ref.module != site.module or ref.part for ref in refs)
 
 
 def _bare_site(module: ModuleInfo) -> Site:

@@ -39,11 +39,13 @@ class Parameters:
         """All the entries that a state `w` or `b` of this shape has."""
         assert isinstance(shape, Weight | Vector)
         rows, width = (shape.d_out, shape.d_in) if isinstance(shape, Weight) else (shape.d, 1)
-        return self.rows(self.canonical(ref), ref.rows or Slice(0, rows), width)
+        name = self.canonical(ref)
+        first = self.numel(name) // ref.slab.count // width * ref.slab.index if ref.slab else 0
+        return self.rows(name, ref.rows or Slice(0, rows), width, first)
 
-    def rows(self, name: str, rows: Slice, width: int = 1) -> Iterator[Region]:
-        """Some rows of a parameter, one region a block."""
-        return (Region(name, start, stop, width) for start, stop in rows.runs())
+    def rows(self, name: str, rows: Slice, width: int = 1, first: int = 0) -> Iterator[Region]:
+        """Some rows of a parameter, counted from its row `first` on; one region a block."""
+        return (Region(name, first + start, first + stop, width) for start, stop in rows.runs())
 
 
 def numel(regions: Iterable[Region]) -> int:

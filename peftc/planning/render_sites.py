@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peftc.planning.collapse import runs
+from peftc.planning.families import Families, Family
 from peftc.planning.paths import Steps, show_site_steps, stack_steps
 from peftc.planning.render import plain
 from peftc.tracing.sites import Site, SiteTable
@@ -114,8 +115,12 @@ class _Tree:
         numbers = runs([index for steps in alike if (index := steps[-1][1]) is not None])
         name = f"  layer[{numbers}]" + (f" × {len(alike)}" if len(alike) > 1 else "")
         rows: list[Row] = []
+        families = Families(first, len(alike[0]))
         for site in first:
             steps = site.steps[len(alike[0]) :]
+            if families.repeats(site):
+                continue
+            rows += [self._family_row(family, first) for family in families.new(site)]
             if not steps:
                 each = self._below(site.module)
                 rows.append(
@@ -132,6 +137,13 @@ class _Tree:
             rows.append(self._row(f"{'  ' * (depth + 1)}{_last(steps)}", site, _relative(site, first)))
         return rows
 
+    def _family_row(self, family: Family, layer: Sequence[Site]) -> Row:
+        """`experts[0..7] × 8` above what each of them has; parameters are those of all."""
+        total = sum(self._parameters(site) for site in family.sites)
+        indent = "  " * (len([step for step in family.steps if step[0] not in ("self", "cross")]) + 1)
+        module = _relative(family.sites[0], layer) if len({site.module for site in family.sites}) == 1 else ""
+        return f"{indent}{family.name}", module, "", f"{total:,}" if total else "", ""
+
     def _row(self, name: str, site: Site, module: str) -> Row:
         total = self._parameters(site)
         return name, module, _shape(site), f"{total:,}" if total else "", _states(site)
@@ -139,7 +151,9 @@ class _Tree:
     def _parameters(self, site: Site) -> int:
         """Those of the site's own weight and bias, or of the sites below it."""
         sites = [
-            one for one in self.table.sites if one.steps[: len(site.steps)] == site.steps and one.root == site.root
+            one
+            for one in self.table.sites
+            if one.steps[: len(site.steps)] == site.steps and f"{one.root}.".startswith(f"{site.root}.")
         ]
         refs = {(ref, state.shape) for one in sites for state in one.states.values() if (ref := state.weight)}
         return sum(_size(shape) for _, shape in refs)

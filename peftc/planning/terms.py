@@ -64,7 +64,7 @@ class Terms:
             span,
             label="not a state of this site",
             notes=(f"`{self.site.path}` has {listed(states)}" if states else f"`{self.site.path}` has no states",),
-            help=did_you_mean(name, [*states, *self.lets]),
+            help=_as_weight(name, self.site) or did_you_mean(name, [*states, *self.lets]),
         )
 
     def arithmetic(self, op: str, left: Term, right: Term, source: ast.Expr) -> Term:
@@ -192,3 +192,11 @@ def _calculate(op: str, left: float, right: float) -> float:
             return left * right
         case _:
             return left / right
+
+
+def _as_weight(name: str, site: Site) -> str | None:
+    """What to write at a Linear whose input and output no code of the model shows, as those of an expert."""
+    weight = site.states.get("w")
+    if name not in ("x", "h") or weight is None or weight.weight is None or weight.weight.slab is None:
+        return None
+    return "the experts are one parameter: write `w += lowrank(r=8, alpha=16)`, which is `h += lora(x, r=8, alpha=16)`"

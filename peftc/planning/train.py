@@ -37,7 +37,7 @@ def trained(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Tr
     names = dict.fromkeys(parameters.canonical(ref) for _, _, ref in refs)
     for site, state, ref in refs:
         name = parameters.canonical(ref)
-        if ref.rows and numel(region for region in regions if region.parameter == name) < parameters.numel(name):
+        if ref.part and numel(region for region in regions if region.parameter == name) < parameters.numel(name):
             raise PeftcError(_part(statement, site, state, name))
     return Trained(statement.name, statement.states, _unique([site for site, _, _ in refs]), regions, tuple(names))
 
@@ -75,5 +75,15 @@ def _part(statement: ast.Train, site: Site, state: State, name: str) -> Diagnost
         f"`{state.name}` of `{site.path}` is only some rows of `{name}`",
         statement.span,
         label="a parameter gets a gradient as a whole",
-        help=f'train all of it, by name: `at "{site.module}"`',
+        help=_whole(site, state),
     )
+
+
+def _whole(site: Site, state: State) -> str:
+    """How to name a parameter that holds more than the site's rows."""
+    if state.weight is None or state.weight.slab is None:
+        return f'train all of it, by name: `at "{site.module}"`'
+    *_, (experts, _), (role, _) = site.steps
+    roles = ("gate", "up") if state.weight.rows else (role,)
+    sites = " | ".join(f"layer[*].ffn.{experts}[*].{name}" for name in roles)
+    return f"name all the sites that it holds: `at {sites}`; or add to its rows alone: `w += lowrank(r=8)`"

@@ -142,6 +142,8 @@ def _same_rows(one: WeightRef, other: WeightRef) -> bool:
     """Whether two views of a module's parameters have rows in common."""
     if one.module != other.module:
         return False
+    if one.slab and other.slab and (one.attribute, one.slab) != (other.attribute, other.slab):
+        return False
     return not (one.rows and other.rows) or one.rows.overlaps(other.rows)
 
 

@@ -210,7 +210,8 @@ class Emitter:
         if target is operator.contains:
             return f"{self.operand(args[1])} in {self.operand(args[0])}"
         if target is base_call:
-            return f"{self.names.of(args[0])}.forward({passed_on(self.signature, ['self', *map(self.arg, args[1:])])})"
+            own = self.arg(node.kwargs["own"]) if node.kwargs else "self"
+            return f"{self.names.of(args[0])}.forward({passed_on(self.signature, [own, *map(self.arg, args[1:])])})"
         return f"{self.names.of(target)}({self.given(node, args)})"
 
     def guard(self, node: fx.Node) -> str:
@@ -344,8 +345,10 @@ def passed_on(signature: inspect.Signature, values: Iterable[str] | None = None)
     return ", ".join(texts)
 
 
-def base_call(base: type, *arguments: Any) -> Any:
-    """Stands in a graph for the forward of the region's own class; printed as `Base.forward(self, …)`."""
+def base_call(base: type, *arguments: Any, own: Any = None) -> Any:
+    """Stands in a graph for the forward of the region's own class; printed as `Base.forward(self, …)`. `own`: in the place of
+    the region itself.
+    """
     raise AssertionError("only printed")
 
 

@@ -15,6 +15,7 @@ from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.edits import STREAM, Bound, RegionEdit
+from peftc.rewriting.slabs import Slabs, layout
 from peftc.runtime import full_precision, rows_of, stored_as, unflattened, with_rows
 from peftc.tracing.attention import is_softmax
 from peftc.tracing.graphs import EDIT
@@ -184,6 +185,9 @@ class _Assignment:
     def write_parameter(self, bound: Bound) -> None:
         """`w` and `b`: every read of the parameter in the region gets the new value."""
         assert bound.weight is not None
+        if bound.weight.slab is not None:
+            Slabs(self, bound).write()
+            return
         name = f"{bound.weight.module}.{bound.weight.attribute}".lstrip(".")
         nodes = [n for n in self.graph.nodes if n.op == "get_attr" and n.target == name and n not in set(self.made)]
         if not nodes:
@@ -233,6 +237,8 @@ class _Assignment:
 
     def read_parameter(self, bound: Bound) -> fx.Node:
         assert bound.weight is not None
+        if bound.weight.slab is not None:
+            return Slabs(self, bound).read()
         name = f"{bound.weight.module}.{bound.weight.attribute}".lstrip(".")
         node = next((n for n in self.graph.nodes if n.op == "get_attr" and n.target == name), None)
         if node is None:
@@ -349,12 +355,6 @@ class _Assignment:
         if rows.stop < width:
             pieces.append(self.cut(whole, Slice(rows.stop, width), dim, width))
         return self.function(torch.cat, pieces, dim)
-
-
-def layout(rows: Slice, width: int) -> tuple[int, int, int, int, int]:
-    """Interleaved rows as the arguments of `rows_of`."""
-    base = rows.base(width)
-    return base, rows.count, rows.stride, rows.start - base, rows.stop - base
 
 
 def heads_of(term: ir.Term) -> int:

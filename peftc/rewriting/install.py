@@ -13,7 +13,7 @@ from torch import nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_owner, member
 from peftc.planning import ir
-from peftc.rewriting.anchors import contains
+from peftc.rewriting.anchors import contains, relative
 from peftc.rewriting.container import Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
 from peftc.rewriting.insert import CONTAINER, layout
@@ -21,7 +21,7 @@ from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import RECORD, Installation, acting, installed
 from peftc.rewriting.regions import LayerRegions, module_region
 from peftc.rewriting.warm import prepare
-from peftc.runtime import rows_of
+from peftc.runtime import rows_of, slab_of
 from peftc.tracing.kinds import Anatomy
 from peftc.tracing.sites import WeightRef
 
@@ -33,8 +33,9 @@ def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
     layers = {n: k for s in anatomy.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
     by_root: dict[str, list[ir.Placed]] = {}
     for p in placed:
-        inside = next((n for n in layers if contains(n, p.site.root)), p.site.root)
-        by_root.setdefault(inside, []).append(p)
+        inside = next((n for n in layers if contains(n, p.site.root)), None)
+        called = inside is not None and layers[inside].calls(relative(p.site.root, inside))
+        by_root.setdefault(inside if inside is not None and called else p.site.root, []).append(p)
     memory: dict[Any, Any] = {}
     found: list[Region] = []
     for root, edits in by_root.items():
@@ -235,6 +236,8 @@ def options(module: nn.Module, model: nn.Module) -> tuple[torch.dtype, torch.dev
 def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
     """A parameter as nn.Linear stores it: (out, in), the rows of the site alone."""
     tensor = getattr(model.get_submodule(ref.module), ref.attribute)
+    if ref.slab is not None:
+        tensor = slab_of(tensor, ref.slab.count, ref.slab.index)
     tensor = tensor.t() if ref.transposed else tensor
     if ref.rows is None:
         return tensor

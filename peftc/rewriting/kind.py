@@ -23,7 +23,7 @@ from peftc.rewriting.calls import Calls, LookedAt
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.emit import base_call
 from peftc.rewriting.insert import Inserter
-from peftc.runtime import replaced, still, unseen
+from peftc.runtime import Reading, replaced, still, unseen
 from peftc.tracing.calls import bind, innermost
 from peftc.tracing.tracer import Traced
 
@@ -287,7 +287,7 @@ def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: t
         star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         nodes.append(graph.placeholder(star + p.name))
     arguments: tuple[Any, ...] = (base, *nodes)
-    call = out = graph.call_function(base_call, arguments)
+    call = out = graph.call_function(base_call, arguments, own_values(graph, edits))
     result: Any = {}
     for path in dict.fromkeys(result_paths(edits)):
         part = call
@@ -297,6 +297,20 @@ def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: t
         result = nested(result, path, part)
     graph.output(out)
     return Traced(graph, [], [], {}, result=result)
+
+
+def own_values(graph: fx.Graph, edits: tuple[RegionEdit, ...]) -> dict[str, Any]:
+    """What the base's own forward runs on: the module itself, or a view of it with the parameters that edits change."""
+    refs = [bound.weight for edit in edits for bound in edit.states.values() if bound.weight is not None]
+    values: dict[str, Any] = {}
+    for ref in refs:
+        if ref.slab is not None:
+            inner = values
+            for part in ref.module.split(".") if ref.module else ():
+                inner = inner.setdefault(part, {})
+            if ref.attribute not in inner:
+                inner[ref.attribute] = graph.get_attr(f"{ref.module}.{ref.attribute}".lstrip("."))
+    return {"own": graph.call_function(Reading, (graph.get_attr("_self"), values))} if values else {}
 
 
 def result_paths(edits: tuple[RegionEdit, ...]) -> Iterator[tuple[Any, ...]]:

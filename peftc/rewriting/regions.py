@@ -13,6 +13,7 @@ from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor, calls_of, contains, frames_between, relative
 from peftc.rewriting.edits import Bound, Region, RegionEdit, depth, frozen_modules, slug, together, used_states, written
 from peftc.rewriting.states import may_write, node_of, state_anchors, state_of
+from peftc.runtime import slab_of
 from peftc.tracing.calls import signature_of
 from peftc.tracing.kinds import LayerKind
 from peftc.tracing.sites import INPUT, OUTPUT, Site, State
@@ -90,8 +91,11 @@ class LayerRegions:
         if state.weight is not None:
             module = relative(state.weight.module, self.layer)
             stored = getattr(self.kind.root.get_submodule(module), state.weight.attribute)
+            slab = state.weight.slab
+            if slab is not None:
+                stored, slab = slab_of(stored, slab.count, slab.index), replace(slab, reader="")
             width = stored.shape[-1 if state.weight.transposed else 0]
-            return Bound(width=width, weight=replace(state.weight, module=relative(module, region)))
+            return Bound(width=width, weight=replace(state.weight, module=relative(module, region), slab=slab))
         assert anchor is not None
         assert state.place is not None
         rows = state.place.rows
@@ -129,6 +133,9 @@ class LayerRegions:
     def choose(
         self, group: list[ir.Placed], states: dict[str, State], writes: set[str], functions: set[str]
     ) -> _Choice:
+        readers = {s.weight.slab.reader for s in states.values() if s.weight is not None and s.weight.slab is not None}
+        if readers:  # what a parameter's pieces are is not seen in the code of its module, which is run as it is
+            return _Choice(relative(readers.pop(), self.layer), frozenset(), {})
         names = sorted({c.name for c in calls_of(self.kind.traced)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
         for region in names:
             module = self.kind.root.get_submodule(region)

@@ -26,7 +26,7 @@ TOWERS = ("vision", "text", "audio")  # of models of several media; what else a 
 # Site name -> the names that may follow it, directly or with a qualifier left out.
 _LINEARS = ("q", "k", "v", "o")
 _ATTENTION = (*_LINEARS, "heads", "norm", "add")
-_FFN = ("up", "gate", "down", "hidden", "experts", "norm", "add")
+_FFN = ("up", "gate", "down", "hidden", "router", "experts", "shared", "norm", "add")
 _LAYER = ("attn", "self", "cross", "ffn", "norm", "add", *_ATTENTION, *_FFN)
 _TOP = ("embed", "layer", "norm", "head")
 BELOW: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +39,7 @@ BELOW: Mapping[str, tuple[str, ...]] = {
     "cross": _ATTENTION,
     "ffn": _FFN,
     "experts": _FFN,
+    "shared": _FFN,
     "q": ("norm",),
     "k": ("norm",),
 }
@@ -47,7 +48,7 @@ SITES: tuple[str, ...] = tuple(dict.fromkeys(BELOW[""]))
 # Site name -> its states, for the sites whose states no model can change. Others may have any.
 _OF_LINEAR = ("h", "x", "w", "b")
 STATES_AT: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("q", "k", "v", "o", "up", "gate", "down", "head", "embed", "norm"), _OF_LINEAR),
+    **dict.fromkeys(("q", "k", "v", "o", "up", "gate", "down", "router", "head", "embed", "norm"), _OF_LINEAR),
     **dict.fromkeys(("attn", "self", "cross"), ("h", "x", "res", "c", "q", "k", "v", "kv")),
     "heads": ("h", "x", "q", "k", "v", "kv", "res", "c"),
     "ffn": ("h", "x", "res", "z"),

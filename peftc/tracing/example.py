@@ -58,6 +58,9 @@ class Example(fx.Proxy):
     def __float__(self) -> float:
         return self.tracer.decide(self.node, "float", float(self._value))
 
+    def __format__(self, spec: str) -> str:
+        return self.tracer.said(self._value, spec)
+
     def __len__(self) -> int:
         if isinstance(self._value, torch.Tensor):
             return self.tracer.decide(self.size(0).node, "int", len(self._value))

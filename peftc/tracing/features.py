@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -68,13 +68,18 @@ _LAYOUT_FUNCTIONS = (
 )
 
 
-def feeding(value: fx.Node, root: nn.Module, *others: fx.Node) -> list[tuple[fx.Node, Slice | None]]:
+IsLinear: TypeAlias = Callable[[fx.Node, nn.Module], bool]
+
+
+def feeding(
+    value: fx.Node, root: nn.Module, *others: fx.Node, is_linear: IsLinear = graphs.is_linear
+) -> list[tuple[fx.Node, Slice | None]]:
     """The nearest Linears upstream of a value, each with the rows of its output that go there, or to one of the `others`
     (None: all).
     """
     values = (value, *others)
-    behind = {n for v in values for n in graphs.upstream(v, lambda n: graphs.is_linear(n, root))}
-    linears = {n for n in behind if graphs.is_linear(n, root)}
+    behind = {n for v in values for n in graphs.upstream(v, lambda n: is_linear(n, root))}
+    linears = {n for n in behind if is_linear(n, root)}
     inside = sorted(behind - linears)
     found: list[tuple[fx.Node, Slice | None]] = []
     for linear in sorted(linears):
@@ -90,6 +95,20 @@ def untouched(value: fx.Node, linear: fx.Node, root: nn.Module) -> bool:
     """Whether nothing but layout stands between a Linear and a value."""
     behind = set(graphs.upstream(value, lambda n: n is linear))
     return all(n is linear or graphs.passes_through(n, root) is not None or _is_layout(n) for n in behind)
+
+
+def affine(value: fx.Node, linear: fx.Node, root: nn.Module) -> bool:
+    """Whether no activation stands between a Linear and a value: layout, limits, and sums and products with other things."""
+    behind = set(graphs.upstream(value, lambda n: n is linear))
+    ways = {linear} | {n for n in behind if linear in graphs.upstream(n, lambda m: m is linear)}
+    return all(n is linear or _keeps_sign(n, ways, root) for n in ways)
+
+
+def _keeps_sign(node: fx.Node, ways: set[fx.Node], root: nn.Module) -> bool:
+    if graphs.passes_through(node, root) is not None or _is_layout(node) or node.target in ("clamp", "clamp_"):
+        return True
+    arithmetic = graphs.is_add(node) or node.target in (operator.mul, torch.mul)
+    return arithmetic and len([n for n in node.all_input_nodes if n in ways]) == 1
 
 
 def blockless(value: fx.Node, linear: fx.Node, root: nn.Module) -> bool:

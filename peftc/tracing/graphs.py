@@ -131,6 +131,11 @@ def is_write(node: fx.Node) -> bool:
     return node.target is operator.setitem
 
 
+def changes(node: fx.Node, value: fx.Node) -> bool:
+    """Whether a node writes into a value that was there before: what reads it later reads what was written."""
+    return is_write(node) and first_input(node) is value
+
+
 def writes(node: fx.Node) -> Iterator[fx.Node]:
     """What is written into a tensor, or into a view of it."""
     for user in node.users:
@@ -169,7 +174,7 @@ def cache_part(node: fx.Node) -> fx.Node | None:
 def upstream(node: fx.Node, stop: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
     """Every node that `node` depends on, itself first; nothing behind a node for which `stop` holds (those included)."""
     seen: set[fx.Node] = set()
-    todo = [node]
+    first, todo = node, [node]
     while todo:
         n = todo.pop()
         if n in seen or is_fact(n):
@@ -178,6 +183,7 @@ def upstream(node: fx.Node, stop: Callable[[fx.Node], bool]) -> Iterator[fx.Node
         yield n
         if not stop(n):
             todo.extend(sources(n))
+            todo.extend(user for user in n.users if changes(user, n) and user < first)
 
 
 def fed(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.Node | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.model.fakes import fake_copy
+from peftc.tracing import graphs
 from peftc.tracing.blocks import TraceError
 from peftc.tracing.observe import Observation, observe
 from peftc.tracing.roles import SubLayer, sub_layers
+from peftc.tracing.routed import find_experts
 from peftc.tracing.tracer import RegionTracer, Traced
 
 
@@ -28,6 +31,10 @@ class LayerKind:
     subs: list[SubLayer]
     arguments: dict[str, Any] = field(repr=False)
     opaque: dict[str, str] = field(default_factory=dict[str, str])  # modules in it that could not be entered, and why
+
+    def calls(self, module: str) -> bool:
+        """Whether a module's call is seen in the graph."""
+        return not module or any(call.name == module for call in self.traced.calls)
 
 
 @dataclass
@@ -87,10 +94,11 @@ def numbers(name: str) -> list[int]:
 
 
 def trace_layer(layer: nn.Module, name: str, arguments: dict[str, Any], anatomy: Anatomy) -> LayerKind | None:
-    """Traces a layer with all children inlined that have children; one that cannot be entered stays a leaf."""
+    """Traces a layer with all children inlined that have children, or that route; one that cannot be entered stays a leaf."""
     leaves: dict[str, str] = {}
+    routes: set[str] = set()
     while True:
-        tracer = RegionTracer(lambda child: child not in leaves and has_children(layer, child))
+        tracer = RegionTracer(partial(entered, layer, leaves, routes))
         try:
             with anatomy.mode:
                 traced = tracer.trace_region(layer, fake_copy(arguments, anatomy.mode))
@@ -101,7 +109,28 @@ def trace_layer(layer: nn.Module, name: str, arguments: dict[str, Any], anatomy:
                 return None
             leaves[inside[-1]] = reason(error)
             continue
-        return LayerKind(type(layer).__name__, layer, traced, sub_layers(traced.graph, layer), arguments, leaves)
+        if more := routing(traced, layer) - routes:
+            routes |= more
+            continue
+        kind = LayerKind(type(layer).__name__, layer, traced, sub_layers(traced.graph, layer), arguments, leaves)
+        find_experts(kind.traced, kind.subs, layer, anatomy.mode)
+        return kind
+
+
+def entered(layer: nn.Module, leaves: Collection[str], routes: Collection[str], child: str) -> bool:
+    return child not in leaves and (child in routes or has_children(layer, child))
+
+
+def routing(traced: Traced, layer: nn.Module) -> set[str]:
+    """The leaves that multiply by a matrix of their own and return more than the product: an expert's number, a weight."""
+    calls = [n for n in traced.graph.nodes if n.op == "call_module" and not graphs.is_tensor(n)]
+    return {
+        str(n.target) for n in calls if any(p.ndim == 2 for p in own_parameters(layer.get_submodule(str(n.target))))
+    }
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))
 
 
 def has_children(root: nn.Module, name: str) -> bool:

@@ -8,26 +8,19 @@ summed before they are added to it (parallel blocks) are two sub-layers. No modu
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import fx, nn
 
-from peftc.tracing import features, graphs
+from peftc.tracing import features, graphs, mlp
 from peftc.tracing.attention import Attention, attentions
+from peftc.tracing.experts import Experts
+from peftc.tracing.listed import Listed
 from peftc.tracing.mixing import made_of_weights, mixes, mixes_neighbours, weighted
-from peftc.tracing.sites import Slice
+from peftc.tracing.mlp import Projection
+from peftc.tracing.router import Router
 from peftc.tracing.stream import Stream, stream_input
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A Linear in a role: the node that calls it, and the rows of its output that play the role."""
-
-    node: fx.Node
-    rows: Slice | None = None
 
 
 @dataclass
@@ -46,6 +39,9 @@ class SubLayer:
     linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
     norms: list[fx.Node] = field(default_factory=list[fx.Node])
     output_norm: fx.Node | None = None  # the post-norm: what `norm(...)` means first
+    experts: list[Experts | Listed] = field(default_factory=list["Experts | Listed"])
+    router: Router | None = None
+    shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])  # beside the experts
 
     @property
     def attention(self) -> Attention | None:
@@ -187,25 +183,10 @@ def ffn_roles(sub: SubLayer, root: nn.Module) -> None:
     hidden = graphs.first_input(down)
     if hidden is None:
         return
-    sub.projections["down"], sub.hidden = Projection(*downs[0]), hidden
-    product = graphs.stripped(hidden, root)
-    if product.target in (operator.mul, torch.mul) and len(product.all_input_nodes) == 2:
-        name_gated(sub, product, root)
-    ups = [p for p in features.feeding(hidden, root) if p[0] not in {q.node for q in sub.projections.values()}]
-    if len(ups) == 1 and "up" not in sub.projections:
-        sub.projections["up"] = Projection(*ups[0])
+    sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
+    sub.projections |= mlp.before(hidden, root)
     first = sub.projections.get("up") or sub.projections.get("gate") or sub.projections["down"]
     sub.x = graphs.first_input(first.node)
-
-
-def name_gated(sub: SubLayer, product: fx.Node, root: nn.Module) -> None:
-    """z = act(gate(x)) * up(x): `up` reaches the product untouched, `gate` through the activation."""
-    feeders = [(operand, features.feeding(operand, root)) for operand in product.all_input_nodes]
-    if any(len(found) != 1 for _, found in feeders):
-        return
-    for operand, found in feeders:
-        direct = features.untouched(operand, found[0][0], root)
-        sub.projections["up" if direct else "gate"] = Projection(*found[0])
 
 
 def find_norms(sub: SubLayer, root: nn.Module, claimed: set[fx.Node]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-from peftc.tracing.blocks import patched, watched_blocks
+from peftc.tracing.blocks import TraceError, patched, watched_blocks
 from peftc.tracing.example import mentions_example
 
 if TYPE_CHECKING:
@@ -88,12 +88,31 @@ def live(tracer: RegionTracer) -> Generator[None]:
         for name in _CREATES:
             patches.enter_context(patched(torch, name, _recorded))
         patches.enter_context(watched_blocks(current))
+        patches.enter_context(guarded_functions())
         outer = getattr(_active, "tracer", None)
         _active.tracer, tracer.live = tracer, True
         try:
             yield
         finally:
             _active.tracer, tracer.live = outer, False
+
+
+@contextlib.contextmanager
+def guarded_functions() -> Generator[None]:
+    """Inside the block an autograd function refuses traced values, which its C code would take for tensors."""
+    owner: Any = torch.autograd.Function
+    before = vars(owner)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if mentions_example((args, kwargs)):
+            raise TraceError(f"the autograd function {cls.__name__} cannot be kept in a graph")
+        return before.__func__(cls, *args, **kwargs)
+
+    owner.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        owner.apply = before
 
 
 def _recording_attention(interface: Any) -> Any:

@@ -39,13 +39,32 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class Slab:
+    """One of `count` matrices (or vectors) that are one parameter, as those of experts are: the parameter, cut into `count`
+    equal pieces along its first dimension, at `index`.
+
+    `reader` is the module whose code reads the parameter (dotted name in the model): its own module, or one above.
+    """
+
+    index: int
+    count: int
+    reader: str
+
+
+@dataclass(frozen=True)
 class WeightRef:
-    """A parameter seen as `nn.Linear` stores it: (out, in), whatever the storage."""
+    """A parameter seen as `nn.Linear` stores it: (out, in), whatever the storage. `rows` are those of `slab`, if it is one."""
 
     module: str  # dotted name in the model
     attribute: str  # "weight", "bias"
     rows: Slice | None = None
     transposed: bool = False  # stored (in, out), as transformers' Conv1D does
+    slab: Slab | None = None
+
+    @property
+    def part(self) -> bool:
+        """Whether the parameter has entries that are not the site's."""
+        return self.rows is not None or self.slab is not None
 
 
 INPUT, OUTPUT = "<input>", "<output>"

@@ -13,9 +13,13 @@ from peftc.forms import shapes
 from peftc.tracing import graphs
 from peftc.tracing.attention import Attention
 from peftc.tracing.kinds import Anatomy, LayerKind
+from peftc.tracing.listed import Listed
 from peftc.tracing.mixing import weighted
+from peftc.tracing.mlp import Projection
 from peftc.tracing.outside import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
-from peftc.tracing.roles import Projection, SubLayer
+from peftc.tracing.roles import SubLayer
+from peftc.tracing.routed_states import expert_states, linear_states, router_states
+from peftc.tracing.router import Router
 from peftc.tracing.sites import Place, Site, Slice, State
 from peftc.tracing.stream import stream_input
 from peftc.tracing.written import written_shape
@@ -85,6 +89,7 @@ class LayerSites:
         if sub.hidden is not None:
             states["z"] = self.state("z", sub.hidden)
         yield self.site(steps, self.module(sub), states, self.functions(sub), self.stack)
+        yield from self.routed_sites(sub, steps)
         yield from self.linear_sites(sub, steps, ("gate", "up", "down"), self.stack)
         if sub.hidden is not None:
             hidden = {"h": self.state("h", sub.hidden)} | ({"x": states["x"]} if "x" in states else {})
@@ -92,12 +97,36 @@ class LayerSites:
         yield from self.norm_sites(sub, steps, self.stack)
         yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)})
 
+    def routed_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
+        """The router, the Linears of each expert, and those of the networks beside them."""
+        if sub.router is not None:
+            yield self.router_site(sub.router, steps + (("router", None),))
+        for i, found in enumerate(sub.experts):
+            word = "experts" if i == 0 else "shared" if not sub.shared else f"shared_{i}"
+            for inner, module, states in expert_states(found, self.kind.root, self.full):
+                site = self.site(steps + ((word, inner[0]), (inner[1], None)), module, states)
+                yield of_its_own(site) if isinstance(found, Listed) else site
+        for i, network in enumerate(sub.shared):
+            inner = steps + (("shared", i if len(sub.shared) > 1 else None),)
+            for role, projection in network.items():
+                yield self.linear(inner + ((role, None),), projection)
+
+    def router_site(self, parts: Router, steps: Steps) -> Site:
+        states, module = router_states(parts, self.full), parts.weight.rpartition(".")[0]
+        if parts.alone:
+            inside = linear_states(self.full(module), self.kind.root.get_submodule(module))
+            return of_its_own(self.site(steps, self.full(module), states | inside))
+        states |= {"x": self.state("x", parts.x), "h": self.state("h", parts.logits)}
+        return self.site(steps, self.full(module), states)
+
     def module(self, sub: SubLayer) -> str:
         """The smallest module that contains a sub-layer's Linears, or whatever else it computes with."""
         names = [str(p.node.target) for p in sub.projections.values()]
+        if names:
+            return self.full(common(names))
         root = self.kind.root
-        others = [n for n in sub.body if n.op == "call_module" and weighted(n, root) and not graphs.is_norm(n, root)]
-        return self.full(common(names) if names else common([f"{n.target}." for n in others]))
+        used = [n for n in sub.body if weighted(n, root) and not graphs.is_norm(n, root)]
+        return self.full(common([f"{n.target}." if n.op == "call_module" else str(n.target) for n in used]))
 
     def linear_sites(self, sub: SubLayer, steps: Steps, roles: tuple[str, ...], group: str) -> Iterator[Site]:
         """The Linears of a sub-layer: by role, the others by their own names."""
@@ -195,6 +224,11 @@ class LayerSites:
 
     def full(self, name: str) -> str:
         return f"{self.layer}.{name}".rstrip(".")
+
+
+def of_its_own(site: Site) -> Site:
+    """The site as one whole module, whose call the graph of the layer does not have."""
+    return replace(site, root=site.module, kind=site.module)
 
 
 def sub_layer_steps(subs: list[SubLayer]) -> list[Steps]:

@@ -98,6 +98,12 @@ class RegionTracer(fx.Tracer):
         if isinstance(source, fx.Node) and not isinstance(source.meta.get("example"), torch.Tensor):
             self.decide(node, "type", torch.Tensor if issubclass(kind, torch.Tensor) else kind)
 
+    def said(self, value: Any, spec: str) -> str:
+        """A traced value in a text, which may be the name of a module."""
+        if isinstance(value, torch.Tensor):
+            raise TraceError("a value of a tensor becomes part of a text")
+        return format(value, spec)
+
     def fork(self, condition: fx.Node, likely: bool = True) -> bool:
         """A decision on what is only known while the region runs: values of tensors, which the example does not have."""
         if self.blocks:  # the other way would have to leave the block, too

@@ -13,7 +13,7 @@ from peftc.forms.module import FormModule
 from peftc.planning.affine import FoldTarget
 from peftc.planning.ir import Placed
 from peftc.rewriting.insert import layout
-from peftc.runtime import blocks_of
+from peftc.runtime import blocks_of, slab_of
 from peftc.tracing.sites import WeightRef
 from peftc.weights.affine import Refusal, folded_terms
 from peftc.weights.report import Change
@@ -90,6 +90,8 @@ class Wide:
             stored: Tensor = getattr(self.model.get_submodule(self.module), ref.attribute).detach()
             self.values[ref.attribute] = stored.to(_wide(stored.dtype), copy=True)
         tensor = self.values[ref.attribute]
+        if ref.slab is not None:
+            tensor = slab_of(tensor, ref.slab.count, ref.slab.index)
         tensor = tensor.t() if ref.transposed else tensor
         if ref.rows is None or ref.rows.count == 1:
             return (tensor if ref.rows is None else tensor[ref.rows.start : ref.rows.stop]).unsqueeze(0)

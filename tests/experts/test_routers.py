@@ -1,0 +1,122 @@
+"""Routers, networks beside the experts, and experts that are modules in a list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import peftc
+from peftc.planning.render_sites import sites_text
+from tests.experts.models import MODELS, fresh, logits, moved, original
+
+ROUTED = [*MODELS, "switch_transformers"]
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_the_router_is_found_and_has_one_logit_an_expert(name: str) -> None:
+    model, inputs = original(name)
+    table = peftc.sites(model, sample=inputs)
+    routers = [site for site in table.sites if site.path.endswith(".router")]
+    assert routers
+    for site in routers:
+        above = site.path.removesuffix(".router")
+        experts = {s.steps[-2] for s in table.sites if s.path.startswith(f"{above}.experts[")}
+        assert site.states["w"].shape.d_out == site.states["h"].shape.d == len(experts)
+        assert site.states["w"].shape.d_in == site.states["x"].shape.d
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_edits_of_a_router(name: str) -> None:
+    """Of its logits and of its weight: identity at first, gradients, a fold, and back."""
+    model, inputs = fresh(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    text = """peft 1
+edit h at layer[*].ffn.router { h += lora(x, r=1) }
+edit w at layer[*].ffn.router { w += lowrank(r=1) }"""
+    with torch.no_grad():
+        base = logits(model, inputs)
+        peftc.compile(text, model, sample=inputs)
+        assert torch.equal(logits(model, inputs), base)
+    moved(peftc.parameters(model))
+    edited = logits(model, inputs)
+    assert not torch.equal(edited, base)
+    edited.square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in peftc.parameters(model).values())
+    peftc.remove(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("qwen2_moe", "shared_expert"), ("deepseek_v3", "shared_experts"), ("llama4_text", "shared_expert")],
+)
+def test_a_network_beside_the_experts_is_shared(name: str, module: str) -> None:
+    model, inputs = fresh(name)
+    table = peftc.sites(model, sample=inputs)
+    shared = [site for site in table.sites if ".ffn.shared." in site.path]
+    assert {site.steps[-1][0] for site in shared} == {"gate", "up", "down"}
+    assert all(f".{module}.{site.steps[-1][0]}_proj" in site.module for site in shared)
+    with torch.no_grad():
+        base = logits(model, inputs)
+        peftc.compile("peft 1\nedit s at layer[*].ffn.shared.down { h += lora(x, r=2) }", model, sample=inputs)
+        assert torch.equal(logits(model, inputs), base)
+        moved(peftc.parameters(model))
+        edited = logits(model, inputs)
+        assert not torch.equal(edited, base)
+        peftc.fold(model, sample=inputs)
+        assert (logits(model, inputs) - edited).abs().max() < 1e-10
+
+
+def test_experts_in_a_list_are_ordinary_linears(tmp_path: Path) -> None:
+    model, inputs = fresh("switch_transformers")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    text = """peft 1
+edit e at layer[*].ffn.experts[*].up | layer[*].ffn.experts[*].down { h += lora(x, r=2) }
+edit w at layer[*].ffn.experts[0].up { w += lowrank(r=1) }"""
+    with torch.no_grad():
+        base = logits(model, inputs)
+        peftc.compile(text, model, sample=inputs)
+        assert torch.equal(logits(model, inputs), base)
+    moved(peftc.parameters(model))
+    edited = logits(model, inputs)
+    edited.square().sum().backward()
+    hit = [p for p in peftc.parameters(model).values() if p.grad is not None and bool(p.grad.any())]
+    assert len(hit) > len(peftc.parameters(model)) // 3  # an expert without tokens is not called
+    peftc.save(model, tmp_path / "adapter")
+    folded, _ = fresh("switch_transformers")
+    peftc.load(tmp_path / "adapter", folded, sample=inputs)
+    with torch.no_grad():
+        assert torch.equal(logits(folded, inputs), edited)
+        peftc.fold(folded, sample=inputs)
+        assert (logits(folded, inputs) - edited).abs().max() < 1e-5  # its router computes in float32
+    peftc.remove(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_all_experts_are_one_line_of_the_sites() -> None:
+    model, inputs = original("qwen2_moe")
+    lines = sites_text(peftc.sites(model, sample=inputs), 150).splitlines()
+    (line,) = [line for line in lines if "experts[" in line]
+    assert line.split() == ["experts[0..3]", "×", "4", "experts", "18,432"]
+    assert sum(line.strip().startswith("down ") for line in lines) == 2  # of the experts, and of the shared one
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_whatever_multiplies_the_experts_does_so_with_the_edited_matrices(implementation: str) -> None:
+    """One whole graph for torch.compile too, where the implementation itself is one."""
+    model, inputs = fresh("mixtral")
+    model = model.float()
+    with torch.no_grad():
+        text = "peft 1\nedit e at layer[*].ffn.experts[*].up | layer[*].ffn.experts[*].down { w += lowrank(r=2) }"
+        peftc.compile(text, model, sample=inputs)
+        moved(peftc.parameters(model))
+        wanted = logits(model, inputs)
+        model.set_experts_implementation(implementation)
+        found = logits(model, inputs)
+        assert torch.allclose(found, wanted, atol=1e-5)
+        if implementation != "eager":
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            assert torch.allclose(logits(compiled, inputs), found, atol=1e-6)
+    torch.compiler.reset()
