@@ -10,6 +10,7 @@ from torch import nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
+from peftc.planning.paths import stack_steps
 from peftc.rewriting.anchors import Anchor, calls_of, contains, frames_between, relative
 from peftc.rewriting.edits import Bound, Region, RegionEdit, depth, frozen_modules, slug, together, used_states, written
 from peftc.rewriting.states import may_write, node_of, state_anchors, state_of
@@ -123,7 +124,7 @@ class LayerRegions:
         functions = {relative(m, self.layer) for p in group for m in frozen_modules(p).values()}
         key = (
             id(self.kind),
-            group[0].site.steps[2:] or group[0].site.path,
+            group[0].site.steps[stack_steps([name for name, _ in group[0].site.steps]) + 1 :] or group[0].site.path,
             *map(tuple, map(sorted, (states, writes, functions))),
         )
         if key not in self.memory:
