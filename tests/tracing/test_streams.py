@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 import peftc
 from benchmarks.families import build
+from peftc.model.fakes import fake_copy, new_mode
+from peftc.model.guesses import guessing
 from peftc.tracing.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTracer
 
@@ -125,3 +127,41 @@ def test_what_is_only_handed_on_is_made_once() -> None:
     traced = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3)})
     x = torch.randn(2, 3)
     assert torch.equal(torch.fx.GraphModule(root, traced.graph)(x), root(x))
+
+
+class Sized(nn.Module):
+    """Sizes of what is computed, in the arguments of torch's functions; entries chosen by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        h = torch.reshape(h, [h.shape[1], h.shape[0]])
+        h[h > 0] = self.linear(x).reshape(-1)[h.reshape(-1) > 0]
+        return torch.broadcast_to(h[None], [h.shape[1], *h.shape])
+
+
+def test_sizes_and_masks_are_no_decisions() -> None:
+    root = Sized()
+    with new_mode() as mode:
+        arguments = fake_copy({"x": torch.randn(2, 3)}, mode)
+        traced = RegionTracer(lambda name: name == "").trace_region(fake_copy(root, mode), arguments)
+    assert not [g for g in traced.guards if g.kind == "int"]
+    for x in (torch.randn(2, 3), torch.randn(5, 3)):
+        assert torch.equal(torch.fx.GraphModule(root, traced.graph)(x), root(x))
+
+
+def test_sizes_that_are_guessed_add_up() -> None:
+    """`split` by numbers that only the data tell."""
+    with new_mode(), guessing():
+        x = torch.ones(20, 3)
+        parts = x.split(torch.ones(4, dtype=torch.long).tolist())
+    assert sum(p.shape[0] for p in parts) == 20
+
+
+def test_scores_of_relative_positions_are_not_those_of_the_keys() -> None:
+    model, _ = build("masked-lm", "funnel")
+    modules = {s.module.rpartition(".")[2] for s in peftc.sites(model).sites if s.path.endswith((".q", ".k", ".v"))}
+    assert modules == {"q_head", "k_head", "v_head"}
