@@ -10,6 +10,7 @@ import peftc
 from benchmarks.families import build
 from peftc.model.fakes import fake_copy, new_mode
 from peftc.model.guesses import guessing
+from peftc.tracing import graphs
 from peftc.tracing.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTracer
 
@@ -61,6 +62,32 @@ class Copies(Layer):
         coefficients = self.first(x[0])[..., :4, None] * self.first(x[0])[..., None, :4]
         x = torch.matmul(x.permute(1, 2, 3, 0), coefficients).permute(3, 0, 1, 2) + x
         return x[0] + self.second(x[0])
+
+
+class Bottleneck(nn.Module):
+    """A narrow stream with two sub-layers inside of a sub-layer; or, where it is not `deep`, with one: that is but one."""
+
+    def __init__(self, deep: bool) -> None:
+        super().__init__()
+        self.deep = deep
+        self.narrow, self.wide = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(4, 4))
+        self.ffn = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1)
+        y = self.narrow(x) + self.o(weights @ self.v(x))
+        if self.deep:
+            y = y + self.ffn(y)
+        return x + self.wide(y)
+
+
+@pytest.mark.parametrize(("deep", "kinds"), [(True, ["attn", "ffn"]), (False, ["attn"])])
+def test_a_stream_inside_of_a_sub_layer(deep: bool, kinds: list[str]) -> None:
+    subs = found(Bottleneck(deep), 2, 5, 8)
+    assert [s.kind for s in subs] == kinds
+    assert str(subs[0].projections["q"].node.target) == "q"
+    assert graphs.shape(subs[0].h)[-1] == (4 if deep else 8)
 
 
 def found(layer: nn.Module, *shape: int) -> list[SubLayer]:
