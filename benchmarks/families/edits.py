@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trial:
-    """An edit: its arms (each a selector and the sub-layer of the witness that it needs), its equation, its start."""
+    """An edit: its arms (each a selector and the part of the witness that it needs), its equation, its start."""
 
-    arms: tuple[tuple[str, str], ...]  # (selector, "attn" | "ffn" | "layer")
+    arms: tuple[tuple[str, str], ...]  # (selector, "attn" | "projection" | "ffn" | "layer")
     equation: str
     identity: bool = True  # computes what the base computes until it is trained
 
@@ -20,7 +20,7 @@ class Trial:
 
 
 TRIALS: Mapping[str, Trial] = {
-    "a": Trial((("layer[*].attn.q", "attn"), ("layer[*].attn.v", "attn")), "h += lora(x, r=2, alpha=4)"),
+    "a": Trial((("layer[*].attn.q", "projection"), ("layer[*].attn.v", "projection")), "h += lora(x, r=2, alpha=4)"),
     "b": Trial((("layer[*].ffn", "ffn"),), "h += adapter(x, r=4, act=relu, init=lora)"),
     "c": Trial((("layer[*].attn", "attn"), ("layer[*].ffn", "ffn")), "h += adapter(h, r=4, act=relu, init=lora)"),
     "d": Trial((("layer[*].attn", "attn"),), "kv = concat(prefix(len=3), kv)", identity=False),

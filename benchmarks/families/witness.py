@@ -32,10 +32,16 @@ _FEED_FORWARD = re.compile(
 class Witness:
     attending: frozenset[str]  # innermost modules in whose forward a softmax is multiplied with values
     feed_forward: frozenset[str]  # modules of repeated blocks whose name says so
+    projecting: bool  # an attending module holds modules with matrices: its q, k, v are no bare parameters
     repeated: bool  # some container holds two modules of one class
 
     def has(self, step: str) -> bool:
-        return {"attn": bool(self.attending), "ffn": bool(self.feed_forward), "layer": self.repeated}[step]
+        return {
+            "attn": bool(self.attending),
+            "projection": self.projecting,
+            "ffn": bool(self.feed_forward),
+            "layer": self.repeated,
+        }[step]
 
 
 def witness(model: nn.Module, inputs: Mapping[str, Any]) -> Witness:
@@ -43,7 +49,19 @@ def witness(model: nn.Module, inputs: Mapping[str, Any]) -> Witness:
     seen = _Attention()
     with _paths(model, seen), seen:
         run(model, inputs)
-    return Witness(frozenset(seen.found), frozenset(_feed_forward(model)), _repeats(model))
+    projecting = any(_projects(model.get_submodule(_outermost(name))) for name in seen.found)
+    return Witness(frozenset(seen.found), frozenset(_feed_forward(model)), projecting, _repeats(model))
+
+
+def _outermost(name: str) -> str:
+    """The largest part of a repeated block around a module: `layer.0.attention` for `layer.0.attention.core`."""
+    parts = name.split(".")
+    blocks = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: blocks[-1] + 2]) if blocks else name
+
+
+def _projects(module: nn.Module) -> bool:
+    return any(getattr(getattr(m, "weight", None), "ndim", 0) >= 2 for m in module.modules())
 
 
 class _Attention(TorchFunctionMode):

@@ -76,6 +76,8 @@ class _Guesses(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_mm(*args, **kwargs)
+        if func is aten.split_with_sizes.default:
+            args = (args[0], _sizes(*args, **kwargs), *args[2:])
         if func in _ANSWERS:
             return self.answer(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -106,6 +108,11 @@ class _Guesses(TorchDispatchMode):
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     # The shapes do not depend on the dtype, but the check of shapes asks for bfloat16.
     return aten._grouped_mm.default(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)
+
+
+def _sizes(tensor: torch.Tensor, sizes: list[int], dim: int = 0) -> list[int]:
+    """Sizes that were guessed, with what they leave over in the last one."""
+    return [*sizes[:-1], tensor.shape[dim] - sum(sizes[:-1])] if sizes else sizes
 
 
 def _scalar(tensor: torch.Tensor) -> Any:

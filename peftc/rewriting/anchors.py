@@ -30,7 +30,8 @@ class Anchor:
     def relative(self, region: str) -> Anchor:
         """This anchor, its module named from `region`."""
         called = str(self.key[0]).partition("call_module ")[2] if self.kind == "node" else ""
-        key = (f"call_module {relative(called, region)}", *self.key[1:]) if called else self.key
+        outside = called.startswith(f"{region}.")  # of the code that calls it; else it is named from there
+        key = (f"call_module {relative(called, region)}", *self.key[1:]) if outside else self.key
         return Anchor(self.kind, relative(self.module, region), key)
 
 

@@ -74,7 +74,9 @@ def written(softmax: fx.Node, root: nn.Module) -> Attention | None:
     if not candidates:
         return None
     read = read_by(v, root)
-    scores = next((n for n in candidates if read_by(operands(n)[1], root) & read), candidates[0])
+    related = [n for n in candidates if read_by(operands(n)[1], root) & read]
+    related += [n for n in candidates if graphs.shape(n) == graphs.shape(first)]  # no scores of relative positions
+    scores = (related or candidates)[0]
     q, k = operands(scores)
     return Attention("written", softmax, q, k, v, out, scores)
 

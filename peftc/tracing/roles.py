@@ -59,7 +59,7 @@ def sub_layers(graph: fx.Graph, root: nn.Module) -> list[SubLayer]:
     for node in graph.nodes:
         if graphs.is_add(node) and graphs.is_tensor(node):
             made = summed(node, stream, inside, root)
-            found += made
+            found += [inner for sub in made for inner in nested(sub, stream, inside, root) or [sub]]
             if made or carried(node, stream, root):
                 stream.values.append(node)
     if len(found) > 1 and not any(s.kind == "ffn" for s in found) and found[-1].kind == "mixer":
@@ -90,6 +90,29 @@ def summed(add: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
             parts = parallel(h, stream, inside, root) or [h]
             return [described(add, res, part, stream, inside, root) for part in parts]
     return []
+
+
+def nested(sub: SubLayer, stream: Stream, inside: list[Attention], root: nn.Module) -> list[SubLayer]:
+    """The sub-layers of a stream of its own inside what looks like one that attends (a bottleneck); none where it has fewer
+    than two. That stream begins with what the first result of an attention is added to.
+    """
+    if sub.attention is None:
+        return []
+    call = sub.attention.call
+    adds = sorted(n for n in sub.body if graphs.is_add(n) and graphs.is_tensor(n))
+    found: list[SubLayer] = []
+    for add in adds:
+        before = [a for a in add.args[:2] if graphs.shape(a) == graphs.shape(add)]
+        start = [a for a in before if isinstance(a, fx.Node) and call not in graphs.upstream(a, lambda n: n is call)]
+        if len(before) == 2 and len(start) == 1:
+            inner = Stream(start[0], root)
+            inner.values += stream.values
+            for node in (n for n in adds if n >= add):
+                if made := summed(node, inner, inside, root):
+                    found += made
+                    inner.values.append(node)
+            break
+    return found if len(found) > 1 else []
 
 
 def carried(add: fx.Node, stream: Stream, root: nn.Module) -> bool:

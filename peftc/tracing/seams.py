@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peftc.tracing.tracer import RegionTracer
 
 _CREATES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
+_SIZED = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch makes plain numbers of sizes in their arguments
 _active = threading.local()
 
 
@@ -80,12 +81,12 @@ _patching = threading.RLock()  # a leaf that runs while examples are computed ma
 
 @contextlib.contextmanager
 def live(tracer: RegionTracer) -> Generator[None]:
-    """Patches the seams that no subclass reaches: the attention registry, torch's functions that make tensors, and the
-    blocks that a graph would lose.
+    """Patches the seams that no subclass reaches: the attention registry, torch's functions that make or shape tensors,
+    and the blocks that a graph would lose.
     """
     with _patching, contextlib.ExitStack() as patches:
         patches.enter_context(patched(AttentionInterface, "get_interface", _recording_attention))
-        for name in _CREATES:
+        for name in _CREATES + _SIZED:
             patches.enter_context(patched(torch, name, _recorded))
         patches.enter_context(watched_blocks(current))
         patches.enter_context(guarded_functions())

@@ -196,7 +196,8 @@ class RegionTracer(fx.Tracer):
                 with guessing():  # a leaf's own decisions are not part of the graph
                     return self.root.get_submodule(target)(*args, **kwargs)
             if kind == "call_function":
-                return target(*args, **kwargs)
+                with guessing() if selects(target, args) else contextlib.nullcontext():
+                    return target(*args, **kwargs)
             if kind == "call_method":
                 return getattr(args[0], target)(*args[1:], **kwargs)
             return operator.attrgetter(target)(self.root)
@@ -377,3 +378,8 @@ class RegionTracer(fx.Tracer):
         node = self.create_node("placeholder", name, default, {})
         node.meta["example"] = value
         return Example(node, self, value)
+
+
+def selects(target: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a mask chooses entries of a tensor. How many there are only the mask tells; one will do for an example."""
+    return target is operator.getitem and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool

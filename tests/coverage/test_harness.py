@@ -170,3 +170,11 @@ def test_per_cents_are_of_what_ran() -> None:
     assert found.a.startswith("1/3")
     assert found.d.startswith("1/1")
     assert found.a_b_c_e.startswith("1/3")
+
+
+@pytest.mark.parametrize(("name", "projecting"), [("llama", True), ("bert", True), ("xlnet", False)])
+def test_bare_parameters_are_no_projections(name: str, projecting: bool) -> None:
+    """Where q and v are no modules, an edit of them is rightly refused."""
+    seen = witness(*build("causal-lm", name))
+    assert seen.has("attn")
+    assert seen.has("projection") == projecting

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 import peftc
 from benchmarks.families import build
+from peftc.model.fakes import fake_copy, new_mode
+from peftc.model.guesses import guessing
+from peftc.tracing import graphs
 from peftc.tracing.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTracer
 
@@ -59,6 +62,32 @@ class Copies(Layer):
         coefficients = self.first(x[0])[..., :4, None] * self.first(x[0])[..., None, :4]
         x = torch.matmul(x.permute(1, 2, 3, 0), coefficients).permute(3, 0, 1, 2) + x
         return x[0] + self.second(x[0])
+
+
+class Bottleneck(nn.Module):
+    """A narrow stream with two sub-layers inside of a sub-layer; or, where it is not `deep`, with one: that is but one."""
+
+    def __init__(self, deep: bool) -> None:
+        super().__init__()
+        self.deep = deep
+        self.narrow, self.wide = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(4, 4))
+        self.ffn = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1)
+        y = self.narrow(x) + self.o(weights @ self.v(x))
+        if self.deep:
+            y = y + self.ffn(y)
+        return x + self.wide(y)
+
+
+@pytest.mark.parametrize(("deep", "kinds"), [(True, ["attn", "ffn"]), (False, ["attn"])])
+def test_a_stream_inside_of_a_sub_layer(deep: bool, kinds: list[str]) -> None:
+    subs = found(Bottleneck(deep), 2, 5, 8)
+    assert [s.kind for s in subs] == kinds
+    assert str(subs[0].projections["q"].node.target) == "q"
+    assert graphs.shape(subs[0].h)[-1] == (4 if deep else 8)
 
 
 def found(layer: nn.Module, *shape: int) -> list[SubLayer]:
@@ -125,3 +154,41 @@ def test_what_is_only_handed_on_is_made_once() -> None:
     traced = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3)})
     x = torch.randn(2, 3)
     assert torch.equal(torch.fx.GraphModule(root, traced.graph)(x), root(x))
+
+
+class Sized(nn.Module):
+    """Sizes of what is computed, in the arguments of torch's functions; entries chosen by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        h = torch.reshape(h, [h.shape[1], h.shape[0]])
+        h[h > 0] = self.linear(x).reshape(-1)[h.reshape(-1) > 0]
+        return torch.broadcast_to(h[None], [h.shape[1], *h.shape])
+
+
+def test_sizes_and_masks_are_no_decisions() -> None:
+    root = Sized()
+    with new_mode() as mode:
+        arguments = fake_copy({"x": torch.randn(2, 3)}, mode)
+        traced = RegionTracer(lambda name: name == "").trace_region(fake_copy(root, mode), arguments)
+    assert not [g for g in traced.guards if g.kind == "int"]
+    for x in (torch.randn(2, 3), torch.randn(5, 3)):
+        assert torch.equal(torch.fx.GraphModule(root, traced.graph)(x), root(x))
+
+
+def test_sizes_that_are_guessed_add_up() -> None:
+    """`split` by numbers that only the data tell."""
+    with new_mode(), guessing():
+        x = torch.ones(20, 3)
+        parts = x.split(torch.ones(4, dtype=torch.long).tolist())
+    assert sum(p.shape[0] for p in parts) == 20
+
+
+def test_scores_of_relative_positions_are_not_those_of_the_keys() -> None:
+    model, _ = build("masked-lm", "funnel")
+    modules = {s.module.rpartition(".")[2] for s in peftc.sites(model).sites if s.path.endswith((".q", ".k", ".v"))}
+    assert modules == {"q_head", "k_head", "v_head"}
