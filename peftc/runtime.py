@@ -111,7 +111,6 @@ def attention_with_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -123,11 +122,12 @@ def attention_with_rows(
     Raises: P402 where the attention implementation cannot take such a mask.
     """
     length = key.shape[2] - before - after
+    mask, *rest = args or (kwargs.pop("attention_mask"),)
     mask = open_columns(module, query, mask, length, before, after, kwargs.get("is_causal"))
     bias = kwargs.get("position_bias")
     if bias is not None:
         kwargs["position_bias"] = nn.functional.pad(bias[..., :length], (before, after))
-    return attention(module, eager, query, key, value, mask, *args, **kwargs)
+    return attention(module, eager, query, key, value, mask, *rest, **kwargs)
 
 
 def function_with_rows(
