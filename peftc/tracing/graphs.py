@@ -12,6 +12,7 @@ from peftc.tracing.seams import attention
 
 EDIT = "<edit>"  # in the place of a module's name, in the origin of nodes that edits make
 ADDS = (operator.add, operator.iadd, torch.add)
+SCALINGS = (operator.mul, torch.mul, operator.truediv, torch.div)
 PRODUCTS = (operator.matmul, torch.matmul, torch.bmm, torch.baddbmm, torch.einsum, torch.mm)
 PASSING_METHODS = frozenset(
     {"to", "type", "type_as", "contiguous", "view", "reshape", "float", "clone", "squeeze", "unsqueeze", "flatten"}
@@ -55,15 +56,21 @@ def is_linear(node: object, root: nn.Module) -> bool:
 
 def is_norm(node: object, root: nn.Module) -> bool:
     """A leaf whose only matrix-free weight scales features: layer norms and RMS norms."""
-    if not isinstance(node, fx.Node) or node.op != "call_module":
+    if not isinstance(node, fx.Node) or node.op != "call_module" or isinstance(example(node), tuple):
         return False
     return is_norm_module(root.get_submodule(str(node.target)))
 
 
 def is_norm_module(module: nn.Module) -> bool:
     weights = [p.ndim for p in module.parameters()]
-    named = "norm" in type(module).__name__.lower()  # norms without a weight can only be told by their name
-    return not list(module.children()) and ((weights != [] and max(weights) == 1) or (not weights and named))
+    return not list(module.children()) and (
+        (weights != [] and max(weights) == 1) or (not weights and is_norm_named(module))
+    )
+
+
+def is_norm_named(module: nn.Module) -> bool:
+    """Norms without a weight can only be told by their name."""
+    return "norm" in type(module).__name__.lower()
 
 
 def is_attention(node: object) -> bool:
@@ -88,6 +95,13 @@ def is_add(node: fx.Node) -> bool:
     if node.op == "call_function":
         return node.target in ADDS
     return node.op == "call_method" and node.target in ("add", "add_")
+
+
+def is_scaling(node: fx.Node) -> bool:
+    """A product or quotient, element by element."""
+    if node.op == "call_function":
+        return node.target in SCALINGS
+    return node.op == "call_method" and node.target in ("mul", "div")
 
 
 def is_product(node: fx.Node) -> bool:

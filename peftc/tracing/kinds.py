@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from peftc.model.fakes import fake_copy
 from peftc.tracing import graphs
 from peftc.tracing.blocks import TraceError
+from peftc.tracing.calls import innermost
 from peftc.tracing.observe import Observation, observe
 from peftc.tracing.roles import SubLayer, sub_layers
 from peftc.tracing.routed import find_experts
@@ -134,7 +136,16 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def has_children(root: nn.Module, name: str) -> bool:
-    return next(root.get_submodule(name).children(), None) is not None
+    module = root.get_submodule(name)
+    return next(module.children(), None) is not None or joins(module)
+
+
+def joins(module: nn.Module) -> bool:
+    """Whether a module is a sum in disguise: of several tensors, each times and plus a parameter of its own."""
+    given = list(signature(innermost(type(module).forward)).parameters.values())[1:]
+    needed = [p for p in given if p.default is p.empty]
+    plain = len(needed) > 1 and not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
+    return plain and {p.ndim for p in module.parameters()} == {1} and not graphs.is_norm_named(module)
 
 
 def reason(error: Exception) -> str:

@@ -145,7 +145,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     transformers marks them (`GradientCheckpointingLayer`); else they are the elements of lists of one class.
     """
     marked = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-    marked = [n for n in marked if not any(o != n and o.startswith(n + ".") for o in marked)]
+    marked = outermost([n for n in marked if not holds_list(model, n, marked)])
     return [*marked, *unmarked_blocks(model, marked)]
 
 
@@ -165,6 +165,17 @@ def unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
         if all(sum(p.ndim == 2 for p in c.parameters()) >= 2 for c in children):
             found += [f"{name}.{i}".lstrip(".") for i in range(len(children))]
     return found
+
+
+def holds_list(model: nn.Module, name: str, blocks: list[str]) -> bool:
+    """Whether a block holds a list of others: a stage then, and not a layer of which they are parts."""
+    inside = [b.removeprefix(f"{name}.").split(".") for b in blocks if b.startswith(f"{name}.")]
+    around = {".".join([name, *steps[:i]]) for steps in inside for i in range(1, len(steps))}
+    return any(isinstance(model.get_submodule(n), (nn.ModuleList, nn.Sequential)) for n in around)
+
+
+def outermost(blocks: list[str]) -> list[str]:
+    return [b for b in blocks if not any(b.startswith(f"{other}.") for other in blocks)]
 
 
 def structure(module: nn.Module) -> str:

@@ -19,6 +19,7 @@ from peftc.tracing.experts import Experts
 from peftc.tracing.listed import Listed
 from peftc.tracing.mixing import made_of_weights, mixes, mixes_neighbours, weighted
 from peftc.tracing.mlp import Projection
+from peftc.tracing.parallel import single
 from peftc.tracing.router import Router
 from peftc.tracing.stream import Stream, stream_input
 
@@ -87,8 +88,13 @@ def summed(add: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
         return []
     for res, h in (operands, operands[::-1]):
         if stream.holds(res) and not stream.holds(h) and not copies(h, stream, root) and computed(h, stream, root):
-            parts = parallel(h, stream, inside, root) or [h]
-            return [described(add, res, part, stream, inside, root) for part in parts]
+            h = single(h)
+            parts = parallel(h, stream, inside, root)
+            if not parts and (out := attended(h, stream, inside, root)) is not None:
+                first = described(add, res, out, stream, inside, root)
+                stream.values.append(out)
+                return [first, described(add, res, last_of_chain(h, root), stream, inside, root)]
+            return [described(add, res, part, stream, inside, root) for part in parts or [h]]
     return []
 
 
@@ -155,6 +161,27 @@ def parallel(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
     return operands if attends[0] != attends[1] else []
 
 
+def attended(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> fx.Node | None:
+    """The result of an attention that a feed-forward block of the same sub-layer alone reads, without a sum in between."""
+    body = stream.body(h)
+    out = next((graphs.fed(a.out, root, body) for a in inside if a.call in body), None)
+    behind = set(graphs.upstream(h, lambda n: n is out)) - {out}
+    if out is None or any(map(stream.holds, behind)) or sum(graphs.is_linear(n, root) for n in behind) < 2:
+        return None
+    return out
+
+
+def last_of_chain(h: fx.Node, root: nn.Module) -> fx.Node:
+    """The result of the first of the Linears that follow each other at the end."""
+    node = graphs.stripped(h, root)
+    while graphs.is_linear(node, root) and (source := graphs.first_input(node)) is not None:
+        before = graphs.stripped(source, root)
+        if not graphs.is_linear(before, root):
+            return node
+        node = before
+    return h
+
+
 def described(
     add: fx.Node, res: fx.Node, h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module
 ) -> SubLayer:
@@ -175,10 +202,14 @@ def described(
 def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: nn.Module) -> None:
     sub.kind, sub.variant = "attn", "self"
     attention, values = own[0], {role: [getattr(a, role) for a in own] for role in ("q", "k", "v")}
+    before: list[fx.Node] = []
     for name, (value, *others) in values.items():
-        first = [f[0] for f in features.feeding(value, root) if f[0] in sub.body]
+        near = [f[0] for f in features.feeding(value, root) if f[0] in sub.body]
+        first = [n for n in near if not any(n in made_of(other, root) for other in near)]
         if first:  # the nearest: of a latent, what is made from it
-            sub.projections[name] = Projection(first[-1], dict(features.feeding(value, root, *others))[first[-1]])
+            node = first[name == "k" and len(first) > 1 and first == before]  # q and k of the same two: one each
+            sub.projections[name] = Projection(node, dict(features.feeding(value, root, *others))[node])
+        before = first
     out = graphs.fed(attention.out, root, sub.body)
     if out is not None and attention.out in sub.body:
         sub.projections["o"] = Projection(out)
@@ -190,6 +221,12 @@ def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: n
         sub.context = graphs.first_input(sub.projections["k"].node)
     elif "k" in sub.projections:
         sub.context = own_input(sub.projections["k"], sub.x, stream)
+
+
+def made_of(linear: fx.Node, root: nn.Module) -> set[fx.Node]:
+    """The Linears before a Linear, as far as the next ones."""
+    source = graphs.first_input(linear)
+    return set() if source is None else set(graphs.upstream(source, lambda n: graphs.is_linear(n, root)))
 
 
 def own_input(projection: Projection | None, entry: fx.Node | None, stream: Stream) -> fx.Node | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _CREATES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
 _SIZED = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch makes plain numbers of sizes in their arguments
+_CRASHES = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
 _active = threading.local()
 
 
@@ -86,7 +87,7 @@ def live(tracer: RegionTracer) -> Generator[None]:
     """
     with _patching, contextlib.ExitStack() as patches:
         patches.enter_context(patched(AttentionInterface, "get_interface", _recording_attention))
-        for name in _CREATES + _SIZED:
+        for name in _CREATES + _SIZED + _CRASHES:
             patches.enter_context(patched(torch, name, _recorded))
         patches.enter_context(watched_blocks(current))
         patches.enter_context(guarded_functions())

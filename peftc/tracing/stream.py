@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from peftc.tracing import graphs
+from peftc.tracing.parallel import mixture
 
 
 def stream_input(graph: fx.Graph) -> fx.Node | None:
@@ -26,9 +27,12 @@ class Stream:
         self.values, self.root = [first], root
 
     def holds(self, node: fx.Node) -> bool:
-        """Whether `node` is the stream itself, but for norms, dropout, casts, clamps, constant factors and a choice of tokens."""
+        """Whether `node` is the stream itself, but for norms, dropout, casts, clamps, constant factors and terms, and a choice
+        of tokens; of several streams side by side, a mixture.
+        """
         while node not in self.values:
             before = graphs.passes_through(node, self.root) or self.normed(node) or self.scaled(node) or part(node)
+            before = before or self.shifted(node) or self.mixed(node)
             if before is None:
                 return False
             node = before
@@ -39,10 +43,20 @@ class Stream:
 
     def scaled(self, node: fx.Node) -> fx.Node | None:
         """The value that is multiplied by a number or by a parameter."""
-        if node.target not in (operator.mul, torch.mul, operator.truediv, torch.div) or node.op != "call_function":
+        if not graphs.is_scaling(node):
             return None
         made = [a for a in node.args if isinstance(a, fx.Node) and self.reaches(a)]
         return made[0] if len(made) == 1 else None
+
+    def shifted(self, node: fx.Node) -> fx.Node | None:
+        """The value that a parameter is added to."""
+        operands = [a for a in node.args if isinstance(a, fx.Node)] if graphs.is_add(node) else []
+        others = [a for a in operands if a.op != "get_attr"]
+        return others[0] if len(others) == 1 and len(operands) == 2 else None
+
+    def mixed(self, node: fx.Node) -> fx.Node | None:
+        """The streams that `node` mixes."""
+        return next(filter(self.holds, mixture(node)), None)
 
     def body(self, h: fx.Node) -> set[fx.Node]:
         """Everything that `h` is computed from, back to the stream (that included)."""

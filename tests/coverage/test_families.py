@@ -81,6 +81,8 @@ FAMILIES = (
     Family("causal-lm/qwen2_moe", "experts and a shared one"),
     Family("causal-lm/gpt_oss", "experts with biases; sinks in the softmax"),
     Family("causal-lm/zamba", "a block shared by several layers"),
+    Family("causal-lm/zaya", "residuals scaled and shifted in a module of their own; experts"),
+    Family("causal-lm/doge", "residuals times a parameter; a mask made of the values"),
     Family("masked-lm/fnet", "Fourier transforms for attention", refused="ad"),
 )
 FAILING: dict[str, str] = {}
