@@ -8,10 +8,11 @@ holds of a tensor that could have been None.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -93,12 +94,20 @@ def _unasked(trace: Trace, names: frozenset[str]) -> frozenset[str]:
 
 
 def tried(trace: Trace, names: frozenset[str], changed: Mapping[str, Any] | None = None) -> Call | None:
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it would tell of every operation that fails
-    before, log.disabled = log.disabled, True
     try:
-        return trace(names, changed or {})
+        with quiet():
+            return trace(names, changed or {})
     except Exception:  # whatever code raises that is given a proxy for None, or None for a tensor
         return None
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Inside the block, torch does not tell of every operation on tensors without data that fails."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
     finally:
         log.disabled = before
 

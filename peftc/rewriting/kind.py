@@ -22,6 +22,7 @@ from peftc.rewriting.asking import Asking
 from peftc.rewriting.calls import Calls, LookedAt
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.emit import base_call
+from peftc.rewriting.handed import quiet
 from peftc.rewriting.insert import Inserter
 from peftc.runtime import Reading, replaced, still, unseen
 from peftc.tracing.calls import bind, innermost
@@ -175,7 +176,8 @@ class Kind:
 
         def other(script: tuple[bool, ...]) -> emit.Others | Exception:
             try:
-                return way(script)
+                with quiet():
+                    return way(script)
             except (PeftcError, LookedAt):
                 raise
             except Exception as error:  # whatever the model's own code raises

@@ -87,18 +87,6 @@ def test_disabled_is_the_base_while_trained_parameters_wait(name: str) -> None:
         assert torch.equal(model(**given)[0], changed)
 
 
-def test_a_second_compilation_is_refused_and_leaves_the_first_alone() -> None:
-    model = zoo.build("bert")
-    peftc.compile("peft 1\nedit e at layer[*].ffn { h += adapter(x, r=3) }", model, seed=0)
-    given = zoo.inputs("bert", model)
-    with torch.no_grad():
-        want = model(**given)[0]
-        with pytest.raises(peftc.PeftcError) as caught:
-            peftc.compile("peft 1\nedit f at layer[*].attn.q { h += lora(x, r=3) }", model, seed=0)
-        assert caught.value.diagnostics[0].code.startswith("P4")
-        assert torch.equal(model(**given)[0], want)
-
-
 @pytest.mark.parametrize("act", [peftc.remove, peftc.parameters, peftc.graphs], ids=lambda f: f.__name__)
 def test_what_needs_a_compiled_model_says_so(act) -> None:
     with pytest.raises(peftc.PeftcError) as caught:
