@@ -19,6 +19,10 @@ FOREIGN = {"chatglm", "RefinedWebModel", "RefinedWeb", "btlm", "rwkv7"}
 EXPLAINED: dict[str, dict[str, str]] = {
     "phi": {"mlp.fc1": "the table names the ffn as well", "mlp.fc2": "the table names the ffn as well"},
     "nemotron_h": {"k_proj": "the table names all of the attention", "o_proj": "the table names all of the attention"},
+    "blip-2": dict.fromkeys(
+        ("attention.query", "attention.value", "self_attn.qkv"),
+        "the table names those of the language model alone, not those of the Q-Former and of the images",
+    ),
     "rwkv": dict.fromkeys(
         (
             "attention.key",
@@ -27,6 +31,7 @@ EXPLAINED: dict[str, dict[str, str]] = {
             "attention.output",
             "feed_forward.key",
             "feed_forward.value",
+            "feed_forward.receptance",
         ),
         "a recurrence without a softmax: it has neither q nor v",
     ),
