@@ -184,8 +184,8 @@ def key_of(
 
 
 def absent_in(module: nn.Module) -> frozenset[str]:
-    """The children and parameters that other modules of the class may have, and this one has not."""
-    held = ((name, vars(m)["_modules"] | vars(m)["_parameters"]) for name, m in module.named_modules())
+    """The children, parameters and attributes that other modules of the class may have, and this one has not."""
+    held = ((name, vars(m) | vars(m)["_modules"] | vars(m)["_parameters"]) for name, m in module.named_modules())
     return frozenset(f"{name}.{part}".lstrip(".") for name, parts in held for part, v in parts.items() if v is None)
 
 

@@ -49,7 +49,7 @@ def open_rest(
                 node.meta[REST] = rest
             return (base, keys) if keys.issuperset(given) else None
         lost = frozenset(n[2:] for n in lost) | (found.lost if found else frozenset())
-        keys = keys - lost if lost else frozenset()
+        keys = keys - lost if lost & keys else frozenset()
     return None
 
 
