@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 
 import peftc
 from benchmarks.families import build
@@ -138,6 +139,8 @@ def test_layers_of_their_own_kind(name: str, expected: list[str]) -> None:
     """A recurrence and a shift; four streams; convolutions after the sub-layers; a choice of keys that has no gradient; a
     configuration for each layer.
     """
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
     assert steps("causal-lm", name) == expected
 
 
