@@ -10,17 +10,20 @@ import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 from transformers import PretrainedConfig
 
+from peftc.rewriting.sizes import Sizes
 from peftc.tracing.calls import baked
-from peftc.tracing.example import Attribute, Example, attribute
+from peftc.tracing.example import Attribute, Example, attribute, is_example, is_given
 from peftc.tracing.graphs import acts, ancestors
 from peftc.tracing.seams import current
 from peftc.tracing.tracer import RegionTracer, Traced
+
+Origin: TypeAlias = tuple[str, str, int]
 
 
 class Asking(RegionTracer):
@@ -29,6 +32,7 @@ class Asking(RegionTracer):
     def __init__(self, inline: Callable[[str], bool], script: tuple[bool, ...], symbolic: frozenset[str]) -> None:
         super().__init__(inline, script)
         self.symbolic = symbolic
+        self.beforehand = set[Origin]()  # of decisions on sizes inside that are to be asked of the arguments
         self.typed: set[fx.Node] = set()
         self.dtypes: dict[str, torch.dtype] = {}  # of parameters whose dtype may have been asked for
         self.numbers: dict[str, None] = {}  # attributes that were read where others may have None
@@ -58,13 +62,28 @@ class Asking(RegionTracer):
         node.meta["example"] = value = holder.meta["example"][key]
         return Example(node, self, value)
 
+    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """What an argument has as a part may be None in another call, and Python be told so (`mask is None`)."""
+        made = super().create_proxy(kind, target, *args, **kwargs)
+        if target is operator.getitem and is_example(made) and is_given(made.node):
+            self.decide(made.node, "given", getattr(made.node.meta["example"], "ndim", None))
+        return made
+
     # What code asks ----------------------------------------------------------------------------------------------
 
     def decide(self, node: fx.Node, kind: str, value: Any) -> Any:
         """A truth that can only be told while the region runs (of a size that a cache gives) is asked there."""
         if kind == "bool" and self.live and any(map(acts, ancestors(node))):
-            return self.fork(node, likely=value)
+            before = self.sizes.beforehand(node) if node.meta["origin"] in self.beforehand else None
+            if before is None:
+                return self.fork(node, likely=value)
+            node = before
         return super().decide(node, kind, value)
+
+    @property
+    def sizes(self) -> Sizes:
+        assert self.root is not None
+        return Sizes(self.root, lambda target, args: self.create_node(operation(target), target, args, {}))
 
     def asked_type(self, node: fx.Node, kind: type) -> None:
         self.typed.add(node)
@@ -212,6 +231,10 @@ def showing(cls: type) -> type:
     members = {"__getattr__": __getattr__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
     _showing[cls] = made = type(cls.__name__, (cls,), members)
     return made
+
+
+def operation(target: Any) -> str:
+    return "call_method" if isinstance(target, str) else "call_function"
 
 
 def name_of(node: fx.Node) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_copy, new_mode
-from peftc.rewriting.asking import Asking, plain_arguments
+from peftc.rewriting.asking import Asking, Origin, plain_arguments
 from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, told_by_identity, unlooked
 from peftc.rewriting.rest import open_rest
 from peftc.tracing.blocks import AskedNone, TraceError
@@ -20,7 +20,15 @@ from peftc.tracing.calls import innermost
 
 
 class LookedAt(Exception):
-    """An argument that one path through the code hands on only is looked at on another."""
+    """One path through the code looked at what others do not: they are to be traced again."""
+
+
+class Raised(Exception):
+    """The model's own code raised `error`; `call` is what it did before."""
+
+    def __init__(self, error: Exception, call: Call) -> None:
+        super().__init__(str(error))
+        self.error, self.call = error, call
 
 
 class Calls:
@@ -45,14 +53,20 @@ class Calls:
         self.keys: frozenset[str] | None = None  # the keywords that the rest may have, where it is handed on as a whole
         self.looked_at = False
         self.made: dict[object, Call] = {}
-        self.nones = set[tuple[str, str, int]]()  # parts of results that the code must get as None where they are None
+        self.beforehand = set[Origin]()  # decisions on sizes, one way of which this call cannot go
+        self.nones = set[Origin]()  # parts of results that the code must get as None where they are None
 
     def along(self, script: tuple[bool, ...]) -> Call:
         """The trace along one path, in which arguments that are only handed on are left open.
 
-        Raises: LookedAt where another path hands on what this one looks at; from then on nothing is left open.
+        Raises: LookedAt where another path hands on what this one looks at, or raises; from then on nothing is left open.
         """
-        plain = self.remembered(script)
+        try:
+            plain = self.remembered(script)
+        except Raised:
+            if script and not self.looked_at and (self.handed or self.keys is not None):
+                self.close()
+            raise
         if self.looked_at:
             return plain
         if not script:
@@ -64,10 +78,20 @@ class Calls:
         if not script:
             self.keys = opened[1] if opened else None
         elif not self.agrees(script, plain, opened):
-            self.handed, self.keys, self.looked_at = frozenset(), None, True
-            self.made.clear()  # what has been returned has been rewritten
-            raise LookedAt
+            self.close()
         return opened[0] if opened else self.remembered(script, self.handed)
+
+    def close(self) -> NoReturn:
+        self.handed, self.keys, self.looked_at = frozenset(), None, True
+        self.made.clear()  # what has been returned has been rewritten
+        raise LookedAt
+
+    def ask_beforehand(self, decision: fx.Node) -> None:
+        """Raises LookedAt, once for each decision: where it is one on sizes, traces have it as a guard from then on."""
+        if decision.meta["origin"] not in self.beforehand:
+            self.beforehand.add(decision.meta["origin"])
+            self.made.clear()
+            raise LookedAt
 
     def by_identity(self) -> bool:
         """Whether code that is entered may tell truths apart where nobody notices."""
@@ -110,13 +134,14 @@ class Calls:
     def trace(self, script: tuple[bool, ...], symbolic: frozenset[str], arguments: Mapping[str, Any]) -> Call:
         """The region's graph for these arguments, along one path; plain ones in `symbolic` are no constants.
 
-        Raises: P407 for code that cannot be traced.
+        Raises: P407 for code that cannot be traced; Raised for what the code raises itself.
         """
         mode = new_mode()
         copy = fake_copy(self.module, mode)
         copy.__class__ = self.base
         tracer = Asking(lambda name: name in self.inline, script, symbolic)
         tracer.nones |= self.nones
+        tracer.beforehand |= self.beforehand
         try:
             with mode:
                 return tracer.trace_region(copy, fake_copy(dict(arguments), mode)), tracer
@@ -134,6 +159,10 @@ class Calls:
                     help="edit a smaller part of the layer, so that this code is not entered",
                 )
             ) from error
+        except PeftcError:
+            raise
+        except Exception as error:
+            raise Raised(error, (tracer.so_far(), tracer)) from error
 
     def rests(self) -> Mapping[str, Any]:
         return self.arguments.get(self.rest, {})

@@ -130,15 +130,21 @@ def dtypes(traced: Traced, tracer: Asking, handed: frozenset[str]) -> Iterator[s
         if node.users:
             yield f"{node.target}.dtype == {node.meta['example'].dtype}"
     if tensors:
-        device = f"{tensors[0].target}.device.type"
-        kind = tensors[0].meta["example"].device.type
-        enabled = torch.is_autocast_enabled(kind)
-        yield f"torch.is_autocast_enabled({device})" if enabled else f"not torch.is_autocast_enabled({device})"
-        if enabled:
-            yield f"torch.get_autocast_dtype({device}) == {torch.get_autocast_dtype(kind)}"
+        yield from autocast(str(tensors[0].target), tensors[0].meta["example"].device.type)
     read = dict(tracer.dtypes) if traced.parameter is None else dict([traced.parameter], **tracer.dtypes)
     for name, dtype in read.items():
         yield f"{attribute_path(name)}.dtype == {dtype}"
+
+
+def autocast(tensor: str, device: str) -> Iterator[str]:
+    """That autocast is on or off for the device of a tensor. The device "meta" knows none."""
+    asked = f"torch.is_autocast_enabled({tensor}.device.type)"
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        yield f"({tensor}.is_meta or not {asked})"
+    else:
+        yield f"not {tensor}.is_meta"
+        yield asked
+        yield f"torch.get_autocast_dtype({tensor}.device.type) == {torch.get_autocast_dtype(device)}"
 
 
 def asked(guard: Guard, emitter: Emitter) -> str:
@@ -157,6 +163,10 @@ def answer(guard: Guard, text: str) -> str:
         return f"len({text}) == {guard.value}"
     if guard.kind == "keys":
         return f"[*{text}] == {guard.value!r}"
+    if guard.kind == "given" and guard.value is not None:
+        return f"isinstance({text}, torch.Tensor) and {text}.ndim == {guard.value}"
+    if guard.kind == "given":
+        return f"{text} is not None"
     if guard.kind == "is" and guard.value is None:
         return f"{text} is None"
     return f"{text} == {guard.value!r}"

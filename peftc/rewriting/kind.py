@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -19,13 +19,14 @@ from torch import fx, nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting import emit, guards
 from peftc.rewriting.asking import Asking
-from peftc.rewriting.calls import Calls, LookedAt
+from peftc.rewriting.calls import Calls, LookedAt, Raised
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.emit import base_call
 from peftc.rewriting.handed import quiet
 from peftc.rewriting.insert import Inserter
 from peftc.runtime import Reading, replaced, still, unseen
 from peftc.tracing.calls import bind, innermost
+from peftc.tracing.seams import branch
 from peftc.tracing.tracer import Traced
 
 MOST_WAYS = 32  # through the code of one call, before it is refused
@@ -151,11 +152,12 @@ class Kind:
 
     def specialised(self, calls: Calls) -> Variant:
         """The rewritten forward of one call pattern, with both ways at every branch on what is only known inside."""
-        try:
-            found = self.ways(calls)
-        except LookedAt:  # on another path than the first
-            found = self.ways(calls)
-        graph, others, conditions = found
+        while True:
+            try:
+                graph, others, conditions = self.ways(calls)
+                break
+            except LookedAt:  # on another path than the first
+                pass
         return self.variant(graph, others, conditions, calls.handed)
 
     def ways(self, calls: Calls) -> tuple[fx.Graph, Mapping[int, emit.Others | Exception], tuple[str, ...]]:
@@ -170,20 +172,24 @@ class Kind:
             if found > MOST_WAYS:
                 raise PeftcError(too_many_ways(self.name))
             conditions.update(dict.fromkeys(self.conditions(traced, tracer, calls)))
+            decisions = [cast(fx.Node, n.args[0]) for n in traced.graph.nodes if n.target is branch]
             self.rewrite(traced)
             at = range(len(script), len(traced.outcomes))
-            return traced.graph, {i: other((*traced.outcomes[:i], not traced.outcomes[i])) for i in at}
+            return traced.graph, {i: other((*traced.outcomes[:i], not traced.outcomes[i]), decisions[i]) for i in at}
 
-        def other(script: tuple[bool, ...]) -> emit.Others | Exception:
+        def other(script: tuple[bool, ...], decision: fx.Node) -> emit.Others | Exception:
             try:
                 with quiet():
                     return way(script)
-            except (PeftcError, LookedAt):
-                raise
-            except Exception as error:  # whatever the model's own code raises
-                return error
+            except Raised as ended:
+                calls.ask_beforehand(decision)
+                conditions.update(dict.fromkeys(self.conditions(*ended.call, calls)))
+                return ended.error
 
-        graph, others = way(())
+        try:
+            graph, others = way(())
+        except Raised as ended:
+            raise ended.error from None
         return graph, others, tuple(conditions)
 
     def variant(

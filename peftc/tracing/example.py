@@ -64,7 +64,7 @@ class Example(fx.Proxy):
     def __len__(self) -> int:
         if isinstance(self._value, torch.Tensor):
             return self.tracer.decide(self.size(0).node, "int", len(self._value))
-        if self.node.op == "placeholder" or self.node.target is getattr:
+        if is_given(self.node) or self.node.target is getattr:
             return self.tracer.decide(self.node, "len", len(self._value))
         return len(self._value)  # how many results an operation has is not a decision
 
@@ -114,7 +114,7 @@ class Example(fx.Proxy):
     def plain_keys(self) -> list[Any]:
         """The keys of a dictionary: which there are is a decision, but not of what an operation returns."""
         found = list(self._value)
-        asked = self.node.op == "placeholder" or self.node.target is getattr
+        asked = is_given(self.node) or self.node.target is getattr
         plain = all(isinstance(key, str | int) for key in found)
         return self.tracer.decide(self.node, "keys", found) if asked and plain else found
 
@@ -132,6 +132,15 @@ class Example(fx.Proxy):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.record("call_function", operator.setitem, (self, key, value))
+
+
+def is_given(node: fx.Node) -> bool:
+    """Whether a node is an argument of the region's call, or a part of one: of a tuple, list or dictionary, at any depth."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if not isinstance(node.meta["example"], (tuple, list, dict)):
+            return False
+    return node.op == "placeholder"
 
 
 def is_example(value: object) -> bool:

@@ -343,10 +343,15 @@ class RegionTracer(fx.Tracer):
         with gradients, honest(), spying(root, self), live(self), Remembering(self.tape, self):
             out = forward(root, *args, **kwargs)
             self.graph.output(self.create_arg(out))
-        floating = ((n, p.dtype) for n, p in root.named_parameters() if p.is_floating_point())
+        return self.so_far()
+
+    def so_far(self) -> Traced:
+        """What has been traced; after an error, up to where it was raised."""
+        assert self.root is not None
+        floating = ((n, p.dtype) for n, p in self.root.named_parameters() if p.is_floating_point())
         parameter = next(floating, None)
         found = Traced(self.graph, self.calls, self.guards, self.facts, self.depends_on_dtype, parameter)
-        found.outcomes, found.root = tuple(self.outcomes), root
+        found.outcomes, found.root = tuple(self.outcomes), self.root
         return found
 
     def placeholders(

@@ -45,7 +45,7 @@ FAMILIES = (
     Family("causal-lm/olmo2", "norms after the sub-layers"),
     Family("masked-lm/deberta-v2", "relative attention, disentangled"),
     Family("masked-lm/deberta", "relative attention; fused projection"),
-    Family("masked-lm/funnel", "relative positions reshaped by sizes; layers that pool their queries", fails="c"),
+    Family("masked-lm/funnel", "relative positions reshaped by sizes; layers that pool their queries"),
     Family("masked-lm/mobilebert", "a bottleneck with a stream of its own in every layer"),
     Family("causal-lm/xlnet", "q, k, v are bare parameters; relative positions in sums of einsums", refused="a"),
     Family("causal-lm/xmod", "an adapter for each language, chosen by a mask"),

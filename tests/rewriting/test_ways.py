@@ -111,3 +111,35 @@ def test_a_child_that_gives_something_for_the_first_time_is_noticed() -> None:
     module.child.bias = nn.Parameter(torch.randn(4))
     with pytest.raises(peftc.PeftcError, match="P408"):
         module(x)
+
+
+class Pooled(nn.Module):
+    """Takes the one table where its queries are pooled, the other where they are not, and a mask that may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, key: Tensor, given: tuple[list[Tensor | None], Tensor | None]) -> Tensor:
+        tables, mask = given
+        query = self.inner(x).view(x.shape[0], x.shape[1], 2, 2) * 2
+        y = query.flatten(2) + tables[1 if query.shape[1] != key.shape[1] else 0]
+        return y if mask is None else y * mask
+
+
+def test_a_decision_on_sizes_one_way_of_which_the_call_cannot_go() -> None:
+    """It is one on the arguments' sizes; a part of an argument that is there in one call may be missing in another."""
+    base, module = Pooled(), Pooled()
+    module.load_state_dict(base.state_dict())
+    rewritten(module)
+    key, mask, long, short = torch.randn(2, 7, 4), torch.randn(2, 7, 1), torch.randn(7, 4), torch.randn(4, 4)
+    calls = [
+        (torch.randn(2, 4, 4), ([long, short], None)),
+        (torch.randn(2, 7, 4), ([long, short], mask)),
+        (torch.randn(2, 7, 4), ([long, None], None)),
+        (torch.randn(2, 4, 4), ([None, short], None)),
+        (torch.randn(2, 7, 4), ([long, short], None)),
+        (torch.randn(2, 4, 4), ([None, short], mask[:, :4])),
+    ]
+    for x, given in calls * 2:
+        assert torch.equal(module(x, key, given), base(x, key, given))
