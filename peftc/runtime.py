@@ -140,7 +140,8 @@ def still(value: Any, kind: str, expected: Any) -> None:
 
     Raises: P408 where the answer has changed in between, so that this forward would be the wrong branch.
     """
-    answers: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "len": len}
+    answers: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "len": len, "keys": list}
+    answers["given"] = lambda v: "None" if v is None else getattr(v, "ndim", None)
     answer = answers.get(kind, lambda v: v)(value)
     if not isinstance(value, expected) if kind == "type" else answer != expected:
         raise PeftcError(

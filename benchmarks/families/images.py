@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.families.forward import finite, main_output, run
 
-_TOKENS = ("image_token_id", "image_token_index", "image_patch_id")
+_TOKENS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
 _SIDE = 4  # patches of an image that comes as a list of patches
 
 
@@ -74,7 +74,7 @@ def _placed(model: nn.Module, given: dict[str, Any], image: dict[str, Any]) -> d
     if token is None:
         return None
     batch = given["input_ids"].shape[0]
-    features: Callable[..., Any] = getattr(model, "get_image_features", None) or model.model.get_image_features
+    features = _getter(model)
     accepted = inspect.signature(features).parameters
     with torch.no_grad():
         out = features(
@@ -85,6 +85,13 @@ def _placed(model: nn.Module, given: dict[str, Any], image: dict[str, Any]) -> d
     ids = torch.cat([places, given["input_ids"]], dim=1)
     kinds = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in _accepted(model) else {}
     return {**given, "input_ids": ids, **image, **kinds}
+
+
+def _getter(model: nn.Module) -> Callable[..., Any]:
+    """The model's own function for the features of an image, or of a video where it knows nothing else."""
+    owners = (model, getattr(model, "model", None))
+    names = ("get_image_features", "get_video_features")
+    return next(found for name in names for owner in owners if (found := getattr(owner, name, None)) is not None)
 
 
 def _rows(value: Any) -> Iterator[torch.Tensor]:

@@ -29,7 +29,7 @@ def inputs_for(model: nn.Module, pair: Pair, seed: int) -> dict[str, Any]:
     for name in EXTRA.get(pair.type, ()):
         if name in accepted:
             given[name] = _EXTRAS[name](config, generator)
-    if pair.type == "idefics":  # several images a text
+    if pair.type in ("idefics", "pi0"):  # several images a text
         given["pixel_values"] = given["pixel_values"][:, None]
     return given
 
@@ -39,6 +39,7 @@ def _ids(config: Any, generator: torch.Generator, tokens: int = TOKENS) -> torch
 
 
 def _pixels(config: Any, generator: torch.Generator) -> torch.Tensor:
+    config = getattr(config, "vlm_config", config)
     vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
     if getattr(vision, "num_patches", None) and not hasattr(vision, "image_size"):  # an image as its patches
         return torch.randn(BATCH, vision.num_patches, 3 * vision.patch_size**2, generator=generator)
@@ -83,18 +84,24 @@ def _patches(config: Any, generator: torch.Generator) -> torch.Tensor:
     return torch.cat([torch.arange(1.0, 7.0).repeat(BATCH, 1)[..., None].expand(-1, -1, 2), patches], dim=-1)
 
 
+def _seen(config: Any) -> torch.Tensor:
+    """Which patches there are; of a model that acts, which cameras."""
+    return torch.ones(BATCH, 1).bool() if hasattr(config, "vlm_config") else torch.ones(BATCH, 16, dtype=torch.long)
+
+
 def _image_places(config: Any, generator: torch.Generator) -> torch.Tensor:
     return (torch.arange(TOKENS) < config.latent_query_num).long().repeat(BATCH, 1)
 
 
 _EXTRAS: Mapping[str, Callable[[Any, torch.Generator], torch.Tensor]] = {
     "image_attention_mask": lambda config, generator: torch.ones(BATCH, TOKENS, 1, dtype=torch.long),
-    "pixel_attention_mask": lambda config, generator: torch.ones(BATCH, 16, dtype=torch.long),
+    "pixel_attention_mask": lambda config, generator: _seen(config),
     "spatial_shapes": lambda config, generator: torch.full((BATCH, 2), 4),
     "pixel_values": _pixels,
     "qformer_input_ids": _ids,
     "bbox": _boxes,
     "image_embeds_position_mask": _image_places,
+    "state": lambda config, generator: torch.randn(BATCH, config.max_state_dim, generator=generator),
 }
 # What a model does not run without, although its text path is asked for.
 EXTRA: Mapping[str, tuple[str, ...]] = {
@@ -104,5 +111,6 @@ EXTRA: Mapping[str, tuple[str, ...]] = {
     "instructblip": ("qformer_input_ids",),
     "instructblipvideo": ("qformer_input_ids",),
     "idefics": ("pixel_values", "image_attention_mask"),
+    "pi0": ("state", "pixel_values", "pixel_attention_mask"),
     "siglip2": ("pixel_attention_mask", "spatial_shapes"),
 }

@@ -30,6 +30,7 @@ def rolling(model: nn.Module, inputs: Mapping[str, Any], tolerance: float) -> st
 @torch.no_grad()
 def _logits(model: nn.Module, inputs: Mapping[str, Any], cache: bool) -> list[torch.Tensor]:
     given = {k: v for k, v in inputs.items() if k not in ("decoder_input_ids", "use_cache")}
+    given = copy.deepcopy(given)  # a `generate` may write into its inputs
     settings = copy.deepcopy(model.generation_config)
     settings.update(
         max_new_tokens=NEW_TOKENS,

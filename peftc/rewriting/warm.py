@@ -135,7 +135,7 @@ def of_fixed_size(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator
 def following(inputs: dict[str, Any], out: Any, accepted: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the call for the next token."""
     encoded = getattr(out, "encoder_last_hidden_state", None)
-    if encoded is None:
+    if encoded is None or "decoder_input_ids" not in inputs:
         return {n: v[:, :1] if n == "input_ids" else v for n, v in inputs.items()}
     given = {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded)} if "encoder_outputs" in accepted else {}
     return {**given, "decoder_input_ids": inputs["decoder_input_ids"][:, :1]}

@@ -20,6 +20,7 @@ PASSING_METHODS = frozenset(
 PASSING_FUNCTIONS = (nn.functional.dropout, torch.clamp, torch.reshape, torch.dropout)
 BLANKS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.empty_like, torch.zeros_like, torch.ones_like)
 BLANK_METHODS = frozenset({"new_empty", "new_zeros", "new_ones", "new_full"})
+SHAPED_LIKE = frozenset({"reshape_as", "view_as", "expand_as", "type_as"})  # the second tensor
 VIEWS = frozenset({"view", "transpose", "permute", "narrow", "select", "unsqueeze", "squeeze"})
 
 
@@ -164,6 +165,8 @@ def sources(node: fx.Node) -> list[fx.Node]:
     """The nodes that the value of `node` is computed from; a cache update hands on what it is given."""
     if is_blank(node):
         return list(writes(node))
+    if node.op == "call_method" and node.target in SHAPED_LIKE:
+        return [first] if (first := first_input(node)) is not None else []
     if not is_cache_part(node):
         return node.all_input_nodes
     given = cache_part(node)

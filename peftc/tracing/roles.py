@@ -245,8 +245,8 @@ def ffn_roles(sub: SubLayer, root: nn.Module) -> None:
         return
     sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
     sub.projections |= mlp.before(hidden, root)
-    first = sub.projections.get("up") or sub.projections.get("gate") or sub.projections["down"]
-    sub.x = graphs.first_input(first.node)
+    first = sub.projections.get("up") or sub.projections.get("gate")
+    sub.x = graphs.first_input(first.node) if first is not None else sub.x
 
 
 def find_norms(sub: SubLayer, root: nn.Module, claimed: set[fx.Node]) -> None:

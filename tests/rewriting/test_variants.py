@@ -156,6 +156,12 @@ def test_an_answer_that_changes_in_between_is_noticed() -> None:
 
     still(True, "bool", True)
     still(None, "is", None)
+    still(torch.ones(2, 3), "given", 2)
+    still({"a": 1, "b": 2}, "keys", ["a", "b"])
+    with pytest.raises(peftc.PeftcError, match="P408"):
+        still(torch.ones(2, 3), "given", 3)
+    with pytest.raises(peftc.PeftcError, match="P408"):
+        still(None, "given", None)
     with pytest.raises(peftc.PeftcError, match="P408"):
         still(True, "bool", False)
 

@@ -101,6 +101,30 @@ class Blended(Chained):
         return x + self.o(functional.scaled_dot_product_attention(mean + q, mean + k, v).squeeze(1))
 
 
+class Opaque(nn.Module):
+    """Children that stay one leaf, as a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * number
+
+
+class Projected(nn.Module):
+    """Two Linears before such a leaf, and one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.leaf = nn.LayerNorm(D), Opaque()
+        self.first, self.second, self.last = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.last(self.leaf(self.first(y), self.second(y)))
+
+
 def roles(sub: SubLayer) -> dict[str, str]:
     return {role: str(p.node.target) for role, p in sub.projections.items()}
 
@@ -126,6 +150,13 @@ def test_a_block_of_attention_and_ffn_without_a_sum_in_between() -> None:
     assert (attn.kind, roles(attn)) == ("attn", {"q": "q", "k": "k", "v": "v", "o": "o"})
     assert (attn.h.target, ffn.h.target) == ("o", "down")
     assert (ffn.kind, roles(ffn)) == ("ffn", {"down": "down", "up": "up"})
+
+
+def test_what_enters_an_ffn_whose_last_linear_alone_has_a_role() -> None:
+    (sub,) = found(Projected(), 2, N, D)
+    assert set(sub.projections) == {"down"}
+    assert sub.x is not None
+    assert sub.x.target == "norm"
 
 
 def test_queries_and_keys_of_the_same_two_linears() -> None:
