@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_map
 
-LARGEST = 4096  # elements of a tensor that is followed
+LARGEST = 1 << 20  # elements of a tensor that is followed
 _KEY = "peftc_known"
 
 

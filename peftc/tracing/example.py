@@ -130,6 +130,12 @@ class Example(fx.Proxy):
     def dim(self) -> int:
         return self._value.dim()
 
+    def __add__(self, other: Any) -> Any:
+        return (*self, *other) if tuples(self, other) else super().__add__(other)  # pyright: ignore
+
+    def __radd__(self, other: Any) -> Any:
+        return (*other, *self) if tuples(self, other) else super().__radd__(other)  # pyright: ignore
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.record("call_function", operator.setitem, (self, key, value))
 
@@ -145,6 +151,10 @@ def is_given(node: fx.Node) -> bool:
 
 def is_example(value: object) -> bool:
     return type(value) is Example  # `isinstance` would ask the example
+
+
+def tuples(*made: Any) -> bool:
+    return all(isinstance(values(m) if is_example(m) else m, tuple) for m in made)
 
 
 class Attribute:

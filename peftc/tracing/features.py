@@ -42,12 +42,14 @@ _LAYOUT_METHODS = frozenset(
         "t",
         "expand",
         "index_select",
-        "expand_as",
-        "view_as",
-        "reshape_as",
         "repeat_interleave",
     ]
 )
+_LIKE = {
+    "expand_as": "expand",
+    "view_as": "view",
+    "reshape_as": "reshape",
+}  # what takes the shape of its second argument
 _LAYOUT_FUNCTIONS = (
     operator.getitem,
     torch.reshape,
@@ -130,7 +132,8 @@ def _reaching(linear: fx.Node, inside: list[fx.Node], values: tuple[fx.Node, ...
     numbers: dict[fx.Node, Any] = {linear: torch.arange(output.shape[-1]).expand(output.shape).clone()}
     reached: list[torch.Tensor] = []
     for node in inside:
-        numbered = [n for n in graphs.sources(node) if n in numbers]
+        sources = node.all_input_nodes[:1] if node.target in _LIKE else graphs.sources(node)
+        numbered = [n for n in sources if n in numbers]
         if not numbered:
             continue
         made = None if graphs.is_write(node) else _numbered(node, numbered, numbers)
@@ -154,6 +157,8 @@ def _numbered(node: fx.Node, sources: list[fx.Node], numbers: dict[fx.Node, Any]
     args = fx.map_arg(node.args, lambda n: numbers.get(n, graphs.example(n)))
     kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, graphs.example(n)))
     try:
+        if node.target in _LIKE:
+            return getattr(args[0], _LIKE[str(node.target)])(graphs.shape(node))
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         target: Any = node.target
@@ -164,7 +169,7 @@ def _numbered(node: fx.Node, sources: list[fx.Node], numbers: dict[fx.Node, Any]
 
 def _is_layout(node: fx.Node) -> bool:
     if node.op == "call_method":
-        return node.target in _LAYOUT_METHODS
+        return node.target in _LAYOUT_METHODS or node.target in _LIKE
     return node.op == "call_function" and (node.target in _LAYOUT_FUNCTIONS or graphs.is_cache_part(node))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -55,10 +56,8 @@ class LayerSites:
     def layer_site(self) -> Site:
         first, output = self.kind.subs[0], next(n for n in self.kind.traced.graph.nodes if n.op == "output")
         states = {"x": self.state("x", graphs.stripped(first.res, self.kind.root))}
-        result = output.args[0]
-        while isinstance(result, (tuple, list)):
-            result = result[0]
-        if isinstance(result, fx.Node):
+        result = first_of(output.args[0])
+        if result is not None:
             states["h"] = self.state("h", result)
         return self.site((), self.layer, states)
 
@@ -271,6 +270,13 @@ def attention_heads(attention: Attention) -> fx.Node | None:
             return None
         node, seen = users[0], seen + 1
     return None
+
+
+def first_of(value: Any) -> fx.Node | None:
+    """The tensor that comes first in what a layer returns, if the layer has put it there itself."""
+    while isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return value if isinstance(value, fx.Node) and graphs.is_tensor(value) else None
 
 
 def width_of(sub: SubLayer, role: str) -> int | None:
