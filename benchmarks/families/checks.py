@@ -20,7 +20,7 @@ from benchmarks.families.edits import TRIALS, Trial
 from benchmarks.families.failures import reason_of
 from benchmarks.families.forward import main_output, run, same
 from benchmarks.families.roles import plan_disagreements
-from benchmarks.families.rolling import rolling
+from benchmarks.families.rolling import apart, described
 from benchmarks.families.state import difference, state_of
 from benchmarks.families.witness import Witness, witness
 
@@ -85,7 +85,9 @@ class _Base:
         self.state = state_of(model)
         self.out = run(model, inputs)
         self.frozen = _frozen(model, inputs)
-        self.cache = rolling(model, inputs, TOLERANCE)
+        worst = apart(model, inputs)
+        self.cache = described(worst, TOLERANCE)
+        self.tolerance = TOLERANCE if isinstance(worst, str) else max(TOLERANCE, 10 * worst)
 
 
 def _frozen(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -151,7 +153,7 @@ def _compiled(base: _Base, trial: Trial, arms: tuple[tuple[str, str], ...]) -> A
     if _gap(changed, base.frozen) == 0.0:
         raise Wrong("does not change the output")
     share = _gradients(base, parameters)
-    cache = rolling(model, base.inputs, TOLERANCE) if base.cache == "equal" else "base " + base.cache
+    cache = described(apart(model, base.inputs), base.tolerance) if base.cache == "equal" else "base " + base.cache
     if base.cache == "equal" and cache != "equal":
         raise Wrong(f"decoding with a cache {cache}")
     peftc.remove(model)

@@ -14,8 +14,8 @@ from benchmarks.families.shrink import LAST_FREE
 NEW_TOKENS = 3
 
 
-def rolling(model: nn.Module, inputs: Mapping[str, Any], tolerance: float) -> str:
-    """`equal`, `does not generate`, or what differs: the logits of greedy steps with the cache and without."""
+def apart(model: nn.Module, inputs: Mapping[str, Any]) -> float | str:
+    """The largest relative difference of these logits, or why there is none."""
     if not getattr(model, "can_generate", lambda: False)():
         return "does not generate"
     try:
@@ -23,8 +23,12 @@ def rolling(model: nn.Module, inputs: Mapping[str, Any], tolerance: float) -> st
         without = _logits(model, inputs, False)
     except Exception as error:
         return f"raises {type(error).__name__}: {str(error)[:120]}"
-    worst = max(_relative(a, b) for a, b in zip(with_cache, without, strict=True))
-    return "equal" if worst < tolerance else f"differs by {worst:.1e}"
+    return max(_relative(a, b) for a, b in zip(with_cache, without, strict=True))
+
+
+def described(worst: float | str, tolerance: float) -> str:
+    """`equal`, by how much they differ, or why they cannot be compared."""
+    return worst if isinstance(worst, str) else "equal" if worst < tolerance else f"differs by {worst:.1e}"
 
 
 @torch.no_grad()
