@@ -14,6 +14,7 @@ from peftc.tracing.seams import attention
 
 __all__ = [
     "Reading",
+    "as_image",
     "attention",
     "attention_with_rows",
     "full_precision",
@@ -25,6 +26,7 @@ __all__ = [
     "slab_of",
     "still",
     "stored_as",
+    "tokens_of",
     "unflattened",
     "unseen",
     "with_rows",
@@ -54,6 +56,18 @@ def stored_as(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def unflattened(value: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
     """(batch · tokens, d) as (batch, tokens, d), batch and tokens being those of the layer's input."""
     return value.view(*stream.shape[:-1], value.shape[-1])
+
+
+def tokens_of(image: torch.Tensor, second: bool) -> torch.Tensor:
+    """An image as tokens (batch, height · width, d). Shapes: image (batch, d, height, width) where `second`, else (batch, height,
+    width, d).
+    """
+    return image.flatten(2).transpose(1, 2) if second else image.flatten(1, -2)
+
+
+def as_image(tokens: torch.Tensor, image: torch.Tensor, second: bool) -> torch.Tensor:
+    """Tokens as an image, laid out as `image` is."""
+    return (tokens.transpose(1, 2) if second else tokens).reshape(image.shape)
 
 
 def rows_of(whole: torch.Tensor, dim: int, base: int, count: int, stride: int, start: int, stop: int) -> torch.Tensor:

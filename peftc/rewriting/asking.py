@@ -72,7 +72,14 @@ class Asking(RegionTracer):
     # What code asks ----------------------------------------------------------------------------------------------
 
     def decide(self, node: fx.Node, kind: str, value: Any) -> Any:
-        """A truth that can only be told while the region runs (of a size that a cache gives) is asked there."""
+        """A truth that can only be told while the region runs (of a size that a cache gives) is asked there; a number that
+        follows from the shapes of weights need not be asked.
+        """
+        if kind in ("int", "float") and self.live and any(map(acts, ancestors(node))):
+            number = self.sizes.beforehand(node)
+            if number is None or not isinstance(number, fx.Node):
+                return value if number is not None else super().decide(node, kind, value)
+            return super().decide(number, kind, value)
         if kind == "bool" and self.live and any(map(acts, ancestors(node))):
             before = self.sizes.beforehand(node) if node.meta["origin"] in self.beforehand else None
             if before is None:
@@ -95,6 +102,9 @@ class Asking(RegionTracer):
             return value
         if value is None or isinstance(value, str):
             return self.word_read(owner, name, value)
+        if is_row(value):
+            self.facts[owner, name] = value
+            return value
         read = super().attribute_read(module, name, value)
         if name != "training" and isinstance(read, Attribute):
             self.numbers[read.path] = None
@@ -223,7 +233,7 @@ def showing(cls: type) -> type:
 
     def __getattribute__(self: Any, name: str) -> Any:
         value = parent.__getattribute__(self, name)
-        if value is not None and type(value) is not str:
+        if value is not None and type(value) is not str and not is_row(value):
             return value
         tracer = current()
         return tracer.attribute_read(self, name, value) if isinstance(tracer, Asking) else value
@@ -231,6 +241,11 @@ def showing(cls: type) -> type:
     members = {"__getattr__": __getattr__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
     _showing[cls] = made = type(cls.__name__, (cls,), members)
     return made
+
+
+def is_row(value: Any) -> bool:
+    """Whether a value is some numbers, which Python reads as they are (the height and width of a window)."""
+    return type(value) in (tuple, list) and len(value) > 0 and all(type(v) in (bool, int, float) for v in value)
 
 
 def operation(target: Any) -> str:

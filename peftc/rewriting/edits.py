@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 
@@ -28,6 +29,7 @@ class Bound:
     rows: Slice | None = None
     width: int = 0
     flat: bool = False  # (batch · tokens, d) in the model's own code
+    map: Literal["", "second", "last"] = ""  # an image there: which of its dimensions is d
     weight: WeightRef | None = None
 
 

@@ -16,7 +16,7 @@ from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.edits import STREAM, Bound, RegionEdit
 from peftc.rewriting.slabs import Slabs, layout
-from peftc.runtime import full_precision, rows_of, stored_as, unflattened, with_rows
+from peftc.runtime import as_image, full_precision, rows_of, stored_as, tokens_of, unflattened, with_rows
 from peftc.tracing.attention import is_softmax
 from peftc.tracing.graphs import EDIT
 from peftc.tracing.sites import Slice
@@ -104,6 +104,8 @@ class _Assignment:
         new = self.value()
         if self.unflattened(bound):
             new = self.method("flatten", new, 0, 1)
+        if bound.map:
+            new = self.function(as_image, new, node, bound.map == "second")
         if bound.rows is not None:
             new = self.joined(node, bound.rows, new, -1, bound.width)
         mine = set(self.made)
@@ -229,6 +231,8 @@ class _Assignment:
         node = self.inserter.now(self.inserter.locate(bound.anchor, state))
         self.move_after(node)
         value = node if bound.rows is None else self.cut(node, bound.rows, -1, bound.width)
+        if bound.map:
+            return self.function(tokens_of, value, bound.map == "second")
         return self.function(unflattened, value, self.read(STREAM)) if self.unflattened(bound) else value
 
     def unflattened(self, bound: Bound) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
+import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -102,7 +104,8 @@ class LayerRegions:
         rows = state.place.rows
         example = node_of(state, self.layer, site, self.kind.traced).meta["example"]
         flat = site.stream is not None and isinstance(state.shape, Tokens) and example.ndim == 2
-        return Bound(anchor.relative(region), rows, example.shape[-1] if rows else 0, flat=flat)
+        width = example.shape[-1] if rows else 0
+        return Bound(anchor.relative(region), rows, width, flat=flat, map=map_of(state, site, example))
 
     def anchored(self, placed: ir.Placed, choice: _Choice, region: str) -> dict[str, Anchor | None]:
         if region == choice.region and choice.anchors:
@@ -179,6 +182,15 @@ class LayerRegions:
                 continue
             found.append((anchor, frames))
         return found
+
+
+def map_of(state: State, site: Site, example: object) -> Literal["", "second", "last"]:
+    """How a state has its image, where one of the site's is an image with d as its second dimension."""
+    if state.place is not None and state.place.map:
+        return "second"
+    maps = any(s.place is not None and s.place.map for s in site.states.values())
+    image = isinstance(example, torch.Tensor) and example.ndim > 3
+    return "last" if maps and image and isinstance(state.shape, Tokens) else ""
 
 
 def module_region(placed: list[ir.Placed], module: nn.Module) -> Region:

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.tracing.graphs import acts, ancestors, is_size, is_tensor
+from peftc.tracing.graphs import acts, ancestors, cache_part, is_cache_part, is_size, is_tensor
 
 KEEPING = frozenset({"to", "type", "type_as", "contiguous", "float", "clone"})
 LAID_OUT = frozenset({"view", "reshape"})
 BY_ELEMENT = (operator.mul, operator.add, operator.sub, operator.truediv, torch.mul, torch.add, torch.sub, torch.div)
 ON_NUMBERS = frozenset(
     getattr(operator, n)
-    for n in ["add", "sub", "mul", "floordiv", "mod", "neg", "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_"]
+    for n in ["add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "eq", "ne", "lt", "le", "gt", "ge"]
+    + ["and_", "or_", "not_"]
 )
+TURNED = frozenset({"permute", "transpose", "swapaxes"})
 KEEPING_MODULES = (nn.Dropout, nn.Identity, nn.LayerNorm)
 
 Create = Callable[[Any, tuple[Any, ...]], fx.Node]
@@ -50,6 +52,11 @@ class Sizes:
         source = tensor.args[0] if tensor.args else None
         if not isinstance(source, fx.Node):
             return None
+        if is_cache_part(tensor):  # a cache makes more tokens of what it is given
+            given = cache_part(tensor)
+            return None if given is None or at == tensor.meta["example"].ndim - 2 else self.size(given, at)
+        if tensor.op == "call_method" and tensor.target in TURNED:
+            return self.size(source, turned(tensor)[at])
         if tensor.op == "call_method" and tensor.target in LAID_OUT:
             sizes = tensor.args[1:]
             plain = len(sizes) == tensor.meta["example"].ndim and sizes[at] != -1
@@ -72,3 +79,14 @@ class Sizes:
         node = self.create(target, args)
         node.meta["example"] = like.meta["example"] if isinstance(like, fx.Node) else like
         return node
+
+
+def turned(tensor: fx.Node) -> list[int]:
+    """Which dimension of what was permuted each dimension is."""
+    places: list[int] = list(range(tensor.meta["example"].ndim))
+    given: Any = tensor.args[1:]
+    if tensor.target != "permute":
+        one, other = given
+        places[one], places[other] = places[other], places[one]
+        return places
+    return [places[d] for d in (given if isinstance(given[0], int) else given[0])]

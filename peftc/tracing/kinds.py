@@ -9,17 +9,19 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.model.fakes import fake_copy
 from peftc.tracing import graphs
+from peftc.tracing.axes import features_dim
 from peftc.tracing.blocks import TraceError
 from peftc.tracing.calls import innermost
-from peftc.tracing.observe import Observation, observe
+from peftc.tracing.observe import Observation, observe, repeated_blocks
 from peftc.tracing.roles import SubLayer, sub_layers
 from peftc.tracing.routed import find_experts
+from peftc.tracing.stages import convolutional_blocks, refined
+from peftc.tracing.stream import stream_input
 from peftc.tracing.tracer import RegionTracer, Traced
 
 
@@ -61,8 +63,38 @@ class Anatomy:
 
 
 def dissect(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> Anatomy:
-    """Finds and traces the layers of a skeleton (a model of fake tensors)."""
-    seen = observe(model, sample, mode)
+    """Finds and traces the layers of a skeleton (a model of fake tensors).
+
+    Where nothing has a residual stream of tokens, the layers are the blocks of convolutions that the model repeats.
+    """
+    anatomy = dissected(model, sample, mode, repeated_blocks(model))
+    if not anatomy.stacks and (blocks := convolutional_blocks(model)):
+        maps = dissected(model, sample, mode, blocks, bare=True)
+        return maps if maps.stacks else anatomy
+    return anatomy
+
+
+def dissected(
+    model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: list[str], bare: bool = False
+) -> Anatomy:
+    """The anatomy whose layers are some blocks or, where these are stages, what is listed in them.
+
+    `bare`: blocks without sub-layers are layers, too.
+    """
+    anatomy, subs = taken_apart(model, sample, mode, blocks, bare)
+    while (finer := refined(blocks, subs, model)) != blocks:
+        more, subs = taken_apart(model, sample, mode, finer, bare)
+        if not more.stacks:
+            break
+        anatomy, blocks = more, finer
+    return anatomy
+
+
+def taken_apart(
+    model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: list[str], bare: bool
+) -> tuple[Anatomy, dict[str, list[SubLayer]]]:
+    """One sample forward, each kind of block in it traced; and the sub-layers of each block."""
+    seen = observe(model, sample, mode, blocks)
     anatomy = Anatomy(model, mode, seen, [])
     kinds: dict[str, LayerKind | None] = {}
     members: dict[str, list[tuple[str, LayerKind]]] = {}
@@ -70,10 +102,11 @@ def dissect(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensor
         if key not in kinds:
             kinds[key] = trace_layer(model.get_submodule(name), name, arguments, anatomy)
         kind = kinds[key]
-        if kind is not None and kind.subs:
+        if kind is not None and (kind.subs or (bare and stream_input(kind.traced.graph) is not None)):
             members.setdefault(name.rpartition(".")[0], []).append((name, kind))
     anatomy.stacks = gathered(members, {name: i for i, name in enumerate(seen.order)})
-    return anatomy
+    found = {name: kinds[key] for name, (key, _) in seen.layers.items()}
+    return anatomy, {name: kind.subs if kind is not None else [] for name, kind in found.items()}
 
 
 def gathered(members: Mapping[str, list[tuple[str, LayerKind]]], order: Mapping[str, int]) -> list[Stack]:
@@ -155,6 +188,6 @@ def reason(error: Exception) -> str:
 
 def example_width(kind: LayerKind) -> int:
     """Width of the residual stream."""
-    value = kind.subs[0].res.meta["example"]
-    assert isinstance(value, torch.Tensor)
-    return value.shape[-1]
+    stream = kind.subs[0].res if kind.subs else stream_input(kind.traced.graph)
+    assert stream is not None
+    return graphs.shape(stream)[features_dim(stream, kind.root)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,40 +66,47 @@ def flattened(value: Any) -> list[Any]:
     return [value]
 
 
-def observe(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> Observation:
+def observe(
+    model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: Collection[str]
+) -> Observation:
     """Runs the model once on `sample`, or on inputs made for it; and then those parts of it that this does not reach.
 
-    `layers` keeps, for the first layer of each kind, a copy of its bound arguments.
+    `blocks`: the names of what may be a layer. `layers` keeps, for the first layer of each kind, a copy of its bound arguments.
     """
-    inputs, seen = on_sample(model, sample, lambda given: observed(model, lambda: model(**given), mode))
+    inputs, seen = on_sample(model, sample, lambda given: observed(model, lambda: model(**given), mode, blocks))
     for call in part_calls(model, inputs, seen.unseen):
         if not seen.missing:
             break
         with contextlib.suppress(Exception):  # what was tried is not what this part takes
-            seen.add(observed(model, call, mode, seen), call.modality)
+            seen.add(observed(model, call, mode, blocks, seen), call.modality)
     return seen
 
 
 def observed(
-    model: nn.Module, call: Callable[[], Any], mode: FakeTensorMode, known: Observation | None = None
+    model: nn.Module,
+    call: Callable[[], Any],
+    mode: FakeTensorMode,
+    blocks: Collection[str],
+    known: Observation | None = None,
 ) -> Observation:
     """One call, watched. With `known` it is one of a part, and may fail once that has run."""
     try:
-        return watched(model, call, mode, every=False)
+        return watched(model, call, mode, blocks, every=False)
     except Exception:  # a layer may need what another one that was left out does
-        return watched(model, call, mode, every=True, partial=known)
+        return watched(model, call, mode, blocks, every=True, partial=known)
 
 
 def watched(
     model: nn.Module,
     call: Callable[[], Any],
     mode: FakeTensorMode,
+    blocks: Collection[str],
     every: bool,
     partial: Observation | None = None,
 ) -> Observation:
     """One call, watched; with `every` layer, or only those that are not like one that has run."""
     names = {id(m): n for n, m in model.named_modules()}
-    candidates = set(repeated_blocks(model))
+    candidates = set(blocks)
     seen = Observation(candidates=candidates)
     kinds: set[str] = set()
 

@@ -17,7 +17,7 @@ from peftc.tracing import features, graphs, mlp
 from peftc.tracing.attention import Attention, attentions
 from peftc.tracing.experts import Experts
 from peftc.tracing.listed import Listed
-from peftc.tracing.mixing import made_of_weights, mixes, mixes_neighbours, weighted
+from peftc.tracing.mixing import made_of_weights, mixes, mixes_neighbours, mixing, weighted
 from peftc.tracing.mlp import Projection
 from peftc.tracing.parallel import single
 from peftc.tracing.router import Router
@@ -162,9 +162,13 @@ def parallel(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
 
 
 def attended(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> fx.Node | None:
-    """The result of an attention that a feed-forward block of the same sub-layer alone reads, without a sum in between."""
+    """The result of an attention, or of convolutions, that a feed-forward block of the same sub-layer alone reads, without a
+    sum in between.
+    """
     body = stream.body(h)
     out = next((graphs.fed(a.out, root, body) for a in inside if a.call in body), None)
+    if out is None and mixes_neighbours(body, stream, root):
+        out = max((n for n in body if not stream.holds(n) and mixing(n, root)), default=None)
     behind = set(graphs.upstream(h, lambda n: n is out)) - {out}
     if out is None or any(map(stream.holds, behind)) or sum(graphs.is_linear(n, root) for n in behind) < 2:
         return None

@@ -75,11 +75,13 @@ class Place:
     """Where a hidden state lives in the traced graph of the layer (or module) `root`.
 
     `node` names a node of the kind's fully inlined graph, or is INPUT or OUTPUT: the first argument or the result of the
-    site's own module. `rows` is a slice of its last dimension.
+    site's own module. `rows` is a slice of its last dimension. `map`: its features are its second dimension, as
+    convolutions have them: (batch, d, height, width).
     """
 
     node: str
     rows: Slice | None = None
+    map: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from peftc.forms import shapes
 from peftc.tracing import graphs
 from peftc.tracing.attention import Attention
+from peftc.tracing.axes import features_dim
 from peftc.tracing.kinds import Anatomy, LayerKind
 from peftc.tracing.listed import Listed
 from peftc.tracing.mixing import weighted
@@ -54,8 +55,9 @@ class LayerSites:
         return found
 
     def layer_site(self) -> Site:
-        first, output = self.kind.subs[0], next(n for n in self.kind.traced.graph.nodes if n.op == "output")
-        states = {"x": self.state("x", graphs.stripped(first.res, self.kind.root))}
+        first = self.kind.subs[0].res if self.kind.subs else self.stream
+        output = next(n for n in self.kind.traced.graph.nodes if n.op == "output")
+        states = {"x": self.state("x", graphs.stripped(first, self.kind.root))}
         result = first_of(output.args[0])
         if result is not None:
             states["h"] = self.state("h", result)
@@ -204,7 +206,12 @@ class LayerSites:
         assert isinstance(value, torch.Tensor)
         if heads:
             return State(name, shapes.Heads(value.shape[2], value.shape[3]), Place(node.name, rows))
-        return State(name, shapes.Tokens(rows.width if rows else value.shape[-1]), Place(node.name, rows))
+        dim = features_dim(node, self.kind.root)
+        return State(
+            name,
+            shapes.Tokens(rows.width if rows else value.shape[dim]),
+            Place(node.name, rows, map=dim < value.ndim - 1),
+        )
 
     def site(
         self,

@@ -143,3 +143,46 @@ def test_a_decision_on_sizes_one_way_of_which_the_call_cannot_go() -> None:
     ]
     for x, given in calls * 2:
         assert torch.equal(module(x, key, given), base(x, key, given))
+
+
+class Windowed(nn.Module):
+    """Reads the height and width of a window, two numbers in one attribute."""
+
+    def __init__(self, window: tuple[int, int]) -> None:
+        super().__init__()
+        self.window, self.inner = window, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).unflatten(1, self.window).sum(2)
+
+
+def test_rows_of_numbers_in_attributes_are_not_baked_in() -> None:
+    base, module, x = Windowed((2, 3)), Windowed((2, 3)), torch.randn(1, 6, 4)
+    module.load_state_dict(base.state_dict())
+    rewritten(module)
+    assert torch.equal(module(x), base(x))
+    base.window = module.window = (3, 2)
+    assert torch.equal(module(x), base(x))
+
+
+class Scaled(nn.Module):
+    """Makes a plain number of the width of what it has computed."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.inner, self.heads, self.width = nn.Linear(4, 4), heads, 4 // heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y = y.view(y.shape[0], y.shape[1], self.heads, self.width).permute(0, 2, 1, 3).transpose(1, 2)
+        return y.flatten(2) / float(y.size(-1) ** 0.5)
+
+
+def test_numbers_made_of_sizes_inside_are_asked_for_beforehand() -> None:
+    base, module, x = Scaled(1), Scaled(1), torch.randn(2, 3, 4)
+    module.load_state_dict(base.state_dict())
+    kind = rewritten(module)
+    for heads in (1, 4):
+        base.heads, base.width = module.heads, module.width = heads, 4 // heads
+        assert torch.equal(module(x), base(x))
+    assert len(kind.variants) == 2

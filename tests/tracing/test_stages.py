@@ -1,0 +1,151 @@
+"""Pyramids: lists of stages whose layers are what they list; and layers on images, whose features come second."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+
+D = 8
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        return self.o(scores.softmax(-1) @ self.v(x))
+
+
+class Ffn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Layer(nn.Module):
+    """With `ffns` in a list: that does not make it a stage."""
+
+    def __init__(self, ffns: int) -> None:
+        super().__init__()
+        self.attention, self.ffns = Attention(), nn.ModuleList([Ffn() for _ in range(ffns)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        for ffn in self.ffns:
+            x = ffn(x)
+        return x
+
+
+class Stage(nn.Module):
+    """Layers behind a change of resolution, after which nothing is a sum with the stage's input."""
+
+    def __init__(self, halved: bool) -> None:
+        super().__init__()
+        self.halve = nn.Linear(2 * D, D) if halved else None
+        self.blocks = nn.ModuleList([Layer(2), Layer(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.halve is None else self.halve(x.unflatten(1, (-1, 2)).flatten(2))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Convolutional(nn.Module):
+    """A block of convolutions, whose residual is an image; `bare` without one."""
+
+    def __init__(self, bare: bool) -> None:
+        super().__init__()
+        self.bare = bare
+        self.conv, self.norm = nn.Conv2d(D, D, 3, padding=1), nn.BatchNorm2d(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x)).relu()
+        return y if self.bare else x + y
+
+
+class Separable(nn.Module):
+    """Neighbours are mixed, and then features, in one branch; the Linears have the image with its features last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(D, D, 3, padding=1, groups=D)
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.mix(x).permute(0, 2, 3, 1))
+        return x + self.down(self.up(y).relu()).permute(0, 3, 1, 2)
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def paths(model: nn.Module, sample: dict[str, Tensor], last: str) -> list[tuple[str, str]]:
+    return [(s.path, s.module) for s in peftc.sites(model, sample=sample).sites if s.steps[-1][0] == last]
+
+
+def test_the_layers_of_a_pyramid_are_in_its_stages() -> None:
+    model = Model(Stage(False), Stage(True))
+    found = paths(model, {"x": torch.randn(2, 4, D)}, "layer")
+    blocks = [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
+    assert found == [(f"encoder.layer[{i}]", name) for i, name in enumerate(blocks)]
+
+
+def test_a_list_of_feed_forward_networks_makes_no_stage() -> None:
+    found = paths(Model(Layer(2), Layer(2)), {"x": torch.randn(2, 4, D)}, "layer")
+    assert [module for _, module in found] == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_blocks_of_convolutions_are_layers_where_there_are_no_others(bare: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, D, 3, 5)
+    model = Model(Convolutional(bare), Convolutional(bare)).eval()
+    before = model(x)
+    peftc.compile("peft 1\nedit e at layer[*] { h *= vector(init=1) }", model, sample={"x": x})
+    assert torch.equal(model(x), before)
+    scale = torch.rand(D)
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter.copy_(scale)
+    changed = model(x)
+    peftc.remove(model)
+    for layer in model.layers:
+        x = layer(x) * scale.view(1, D, 1, 1)
+    assert torch.equal(changed, x)
+
+
+def test_an_image_is_read_and_written_as_tokens() -> None:
+    """x is (batch, height, width, d) where the Linears read it, h (batch, d, height, width) where it is added."""
+    torch.manual_seed(0)
+    x = torch.randn(2, D, 3, 5)
+    model = Model(Separable(), Separable()).eval()
+    assert [p for p, _ in paths(model, {"x": x}, "ffn")] == [f"encoder.layer[{i}].ffn" for i in (0, 1)]
+    assert [p for p, _ in paths(model, {"x": x}, "mixer")] == [f"encoder.layer[{i}].mixer" for i in (0, 1)]
+    before = model(x)
+    peftc.compile("peft 1\nedit f at layer[0].ffn { h += lora(x, r=2) }", model, sample={"x": x}, seed=0)
+    assert torch.equal(model(x), before)
+    with torch.no_grad():
+        a, b = (p.normal_() for p in peftc.parameters(model).values())
+    first, second = (model.get_submodule(f"layers.{i}") for i in (0, 1))
+    changed = model(x)
+    peftc.remove(model)
+    mixed = first.norm(first.mix(x).permute(0, 2, 3, 1))
+    added = (mixed @ a.t() @ b.t()).permute(0, 3, 1, 2)
+    torch.testing.assert_close(changed, second(first(x) + added), rtol=1e-4, atol=1e-4)
