@@ -122,10 +122,15 @@ def nested(sub: SubLayer, stream: Stream, inside: list[Attention], root: nn.Modu
 
 
 def carried(add: fx.Node, stream: Stream, root: nn.Module) -> bool:
-    """Whether a sum is of the stream and the stream, or of the stream and a mixture of its copies."""
+    """Whether a sum is of the stream and the stream, of the stream and a mixture of its copies, or of the stream and what
+    does not depend on it.
+    """
     operands = [a for a in add.args[:2] if isinstance(a, fx.Node)]
     held = [a for a in operands if stream.holds(a)]
-    return len(operands) == 2 and len(held) > 0 and all(a in held or copies(a, stream, root) for a in operands)
+    others = [a for a in operands if a not in held]
+    return (
+        len(operands) == 2 and len(held) > 0 and all(copies(a, stream, root) or not stream.reaches(a) for a in others)
+    )
 
 
 def copies(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
