@@ -185,8 +185,7 @@ def _hands_on(node: fx.Node, source: fx.Node) -> bool:
 
 def blocks(features: torch.Tensor, width: int) -> Slice | None:
     """Sorted numbers of features as equal blocks at equal distances; None where they are none."""
-    numbers: list[int] = features.tolist()
-    found = list(_runs(numbers))
+    found = list(_runs(features.tolist()))
     lengths, starts = {stop - start for start, stop in found}, [start for start, _ in found]
     strides = {b - a for a, b in itertools.pairwise(starts)}
     if len(lengths) != 1 or len(strides) > 1:
@@ -200,10 +199,8 @@ def blocks(features: torch.Tensor, width: int) -> Slice | None:
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    start = last = numbers[0]
-    for n in numbers[1:]:
-        if n != last + 1:
-            yield start, last + 1
-            start = n
-        last = n
-    yield start, last + 1
+    """Where numbers follow each other; none of a slice without features."""
+    breaks = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
+    for first, behind in itertools.pairwise([0, *breaks, len(numbers)]):
+        if first < behind:
+            yield numbers[first], numbers[behind - 1] + 1

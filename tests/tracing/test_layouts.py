@@ -8,9 +8,11 @@ from torch import nn
 
 import peftc
 from benchmarks.families import build
+from peftc.tracing.attention import attentions
 from peftc.tracing.features import feeding
 from peftc.tracing.sites import Site, Slice
 from peftc.tracing.tracer import RegionTracer
+from peftc.tracing.written import joining
 
 LATENT, INTERLEAVED = "causal-lm/deepseek_v3", ("causal-lm/gpt_neox", "causal-lm/bloom")
 
@@ -75,3 +77,45 @@ def test_what_is_written_into_a_new_tensor() -> None:
     graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
     result = next(n for n in graph.nodes if n.op == "output").args[0]
     assert [(str(n.target), rows) for n, rows in feeding(result, root)] == [("both", Slice(6, 8)), ("other", None)]
+
+
+class Rotated(nn.Module):
+    """A part of the features for rotary positions, that has none here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plain, rotated = self.both(x).split([6, 0], dim=-1)
+        return torch.cat([plain, -rotated], dim=-1) + x.new_ones(6)
+
+
+def test_a_part_without_features() -> None:
+    root = Rotated()
+    graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
+    nothing = next(n for n in graph.nodes if getattr(n.meta["example"], "shape", (1,))[-1] == 0)
+    assert feeding(nothing, root) == []
+    result = next(n for n in graph.nodes if n.op == "output").args[0]
+    assert [(str(n.target), rows) for n, rows in feeding(result, root)] == [("both", None)]
+
+
+class Positioned(nn.Module):
+    """An attention written out, with a position bias in the shape of its scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(4, 12), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = q @ k.transpose(-2, -1)
+        scores = scores + self.bias(x)[..., None, :].reshape_as(scores)
+        return scores.softmax(-1) @ v
+
+
+def test_a_shape_that_is_taken_from_the_scores_does_not_make_a_bias_of_them() -> None:
+    root = Positioned()
+    graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
+    (attention,) = attentions(graph, root)
+    assert joining(attention) is not None
