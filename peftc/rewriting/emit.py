@@ -13,8 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from peftc.rewriting.lines import wrapped
+from peftc.rewriting.loops import Loop, late, loops_of
 from peftc.tracing.blocks import entered, left
 from peftc.tracing.graphs import is_size
+from peftc.tracing.pieces import ended
 from peftc.tracing.seams import branch
 
 INFIX = {
@@ -37,7 +40,6 @@ INFIX = {
     operator.xor: "^",
 }
 PREFIX = {operator.neg: "-", operator.invert: "~", operator.not_: "not "}
-WIDTH = 110
 REST = "rest"  # in the meta of a call: the `**` parameter that is handed on to it
 
 
@@ -132,8 +134,21 @@ class Emitter:
         lines: list[str] = []
         around: list[tuple[str, list[str]]] = []  # the head of each open block, and the lines before it
         passed = 0
+        loops, end = loops_of(self.graph), None
         for node in self.graph.nodes:
-            if node.target is branch:
+            if end is not None:  # of a loop that has been printed already
+                end = None if node is end else end
+            elif node in loops and passed < self.skip:
+                end = loops[node].end
+            elif node.target is ended:
+                (head, before), inside = around.pop(), [*lines, *self.ended(loops[node])]
+                lines = [*before, head, *(f"    {line}" for line in inside)]
+            elif node in loops:
+                around.append((self.turn(loops[node]), [*lines, *(f"{self.arg(n)} = []" for n in loops[node].made)]))
+                lines = []
+            elif node in self.texts:  # printed with its loop
+                continue
+            elif node.target is branch:
                 lines += self.fork(node, passed) if passed >= self.skip else []
                 passed += 1
             elif node.target is entered:
@@ -146,6 +161,21 @@ class Emitter:
                 self.texts[node] = self.known[node.meta["origin"]]
             else:
                 lines += self.statement(node)
+        return lines
+
+    def turn(self, loop: Loop) -> str:
+        """The head of a loop."""
+        self.texts |= {node: self.local(node) for node in (*loop.pieces, *loop.made)}
+        variables = ", ".join(self.texts[p] for p in loop.pieces)
+        sources = [self.arg(p.args[0]) for p in loop.pieces]
+        together = f"zip({', '.join(sources)})"
+        return f"for {variables} in {sources[0] if len(sources) == 1 else together}:"
+
+    def ended(self, loop: Loop) -> list[str]:
+        """The last lines of a loop, behind which only its lists are known."""
+        lines = [f"{self.texts[n]}.append({self.arg(n.args[0])})" for n in loop.made]
+        for node in loop.nodes:
+            self.texts.pop(node, None)
         return lines
 
     def statement(self, node: fx.Node) -> list[str]:
@@ -251,6 +281,8 @@ class Emitter:
 
     def arg(self, value: Any) -> str:
         if isinstance(value, fx.Node):
+            if value not in self.texts:
+                raise late(value)
             return self.texts[value]
         if isinstance(value, tuple):
             return f"({', '.join(map(self.arg, value))}{',' if len(value) == 1 else ''})"
@@ -295,26 +327,6 @@ def remove_dead(graph: fx.Graph) -> None:
         looking = node.op == "get_attr" or is_size(node) or node.target in (*looks, "get")
         if looking and not node.users:
             graph.erase_node(node)
-
-
-def wrapped(line: str) -> list[str]:
-    """A long call with one argument a line."""
-    if len(line) <= WIDTH or not line.endswith(")"):
-        return [line]
-    opening, depth = -1, 0
-    for i in range(len(line) - 1, -1, -1):
-        depth += {")": 1, "]": 1, "}": 1, "(": -1, "[": -1, "{": -1}.get(line[i], 0)
-        if depth == 0:
-            opening = i
-            break
-    parts, depth, start = list[str](), 0, opening + 1
-    for i in range(opening + 1, len(line) - 1):
-        depth += {")": -1, "]": -1, "}": -1, "(": 1, "[": 1, "{": 1}.get(line[i], 0)
-        if line[i] == "," and depth == 0:
-            parts.append(line[start:i].strip())
-            start = i + 1
-    parts.append(line[start:-1].strip())
-    return [line[: opening + 1], *(f"    {p}," for p in parts), ")"]
 
 
 def parameters(signature: inspect.Signature) -> str:

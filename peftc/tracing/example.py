@@ -10,6 +10,8 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from peftc.tracing.pieces import Pieces, unknown
+
 if TYPE_CHECKING:
     from peftc.tracing.tracer import RegionTracer
 
@@ -64,6 +66,7 @@ class Example(fx.Proxy):
     def __len__(self) -> int:
         if isinstance(self._value, torch.Tensor):
             return self.tracer.decide(self.size(0).node, "int", len(self._value))
+        unknown(len, (self._value,), {})
         if is_given(self.node) or self.node.target is getattr:
             return self.tracer.decide(self.node, "len", len(self._value))
         return len(self._value)  # how many results an operation has is not a decision
@@ -81,6 +84,8 @@ class Example(fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._value, dict):
             return iter(self.plain_keys())
+        if isinstance(self._value, Pieces):
+            return self.tracer.loops.turns(self, Example)
         return iter([self[i] for i in range(len(self))])
 
     def __getattr__(self, name: str) -> Any:

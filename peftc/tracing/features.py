@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from peftc.tracing import graphs
 from peftc.tracing.mixing import weighted
+from peftc.tracing.pieces import piece
 from peftc.tracing.sites import Slice
 
 _LAYOUT_METHODS = frozenset(
@@ -67,6 +68,7 @@ _LAYOUT_FUNCTIONS = (
     torch.tensor_split,
     torch.swapaxes,
     torch.repeat_interleave,
+    piece,
 )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx, nn
 
+from peftc.tracing.pieces import piece
 from peftc.tracing.seams import attention
 
 EDIT = "<edit>"  # in the place of a module's name, in the origin of nodes that edits make
@@ -225,7 +226,7 @@ def acts(node: fx.Node) -> bool:
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
         return (
-            node.target is attention
+            node.target in (attention, piece)
             or name in ("setitem", "dropout")
             or (name.endswith("_") and not name.endswith("__"))
         )

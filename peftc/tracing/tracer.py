@@ -21,8 +21,11 @@ from peftc.model.guesses import guessing, honest
 from peftc.tracing.blocks import AskedNone, Block, TraceError, decorated, entered
 from peftc.tracing.calls import baked, bind, innermost, nested_nodes
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
+from peftc.tracing.pieces import Loops, unknown
 from peftc.tracing.seams import attention, branch, live, spying
 from peftc.tracing.tape import Made, Remembering, Tape
+
+PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, bool)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class RegionTracer(fx.Tracer):
         ]()  # origins of parts of results that Python gets as None where they are None
         self.blocks: list[Block] = []  # open now
         self.surroundings: dict[tuple[str, tuple[Any, ...]], Any] = {}  # what torch was asked, and answered
+        self.loops = Loops(self)
         self.places: dict[fx.Node, fx.Node] = {}  # behind a node: what was next when something was put in between
 
     # What Python asks --------------------------------------------------------------------------------------------
@@ -106,8 +110,10 @@ class RegionTracer(fx.Tracer):
 
     def fork(self, condition: fx.Node, likely: bool = True) -> bool:
         """A decision on what is only known while the region runs: values of tensors, which the example does not have."""
-        if self.blocks:  # the other way would have to leave the block, too
-            raise TraceError("a decision on values of tensors inside of a `with` block cannot be kept in a graph")
+        if self.blocks or self.loops.open:  # the other way would have to leave the block, too
+            raise TraceError(
+                "a decision on values of tensors inside of a `with` block or a loop cannot be kept in a graph"
+            )
         at = len(self.outcomes)
         outcome = self.script[at] if at < len(self.script) else likely
         self.outcomes.append(outcome)
@@ -187,11 +193,14 @@ class RegionTracer(fx.Tracer):
         key = (frame, f"{kind} {word}")
         self.counts[key] = self.counts.get(key, -1) + 1
         node.meta["origin"] = (frame, key[1], self.counts[key])
+        self.loops.add(node)
         return node
 
     def compute(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
         """The example of a node, by the real thing."""
         with torch.no_grad():
+            if (made := unknown(target, args, kwargs)) is not None:
+                return made
             if kind == "call_module":
                 with guessing():  # a leaf's own decisions are not part of the graph
                     return self.root.get_submodule(target)(*args, **kwargs)
@@ -210,9 +219,11 @@ class RegionTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         if is_example(a):
-            return a.node
+            return self.loops.used(a.node)
         if isinstance(a, fx.Node):
             return a
+        if isinstance(a, list) and (made := self.loops.gathered(nested_nodes(a))) is not None:
+            return made
         if isinstance(a, tuple) and not hasattr(a, "_fields"):
             return tuple(map(self.create_arg, a))
         if isinstance(a, list):
@@ -231,21 +242,7 @@ class RegionTracer(fx.Tracer):
             return self.tensor_node(a)
         if isinstance(a, torch.Tensor) and (id(a) in self.tape.made or id(a) in self.tape.parts):
             return self.constant_node(a)
-        if isinstance(
-            a,
-            (
-                torch.dtype,
-                torch.device,
-                torch.layout,
-                torch.memory_format,
-                str,
-                int,
-                float,
-                bool,
-                type(None),
-                type(...),
-            ),
-        ):
+        if a is None or a is ... or isinstance(a, PLAIN):
             return a
         if callable(a):
             return a

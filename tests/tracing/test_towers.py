@@ -20,7 +20,7 @@ TOWERS = {
     "llava": {"vision": "self", "text": "self"},
     "paligemma": {"vision": "self", "text": "self"},
     "blip-2": {"vision": "self", "qformer": "self cross", "text": "self"},
-    "qwen2_vl": {"vision": "", "text": "self"},  # its vision attends in as many pieces as there are images
+    "qwen2_vl": {"vision": "self", "text": "self"},  # its vision attends in as many pieces as there are images
     "git": {"vision": "self", "text": "self"},
     "pix2struct": {"encoder": "self", "decoder": "self cross"},  # one encoder that its decoder attends to
 }
