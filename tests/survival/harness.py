@@ -32,6 +32,10 @@ edit ffn at layer[*].ffn { h += 2 * adapter(x, r=4, act=gelu) }""",
     "weights": """edit dora at layer[*].attn.q | layer[*].attn.o { w = magnitude(w + lowrank(r=2)) }
 train norms = [w, b] at layer[*].norm""",
 }
+PAIRS = [(name, spec) for name in SPECIES for spec in SPECS]
+SOME = [
+    PAIRS[5 * i + (2 * i + j) % 5] for i in range(len(SPECIES)) for j in range(2)
+]  # two specs of each, all specs in turn
 CACHED = tuple(name for name in SPECS if name != "gated")  # a gate sees fewer tokens with a cache
 
 

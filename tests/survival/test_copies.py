@@ -19,6 +19,7 @@ from torch import nn
 import peftc
 from tests import zoo
 from tests.survival.harness import (
+    SOME,
     SPECIES,
     SPECS,
     all_close,
@@ -31,7 +32,7 @@ from tests.survival.harness import (
     text,
 )
 
-pairs = pytest.mark.parametrize(("name", "spec"), [(n, s) for n in SPECIES for s in SPECS])
+pairs = pytest.mark.parametrize(("name", "spec"), SOME)
 
 
 def through_a_file(model: nn.Module) -> nn.Module:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import peftc
 from tests import zoo
-from tests.survival.harness import SPECIES, SPECS, compiled, given, same, state, text, train
+from tests.survival.harness import SOME, SPECIES, compiled, given, same, state, text, train
 
-pairs = pytest.mark.parametrize(("name", "spec"), [(n, s) for n in SPECIES for s in SPECS])
+pairs = pytest.mark.parametrize(("name", "spec"), SOME)
 
 
 def read(directory: Path, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -99,8 +99,7 @@ def test_shards(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded, inputs), logits(build(name), inputs))
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", SPECIES)
+@pairs
 def test_what_was_loaded_can_be_compiled_and_saved(name: str, spec: str, tmp_path: Path) -> None:
     """The whole life of a checkpoint: loaded, compiled, trained, saved, removed."""
     build(name).save_pretrained(tmp_path / "base")
