@@ -108,12 +108,13 @@ class _Tree:
 
     def _signature(self, site: Site) -> object:
         states = tuple((name, state.shape) for name, state in site.states.items())
-        return site.steps[len(_layer(site)) :], site.module.removeprefix(site.root), states
+        return site.steps[len(_layer(site)) :], site.module.removeprefix(site.root), states, site.runs
 
     def _layer_rows(self, alike: Sequence[Steps], members: Mapping[Steps, Sequence[Site]]) -> list[Row]:
         first = members[alike[0]]
         numbers = runs([index for steps in alike if (index := steps[-1][1]) is not None])
         name = f"  layer[{numbers}]" + (f" × {len(alike)}" if len(alike) > 1 else "")
+        name += f" run {first[0].runs} times" if first[0].runs > 1 else ""
         rows: list[Row] = []
         families = Families(first, len(alike[0]))
         for site in first:

@@ -101,7 +101,8 @@ class Site:
     smallest module containing it, where no one module does). `root` is the module whose graph holds its states (the layer,
     or the module itself outside layers). `group` names the attention group ("encoder.self") or the stack. `functions`: frozen sub-modules,
     from their name to the dotted name of the module. `stream`: the layer's input, where a state of this site has batch and
-    tokens flattened into one dimension.
+    tokens flattened into one dimension. `runs`: how often one forward runs the layer it is in: layers may share one set of
+    weights, and then what an edit does there it does each time.
     """
 
     path: str
@@ -113,6 +114,7 @@ class Site:
     functions: Mapping[str, str] = field(default_factory=dict[str, str])
     group: str = ""
     stream: State | None = None
+    runs: int = 1
 
 
 @dataclass(frozen=True)

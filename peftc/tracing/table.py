@@ -32,7 +32,8 @@ def all_sites(anatomy: Anatomy) -> tuple[Site, ...]:
     found: list[Site] = [*embeddings(anatomy)]
     for stack in anatomy.stacks:
         for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
-            found += LayerSites(name, kind, qualified(stack.name, (("layer", i),)), stack.name).sites()
+            sites = LayerSites(name, kind, qualified(stack.name, (("layer", i),)), stack.name).sites()
+            found += [replace(site, runs=anatomy.seen.calls.get(name, 1)) for site in sites]
     found += [*final_norms(anatomy), *heads(anatomy)]
     return tuple(found)
 
