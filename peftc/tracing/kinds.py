@@ -18,6 +18,7 @@ from peftc.tracing.axes import features_dim
 from peftc.tracing.blocks import TraceError
 from peftc.tracing.calls import innermost
 from peftc.tracing.observe import Observation, observe, repeated_blocks
+from peftc.tracing.pieces import Uncounted
 from peftc.tracing.roles import SubLayer, sub_layers
 from peftc.tracing.routed import find_experts
 from peftc.tracing.stages import convolutional_blocks, refined
@@ -138,7 +139,8 @@ def trace_layer(layer: nn.Module, name: str, arguments: dict[str, Any], anatomy:
             with anatomy.mode:
                 traced = tracer.trace_region(layer, fake_copy(arguments, anatomy.mode))
         except Exception as error:
-            inside = [f for f in tracer.frames if f not in leaves]
+            asking = [error.frame] if isinstance(error, Uncounted) and error.frame else []
+            inside = [f for f in [*tracer.frames, *asking] if f not in leaves]
             if not inside:
                 anatomy.warnings.append(f"{name} ({type(layer).__name__}) could not be traced: {reason(error)}")
                 return None

@@ -23,7 +23,20 @@ if TYPE_CHECKING:
 
 
 class Lengths(list[int]):
-    """Numbers that only the data of a tensor tells; as an example two, that make up the first tensor which is split by them."""
+    """Numbers that only the data of a tensor tells; as an example two, that make up the first tensor which is split by them.
+
+    `frame`: the module whose code asked for them.
+    """
+
+    frame = ""
+
+
+class Uncounted(TraceError):
+    """Code asked how many such numbers there are; `frame`: the module whose code has asked for the numbers."""
+
+    def __init__(self, frame: str) -> None:
+        super().__init__("how many pieces there are is only known while the region runs")
+        self.frame = frame
 
 
 class Pieces(tuple[torch.Tensor, ...]):
@@ -47,7 +60,7 @@ def ended(first: Any) -> None:
 def unknown(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The example of an operation that gives such numbers or takes them; None for any other operation.
 
-    Raises: TraceError where how many there are is asked.
+    Raises: Uncounted where how many there are is asked.
     """
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name == "tolist" and isinstance(args[0], torch.Tensor):
@@ -56,7 +69,7 @@ def unknown(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(isinstance(value, Lengths | Pieces) for value in given) or target in (piece, gathered):
         return None
     if name != "split" or not isinstance(lengths := given[1], Lengths):
-        raise TraceError("how many pieces there are is only known while the region runs")
+        raise Uncounted(next((value.frame for value in given if isinstance(value, Lengths)), ""))
     tensor: torch.Tensor = given[0]
     dim: int = kwargs.get("dim", given[2] if len(given) > 2 else 0)
     if not lengths:

@@ -21,7 +21,7 @@ from peftc.model.guesses import guessing, honest
 from peftc.tracing.blocks import AskedNone, Block, TraceError, decorated, entered
 from peftc.tracing.calls import baked, bind, innermost, nested_nodes
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
-from peftc.tracing.pieces import Loops, unknown
+from peftc.tracing.pieces import Lengths, Loops, unknown
 from peftc.tracing.seams import attention, branch, live, spying
 from peftc.tracing.tape import Made, Remembering, Tape
 
@@ -200,6 +200,8 @@ class RegionTracer(fx.Tracer):
         """The example of a node, by the real thing."""
         with torch.no_grad():
             if (made := unknown(target, args, kwargs)) is not None:
+                if isinstance(made, Lengths):
+                    made.frame = self.frames[-1] if self.frames else ""
                 return made
             if kind == "call_module":
                 with guessing():  # a leaf's own decisions are not part of the graph
