@@ -31,6 +31,7 @@ __all__ = [
     "unseen",
     "with_rows",
     "with_slabs",
+    "with_visible",
 ]
 
 
@@ -91,16 +92,23 @@ def with_rows(
 
 
 def like_operand(rows: torch.Tensor, operand: torch.Tensor, order: tuple[int, ...], merged: bool) -> torch.Tensor:
-    """Rows (batch, heads, rows, d) laid out as an operand of a product: its dimensions are `order` of those; with batch and
-    heads in one dimension where `merged`.
+    """Rows (batch, heads, rows, d) laid out as an operand of a product: its dimensions are `order` of those, the fifth one of
+    blocks of tokens; with batch and heads in one dimension where `merged`.
     """
     rows = rows.to(operand.dtype)
+    rows = rows.unsqueeze(-1) if len(order) == 5 else rows  # the same for each block
     return (rows.flatten(0, 1) if merged else rows).permute(order)
 
 
 def reshaped_like(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Scores of joined rows in the shape of the others."""
     return rows.reshape(*others.shape[:-1], rows.shape[-1])
+
+
+def with_visible(mask: torch.Tensor, rows: torch.Tensor, shown: float, after: bool) -> torch.Tensor:
+    """A mask of keys with `shown` for the keys of joined rows, behind the others where `after`, else before."""
+    more = mask.new_full((*mask.shape[:-1], rows.shape[-1]), shown)
+    return torch.cat([mask, more] if after else [more, mask], -1)
 
 
 def slab_of(whole: torch.Tensor, count: int, index: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +33,7 @@ def guessing() -> Generator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")  # an operation that fails is told by its exception
     before, log.disabled = log.disabled, True
     try:
-        with _Guesses(), _Words(), _told(False):
+        with _Guesses(), _Words(), _told(False), settled():
             yield
     finally:
         log.disabled = before
@@ -50,6 +51,27 @@ def _told(honest: bool) -> Generator[None]:
         yield
     finally:
         _honest.value = before
+
+
+@contextlib.contextmanager
+def settled() -> Generator[None]:
+    """Inside the block a module that is told to have the dtype that it has stays as it is: the parameters of a copy without
+    data cannot be exchanged.
+    """
+    module: Any = nn.Module
+    before = module.to
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
+        held = [t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()]
+        same = device is None and dtype is not None and all(t.dtype == dtype for t in held)
+        return self if same else before(self, *args, **kwargs)
+
+    module.to = to
+    try:
+        yield
+    finally:
+        module.to = before
 
 
 class _Words(TorchFunctionMode):

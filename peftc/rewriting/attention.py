@@ -10,11 +10,12 @@ import torch
 from torch import fx, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.runtime import attention_with_rows, function_with_rows, like_operand, reshaped_like
+from peftc.runtime import attention_with_rows, function_with_rows, like_operand, reshaped_like, with_visible
 from peftc.tracing.attention import Attention, attention_at, operands
+from peftc.tracing.graphs import is_tensor
 from peftc.tracing.seams import attention
 from peftc.tracing.tracer import Traced
-from peftc.tracing.written import Step, joining
+from peftc.tracing.written import Step, joining, visible
 
 
 class Adding(Protocol):
@@ -73,7 +74,7 @@ class Written:
 
     def __init__(self, softmax: fx.Node, traced: Traced) -> None:
         found = attention_at(softmax, traced.root) if traced.root is not None else None
-        made = joining(found) if found is not None else None
+        made = joining(found, traced.root) if found is not None and traced.root is not None else None
         if found is None or made is None:
             raise PeftcError(Diagnostic("P403", "in this call pattern the attention is not written as it was analysed"))
         self.found: Attention = found
@@ -94,8 +95,10 @@ class Written:
         add.start_before(self.softmax)
         rows = add.function(like_operand, key, found.k, keys.order, keys.merged)
         made = self.taken(add, self.product(add, scores, found.k, rows), self.joining.scores, scores)
+        shown = visible(self.softmax)
         together = [own, made] if after else [made, own]
-        self.softmax.args = (add.function(torch.cat, together, -1), *self.softmax.args[1:])
+        rest = [add.function(with_visible, a, made, shown, after) if is_tensor(a) else a for a in self.softmax.args[1:]]
+        self.softmax.args = (add.function(torch.cat, together, -1), *rest)
         add.start_after(self.softmax)
         length = add.method("size", made, -1)
         count = add.method("size", own, -1)

@@ -14,7 +14,7 @@ from peftc.rewriting.asking import Asking
 from peftc.rewriting.emit import Emitter, attribute_path
 from peftc.tracing.calls import baked
 from peftc.tracing.graphs import acts, ancestors
-from peftc.tracing.tracer import Guard, Traced
+from peftc.tracing.tracer import Guard, Traced, taken_from
 
 
 def conditions(
@@ -46,8 +46,7 @@ def only_inside(guard: Guard) -> bool:
 
 
 def given_by_child(node: fx.Node) -> bool:
-    source = node.args[0] if node.target is operator.getitem else node
-    return isinstance(source, fx.Node) and source.op == "call_module"
+    return taken_from(node).op == "call_module"
 
 
 def facts(traced: Traced, tracer: Asking) -> Iterator[str]:

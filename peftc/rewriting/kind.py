@@ -161,7 +161,9 @@ class Kind:
         return self.variant(graph, others, conditions, calls.handed)
 
     def ways(self, calls: Calls) -> tuple[fx.Graph, Mapping[int, emit.Others | Exception], tuple[str, ...]]:
-        """The first way, the others at its branches, and when they hold. A way on which the model's own code raises ends there."""
+        """The first way, the others at its branches, and when they hold. A way ends where the model's own code raises, or where
+        there is nothing to edit.
+        """
         conditions: dict[str, None] = {}
         found = 0
 
@@ -185,6 +187,13 @@ class Kind:
                 calls.ask_beforehand(decision)
                 conditions.update(dict.fromkeys(self.conditions(*ended.call, calls)))
                 return ended.error
+            except (
+                PeftcError
+            ) as error:  # where the model does not compute what is edited, a call that goes there is told
+                if error.diagnostics[0].code != "P403":
+                    raise
+                calls.ask_beforehand(decision)
+                return error
 
         try:
             graph, others = way(())

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from peftc.tracing import graphs
-from peftc.tracing.seams import attention
+from peftc.tracing.seams import applied, attention
 
 SOFTMAX = (nn.functional.softmax, torch.softmax)
 
@@ -60,25 +60,35 @@ def made(sort: Any, call: fx.Node, q: Any, k: Any, v: Any, out: fx.Node) -> Atte
 def is_softmax(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         return isinstance(graphs.module_of(node, root), nn.Softmax)
+    if node.target is applied:  # which can only be told by its name
+        return "softmax" in getattr(node.kwargs["function"], "__name__", "").lower()
     return node.target in SOFTMAX if node.op == "call_function" else node.target == "softmax"
 
 
 def written(softmax: fx.Node, root: nn.Module) -> Attention | None:
     """The attention whose softmax this is; None for another use of a softmax (a router, a gate)."""
-    mixing = next(mixed(softmax), None)
-    if mixing is None:
-        return None
-    out, v = mixing
-    first = graphs.first_input(softmax)
+    mixings, first = list(mixed(softmax)), graphs.first_input(softmax)
     candidates = list(scores_behind(first, root)) if first is not None else []
-    if not candidates:
+    if not mixings or not candidates:
         return None
+    alike = [(mixing, scores) for mixing in mixings for scores in candidates if of_itself(scores, mixing[1], root)]
+    if alike and len(mixings) > 1:  # keys of its own beside others, of global tokens
+        (out, v), scores = alike[0]
+        q, k = operands(scores)
+        return Attention("written", softmax, q, k, v, out, scores)
+    out, v = mixings[0]
     read = read_by(v, root)
     related = [n for n in candidates if read_by(operands(n)[1], root) & read]
     related += [n for n in candidates if graphs.shape(n) == graphs.shape(first)]  # no scores of relative positions
     scores = (related or candidates)[0]
     q, k = operands(scores)
     return Attention("written", softmax, q, k, v, out, scores)
+
+
+def of_itself(scores: fx.Node, v: fx.Node, root: nn.Module) -> bool:
+    """Whether queries, keys and values are made of one value."""
+    read = [read_by(value, root) for value in (*operands(scores), v)]
+    return bool(read[0]) and read[0] == read[1] == read[2]
 
 
 def mixed(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:

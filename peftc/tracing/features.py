@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from peftc.tracing import graphs
 from peftc.tracing.mixing import weighted
@@ -127,11 +128,35 @@ def _width(linear: fx.Node) -> int:
     return value.shape[-1]
 
 
-def _reaching(linear: fx.Node, inside: list[fx.Node], values: tuple[fx.Node, ...]) -> torch.Tensor | None:
-    """The numbers of the features of `linear` that `values` depend on; None where that cannot be told."""
+def dims_of(value: fx.Node, root: nn.Module) -> set[int]:
+    """The dimensions of a value that tell features of a Linear apart; none where what happens to them cannot be followed."""
+    behind = set(graphs.upstream(value, lambda n: graphs.is_linear(n, root)))
+    linears = {n for n in behind if graphs.is_linear(n, root)}
+    if len(linears) != 1:
+        return set()
+    (linear,) = linears
+    with unset_fake_temporarily():
+        numbers = numbers_of(linear)
+        for node in sorted(behind - linears):
+            numbered = [n for n in graphs.sources(node) if n in numbers]
+            if numbered and (made := _numbered(node, numbered, numbers)) is not None:
+                numbers[node] = made
+        made = numbers.get(value)
+        if not isinstance(made, torch.Tensor):
+            return set()
+        return {dim for dim in range(made.ndim) if bool((made != made.narrow(dim, 0, 1)).any())}
+
+
+def numbers_of(linear: fx.Node) -> dict[fx.Node, Any]:
+    """The numbers of the features of a Linear, in the shape of its result."""
     output = graphs.example(linear)
     assert isinstance(output, torch.Tensor)
-    numbers: dict[fx.Node, Any] = {linear: torch.arange(output.shape[-1]).expand(output.shape).clone()}
+    return {linear: torch.arange(output.shape[-1]).expand(output.shape).clone()}
+
+
+def _reaching(linear: fx.Node, inside: list[fx.Node], values: tuple[fx.Node, ...]) -> torch.Tensor | None:
+    """The numbers of the features of `linear` that `values` depend on; None where that cannot be told."""
+    numbers = numbers_of(linear)
     reached: list[torch.Tensor] = []
     for node in inside:
         sources = node.all_input_nodes[:1] if node.target in _LIKE else graphs.sources(node)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-from peftc.tracing.blocks import TraceError, patched, watched_blocks
+from peftc.tracing.blocks import patched, watched_blocks
 from peftc.tracing.example import mentions_example
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any)
     """The leaf that every attention call becomes; the implementation is looked up when it runs."""
     implementation: str = module.config._attn_implementation
     return AttentionInterface().get_interface(implementation, eager)(module, *args, **kwargs)
+
+
+def applied(*args: Any, function: type[torch.autograd.Function]) -> Any:
+    """What an autograd function gives, whose own code is not entered: it may have another gradient than its operations."""
+    return function.apply(*args)
 
 
 def branch(condition: Any, outcome: bool) -> None:
@@ -101,13 +106,14 @@ def live(tracer: RegionTracer) -> Generator[None]:
 
 @contextlib.contextmanager
 def guarded_functions() -> Generator[None]:
-    """Inside the block an autograd function refuses traced values, which its C code would take for tensors."""
+    """Inside the block an autograd function of traced values becomes a leaf; its C code would take them for tensors."""
     owner: Any = torch.autograd.Function
     before = vars(owner)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if mentions_example((args, kwargs)):
-            raise TraceError(f"the autograd function {cls.__name__} cannot be kept in a graph")
+        now = current()
+        if now is not None and mentions_example((args, kwargs)):
+            return now.record("call_function", applied, args, {**kwargs, "function": cls})
         return before.__func__(cls, *args, **kwargs)
 
     owner.apply = classmethod(apply)

@@ -182,7 +182,7 @@ class LayerSites:
             if isinstance(value, torch.Tensor) and value.ndim == 4 and attention.sort != "written":
                 shape = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
                 states[name] = State(name, shape, Place(f"{call}.{name}"))
-        pair = pair_shape(attention, q_width)
+        pair = pair_shape(attention, q_width, self.kind.root)
         if pair is not None:
             states["kv"] = State("kv", pair, Place(f"{call}.kv"))
         return states
@@ -295,10 +295,10 @@ def width_of(sub: SubLayer, role: str) -> int | None:
     return projection.rows.width if projection.rows else graphs.shape(projection.node)[-1]
 
 
-def pair_shape(attention: Attention, q_width: int | None) -> shapes.KeyValue | None:
+def pair_shape(attention: Attention, q_width: int | None, root: nn.Module) -> shapes.KeyValue | None:
     """The rows that can be joined to keys and values; None where none can."""
     if attention.sort == "written":
-        return written_shape(attention, q_width)
+        return written_shape(attention, q_width, root)
     k, v = graphs.shape(attention.k), graphs.shape(attention.v)
     if len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
         return None

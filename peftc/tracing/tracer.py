@@ -172,10 +172,10 @@ class RegionTracer(fx.Tracer):
 
         Parts of what an attention or a child returns stay symbolic: they are handed on, and are None at some times only.
         """
-        source = node.args[0] if node.target is operator.getitem else node
+        source = taken_from(node)
         if node.meta["origin"] in self.nones:
             return value is None
-        if isinstance(source, fx.Node) and (source.op == "call_module" or source.target is attention):
+        if source.op == "call_module" or source.target is attention:
             return False
         if node.target is operator.setitem:
             return False
@@ -310,6 +310,8 @@ class RegionTracer(fx.Tracer):
         name = self.names.get(id(module))
         if name is None:
             raise TraceError(f"a {type(module).__name__} from outside the region is called in it")
+        if isinstance(module, nn.Identity) and args == (None,):
+            return None
         forward = innermost(type(module).forward)
         arguments = bind(forward, module, args, kwargs)
         inlined = self.inline(name)
@@ -382,6 +384,13 @@ class RegionTracer(fx.Tracer):
         node = self.create_node("placeholder", name, default, {})
         node.meta["example"] = value
         return Example(node, self, value)
+
+
+def taken_from(node: fx.Node) -> fx.Node:
+    """What a node is a part of, or a part of a part."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def selects(target: Any, args: tuple[Any, ...]) -> bool:

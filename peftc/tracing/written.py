@@ -8,7 +8,9 @@ a mask or a position bias, which leave the joined rows open.
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +18,9 @@ import torch
 from torch import fx, nn
 
 from peftc.forms.shapes import KeyValue
-from peftc.tracing import graphs
+from peftc.tracing import features, graphs
 from peftc.tracing.attention import Attention
+from peftc.tracing.seams import applied
 
 _SUMS = (
     *(operator.add, operator.iadd, operator.sub, torch.add, torch.sub, torch.where, torch.masked_fill, torch.cat),
@@ -27,6 +30,9 @@ _SCALES = (operator.mul, operator.truediv, torch.mul, torch.div)
 _ELEMENTWISE = (nn.functional.dropout, torch.dropout, torch.clamp, torch.tanh)
 _SHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous"})
 _CASTS = frozenset({"to", "float", "type", "type_as", "tanh", "clamp", "contiguous"})
+
+
+BATCH, HEADS, TOKENS, FEATURES, BLOCKS = range(5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +48,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where an operand of a product has batch, heads, tokens and features: positions in (batch, heads, tokens, features).
+    """Which of batch, heads, tokens and features each dimension of an operand of a product is; or one more, of blocks of tokens
+    (windows) that attend by themselves.
 
     `merged`: batch and heads are one dimension.
     """
@@ -87,11 +94,17 @@ def kind_of(node: fx.Node, before: fx.Node) -> Literal["same", "nothing", "shape
         if name in ("mul", "div"):
             return scaling(node, before)
         return "shape" if name in _SHAPES else "same" if name in _CASTS else None
-    if node.target in _SUMS:
+    if node.target in _SUMS or cuts_keys(node, before):
         return "nothing"
     if node.target in _SCALES:
         return scaling(node, before)
     return "same" if node.target in _ELEMENTWISE else None
+
+
+def cuts_keys(node: fx.Node, before: fx.Node) -> bool:
+    """Whether some of the keys are taken, of all queries."""
+    one, other = graphs.shape(node), graphs.shape(before)
+    return node.target is operator.getitem and len(one) == len(other) and one[:-1] == other[:-1]
 
 
 def scaling(node: fx.Node, before: fx.Node) -> Literal["same", "nothing"]:
@@ -100,40 +113,95 @@ def scaling(node: fx.Node, before: fx.Node) -> Literal["same", "nothing"]:
     return "nothing" if any(shape[-1] > 1 for shape in others) else "same"
 
 
-def operand_layout(product: fx.Node, operand: fx.Node, keys: bool) -> Layout | None:
+def operand_layout(product: fx.Node, operand: fx.Node, keys: bool, root: nn.Module) -> Layout | None:
     if product.target is torch.einsum:
-        return einsum_layout(product, operand, keys)
-    shape = graphs.shape(operand)
-    if len(shape) == 4:
-        return Layout((0, 1, 3, 2) if keys else (0, 1, 2, 3))
-    return Layout((0, 2, 1) if keys else (0, 1, 2), merged=True) if len(shape) == 3 else None
+        return einsum_layout(product, operand, keys, root)
+    last = (FEATURES, TOKENS) if keys else (TOKENS, FEATURES)
+    match len(graphs.shape(operand)):
+        case 3:
+            return Layout((0, 2, 1) if keys else (0, 1, 2), merged=True)
+        case 4:
+            return Layout((BATCH, HEADS, *last))
+        case 5:
+            heads = heads_among((1, 2), operand, root)
+            return (
+                None if heads is None else Layout((BATCH, *((HEADS, BLOCKS) if heads == 1 else (BLOCKS, HEADS)), *last))
+            )
+        case _:
+            return None
 
 
-def einsum_layout(product: fx.Node, operand: fx.Node, keys: bool) -> Layout | None:
+def einsum_layout(product: fx.Node, operand: fx.Node, keys: bool, root: nn.Module) -> Layout | None:
     """By the labels: features are summed over with the queries, tokens with the probabilities; batch comes before heads."""
-    inputs, _, result = str(product.args[0]).replace(" ", "").partition("->")
-    labels = inputs.split(",")
     given = product.args[1] if isinstance(product.args[1], (tuple, list)) else product.args[1:]
+    labels, result = labelled(str(product.args[0]), [len(graphs.shape(n)) for n in given])
     mine = next((text for text, node in zip(labels, given, strict=False) if node is operand), "")
     other = next((text for text, node in zip(labels, given, strict=False) if node is not operand), "")
     summed = [c for c in mine if c not in result]
     alone = [c for c in mine if c in result and c not in other]
-    shared = [c for c in mine if c in result and c in other]
-    if len(mine) != 4 or len(summed) != 1 or len(alone) != 1 or len(shared) != 2:
+    shared = sorted((c for c in mine if c in result and c in other), key=result.index)
+    if len(summed) != 1 or len(alone) != 1 or len(mine) != len(shared) + 2 or len(shared) not in (2, 3):
         return None
-    tokens, features = (alone[0], summed[0]) if keys else (summed[0], alone[0])
-    batch, heads = sorted(shared, key=result.index)
-    return Layout(tuple((batch, heads, tokens, features).index(c) for c in mine))
+    tokens, width = (alone[0], summed[0]) if keys else (summed[0], alone[0])
+    named = {shared[0]: BATCH, tokens: TOKENS, width: FEATURES}
+    if len(shared) == 2:
+        return Layout(tuple({**named, shared[1]: HEADS}[c] for c in mine))
+    digits = [c for c in shared if c.isdigit()]
+    places = [mine.index(c) for c in shared[1:] if c not in digits]
+    heads = places[0] if len(places) == 1 else heads_among(places, operand, root)
+    return None if heads is None else Layout(tuple({**named, mine[heads]: HEADS}.get(c, BLOCKS) for c in mine))
 
 
-def joining(attention: Attention) -> Joining | None:
+def heads_among(places: Sequence[int], operand: fx.Node, root: nn.Module) -> int | None:
+    """Which of some dimensions of an operand is that of heads: the one that tells features of a Linear apart, or the only one
+    that has but one entry.
+    """
+    told = features.dims_of(operand, root).intersection(places)
+    found = told or {place for place in places if graphs.shape(operand)[place] == 1}
+    return found.pop() if len(found) == 1 else None
+
+
+def labelled(equation: str, dimensions: list[int]) -> tuple[list[str], str]:
+    """The labels of an einsum's operands and of its result, those that `...` stands for as digits."""
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    texts = inputs.split(",")
+    digits = ["0123456789"[: n - len(t.replace("...", ""))] for t, n in zip(texts, dimensions, strict=False)]
+    most = max(digits, key=len)
+    found = [t.replace("...", most[len(most) - len(d) :]) for t, d in zip(texts, digits, strict=False)]
+    return found, result.replace("...", most)
+
+
+def visible(softmax: fx.Node) -> float | None:
+    """What the mask beside the scores has for keys that count, as a softmax of its own is seen to take it; None where it has no
+    mask, or one that cannot be told.
+    """
+    masks = [i for i, a in enumerate(softmax.args[1:], 1) if graphs.is_tensor(a)]
+    if softmax.target is not applied or len(masks) != 1:
+        return None
+    like: torch.Tensor = graphs.example(softmax.args[masks[0]])  # pyright: ignore[reportAssignmentType]
+    scores, mask = torch.zeros(1, 1, 1, 2), torch.tensor([1, 0]).to(like.dtype).view(*[1] * (like.ndim - 1), 2)
+    args = [scores, *softmax.args[1:]]
+    args[masks[0]] = mask
+    with contextlib.suppress(Exception), torch.no_grad():  # of what takes something else
+        weights = applied(*args, **softmax.kwargs).flatten().tolist()  # pyright: ignore[reportArgumentType]
+        return {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get(tuple(weights))
+    return None
+
+
+def maskable(softmax: fx.Node) -> bool:
+    """Whether joined keys can be made to count."""
+    return visible(softmax) is not None or not any(graphs.is_tensor(a) for a in softmax.args[1:])
+
+
+def joining(attention: Attention, root: nn.Module) -> Joining | None:
     """How rows can be joined to the keys and values; None where they cannot."""
     first, scores = graphs.first_input(attention.call), attention.scores
     behind = [n for n in attention.out.all_input_nodes if reaches(attention.call, n)]
-    if first is None or scores is None or len(behind) != 1:
+    if first is None or scores is None or len(behind) != 1 or not maskable(attention.call):
         return None
     ways = way(scores, first), way(attention.call, behind[0])
-    keys, values = operand_layout(scores, attention.k, True), operand_layout(attention.out, attention.v, False)
+    keys = operand_layout(scores, attention.k, True, root)
+    values = operand_layout(attention.out, attention.v, False, root)
     if keys is None or values is None or ways[0] is None or ways[1] is None or keys.merged != values.merged:
         return None
     return Joining(keys, values, ways[0], ways[1])
@@ -143,9 +211,9 @@ def reaches(start: fx.Node, node: fx.Node) -> bool:
     return start in graphs.upstream(node, lambda m: m is start)
 
 
-def written_shape(attention: Attention, q_width: int | None) -> KeyValue | None:
+def written_shape(attention: Attention, q_width: int | None, root: nn.Module) -> KeyValue | None:
     """The rows that can be joined; `q_width`: features of the Linear that makes the queries."""
-    found = joining(attention)
+    found = joining(attention, root)
     if found is None:
         return None
     heads, d_head = sized(found.keys, graphs.shape(attention.k))
@@ -157,5 +225,5 @@ def written_shape(attention: Attention, q_width: int | None) -> KeyValue | None:
 
 def sized(layout: Layout, shape: tuple[int, ...]) -> tuple[int | None, int]:
     """Heads (None where they are merged with the batch) and features of an operand."""
-    features = shape[layout.order.index(2 if layout.merged else 3)]
-    return None if layout.merged else shape[layout.order.index(1)], features
+    width = shape[layout.order.index(2 if layout.merged else FEATURES)]
+    return None if layout.merged else shape[layout.order.index(HEADS)], width

@@ -66,6 +66,8 @@ FAMILIES = (
     Family("image-classification/resnet", "convolutions only", refused="abcd"),
     Family("audio-classification/wav2vec2", "sound; a convolutional front"),
     Family("audio-classification/whisper", "a spectrogram"),
+    Family("audio-classification/sew-d", "disentangled attention whose softmax is an autograd function with a mask"),
+    Family("image-classification/perceiver", "latents; a norm that is an identity, called on nothing"),
     Family("image-text-to-text/qwen2_vl", "towers: patches in one row, and text"),
     Family("image-text-to-text/paligemma", "towers: an image, and text"),
     Family("causal-lm/mamba2", "state space only", refused="abcd"),

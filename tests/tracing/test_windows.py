@@ -1,0 +1,123 @@
+"""Attention within windows: a prefix is joined to the keys of each, whether heads come before windows or behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from peftc.tracing.written import labelled
+
+D, H = 8, 2
+TEXT = "peft 1\nedit p at layer[*].attn { kv = concat(prefix(len=3), kv) }"
+
+
+class Layer(nn.Module):
+    def __init__(self, windows: int, how: str) -> None:
+        super().__init__()
+        self.windows, self.how = windows, how
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], self.windows, -1, H, D // H)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.how == "heads first":
+            q, k, v = (y.permute(0, 3, 1, 2, 4) for y in (q, k, v))
+            return ((q @ k.transpose(-1, -2)).softmax(-1) @ v).permute(0, 2, 3, 1, 4)
+        if self.how == "windows first":
+            q, k, v = (y.transpose(2, 3) for y in (q, k, v))
+            return ((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(2, 3)
+        if self.how == "dots":
+            weights = torch.einsum("...qhd,...khd->...hqk", q, k).softmax(-1)
+            return torch.einsum("...hqk,...khd->...qhd", weights, v)
+        weights = torch.einsum("bnqhd,bnkhd->bnhqk", q, k).softmax(-1)
+        return torch.einsum("bnhqk,bnkhd->bnqhd", weights, v)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mix(*(self.heads(p(x)) for p in (self.q, self.k, self.v)))
+        x = x + self.o(mixed.reshape(x.shape))
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, windows: int, how: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(windows, how), Layer(windows, how)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def with_prefix(windows: int, how: str, state: dict[str, Any], x: Tensor) -> nn.Module:
+    model = Model(windows, how)
+    model.load_state_dict(state)
+    return peftc.compile(TEXT, model.eval(), seed=0, sample={"x": x})
+
+
+@pytest.mark.parametrize("how", ["heads first", "windows first", "dots", "labels"])
+def test_each_window_attends_to_the_prefix(how: str) -> None:
+    torch.manual_seed(0)
+    x, state = torch.randn(2, 8, D), Model(1, how).state_dict()
+    windows, plain = with_prefix(2, how, state, x), with_prefix(1, "dots", state, x[:, :4])
+    expected = torch.cat([plain(x[:, :4]), plain(x[:, 4:])], 1)
+    torch.testing.assert_close(windows(x), expected)
+    assert not torch.equal(peftc.remove(windows)(x), expected)
+
+
+class MaskedSoftmax(torch.autograd.Function):
+    """As a model brings it along; `shown` is what the mask has for keys that count."""
+
+    shown = 1.0
+
+    @classmethod
+    def forward(cls, ctx: Any, scores: Tensor, mask: Tensor) -> Tensor:
+        weights = scores.masked_fill(mask != cls.shown, -1e9).softmax(-1)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (weights,) = ctx.saved_tensors
+        return weights * (gradients[0] - (gradients[0] * weights).sum(-1, keepdim=True)), None
+
+
+class HidingSoftmax(MaskedSoftmax):
+    shown = 0.0
+
+
+class Masked(Layer):
+    def __init__(self, function: type[MaskedSoftmax]) -> None:
+        super().__init__(1, "")
+        self.function = function
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (y[:, 0].transpose(1, 2) for y in (q, k, v))
+        mask = torch.zeros_like(q[..., 0]).unsqueeze(-2) + self.function.shown
+        return (self.function.apply(q @ k.transpose(-1, -2), mask) @ v).transpose(1, 2)  # pyright: ignore
+
+
+@pytest.mark.parametrize("function", [MaskedSoftmax, HidingSoftmax])
+def test_joined_keys_count_for_a_softmax_with_a_mask(function: type[MaskedSoftmax]) -> None:
+    torch.manual_seed(0)
+    x, state = torch.randn(2, 4, D), Model(1, "dots").state_dict()
+    plain, masked = with_prefix(1, "dots", state, x), Model(1, "dots")
+    masked.layers = nn.ModuleList([Masked(function), Masked(function)])
+    masked.load_state_dict(state)
+    peftc.compile(TEXT, masked.eval(), seed=0, sample={"x": x})
+    torch.testing.assert_close(masked(x), plain(x))
+    for model in (plain, masked):
+        model(x).sum().backward()
+    for name, parameter in peftc.parameters(plain).items():
+        torch.testing.assert_close(peftc.parameters(masked)[name].grad, parameter.grad)
+
+
+def test_the_labels_of_an_einsum() -> None:
+    assert labelled("...qhd,khd->...hqk", [5, 3]) == (["01qhd", "khd"], "01hqk")
+    assert labelled("ab, cb -> ac", [2, 2]) == (["ab", "cb"], "ac")
