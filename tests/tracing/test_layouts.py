@@ -118,4 +118,4 @@ def test_a_shape_that_is_taken_from_the_scores_does_not_make_a_bias_of_them() ->
     root = Positioned()
     graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
     (attention,) = attentions(graph, root)
-    assert joining(attention) is not None
+    assert joining(attention, root) is not None
