@@ -148,13 +148,17 @@ class Loops:
             raise TraceError("what one turn of a loop over pieces has made is used behind the loop")
         return node
 
-    def gathered(self, values: Sequence[Any]) -> fx.Node | None:
-        """The list of what all turns have made; None for any other list."""
+    def gathered(self, values: Sequence[Any], kind: type) -> fx.Node | None:
+        """The list, or the tuple, of what all turns have made; None for any other values."""
         if len(values) != 2 or not isinstance(values[1], fx.Node) or self.twins.get(values[1]) is not values[0]:
             return None
         node = self.tracer.create_node("call_function", gathered, (values[0],), {})
         node.meta["example"] = [value.meta["example"] for value in values]
-        return node
+        if kind is list:
+            return node
+        made = self.tracer.create_node("call_function", kind, (node,), {})
+        made.meta["example"] = tuple(node.meta["example"])
+        return made
 
 
 def twins(first: list[fx.Node], second: list[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -155,7 +155,7 @@ class RegionTracer(fx.Tracer):
         with self.dead():
             value = self.compute(kind, target, values(tuple(args)), values(dict(kwargs)))
         node = self.create_node(
-            kind, target, self.create_arg(tuple(args)), self.create_arg(dict(kwargs)), name, type_expr
+            kind, target, tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs)), name, type_expr
         )
         node.meta["example"] = value
         if self.materialises(node, value):
@@ -215,7 +215,8 @@ class RegionTracer(fx.Tracer):
 
     def record_node(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
         """A node whose result Python does not look at."""
-        node = self.create_node("call_function", target, self.create_arg(args), self.create_arg(dict(kwargs or {})))
+        given = tuple(map(self.create_arg, args))
+        node = self.create_node("call_function", target, given, self.create_arg(dict(kwargs or {})))
         node.meta["example"] = None
         return node
 
@@ -224,7 +225,7 @@ class RegionTracer(fx.Tracer):
             return self.loops.used(a.node)
         if isinstance(a, fx.Node):
             return a
-        if isinstance(a, list) and (made := self.loops.gathered(nested_nodes(a))) is not None:
+        if type(a) in (list, tuple) and (made := self.loops.gathered(nested_nodes(a), type(a))) is not None:
             return made
         if isinstance(a, tuple) and not hasattr(a, "_fields"):
             return tuple(map(self.create_arg, a))

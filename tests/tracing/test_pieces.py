@@ -49,7 +49,7 @@ def two_loops(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
         with torch.no_grad():
             mean = p.mean(0, keepdim=True) + torch.arange(4)
         second.append(p - mean)
-    return torch.cat(second)
+    return torch.cat(tuple(second))
 
 
 def counting(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
