@@ -46,6 +46,7 @@ _INDEXER = {
     "ngram_vocab_size_base": 64,
 }
 _VQ = {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 16}
+_SAM = {"output_channels": 32, "downsample_channels": [32, 32]}
 _SOUND = {"num_filters": 4, "depths": [1] * 7}
 
 
@@ -100,7 +101,10 @@ OVERRIDES: Mapping[str, Override] = {
     "diffusion_gemma": Override(
         _NO_DEFAULT, _in("text_config", {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48})
     ),
-    "deepseek_ocr2": Override(_NO_DEFAULT, {"text_config.mlp_layer_types": ["dense", "sparse"]}),
+    "deepseek_ocr2": Override(
+        _NO_DEFAULT + "; " + _OTHER_NAMES,
+        _in("vision_config.sam_config", _SAM) | {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    ),
     "granite4_vision": Override(
         _NO_DEFAULT,
         {
@@ -191,6 +195,8 @@ OVERRIDES: Mapping[str, Override] = {
     "shieldgemma2": Override("two answers that the vocabulary holds", {"yes_token_index": 20, "no_token_index": 21}),
     **{name: Override(_NO_DEFAULT, {"image_token_index": 70}) for name in ("blip-2", "instructblip")},
     "instructblipvideo": Override(_NO_DEFAULT, {"video_token_index": 70}),
+    "mllama": Override("its vision returns two layers side by side", {"vision_config.vision_output_dim": 64}),
+    "unlimited_ocr": Override(_OTHER_NAMES, _in("vision_config.sam_config", _SAM)),
     "molmo2": Override(_LAYERS, {"adapter_config.vision_feature_layer": [1, 0]}),
     "step3p7": Override(
         "one layer of each kind",
@@ -200,8 +206,9 @@ OVERRIDES: Mapping[str, Override] = {
         ),
     ),
     "muse_spark": Override(
-        "a pyramid that ends in the text's width",
-        _in("audio_config", {"out_hidden_size": 32, "hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4}),
+        "a pyramid that ends in the text's width; four patches in a row are one",
+        _in("audio_config", {"out_hidden_size": 32, "hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4})
+        | {"out_hidden_size": 128},
     ),
     "ernie4_5_vl_moe": Override(_SECTIONS, {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}),
     **{

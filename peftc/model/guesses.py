@@ -75,13 +75,18 @@ def settled() -> Generator[None]:
 
 
 class _Words(TorchFunctionMode):
-    """A number in a text, as in the name of a module: `f"expert_{number}"`."""
+    """A number in a text, as in the name of a module: `f"expert_{number}"`; and numbers in a list that becomes a tensor."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__format__ and not args[0].ndim and not _honest.value:
             return format(args[0].item(), *args[1:])
+        if func is torch.tensor and isinstance(args[0], list) and not _honest.value:
+            args = (
+                tree_map(lambda n: n.item() if isinstance(n, torch.Tensor) and not n.ndim else n, args[0]),
+                *args[1:],
+            )
         return func(*args, **(kwargs or {}))
 
 

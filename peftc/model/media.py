@@ -12,7 +12,7 @@ from torch import nn
 BATCH, TOKENS = 2, 5
 SIDE = 4  # patches along each side of an image that comes as patches
 FRAMES = 32  # of a sound that comes as a spectrogram
-SAMPLES = 16_000  # of a sound that comes as a wave
+SAMPLES = 19_200  # of a sound that comes as a wave: frames of many lengths divide it
 PIXELS = 224  # along each side of an image where the configuration does not say
 
 Accepted = Mapping[str, Any]
@@ -38,11 +38,12 @@ class Medium:
     make: Callable[[Any], Iterator[Form]]
     keys: tuple[str, ...]  # fields of a configuration that is about it
 
-    def reads(self, part: Any) -> bool:
-        """Whether a model says that this is what it takes."""
+    def reads(self, part: Any, first: str | None) -> bool:
+        """Whether a model says that this is what it takes; `first`: how its forward calls what it takes first."""
         said = part.input_modalities
         said = {said} if isinstance(said, str) else set(said)
-        return part.main_input_name in self.main or said == {self.feature} or part.main_input_name == "hidden_states"
+        named = part.main_input_name in self.main or first in self.main
+        return named or said == {self.feature} or part.main_input_name == "hidden_states"
 
     def shapes(self, model: nn.Module, accepted: Accepted, first: str | None = None) -> Shapes:
         """The arguments of a function that takes this medium, in each shape that it could have.
@@ -72,7 +73,7 @@ def section(config: Any, keys: tuple[str, ...]) -> Any:
 
 
 def images(config: Any) -> Iterator[Form]:
-    """Whole images; images among several of a text, or cut into tiles; and patches with the grid that they come from."""
+    """Whole images; images among several of a text, or cut into tiles; and patches, with the grid that they come from or without."""
     size = number(config, "image_size", "img_size") or PIXELS
     channels = number(config, "num_channels", "in_channels", "in_chans") or 3
     patch = number(config, "patch_size") or 14
@@ -80,7 +81,7 @@ def images(config: Any) -> Iterator[Form]:
     tiles = number(config, "max_num_tiles") or 1
     for deep in (frames,) if frames else (1, 2):
         yield from patched(channels * deep, patch, SIDE * (number(config, "spatial_merge_size", "merge_size") or 1))
-    whole = torch.zeros(BATCH, channels, size, size)
+    whole = torch.ones(BATCH, channels, size, size)  # one that is black may be taken for none
     sizes = torch.tensor([[size, size]] * BATCH)
     beside = {
         "image_sizes": sizes,
@@ -93,8 +94,11 @@ def images(config: Any) -> Iterator[Form]:
     }
     yield Form(whole, beside)
     yield Form(whole[:, None], beside)
-    yield Form(whole[:, None, None].expand(-1, -1, tiles, -1, -1, -1), beside)
-    yield Form(whole[:, None].expand(-1, 2, -1, -1, -1), beside)
+    yield Form(whole[:, None, None].repeat(1, 1, tiles, 1, 1, 1), beside)
+    yield Form(whole[:, None].repeat(1, 2, 1, 1, 1), beside)
+    side = size // patch
+    yield Form(torch.zeros(1, channels, patch, BATCH * side**2 * patch), {"target_sizes": sizes // patch}, told=True)
+    yield Form(torch.zeros(BATCH, side**2, channels * patch**2))
 
 
 def patched(channels: int, patch: int, side: int) -> Iterator[Form]:

@@ -95,7 +95,7 @@ def _alone(part: PreTrainedModel) -> Iterator[PartCall]:
     """A part by itself: on ids where it reads text, else on whatever medium its forward takes."""
     accepted = inspect.signature(part.forward).parameters
     for medium in MEDIA:
-        if medium.reads(part):
+        if medium.reads(part, next(iter(accepted), None)):
             for made in medium.shapes(part, accepted, part.main_input_name):
                 yield PartCall(medium.word, part.forward, made)
     if "input_ids" in accepted:

@@ -21,6 +21,9 @@ TOWERS = {
     "paligemma": {"vision": "self", "text": "self"},
     "blip-2": {"vision": "self", "qformer": "self cross", "text": "self"},
     "qwen2_vl": {"vision": "self", "text": "self"},  # its vision attends in as many pieces as there are images
+    "idefics2": {"vision": "self", "perceiver": "self", "text": "self"},
+    "minicpmv4_6": {"vision": "self", "text": "self"},  # one row of the patches of all images
+    "molmo2": {"vision": "self", "text": "self"},  # patches, and nothing said of their grid
     "git": {"vision": "self", "text": "self"},
     "pix2struct": {"encoder": "self", "decoder": "self cross"},  # one encoder that its decoder attends to
 }
@@ -100,6 +103,12 @@ class TestLlava:
         peftc.remove(model)
         assert trained
         assert all(".vision_tower." in name and name.endswith("bias") for name in trained)
+
+
+def test_numbers_in_a_list_that_becomes_a_tensor_are_answered() -> None:
+    with new_mode(), guessing():
+        lengths = torch.tensor([3, 4])
+        assert torch.tensor([0, lengths[1], *torch.empty(1).long()]).tolist() == [0, 4, 1]
 
 
 def test_what_does_not_depend_on_data_is_known_without_data() -> None:
