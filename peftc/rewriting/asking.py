@@ -90,7 +90,7 @@ class Asking(RegionTracer):
     @property
     def sizes(self) -> Sizes:
         assert self.root is not None
-        return Sizes(self.root, lambda target, args: self.create_node(operation(target), target, args, {}))
+        return Sizes(self.root, lambda target, args: self.create_node(operation(target, args), target, args, {}))
 
     def asked_type(self, node: fx.Node, kind: type) -> None:
         self.typed.add(node)
@@ -248,8 +248,8 @@ def is_row(value: Any) -> bool:
     return type(value) in (tuple, list) and len(value) > 0 and all(type(v) in (bool, int, float) for v in value)
 
 
-def operation(target: Any) -> str:
-    return "call_method" if isinstance(target, str) else "call_function"
+def operation(target: Any, args: tuple[Any, ...]) -> str:
+    return "call_function" if not isinstance(target, str) else "call_method" if args else "get_attr"
 
 
 def name_of(node: fx.Node) -> str:

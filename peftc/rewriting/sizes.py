@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.tracing.graphs import acts, ancestors, cache_part, is_cache_part, is_size, is_tensor
+from peftc.tracing.graphs import acts, ancestors, cache_part, is_cache_part, is_linear, is_size, is_tensor
 
 KEEPING = frozenset({"to", "type", "type_as", "contiguous", "float", "clone"})
 LAID_OUT = frozenset({"view", "reshape"})
@@ -26,7 +26,9 @@ Create = Callable[[Any, tuple[Any, ...]], fx.Node]
 
 
 class Sizes:
-    """Rebuilds nodes of a graph that is being traced. `create` makes a node of a function or, given a name, a method."""
+    """Rebuilds nodes of a graph that is being traced. `create` makes a node: of a function, of the method of a name, or
+    without arguments of the parameter of a name.
+    """
 
     def __init__(self, root: nn.Module, create: Create) -> None:
         self.root, self.create = root, create
@@ -61,7 +63,33 @@ class Sizes:
             sizes = tensor.args[1:]
             plain = len(sizes) == tensor.meta["example"].ndim and sizes[at] != -1
             return self.beforehand(sizes[at]) if plain else None
-        return self.size(source, at) if self.keeps(tensor, at) else None
+        if tensor.target is operator.getitem and source.target == "split":
+            return self.piece(tensor, source, at)
+        if self.keeps(tensor, at):
+            return self.size(source, at)
+        return self.features(tensor) if at == tensor.meta["example"].ndim - 1 else None
+
+    def piece(self, tensor: fx.Node, split: fx.Node, at: int) -> Any:
+        """The size of one of the equal pieces that a tensor is split into."""
+        source, each, *dims = split.args
+        assert isinstance(source, fx.Node)
+        dim: Any = split.kwargs.get("dim", dims[0] if dims else 0)
+        shape = tensor.meta["example"].shape
+        if dim % len(shape) != at:
+            return self.size(source, at)
+        number = each.meta["example"] if isinstance(each, fx.Node) else each
+        return self.beforehand(each) if number == shape[at] else None
+
+    def features(self, tensor: fx.Node) -> Any:
+        """How many a Linear gives: a size of its weight."""
+        if not is_linear(tensor, self.root):
+            return None
+        width = tensor.meta["example"].shape[-1]
+        name = f"{tensor.target}.weight"
+        weight = self.root.get_parameter(name)
+        plain = isinstance(self.root.get_submodule(str(tensor.target)), nn.Linear)
+        sides = [0] if plain else [i for i in (0, 1) if weight.shape[i] == width]
+        return self.made("size", (self.made(name, (), weight), sides[-1]), width) if sides else None
 
     def keeps(self, tensor: fx.Node, at: int) -> bool:
         """Whether the result has the size of the first argument."""
