@@ -89,6 +89,12 @@ def _seen(config: Any) -> torch.Tensor:
     return torch.ones(BATCH, 1).bool() if hasattr(config, "vlm_config") else torch.ones(BATCH, 16, dtype=torch.long)
 
 
+def _spoken(config: Any, generator: torch.Generator) -> torch.Tensor:
+    # As long as the text: a convolution halves it, a projection joins a few frames to one.
+    frames = 2 * TOKENS * config.downsample_factor
+    return torch.randn(BATCH, config.audio_config.num_mel_bins, frames, generator=generator)
+
+
 def _image_places(config: Any, generator: torch.Generator) -> torch.Tensor:
     return (torch.arange(TOKENS) < config.latent_query_num).long().repeat(BATCH, 1)
 
@@ -100,12 +106,14 @@ _EXTRAS: Mapping[str, Callable[[Any, torch.Generator], torch.Tensor]] = {
     "pixel_values": _pixels,
     "qformer_input_ids": _ids,
     "bbox": _boxes,
+    "input_features": lambda config, generator: _spoken(config, generator),
     "image_embeds_position_mask": _image_places,
     "state": lambda config, generator: torch.randn(BATCH, config.max_state_dim, generator=generator),
 }
 # What a model does not run without, although its text path is asked for.
 EXTRA: Mapping[str, tuple[str, ...]] = {
     "blip": ("pixel_values",),
+    "voxtral_realtime": ("input_features",),
     "udop": ("bbox", "pixel_values"),
     "kosmos-2": ("pixel_values", "image_embeds_position_mask"),
     "instructblip": ("qformer_input_ids",),

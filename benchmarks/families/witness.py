@@ -24,7 +24,7 @@ _PRODUCT |= {torch.Tensor.__matmul__, torch.baddbmm}
 _FUSED = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _FEED_FORWARD = re.compile(
     r"(^|_)(mlp|ffn?|feed_forward|feedforward|fc1|fc_in|wi|wi_0|lin1|dense_h_to_4h|intermediate|moe|experts|feed_forward_\w+|pwconv1"
-    r"|ffn\w*|mlp\w*|linear_in|block_sparse_moe|positionwise_feed_forward|channel_mixer|expand_1x1|dense_relu_dense)$"
+    r"|ffn\w*|mlp\w*|linear_in|block_sparse_moe|positionwise_feed_forward|channel_mixer|dense_relu_dense)$"
 )
 
 

@@ -20,12 +20,19 @@ from peftc.tracing.tracer import ModuleCall, Traced
 @dataclass(frozen=True)
 class Anchor:
     """`in`: argument `key` = (parameter, *path) of `module`; `out`: part `key` of its result; `node`: `key` = (operation, n)
-    in the code of `module`; `argument`: `key` = (operation, n, name) one of q, k, v, kv of an attention call there.
+    in the code of `module`; `argument`: `key` = (operation, n, name, *(operation, n) of others) one of q, k, v, kv of an
+    attention call there, and of the others that take the same.
     """
 
     kind: Literal["in", "out", "node", "argument"]
     module: str
     key: tuple[Any, ...] = ()
+
+    def each(self) -> Iterator[Anchor]:
+        """The same for each attention call by itself."""
+        yield Anchor(self.kind, self.module, self.key[:3])
+        for operation, n in self.key[3:]:
+            yield Anchor(self.kind, self.module, (operation, n, self.key[2]))
 
     def relative(self, region: str) -> Anchor:
         """This anchor, its module named from `region`."""

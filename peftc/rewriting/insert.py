@@ -91,7 +91,8 @@ class _Assignment:
         if bound.weight is not None:
             self.write_parameter(bound)
         elif bound.anchor is not None and bound.anchor.kind == "argument":
-            self.write_argument(bound.anchor)
+            for anchor in bound.anchor.each():
+                self.write_argument(anchor)
         else:
             self.write_value(bound)
 
@@ -254,7 +255,7 @@ class _Assignment:
         return seen if bound.weight.rows is None else self.cut(seen, bound.weight.rows, 0, bound.width)
 
     def attention_call(self, anchor: Anchor) -> tuple[fx.Node, str]:
-        return self.inserter.locate(anchor, str(anchor.key[-1])), str(anchor.key[-1])
+        return self.inserter.locate(anchor, str(anchor.key[2])), str(anchor.key[2])
 
     def value(self) -> Any:
         for let in self.lets:

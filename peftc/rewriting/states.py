@@ -36,8 +36,9 @@ def state_anchors(state: State, layer: str, site: Site, traced: Traced) -> list[
     argument = state.place.node.partition(".")[2]
     node = node_of(state, layer, site, traced)
     if argument:
+        also = [next(n for n in traced.graph.nodes if n.name == name) for name in state.place.also]
         frame, operation, n = node.meta["origin"]
-        return [Anchor("argument", frame, (operation, n, argument))]
+        return [Anchor("argument", frame, (operation, n, argument, *(other.meta["origin"][1:] for other in also)))]
     return anchors(node, traced)
 
 

@@ -82,6 +82,7 @@ class Place:
     node: str
     rows: Slice | None = None
     map: bool = False
+    also: tuple[str, ...] = ()  # other nodes that take what is written there
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ class LayerSites:
         states = self.sub_layer_states(sub, steps, "o")
         if len(sub.attentions) == 1:  # of several, each has its own
             states |= self.attention_states(attention, width_of(sub, "q"))
+        elif (pair := self.shared_pair(sub)) is not None:
+            states["kv"] = pair
         module = self.module(sub)
         yield self.site(steps, module, states, self.functions(sub), group)
         yield from self.linear_sites(sub, steps, ("q", "k", "v", "o"), group)
@@ -186,6 +188,16 @@ class LayerSites:
         if pair is not None:
             states["kv"] = State("kv", pair, Place(f"{call}.kv"))
         return states
+
+    def shared_pair(self, sub: SubLayer) -> State | None:
+        """The rows that can be joined to the keys and values of each of several attentions, written out side by side."""
+        written = all(a.sort == "written" for a in sub.attentions)
+        pairs = {pair_shape(a, width_of(sub, "q"), self.kind.root) for a in sub.attentions} if written else set()
+        first, *others = (a.call for a in sub.attentions)
+        pair = pairs.pop() if len(pairs) == 1 else None
+        if pair is None or any(n.meta["origin"][0] != first.meta["origin"][0] for n in others):
+            return None
+        return State("kv", pair, Place(f"{first.name}.kv", also=tuple(n.name for n in others)))
 
     def functions(self, sub: SubLayer) -> dict[str, str]:
         norm = sub.output_norm or next((n for n in sub.norms if not norm_owner(n, sub, self.kind.root)), None)

@@ -123,7 +123,8 @@ def operand_layout(product: fx.Node, operand: fx.Node, keys: bool, root: nn.Modu
         case 4:
             return Layout((BATCH, HEADS, *last))
         case 5:
-            heads = heads_among((1, 2), operand, root)
+            width = graphs.shape(operand)[3 + last.index(FEATURES)]
+            heads = heads_among((1, 2), width, operand, root)
             return (
                 None if heads is None else Layout((BATCH, *((HEADS, BLOCKS) if heads == 1 else (BLOCKS, HEADS)), *last))
             )
@@ -142,22 +143,27 @@ def einsum_layout(product: fx.Node, operand: fx.Node, keys: bool, root: nn.Modul
     shared = sorted((c for c in mine if c in result and c in other), key=result.index)
     if len(summed) != 1 or len(alone) != 1 or len(mine) != len(shared) + 2 or len(shared) not in (2, 3):
         return None
-    tokens, width = (alone[0], summed[0]) if keys else (summed[0], alone[0])
-    named = {shared[0]: BATCH, tokens: TOKENS, width: FEATURES}
+    tokens, feature = (alone[0], summed[0]) if keys else (summed[0], alone[0])
+    named = {shared[0]: BATCH, tokens: TOKENS, feature: FEATURES}
     if len(shared) == 2:
         return Layout(tuple({**named, shared[1]: HEADS}[c] for c in mine))
     digits = [c for c in shared if c.isdigit()]
     places = [mine.index(c) for c in shared[1:] if c not in digits]
-    heads = places[0] if len(places) == 1 else heads_among(places, operand, root)
+    heads = (
+        places[0]
+        if len(places) == 1
+        else heads_among(places, graphs.shape(operand)[mine.index(feature)], operand, root)
+    )
     return None if heads is None else Layout(tuple({**named, mine[heads]: HEADS}.get(c, BLOCKS) for c in mine))
 
 
-def heads_among(places: Sequence[int], operand: fx.Node, root: nn.Module) -> int | None:
-    """Which of some dimensions of an operand is that of heads: the one that tells features of a Linear apart, or the only one
-    that has but one entry.
+def heads_among(places: Sequence[int], width: int, operand: fx.Node, root: nn.Module) -> int | None:
+    """Which of some dimensions of an operand is that of heads, of `width` features each: the one that tells features of a Linear
+    apart, or the only one that can be for its size.
     """
     told = features.dims_of(operand, root).intersection(places)
-    found = told or {place for place in places if graphs.shape(operand)[place] == 1}
+    widths = {rows.width if rows else graphs.shape(n)[-1] for n, rows in features.feeding(operand, root)}
+    found = told or {place for place in places if graphs.shape(operand)[place] * width in widths}
     return found.pop() if len(found) == 1 else None
 
 

@@ -71,6 +71,24 @@ def test_each_window_attends_to_the_prefix(how: str) -> None:
     assert not torch.equal(peftc.remove(windows)(x), expected)
 
 
+class Twice(Layer):
+    """Two attentions side by side, each with a softmax of its own."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().mix(q, k, v) + super().mix(q, k, v)
+
+
+def test_attentions_side_by_side_share_a_prefix() -> None:
+    torch.manual_seed(0)
+    x, state = torch.randn(2, 4, D), Model(1, "dots").state_dict()
+    twice = Model(1, "dots")
+    twice.layers = nn.ModuleList([Twice(1, "dots"), Twice(1, "dots")])
+    twice.load_state_dict(state)
+    peftc.compile(TEXT, twice.eval(), seed=0, sample={"x": x})
+    doubled = {n: 2 * t if n.endswith("o.weight") else t for n, t in state.items()}
+    torch.testing.assert_close(twice(x), with_prefix(1, "dots", doubled, x)(x))
+
+
 class MaskedSoftmax(torch.autograd.Function):
     """As a model brings it along; `shown` is what the mask has for keys that count."""
 
