@@ -92,6 +92,11 @@ REWRITE: dict[str, CodeInfo] = {
         "values (`kv = concat(prefix(len=30), kv)`), but those that are there cannot be changed in the same place: edit "
         "`attn.k` and `attn.v`.",
     ),
+    "P416": CodeInfo(
+        "edit where gradients are off",
+        "The model's own code computes the state inside of `with torch.no_grad()`, so nothing that is computed there is "
+        "differentiated: the edit would act, and its parameters would never change. Edit a state outside of that block.",
+    ),
     "P420": CodeInfo(
         "output that cannot be written",
         "The folder given by `-o` holds other files, or cannot be written. Nothing of it has been changed.",

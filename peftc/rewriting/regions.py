@@ -15,6 +15,7 @@ from peftc.planning import ir
 from peftc.planning.paths import stack_steps
 from peftc.rewriting.anchors import Anchor, calls_of, contains, frames_between, relative
 from peftc.rewriting.edits import Bound, Region, RegionEdit, depth, frozen_modules, slug, together, used_states, written
+from peftc.rewriting.gradients import check_gradients
 from peftc.rewriting.states import may_write, node_of, state_anchors, state_of
 from peftc.runtime import slab_of
 from peftc.tracing.calls import signature_of
@@ -137,6 +138,9 @@ class LayerRegions:
     def choose(
         self, group: list[ir.Placed], states: dict[str, State], writes: set[str], functions: set[str]
     ) -> _Choice:
+        traced, site = self.kind.traced, group[0].site
+        hidden = ((n, states[n]) for n in sorted(writes) if states[n].weight is None)
+        check_gradients([(n, node_of(s, self.layer, site, traced)) for n, s in hidden], traced.graph)
         readers = {s.weight.slab.reader for s in states.values() if s.weight is not None and s.weight.slab is not None}
         if readers:  # what a parameter's pieces are is not seen in the code of its module, which is run as it is
             return _Choice(relative(readers.pop(), self.layer), frozenset(), {})
