@@ -13,8 +13,9 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting.asking import Asking
 from peftc.rewriting.emit import Emitter, attribute_path
 from peftc.tracing.calls import baked
-from peftc.tracing.graphs import acts, ancestors
-from peftc.tracing.tracer import Guard, Traced, taken_from
+from peftc.tracing.graphs import acts, ancestors, is_attention
+from peftc.tracing.seams import taken_from
+from peftc.tracing.tracer import Guard, Traced
 
 
 def conditions(
@@ -46,7 +47,8 @@ def only_inside(guard: Guard) -> bool:
 
 
 def given_by_child(node: fx.Node) -> bool:
-    return taken_from(node).op == "call_module"
+    """Whether a value is what a child, or an attention, has given, or a part of it."""
+    return taken_from(node).op == "call_module" or is_attention(taken_from(node))
 
 
 def facts(traced: Traced, tracer: Asking) -> Iterator[str]:

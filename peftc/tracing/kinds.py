@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from peftc.model.fakes import fake_copy
 from peftc.tracing import graphs
 from peftc.tracing.axes import features_dim
-from peftc.tracing.blocks import TraceError
+from peftc.tracing.blocks import AskedNone, TraceError
 from peftc.tracing.calls import innermost
 from peftc.tracing.observe import Observation, observe, repeated_blocks
 from peftc.tracing.pieces import Uncounted
@@ -133,12 +133,17 @@ def trace_layer(layer: nn.Module, name: str, arguments: dict[str, Any], anatomy:
     """Traces a layer with all children inlined that have children, or that route; one that cannot be entered stays a leaf."""
     leaves: dict[str, str] = {}
     routes: set[str] = set()
+    nones: set[Any] = set()
     while True:
         tracer = RegionTracer(partial(entered, layer, leaves, routes))
+        tracer.nones |= nones
         try:
             with anatomy.mode:
                 traced = tracer.trace_region(layer, fake_copy(arguments, anatomy.mode))
         except Exception as error:
+            if isinstance(error, AskedNone) and error.origin not in nones:
+                nones.add(error.origin)
+                continue
             asking = [error.frame] if isinstance(error, Uncounted) and error.frame else []
             inside = [f for f in [*tracer.frames, *asking] if f not in leaves]
             if not inside:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from transformers.modeling_utils import AttentionInterface
 
 from peftc.tracing.blocks import patched, watched_blocks
@@ -32,6 +33,23 @@ def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any)
 def applied(*args: Any, function: type[torch.autograd.Function]) -> Any:
     """What an autograd function gives, whose own code is not entered: it may have another gradient than its operations."""
     return function.apply(*args)
+
+
+def computed_by(tracer: RegionTracer, call: fx.Node) -> dict[tuple[str, str], Any]:
+    """The fact which implementation computes an attention: only some give their weights. Of any other call, none."""
+    if call.target is not attention or not isinstance(held := call.args[0], fx.Node):
+        return {}
+    owner = str(held.target).removeprefix("_self")
+    with tracer.dead():
+        config: Any = tracer.root.get_submodule(owner).config
+        return {(f"{owner}.config".lstrip("."), "_attn_implementation"): str(config._attn_implementation)}
+
+
+def taken_from(node: fx.Node) -> fx.Node:
+    """What a node is a part of, or a part of a part."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def branch(condition: Any, outcome: bool) -> None:

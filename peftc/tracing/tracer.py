@@ -22,7 +22,7 @@ from peftc.tracing.blocks import AskedNone, Block, TraceError, decorated, entere
 from peftc.tracing.calls import baked, bind, innermost, nested_nodes
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
 from peftc.tracing.pieces import Lengths, Loops, unknown
-from peftc.tracing.seams import attention, branch, live, spying
+from peftc.tracing.seams import attention, branch, computed_by, live, spying, taken_from
 from peftc.tracing.tape import Made, Remembering, Tape
 
 PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, bool)
@@ -80,9 +80,7 @@ class RegionTracer(fx.Tracer):
         self.calls: list[ModuleCall] = []
         self.frames: list[str] = []
         self.counts: dict[tuple[str, str], int] = {}
-        self.nones = set[
-            tuple[str, str, int]
-        ]()  # origins of parts of results that Python gets as None where they are None
+        self.nones = set[Any]()  # origins of parts of results that Python gets as None where they are None
         self.blocks: list[Block] = []  # open now
         self.surroundings: dict[tuple[str, tuple[Any, ...]], Any] = {}  # what torch was asked, and answered
         self.loops = Loops(self)
@@ -152,6 +150,8 @@ class RegionTracer(fx.Tracer):
         type_expr: Any = None,
         proxy_factory_fn: Any = None,
     ) -> Any:
+        if target is operator.getitem and is_example(args[0]):
+            self.looked_into(args[0].node, values(args[0]))
         with self.dead():
             value = self.compute(kind, target, values(tuple(args)), values(dict(kwargs)))
         node = self.create_node(
@@ -167,6 +167,12 @@ class RegionTracer(fx.Tracer):
         if value is None and self.live:
             raise AskedNone(node.meta["origin"])
 
+    def looked_into(self, node: fx.Node, value: Any) -> None:
+        """Code takes a part of a value; one that an attention of another implementation does not give."""
+        if node.target is operator.getitem and node.args[1] != 0 and taken_from(node).target is attention:
+            self.facts.update(computed_by(self, taken_from(node)))
+        self.missed(node, value)
+
     def materialises(self, node: fx.Node, value: Any) -> bool:
         """Whether Python gets the plain value (and the graph a guard): None, dtypes and words.
 
@@ -174,6 +180,7 @@ class RegionTracer(fx.Tracer):
         """
         source = taken_from(node)
         if node.meta["origin"] in self.nones:
+            self.facts.update(computed_by(self, source))
             return value is None
         if source.op == "call_module" or source.target is attention:
             return False
@@ -385,13 +392,6 @@ class RegionTracer(fx.Tracer):
         node = self.create_node("placeholder", name, default, {})
         node.meta["example"] = value
         return Example(node, self, value)
-
-
-def taken_from(node: fx.Node) -> fx.Node:
-    """What a node is a part of, or a part of a part."""
-    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def selects(target: Any, args: tuple[Any, ...]) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import peftc
+from benchmarks.families import build
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import installed
 from tests import zoo
@@ -205,3 +206,18 @@ def test_layers_share_one_class_and_do_not_bake_in_what_differs() -> None:
     assert not torch.equal(changed, base(**given)[0])
     peftc.compile(ADAPTER.replace("relu", "relu, init=lora"), base, seed=0)
     assert torch.equal(base(**given)[0], peftc.remove(model)(**given)[0])
+
+
+@pytest.mark.parametrize("first", ["sdpa", "eager"])
+def test_code_that_takes_attention_weights_apart(first: str) -> None:
+    """Only some implementations of attention give them."""
+    (other,) = {"sdpa", "eager"} - {first}
+    model, given = build("image-text-to-text", "t5gemma2")
+    want: dict[str, torch.Tensor] = {}
+    for name in (other, first):
+        model.set_attn_implementation(name)
+        want[name] = model(**given).logits
+    peftc.compile("peft 1\nedit a at text.decoder.layer[*].attn.q { h += lora(x, r=2) }\n", model, seed=0)
+    assert torch.equal(model(**given).logits, want[first])
+    model.set_attn_implementation(other)
+    assert torch.equal(model(**given).logits, want[other])
