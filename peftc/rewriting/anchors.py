@@ -108,7 +108,7 @@ def anchors(node: fx.Node, traced: Traced) -> list[Anchor]:
     for call in calls_of(traced):
         found += [Anchor("in", call.name, path) for path, n in parts(call.arguments) if n is node]
         found += [Anchor("out", call.name, path) for path, n in parts(call.result) if n is node]
-    many = node.op == "call_module" and len([c for c in traced.calls if c.name == node.target]) > 1
+    many = node.op == "call_module" and len([c for c in traced.calls if c.name == node.target]) != 1
     if many or node.op not in ("placeholder", "call_module"):  # one call of several is told by its number
         frame, operation, n = node.meta["origin"]
         found.append(Anchor("node", frame, (operation, n)))

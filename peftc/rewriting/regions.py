@@ -70,7 +70,10 @@ class LayerRegions:
         return list(groups.items())
 
     def path(self, outer: str, inner: str) -> frozenset[str]:
-        callers = {c.name: c.frame for c in self.kind.traced.calls}
+        # a module whose parameters alone are used is entered where they are
+        nodes = (n for n in self.kind.traced.graph.nodes if n.op == "call_module")
+        callers = {str(n.target): str(n.meta["origin"][0]) for n in nodes}
+        callers |= {c.name: c.frame for c in self.kind.traced.calls}
         found = {inner}
         while inner != outer:
             inner = callers[inner]

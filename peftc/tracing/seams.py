@@ -114,6 +114,7 @@ def live(tracer: RegionTracer) -> Generator[None]:
             patches.enter_context(patched(torch, name, _recorded))
         patches.enter_context(watched_blocks(current))
         patches.enter_context(guarded_functions())
+        patches.enter_context(patched(nn.functional, "multi_head_attention_forward", _entered))
         outer = getattr(_active, "tracer", None)
         _active.tracer, tracer.live = tracer, True
         try:
@@ -141,6 +142,18 @@ def guarded_functions() -> Generator[None]:
         owner.apply = before
 
 
+def _entered(function: Any) -> Any:
+    """A function of torch that is written in Python, and whose own code is traced."""
+
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        if current() is None or not mentions_example((args, kwargs)):
+            return function(*args, **kwargs)
+        with patched(nn.functional, "has_torch_function", lambda _: lambda _given: False):
+            return function(*args, **kwargs)
+
+    return enter
+
+
 def _recording_attention(interface: Any) -> Any:
     def get_interface(self: Any, attn_implementation: str, default: Any) -> Any:
         now = current()
@@ -159,3 +172,8 @@ def _recorded(function: Any) -> Any:
         return now.record("call_function", function, args, kwargs)
 
     return create
+
+
+def selects(target: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a mask chooses entries of a tensor. How many there are only the mask tells; one will do for an example."""
+    return target is operator.getitem and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool

@@ -169,9 +169,9 @@ class LayerSites:
         return states
 
     def in_batches(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        """A value before batch and tokens were made one dimension of it, where `like` has both."""
+        """A value before batch and tokens were made one dimension of it, or features two, where `like` has them."""
         before: fx.Node | None = node
-        while before is not None and before.meta["example"].ndim < like.meta["example"].ndim:
+        while before is not None and before.meta["example"].ndim != like.meta["example"].ndim:
             before = graphs.passes_through(before, self.kind.root)
         return node if before is None else before
 

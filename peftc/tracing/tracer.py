@@ -21,8 +21,9 @@ from peftc.model.guesses import guessing, honest
 from peftc.tracing.blocks import AskedNone, Block, TraceError, decorated, entered
 from peftc.tracing.calls import baked, bind, innermost, nested_nodes
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
+from peftc.tracing.linears import linear_of
 from peftc.tracing.pieces import Lengths, Loops, unknown
-from peftc.tracing.seams import attention, branch, computed_by, live, spying, taken_from
+from peftc.tracing.seams import attention, branch, computed_by, live, selects, spying, taken_from
 from peftc.tracing.tape import Made, Remembering, Tape
 
 PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, bool)
@@ -152,6 +153,9 @@ class RegionTracer(fx.Tracer):
     ) -> Any:
         if target is operator.getitem and is_example(args[0]):
             self.looked_into(args[0].node, values(args[0]))
+        own = linear_of(args, self.root, self.tensors, self.tape) if target is nn.functional.linear else None
+        if own is not None and not self.inline(own):
+            kind, target, args, kwargs = "call_module", own, args[:1], {}
         with self.dead():
             value = self.compute(kind, target, values(tuple(args)), values(dict(kwargs)))
         node = self.create_node(
@@ -392,8 +396,3 @@ class RegionTracer(fx.Tracer):
         node = self.create_node("placeholder", name, default, {})
         node.meta["example"] = value
         return Example(node, self, value)
-
-
-def selects(target: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a mask chooses entries of a tensor. How many there are only the mask tells; one will do for an example."""
-    return target is operator.getitem and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool

@@ -12,6 +12,7 @@ import peftc
 from peftc.tracing.written import labelled
 
 D, H = 8, 2
+functional: Any = nn.functional
 TEXT = "peft 1\nedit p at layer[*].attn { kv = concat(prefix(len=3), kv) }"
 
 
@@ -87,6 +88,52 @@ def test_attentions_side_by_side_share_a_prefix() -> None:
     peftc.compile(TEXT, twice.eval(), seed=0, sample={"x": x})
     doubled = {n: 2 * t if n.endswith("o.weight") else t for n, t in state.items()}
     torch.testing.assert_close(twice(x), with_prefix(1, "dots", doubled, x)(x))
+
+
+class Scaled(Layer):
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().mix(q * (D // H) ** -0.5, k, v)
+
+
+class Handed(Layer):
+    """The parameters of the Linears are handed to torch's function, their biases as pieces of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.transpose(0, 1)
+        bias = torch.cat((self.q.bias, self.k.bias, self.v.bias))
+        mixed, _ = functional.multi_head_attention_forward(
+            *(y, y, y, D, H, torch.empty([0]), bias, None, None, False, 0.0, self.o.weight, self.o.bias),
+            use_separate_proj_weight=True,
+            **{f"{name}_proj_weight": self.get_submodule(name).weight for name in "qkv"},
+        )
+        x = x + mixed.transpose(0, 1)
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TEXT,
+        "peft 1\nedit a at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2) }",
+        "peft 1\nedit w at layer[*].attn.q { w += lowrank(r=2) }",
+        "peft 1\nedit b at layer[*].attn.k { b += vector(init=1) }",
+    ],
+)
+def test_linears_whose_parameters_alone_are_used(text: str) -> None:
+    torch.manual_seed(0)
+    x, state = torch.randn(2, 4, D), Model(1, "dots").state_dict()
+    plain, handed = Model(1, "dots"), Model(1, "dots")
+    plain.layers = nn.ModuleList([Scaled(1, "dots"), Scaled(1, "dots")])
+    handed.layers = nn.ModuleList([Handed(1, ""), Handed(1, "")])
+    for model in (plain, handed):
+        model.load_state_dict(state)
+        peftc.compile(text, model.eval(), seed=0, sample={"x": x})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in peftc.parameters(plain).items():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            peftc.parameters(handed)[name].copy_(parameter)
+    torch.testing.assert_close(handed(x), plain(x))
 
 
 class MaskedSoftmax(torch.autograd.Function):
