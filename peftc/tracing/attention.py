@@ -48,8 +48,13 @@ def attention_at(node: fx.Node, root: nn.Module) -> Attention | None:
         return made("interface", node, q, k, v, out)
     if node.op == "call_function" and node.target is nn.functional.scaled_dot_product_attention:
         given = [*node.args, *(node.kwargs.get(n) for n in ("query", "key", "value") if n in node.kwargs)]
-        return made("function", node, given[0], given[1], given[2], node)
+        return made("function", node, given[0], given[1], given[2], node) if asks(given[0]) else None
     return written(node, root) if is_softmax(node, root) else None
+
+
+def asks(query: Any) -> bool:
+    """Whether queries are computed from activations: those of a mixture of states are parameters, alike for every token."""
+    return isinstance(query, fx.Node) and is_activation(query)
 
 
 def made(sort: Any, call: fx.Node, q: Any, k: Any, v: Any, out: fx.Node) -> Attention | None:

@@ -8,6 +8,7 @@ summed before they are added to it (parallel blocks) are two sub-layers. No modu
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,13 +57,11 @@ def sub_layers(graph: fx.Graph, root: nn.Module) -> list[SubLayer]:
     if first is None:
         return []
     stream, inside = Stream(first, root), attentions(graph, root)
-    found: list[SubLayer] = []
-    for node in graph.nodes:
-        if graphs.is_add(node) and graphs.is_tensor(node):
-            made = summed(node, stream, inside, root)
-            found += [inner for sub in made for inner in nested(sub, stream, inside, root) or [sub]]
-            if made or carried(node, stream, root):
-                stream.values.append(node)
+    found = along(graph, stream, inside, root)
+    if not found and (begin := restart(graph, stream, inside)) is not None:
+        attending = described(begin, first, begin, stream, inside, root)
+        stream.values.append(begin)
+        found = [attending, *along(graph, stream, inside, root)]
     if len(found) > 1 and not any(s.kind == "ffn" for s in found) and found[-1].kind == "mixer":
         last_that_mixes(found[-1], stream, root)
     claimed: set[fx.Node] = set()
@@ -70,6 +69,31 @@ def sub_layers(graph: fx.Graph, root: nn.Module) -> list[SubLayer]:
         find_norms(sub, root, claimed)
         claimed.update(sub.norms)
     return found
+
+
+def along(graph: fx.Graph, stream: Stream, inside: list[Attention], root: nn.Module) -> list[SubLayer]:
+    """What is added to the stream, one after the other. The sums become part of it."""
+    found: list[SubLayer] = []
+    for node in graph.nodes:
+        if graphs.is_add(node) and graphs.is_tensor(node):
+            made = summed(node, stream, inside, root)
+            found += [inner for sub in made for inner in nested(sub, stream, inside, root) or [sub]]
+            if made or carried(node, stream, root):
+                stream.values.append(node)
+    return found
+
+
+def restart(graph: fx.Graph, stream: Stream, inside: list[Attention]) -> fx.Node | None:
+    """The result of an attention that is not added to the stream but takes its place: the last sum is one of it and of what
+    is made from it.
+    """
+    for add in reversed([n for n in graph.nodes if graphs.is_add(n) and graphs.is_tensor(n)]):
+        operands = [a for a in add.args[:2] if isinstance(a, fx.Node) and graphs.is_tensor(a)]
+        for begin, other in itertools.permutations(operands, 2):
+            behind = set(graphs.upstream(other, lambda n, begin=begin: n is begin))
+            if begin in behind and any(a.call in stream.body(begin) for a in inside):
+                return begin
+    return None
 
 
 def last_that_mixes(sub: SubLayer, stream: Stream, root: nn.Module) -> None:
