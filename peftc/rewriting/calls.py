@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_copy, new_mode
 from peftc.rewriting.asking import Asking, Origin, plain_arguments
+from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, told_by_identity, unlooked
 from peftc.rewriting.rest import open_rest
 from peftc.tracing.blocks import AskedNone, TraceError
@@ -139,6 +140,7 @@ class Calls:
         mode = new_mode()
         copy = fake_copy(self.module, mode)
         copy.__class__ = self.base
+        vars(copy)["_modules"].pop(CONTAINER, None)
         tracer = Asking(lambda name: name in self.inline, script, symbolic)
         tracer.nones |= self.nones
         tracer.beforehand |= self.beforehand

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import nn
+
+CONTAINER = "peftc"  # the name under which a region's own modules are registered
 
 
 class Container(nn.Module):
@@ -15,3 +20,12 @@ class Container(nn.Module):
     def __delattr__(self, name: str) -> None:
         vars(self).pop(name, None)
         super().__delattr__(name)
+
+
+def own_children(sequence: Any) -> Iterator[nn.Module]:
+    """The modules that an edited `nn.Sequential` runs: all but the container."""
+    return (module for name, module in sequence._modules.items() if name != CONTAINER)
+
+
+def own_length(sequence: Any) -> int:
+    return sum(1 for _ in own_children(sequence))

@@ -14,6 +14,7 @@ from peftc.forms.shapes import KeyValue
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.attention import Called, Written
+from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import STREAM, Bound, RegionEdit
 from peftc.rewriting.slabs import Slabs, layout
 from peftc.runtime import as_image, full_precision, rows_of, stored_as, tokens_of, unflattened, with_rows
@@ -28,7 +29,6 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "*": operator.mul,
     "/": operator.truediv,
 }
-CONTAINER = "peftc"  # the name under which a region's own modules are registered
 
 
 class Inserter:

@@ -14,9 +14,9 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_owner, member
 from peftc.planning import ir
 from peftc.rewriting.anchors import contains, relative
-from peftc.rewriting.container import Container
+from peftc.rewriting.container import CONTAINER, Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
-from peftc.rewriting.insert import CONTAINER, layout
+from peftc.rewriting.insert import layout
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import RECORD, Installation, acting, installed
 from peftc.rewriting.regions import LayerRegions, module_region

@@ -20,6 +20,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting import emit, guards
 from peftc.rewriting.asking import Asking
 from peftc.rewriting.calls import Calls, LookedAt, Raised
+from peftc.rewriting.container import own_children, own_length
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.emit import base_call
 from peftc.rewriting.handed import quiet
@@ -89,7 +90,7 @@ class Kind:
         absent: frozenset[str] = frozenset(),
     ) -> None:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
-        self.signature = inspect.signature(base_forward(base))
+        self.signature = with_self(inspect.signature(base_forward(base)))
         self.names = emit.Names()
         self.variants: list[Variant] = []
         self.lock = threading.RLock()
@@ -269,13 +270,20 @@ def too_many_ways(name: str) -> Diagnostic:
     )
 
 
+def with_self(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with its first parameter under the name that generated code uses."""
+    first, *others = signature.parameters.values()
+    named = first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return signature.replace(parameters=[first.replace(name="self"), *others]) if named else signature
+
+
 def make_class(kind: Kind) -> type[nn.Module]:
     """A subclass of the region's own class under the same names, so that everything that asks for the class still works."""
     source = emit.function("forward", kind.signature, [f"return kind.dispatch({emit.passed_on(kind.signature)})"])
     namespace: dict[str, Any] = {"kind": kind, "torch": torch}
     exec(compile(source, f"<peftc {kind.name}>", "exec"), namespace)
     forward = namespace["forward"]
-    members = {
+    members: dict[str, Any] = {
         "forward": forward,
         "__module__": kind.base.__module__,
         "__qualname__": kind.base.__qualname__,
@@ -283,7 +291,10 @@ def make_class(kind: Kind) -> type[nn.Module]:
         "__reduce_ex__": reduce,
         "_peftc_kind": kind,
     }
-    return type(kind.base.__name__, (kind.base,), members)
+    if issubclass(kind.base, nn.Sequential):
+        members |= {"__iter__": own_children, "__len__": own_length}
+    made: Any = type(kind.base.__name__, (kind.base,), members)
+    return made
 
 
 def reduce(self: Any, protocol: Any) -> Any:

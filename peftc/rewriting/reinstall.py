@@ -11,7 +11,7 @@ from torch import nn
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import FormModule
 from peftc.planning.plan import Planned
-from peftc.rewriting.insert import CONTAINER
+from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.install import SHARED, Surgery, clear, no_values, regions_of, restore, warm
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import RECORD, Installation, Part, acting, is_installed

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from peftc.forms.module import has_values
 from peftc.model.identity import everything, fingerprint_of, identity, parameters
-from peftc.rewriting.insert import CONTAINER
+from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.install import SHARED
 from peftc.rewriting.record import Installation, installed, is_installed
 from peftc.weights.adapter import Base, BaseTensor

@@ -17,8 +17,8 @@ from peftc.forms.module import FormModule
 from peftc.planning.affine import FoldTarget, fold_target
 from peftc.planning.ir import Placed
 from peftc.planning.verdict import Verdict, verdicts
+from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import slug
-from peftc.rewriting.insert import CONTAINER
 from peftc.rewriting.install import strip
 from peftc.rewriting.record import Installation, Part, acting, spec_of_parts
 from peftc.rewriting.reinstall import reinstall
