@@ -16,7 +16,7 @@ class Block(nn.Module):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
+    def forward(this, x: Tensor) -> Tensor:
         return torch.tanh(this.inner(x))
 
 
@@ -37,7 +37,8 @@ def test_an_edit_of_a_module_by_its_name(site: str) -> None:
     base = copy.deepcopy(net)
     peftc.compile(f'peft 1\nedit e at "{site}" {{ h *= vector(init=1) }}', net, seed=0, sample={"x": x})
     assert torch.equal(net(x), base(x))
-    assert [*net.first] == [net.first[i] for i in range(3)] and len(net.first) == 3
+    assert [*net.first] == [net.first[i] for i in range(3)]
+    assert len(net.first) == 3
     for parameter in peftc.parameters(net).values():
         nn.init.constant_(parameter, 2.0)
     if site == "first":
