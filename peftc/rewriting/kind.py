@@ -188,10 +188,8 @@ class Kind:
                 calls.ask_beforehand(decision)
                 conditions.update(dict.fromkeys(self.conditions(*ended.call, calls)))
                 return ended.error
-            except (
-                PeftcError
-            ) as error:  # where the model does not compute what is edited, a call that goes there is told
-                if error.diagnostics[0].code != "P403":
+            except PeftcError as error:
+                if error.diagnostics[0].code != "P403":  # a call that goes where there is nothing to edit is told
                     raise
                 calls.ask_beforehand(decision)
                 return error
