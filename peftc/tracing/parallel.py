@@ -6,6 +6,7 @@ sub-layers the streams are mixed by small matrices. Weights, factors and matrice
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from peftc.tracing import graphs
@@ -17,7 +18,7 @@ def mixture(node: fx.Node) -> list[fx.Node]:
         matrix, streams = node.args
         small = graphs.shape(matrix)[-2:] == (graphs.shape(streams)[-2:-1] * 2)
         return [streams] if isinstance(streams, fx.Node) and small and several(streams) else []
-    summed = graphs.first_input(node) if node.op == "call_method" and node.target == "sum" else None
+    summed = graphs.first_input(node) if node.target in ("sum", torch.sum) else None
     if summed is None or graphs.shape(summed)[:2] + graphs.shape(summed)[3:] != graphs.shape(node):
         return []
     return [s for s, factor in pairs(summed) if several(s) and graphs.shape(factor) == (*graphs.shape(s)[:-1], 1)]

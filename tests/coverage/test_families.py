@@ -49,6 +49,8 @@ FAMILIES = (
     Family("masked-lm/mobilebert", "a bottleneck with a stream of its own in every layer"),
     Family("causal-lm/xlnet", "q, k, v are bare parameters; relative positions in sums of einsums", refused="a"),
     Family("causal-lm/xmod", "an adapter for each language, chosen by a mask"),
+    Family("causal-lm/hy_v4", "several streams, mixed with coefficients of each token; chosen keys"),
+    Family("causal-lm/inkling2_text", "an attention that takes the stream's place; mixtures with learnt queries"),
     Family("causal-lm/rwkv", "a recurrence over tokens and a shift", refused="ad"),
     Family("causal-lm/gemma3n_text", "four streams that predict one another; shared keys"),
     Family("seq2seq/t5", "relative bias; encoder-decoder"),
