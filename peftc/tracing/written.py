@@ -85,6 +85,8 @@ def way(start: fx.Node, end: fx.Node) -> list[Step] | None:
 def kind_of(node: fx.Node, before: fx.Node) -> Literal["same", "nothing", "shape"] | None:
     if graphs.is_edit(node):
         return "nothing"
+    if graphs.is_add(node) and any(map(counted_from_the_end, graphs.upstream(node, lambda n: n is before))):
+        return None
     if node.op == "call_module":
         return "same" if graphs.shape(node) == graphs.shape(before) else None
     if node.op == "call_method":
@@ -99,6 +101,15 @@ def kind_of(node: fx.Node, before: fx.Node) -> Literal["same", "nothing", "shape
     if node.target in _SCALES:
         return scaling(node, before)
     return "same" if node.target in _ELEMENTWISE else None
+
+
+def counted_from_the_end(node: fx.Node) -> bool:
+    """Whether a table is cut so that its last entry is that of the last key, whichever that is: only differences between keys
+    count in it, and a joined row has none to the others.
+    """
+    cut = node.args[1] if node.target is operator.getitem else ()
+    last = cut[-1] if isinstance(cut, tuple) and len(cut) == len(graphs.shape(node)) and cut else None
+    return isinstance(last, slice) and isinstance(last.start, fx.Node)
 
 
 def cuts_keys(node: fx.Node, before: fx.Node) -> bool:

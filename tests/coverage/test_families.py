@@ -27,7 +27,7 @@ FAMILIES = (
     Family("causal-lm/gpt2", "fused qkv, split in three; Conv1D"),
     Family("causal-lm/phi3", "fused qkv and gate-up, in slices"),
     # Its position bias counts from the end of the keys: beside unbiased rows, a key's weight depends on how many follow.
-    Family("causal-lm/mpt", "fused qkv, chunk; written-out softmax; ALiBi"),
+    Family("causal-lm/mpt", "fused qkv, chunk; written-out softmax; ALiBi, counted from the last key", fails="d"),
     Family("causal-lm/gpt_neox", "fused qkv, interleaved heads; attention and ffn in parallel"),
     Family("causal-lm/bloom", "fused qkv, interleaved heads; written-out softmax; the ffn adds its residual itself"),
     Family("causal-lm/gpt_neox_japanese", "a bias that the last layer alone has, added by the layer", fails="d"),
