@@ -55,7 +55,9 @@ def mixing(node: fx.Node, root: nn.Module) -> bool:
     if module is not None:
         return mixing_module(node, module)
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name.removeprefix("fft_") in _SCANS or is_scores(node)
+    value = graphs.example(node)
+    counts = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+    return (name.removeprefix("fft_") in _SCANS and not counts) or is_scores(node)
 
 
 def mixing_module(node: fx.Node, module: nn.Module) -> bool:

@@ -150,7 +150,11 @@ class Loops:
 
     def gathered(self, values: Sequence[Any], kind: type) -> fx.Node | None:
         """The list, or the tuple, of what all turns have made; None for any other values."""
-        if len(values) != 2 or not isinstance(values[1], fx.Node) or self.twins.get(values[1]) is not values[0]:
+        if (
+            len(values) != 2
+            or not all(isinstance(v, fx.Node) for v in values)
+            or self.twins.get(values[1]) is not values[0]
+        ):
             return None
         node = self.tracer.create_node("call_function", gathered, (values[0],), {})
         node.meta["example"] = [value.meta["example"] for value in values]

@@ -165,17 +165,10 @@ def copies(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
         return False
 
     def stop(n: fx.Node) -> bool:
-        return (
-            factor(n)
-            or stream.holds(n)
-            or weighted(n, root)
-            or any(made_of_weights(i, root) for i in n.all_input_nodes)
-        )
+        return stream.holds(n) or weighted(n, root) or any(made_of_weights(i, root) for i in n.all_input_nodes)
 
-    def factor(n: fx.Node) -> bool:
-        return graphs.is_tensor(n) and graphs.shape(n)[-1:] != graphs.shape(h)[-1:]
-
-    return any(stream.holds(n) and not factor(n) for n in graphs.upstream(h, stop))
+    held = filter(stream.holds, graphs.upstream(h, stop))
+    return any(graphs.shape(n)[-1:] == graphs.shape(h)[-1:] for n in held)
 
 
 def computed(h: fx.Node, stream: Stream, root: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.model.guesses import guessing, honest
+from peftc.model.guesses import guessing, honest, settled
 from peftc.tracing.blocks import AskedNone, Block, TraceError, decorated, entered
 from peftc.tracing.calls import baked, bind, innermost, nested_nodes
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
@@ -353,7 +353,7 @@ class RegionTracer(fx.Tracer):
         args, kwargs = self.placeholders(signature, arguments)
         self.tape, self.constants, self.made = Tape(), dict[int, fx.Node](), dict[int, fx.Node]()
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # as they were, whatever the code does
-        with gradients, honest(), spying(root, self), live(self), Remembering(self.tape, self):
+        with gradients, honest(), settled(), spying(root, self), live(self), Remembering(self.tape, self):
             out = forward(root, *args, **kwargs)
             self.graph.output(self.create_arg(out))
         return self.so_far()
