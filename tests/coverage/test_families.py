@@ -84,16 +84,9 @@ FAMILIES = (
     Family("causal-lm/doge", "residuals times a parameter; a mask made of the values"),
     Family("masked-lm/fnet", "Fourier transforms for attention", refused="ad"),
 )
-FAILING: dict[str, str] = {}
 
 
-def _parameter(family: Family) -> pytest.param:
-    reason = FAILING.get(family.key)
-    marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-    return pytest.param(family, id=family.key, marks=marks)
-
-
-@pytest.mark.parametrize("family", [_parameter(f) for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.key)
 def test_five_edits(family: Family) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the models' own code
@@ -107,4 +100,3 @@ def test_five_edits(family: Family) -> None:
 
 def test_every_layout_is_another_type() -> None:
     assert len({f.key for f in FAMILIES}) == len(FAMILIES) >= 30
-    assert set(FAILING) <= {f.key for f in FAMILIES}

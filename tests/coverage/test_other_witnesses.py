@@ -36,22 +36,16 @@ EXPLAINED: dict[str, dict[str, str]] = {
         "a recurrence without a softmax: it has neither q nor v",
     ),
 }
-FAILING: dict[str, str] = {}
 
 
-def _types() -> list[pytest.param]:
+def _types() -> list[Pair]:
     known = {}
     for pair in sorted(pairs(), key=lambda p: PREFERRED.index(p.mapping) if p.mapping in PREFERRED else 9):
         known.setdefault(pair.type, pair)
-    return [_parameter(known[t]) for t in PEFT if t in known]
+    return [known[t] for t in PEFT if t in known]
 
 
-def _parameter(pair: Pair) -> pytest.param:
-    reason = FAILING.get(pair.type)
-    return pytest.param(pair, id=pair.type, marks=[pytest.mark.xfail(reason=reason, strict=True)] if reason else [])
-
-
-@pytest.mark.parametrize("pair", _types())
+@pytest.mark.parametrize("pair", _types(), ids=lambda pair: pair.type)
 def test_q_and_v_are_what_peft_adapts(pair: Pair) -> None:
     model, table = _sites(pair)
     explained = EXPLAINED.get(pair.type, {})
@@ -87,23 +81,12 @@ PLANNED = (
     "starcoder2",
     "smollm3",
 )
-PLAN_EXPLAINED: dict[str, dict[str, str]] = {}
-PLAN_FAILING: dict[str, str] = {}
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(t, marks=[pytest.mark.xfail(reason=PLAN_FAILING[t], strict=True)] if t in PLAN_FAILING else [])
-        for t in PLANNED
-    ],
-)
+@pytest.mark.parametrize("model_type", PLANNED)
 def test_roles_are_those_of_the_tensor_parallel_plan(model_type: str) -> None:
     model, table = _sites(Pair("causal-lm", model_type, ""))
-    found = plan_disagreements(model, table)
-    explained = PLAN_EXPLAINED.get(model_type, {})
-    assert [line for line in found if not line.startswith(tuple(explained) or ("\0",))] == []
-    assert all(any(line.startswith(start) for line in found) for start in explained)
+    assert plan_disagreements(model, table) == []
 
 
 def _sites(pair: Pair) -> tuple[torch.nn.Module, peftc.tracing.sites.SiteTable]:
