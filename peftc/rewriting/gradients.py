@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -11,16 +11,18 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.tracing.blocks import entered, left, of_gradients
 
 
-def check_gradients(written: Iterable[tuple[str, fx.Node]], graph: fx.Graph) -> None:
-    """Raises P416 for a state, by name, that is computed in a block without gradients."""
+def check_gradients(written: Iterable[tuple[str, Sequence[fx.Node]]], graph: fx.Graph) -> None:
+    """Raises P416 for a state, by name, all of whose nodes are in blocks without gradients."""
     off = without_gradients(graph)
-    for name, node in written:
-        if node in off:
+    for name, nodes in written:
+        if off.issuperset(nodes):
             raise PeftcError(
                 Diagnostic(
                     "P416",
-                    f"the model computes `{name}` here without gradients: no parameter of the edit would learn",
-                    notes=(f"`{node.target}` stands inside of a `with torch.no_grad()` block of the model's own code",),
+                    f"the model uses `{name}` here without gradients: no parameter of the edit would learn",
+                    notes=(
+                        f"`{nodes[0].target}` stands inside of a `with torch.no_grad()` block of the model's own code",
+                    ),
                     help="edit a state outside of that block",
                 )
             )

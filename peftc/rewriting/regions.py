@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
@@ -142,8 +142,7 @@ class LayerRegions:
         self, group: list[ir.Placed], states: dict[str, State], writes: set[str], functions: set[str]
     ) -> _Choice:
         traced, site = self.kind.traced, group[0].site
-        hidden = ((n, states[n]) for n in sorted(writes) if states[n].weight is None)
-        check_gradients([(n, node_of(s, self.layer, site, traced)) for n, s in hidden], traced.graph)
+        check_gradients([(n, nodes) for n in sorted(writes) if (nodes := self.users(states[n], site))], traced.graph)
         readers = {s.weight.slab.reader for s in states.values() if s.weight is not None and s.weight.slab is not None}
         if readers:  # what a parameter's pieces are is not seen in the code of its module, which is run as it is
             return _Choice(relative(readers.pop(), self.layer), frozenset(), {})
@@ -159,6 +158,15 @@ class LayerRegions:
                 return choice
         where = f"of {group[0].site.root} contains all the states that `{group[0].edit}` uses at {group[0].site.path}"
         raise PeftcError(Diagnostic("P401", f"no one module {where}", notes=(f"states: {', '.join(states)}",)))
+
+    def users(self, state: State, site: Site) -> list[fx.Node]:
+        """Where the layer computes a state, or what computes with a parameter."""
+        traced = self.kind.traced
+        if state.weight is None:
+            return [node_of(state, self.layer, site, traced)]
+        module = relative(state.weight.module, self.layer)
+        names = (module, f"{module}.{state.weight.attribute}")
+        return [n for n in traced.graph.nodes if n.op in ("call_module", "get_attr") and n.target in names]
 
     def try_region(self, region: str, states: dict[str, State], writes: set[str], site: Site) -> _Choice | None:
         inline: frozenset[str] = frozenset()

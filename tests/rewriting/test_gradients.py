@@ -41,6 +41,13 @@ def test_an_edit_that_would_not_learn_is_refused(block: Block, site: str) -> Non
     assert {n: type(m) for n, m in model.named_modules()} == before
 
 
+def test_a_weight_that_is_used_without_gradients_is_refused() -> None:
+    text = "peft 1\nedit e at layer[*].%s { w += lowrank(r=2) }"
+    with pytest.raises(peftc.PeftcError, match="P416"):
+        peftc.compile(text % "ffn.up", frozen(torch.no_grad))
+    assert learns(peftc.compile(text % "attn.q", frozen(torch.no_grad), seed=0))
+
+
 @pytest.mark.parametrize("site", ["attn", "attn.q"])
 def test_what_stands_beside_the_block_learns(site: str) -> None:
     assert learns(peftc.compile(EDIT % site, frozen(torch.no_grad), seed=0))
