@@ -175,6 +175,18 @@ def still(value: Any, kind: str, expected: Any) -> None:
         )
 
 
+def untraced(reason: str) -> PeftcError:
+    """The error of a call that goes a way which could not be traced with the values of the call before: P417."""
+    return PeftcError(
+        Diagnostic(
+            "P417",
+            "this call takes a branch of the model's code that an earlier call of its kind could not be traced through",
+            notes=(reason,),
+            help="edit a smaller part of the layer, so that this code is not entered",
+        )
+    )
+
+
 def attention_with_rows(
     before: int,
     after: int,

@@ -97,6 +97,11 @@ REWRITE: dict[str, CodeInfo] = {
         "The model's own code computes the state inside of `with torch.no_grad()`, so nothing that is computed there is "
         "differentiated: the edit would act, and its parameters would never change. Edit a state outside of that block.",
     ),
+    "P417": CodeInfo(
+        "branch that was not traced",
+        "The model's code decides in the middle of a layer which way to go. Both ways are traced with the first call of a kind; "
+        "with the values of that call the other way did not run, or had nothing to edit. This call goes there.",
+    ),
     "P420": CodeInfo(
         "output that cannot be written",
         "The folder given by `-o` holds other files, or cannot be written. Nothing of it has been changed.",

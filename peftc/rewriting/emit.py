@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import keyword
 import math
 import operator
+import traceback
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
+from peftc.diagnostics import PeftcError
 from peftc.rewriting.lines import wrapped
 from peftc.rewriting.loops import Loop, late, loops_of
+from peftc.runtime import untraced
 from peftc.tracing.blocks import entered, left
 from peftc.tracing.graphs import is_size
 from peftc.tracing.pieces import ended
@@ -40,6 +43,7 @@ INFIX = {
     operator.xor: "^",
 }
 PREFIX = {operator.neg: "-", operator.invert: "~", operator.not_: "not "}
+TORCH = Path(torch.__file__).parent
 REST = "rest"  # in the meta of a call: the `**` parameter that is handed on to it
 
 
@@ -201,7 +205,7 @@ class Emitter:
         other = self.others[index]
         condition, outcome = marker.args
         test = f"not {self.operand(condition)}" if outcome else self.arg(condition)
-        lines = [raised(other)] if isinstance(other, Exception) else self.way(other, index)
+        lines = [raised(other, self.names)] if isinstance(other, Exception) else self.way(other, index)
         return [f"if {test}:", *(f"    {line}" for line in lines)]
 
     def way(self, other: Others, index: int) -> list[str]:
@@ -305,10 +309,14 @@ class Emitter:
         return self.names.of(value)
 
 
-def raised(error: Exception) -> str:
-    """The statement that raises what the model's own code raised."""
-    own = type(error) if type(error).__module__ == "builtins" else RuntimeError
-    return f"raise {own.__name__}({str(error)!r})"
+def raised(error: Exception, names: Names) -> str:
+    """The statement that ends a way: with what the model's own code raises there, or by saying that it was not traced."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    own = (last.line or "").startswith(("raise", "assert")) and not Path(last.filename).is_relative_to(TORCH)
+    if not own or isinstance(error, PeftcError):  # an operation did not take the values of this call: others may do
+        return f"raise {names.of(untraced)}({str(error)!r})"
+    kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
+    return f"raise {kind.__name__}({str(error)!r})"
 
 
 def attribute_path(target: str) -> str:
@@ -368,26 +376,3 @@ def function(name: str, signature: inspect.Signature, lines: list[str], doc: str
     """The source of a function of `signature` with these body lines."""
     documented = [f'"""{doc}"""'] if doc else []
     return "\n".join([f"def {name}({parameters(signature)}):", *(f"    {line}" for line in [*documented, *lines])])
-
-
-def decided(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:
-    """The lines that run the statement of a choice whose conditions hold. Conditions that begin alike are asked once."""
-    lines: list[str] = []
-    while choices:
-        first = choices[0][0]
-        if not first:
-            return [*lines, choices[0][1]]
-        group = [c for c in choices if c[0][:1] == first[:1]]
-        columns = zip(*(conditions for conditions, _ in group), strict=False)
-        shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
-        inner = decided([(conditions[shared:], statement) for conditions, statement in group])
-        head = [f"if {first[0]}:"] if shared == 1 else all_of("if ", first[:shared], ":")
-        lines += [*head, *(f"    {line}" for line in inner)]
-        choices = [c for c in choices if c[0][:1] != first[:1]]
-    return lines
-
-
-def all_of(before: str, conditions: Iterable[str], after: str = "") -> list[str]:
-    """The lines of a statement about all of some conditions."""
-    first, *others = [*conditions] or ["True"]
-    return [f"{before}(", f"    {first}", *(f"    and {c}" for c in others), f"){after}"]

@@ -25,6 +25,7 @@ from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.emit import base_call
 from peftc.rewriting.handed import quiet
 from peftc.rewriting.insert import Inserter
+from peftc.rewriting.lines import all_of, decided
 from peftc.runtime import Reading, replaced, still, unseen
 from peftc.tracing.calls import bind, innermost
 from peftc.tracing.seams import branch
@@ -239,14 +240,14 @@ class Kind:
 
     def predicate(self, name: str, conditions: tuple[str, ...]) -> Callable[..., bool]:
         """Whether a variant is the one for a call."""
-        source = emit.function("holds", self.signature, emit.all_of("return ", conditions))
+        source = emit.function("holds", self.signature, all_of("return ", conditions))
         namespace = dict(self.names.values)
         exec(compile(source, f"<peftc {self.name} {name}>", "exec"), namespace)
         return namespace["holds"]
 
     def dispatch_source(self) -> str:
         passed = emit.passed_on(self.signature)
-        lines = emit.decided([(v.conditions, f"return {v.name}({passed})") for v in self.variants])
+        lines = decided([(v.conditions, f"return {v.name}({passed})") for v in self.variants])
         return emit.function("dispatch", self.signature, [*lines, f"return unseen({passed})"])
 
     def link(self) -> None:

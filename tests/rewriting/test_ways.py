@@ -186,3 +186,38 @@ def test_numbers_made_of_sizes_inside_are_asked_for_beforehand() -> None:
         base.heads, base.width = module.heads, module.width = heads, 4 // heads
         assert torch.equal(module(x), base(x))
     assert len(kind.variants) == 2
+
+
+class Every(nn.Module):
+    """Gives one token of `step`."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :: self.step]
+
+
+class Paired(nn.Module):
+    """Adds tokens in pairs where a child, whose own code is not entered, gives more than three."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.inner, self.child = nn.Linear(4, 4), Every(step)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.child(torch.relu(self.inner(x)))
+        return y.unflatten(1, (-1, 2)).sum(2) if y.shape[1] > 3 else y
+
+
+def test_a_way_that_does_not_run_with_the_values_of_this_call_is_not_the_models_own_error() -> None:
+    base, module = Paired(2), Paired(2)
+    module.load_state_dict(base.state_dict())
+    rewritten(module)
+    x = torch.randn(2, 6, 4)
+    assert torch.equal(module(x), base(x))  # three tokens of the child, which are no pairs
+    module.child.step = base.child.step = 1
+    with pytest.raises(peftc.PeftcError, match="P417") as caught:
+        module(x)
+    assert "unflatten" in str(caught.value)
