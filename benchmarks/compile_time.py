@@ -81,6 +81,7 @@ def measured(contender: str, layers: int) -> dict[str, Any]:
 
     import peftc.compiler  # noqa: F401
 
+    torch.set_num_threads(1)  # threads that wait for work would count as time
     traces = counted_traces()
     seconds: list[float] = []
     first: list[int] = []

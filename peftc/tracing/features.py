@@ -172,7 +172,9 @@ def _reaching(linear: fx.Node, inside: list[fx.Node], values: tuple[fx.Node, ...
                 return None
             reached.append(numbers[source])
     reached += [numbers[v] for v in values if isinstance(numbers.get(v), torch.Tensor)]
-    return torch.cat([r.reshape(-1) for r in reached]).unique() if reached else None
+    if not reached:
+        return None
+    return torch.cat([r.reshape(-1) for r in reached]).bincount().nonzero()[:, 0]  # in less time than `unique`
 
 
 def _numbered(node: fx.Node, sources: list[fx.Node], numbers: dict[fx.Node, Any]) -> Any:

@@ -30,19 +30,20 @@ from peftc.tracing.written import written_shape
 def all_sites(anatomy: Anatomy) -> tuple[Site, ...]:
     """Every site of the model, in model order."""
     found: list[Site] = [*embeddings(anatomy)]
+    known: dict[object, State] = {}
     for stack in anatomy.stacks:
         for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
-            sites = LayerSites(name, kind, qualified(stack.name, (("layer", i),)), stack.name).sites()
+            sites = LayerSites(name, kind, qualified(stack.name, (("layer", i),)), stack.name, known).sites()
             found += [replace(site, runs=anatomy.seen.calls.get(name, 1)) for site in sites]
     found += [*final_norms(anatomy), *heads(anatomy)]
     return tuple(found)
 
 
 class LayerSites:
-    """The sites of one layer."""
+    """The sites of one layer. `known`: states of other layers; those of a kind have the same."""
 
-    def __init__(self, layer: str, kind: LayerKind, steps: Steps, stack: str) -> None:
-        self.layer, self.kind, self.steps, self.stack = layer, kind, steps, stack
+    def __init__(self, layer: str, kind: LayerKind, steps: Steps, stack: str, known: dict[object, State]) -> None:
+        self.layer, self.kind, self.steps, self.stack, self.known = layer, kind, steps, stack, known
         stream = stream_input(kind.traced.graph)
         assert stream is not None
         self.stream = stream
@@ -215,6 +216,12 @@ class LayerSites:
         return self.site(steps, name, states, group=group)
 
     def state(self, name: str, node: fx.Node, rows: Slice | None = None, heads: bool = False) -> State:
+        key = (name, node, rows, heads)
+        if key not in self.known:
+            self.known[key] = self.new_state(name, node, rows, heads)
+        return self.known[key]
+
+    def new_state(self, name: str, node: fx.Node, rows: Slice | None, heads: bool) -> State:
         value = node.meta["example"]
         assert isinstance(value, torch.Tensor)
         if heads:
