@@ -159,7 +159,11 @@ def _recording_attention(interface: Any) -> Any:
         now = current()
         if now is None:
             return interface(self, attn_implementation, default)
-        return lambda module, *a, **k: now.record("call_function", attention, (module, default, *a), k)
+
+        def call(module: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
+            return now.record("call_function", attention, (module, default, query, key, value, *rest), more)
+
+        return call
 
     return get_interface
 

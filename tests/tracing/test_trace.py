@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
 from peftc.rewriting.kind import Kind
 from peftc.tracing.analysis import analyse
 from peftc.tracing.calls import bind, innermost
+from peftc.tracing.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer
 from tests import zoo
 
@@ -97,3 +100,25 @@ def test_tracing_leaves_everything_as_it_was() -> None:
     assert [type(m) for m in model.modules()] == classes
     assert torch.zeros is zeros
     assert nn.Module.__call__ is call
+
+
+class Named(nn.Module):
+    """An attention whose queries, keys and values are told by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="sdpa")
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (linear(x).unflatten(-1, (2, 4)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        attend = AttentionInterface().get_interface(self.config._attn_implementation, None)  # pyright: ignore
+        mixed, _ = attend(self, value=v, query=q, key=k, attention_mask=None)
+        return x + self.o(mixed.flatten(2))
+
+
+def test_an_attention_that_is_called_with_names() -> None:
+    root = Named()
+    graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)}).graph
+    (attn,) = sub_layers(graph, root)
+    assert {role: str(p.node.target) for role, p in attn.projections.items()} == {role: role for role in "qkvo"}
