@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from peftc.tracing import graphs
+from peftc.tracing.calls import innermost
 
 _SECOND = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -61,9 +62,12 @@ def taken_at(node: fx.Node, root: nn.Module, seen: set[fx.Node]) -> int | None:
 
 def layer_dim(node: fx.Node, root: nn.Module) -> int | None:
     """Where a layer has the features of what it takes and returns."""
-    module = graphs.module_of(node, root)
+    module, shape = graphs.module_of(node, root), graphs.shape(node)
     if isinstance(module, _SECOND):
         return 1
+    if isinstance(module, nn.LayerNorm) and innermost(type(module).forward) is not nn.LayerNorm.forward:
+        places = [dim for dim in {1, len(shape) - 1} if shape[dim] == module.normalized_shape[-1]]
+        return places[0] if len(places) == 1 else None  # it may move them itself
     return len(graphs.shape(node)) - 1 if isinstance(module, _LAST) or graphs.is_linear(node, root) else None
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.forms.shapes import Tokens
 
 D = 8
 
@@ -85,6 +86,22 @@ class Separable(nn.Module):
         return x + self.down(self.up(y).relu()).permute(0, 3, 1, 2)
 
 
+class MovingNorm(nn.LayerNorm):
+    """A norm that takes an image with its features second."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = MovingNorm(D), nn.Conv2d(D, D, 3, padding=1, groups=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(self.norm(x))
+
+
 class Model(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -149,3 +166,10 @@ def test_an_image_is_read_and_written_as_tokens() -> None:
     mixed = first.norm(first.mix(x).permute(0, 2, 3, 1))
     added = (mixed @ a.t() @ b.t()).permute(0, 3, 1, 2)
     torch.testing.assert_close(changed, second(first(x) + added), rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_may_have_the_features_of_an_image_second() -> None:
+    table = peftc.sites(Model(Normed(), Normed()), sample={"x": torch.randn(2, D, 3, 5)})
+    states = {(s.path, name): state for s in table.sites for name, state in s.states.items() if state.place is not None}
+    assert ("encoder.layer[0].mixer", "x") in states
+    assert {(state.shape, state.place.map) for state in states.values() if state.place} == {(Tokens(D), True)}
