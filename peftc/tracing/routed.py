@@ -20,7 +20,10 @@ from peftc.tracing.tracer import ModuleCall, Traced
 
 
 def find_experts(traced: Traced, subs: list[SubLayer], root: nn.Module, mode: FakeTensorMode) -> None:
-    """Names the experts of each sub-layer, their router, and the networks beside them."""
+    """Names the experts of each sub-layer, their router, and the networks beside them.
+
+    Matrices in one parameter that nothing routes to are no experts: blocks of features may each have one.
+    """
     for call in candidates(traced, root):
         owner = next((sub for sub in subs if sub.attention is None and computes(sub, call.name)), None)
         found = looked_into(call, root, mode) if owner is not None else None
@@ -31,9 +34,31 @@ def find_experts(traced: Traced, subs: list[SubLayer], root: nn.Module, mode: Fa
             owner.router = owner.router or router(given, found.count, owner.body, root)
             owner.router = owner.router or hidden_router(given, found.count, traced, root, mode)
     for sub in subs:
+        if sub.router is None:
+            sub.experts = []
         if sub.experts:
             sub.kind = "ffn"  # what mixes tokens in it only counts how many an expert is sent
+            sub.experts = together(sub.experts, traced, root)
             name_shared(sub, root)
+
+
+def together(found: list[Experts | Listed], traced: Traced, root: nn.Module) -> list[Experts | Listed]:
+    """Experts each of whose Linears is in a module of its own, as one: what makes the input of another's `down` is its `up`,
+    or its `gate` and `up`.
+    """
+    calls = {call.name: call for call in traced.calls if isinstance(call.result, fx.Node)}
+    alone = [e for e in found if isinstance(e, Experts) and set(e.roles) == {"down"} and e.module in calls]
+    results = {calls[one.module].result: one for one in alone}
+    for node, last in results.items():
+        hidden = graphs.first_input(node)
+        made = mlp.before(hidden, root, lambda n, _: n in results) if hidden is not None else {}
+        first = {role: results[p.node].roles["down"] for role, p in made.items()}
+        if first and all(role.weight.count == last.count for role in first.values()):
+            roles = {role: replace(first[role], rows=p.rows) for role, p in made.items()}
+            parts = [last, *(results[p.node] for p in made.values())]
+            whole = replace(last, module=calls[last.module].frame, roles={**roles, **last.roles})
+            return [whole, *(one for one in found if one not in parts)]
+    return found
 
 
 def candidates(traced: Traced, root: nn.Module) -> Iterator[ModuleCall]:

@@ -19,6 +19,7 @@ MODELS = {
     "deepseek_v3": "in some layers only; shared experts",
     "dbrx": "two-dimensional, of a child of the module that reads them",
     "nemotron_h": "without a gate",
+    "jetmoe": "gate and up fused, down in a module of its own",
 }
 
 

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import peftc
+from peftc.model.fakes import new_mode
 from peftc.planning.render_sites import sites_text
+from peftc.tracing.roles import sub_layers
+from peftc.tracing.routed import find_experts
+from peftc.tracing.tracer import RegionTracer
 from tests.experts.models import MODELS, fresh, logits, moved, original
 
 ROUTED = [*MODELS, "switch_transformers"]
@@ -120,3 +125,32 @@ def test_whatever_multiplies_the_experts_does_so_with_the_edited_matrices(implem
             compiled = torch.compile(model, backend="eager", fullgraph=True)
             assert torch.allclose(logits(compiled, inputs), found, atol=1e-6)
     torch.compiler.reset()
+
+
+class Blocks(nn.Module):
+    """Each half of the features is multiplied by matrices of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(2, 4, 8)), nn.Parameter(torch.randn(2, 8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = torch.relu(torch.bmm(x.reshape(-1, 2, 4).transpose(0, 1), self.up))
+        return torch.bmm(halves, self.down).transpose(0, 1).reshape(x.shape)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.blocks = nn.LayerNorm(8), Blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.blocks(self.norm(x))
+
+
+def test_matrices_that_nothing_routes_to_are_no_experts() -> None:
+    root = Layer()
+    traced = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)})
+    (ffn,) = subs = sub_layers(traced.graph, root)
+    find_experts(traced, subs, root, new_mode())
+    assert (ffn.kind, ffn.experts) == ("ffn", [])
