@@ -12,6 +12,8 @@ from peftc.tracing import features, graphs
 from peftc.tracing.features import IsLinear
 from peftc.tracing.sites import Slice
 
+Found = tuple[fx.Node, Slice | None]
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -22,25 +24,31 @@ class Projection:
 
 
 def before(hidden: fx.Node, root: nn.Module, is_linear: IsLinear = graphs.is_linear) -> dict[str, Projection]:
-    """The Linears that make a hidden activation: `up` alone, or `gate` and `up`."""
+    """The Linears that make a hidden activation: `up` alone, or `gate` and `up`; none where it cannot be told which is which."""
     product = graphs.stripped(hidden, root)
-    found: dict[str, Projection] = {}
-    if product.target in (operator.mul, torch.mul) and len(product.all_input_nodes) == 2:
-        found = gated(product, root, is_linear)
-        if "up" in found:
-            return found
-    played = {p.node for p in found.values()}
-    ups = [p for p in features.feeding(hidden, root, is_linear=is_linear) if p[0] not in played]
-    return {**found, "up": Projection(*ups[0])} if len(ups) == 1 else found
+    operands = factors(product, root, is_linear)
+    while len(fed := {operand: found for operand, found in operands.items() if found}) == 1 and len(operands) == 2:
+        product = graphs.stripped(next(iter(fed)), root)  # without a factor that no Linear makes
+        operands = factors(product, root, is_linear)
+    parts = [found[0] for found in fed.values() if len(found) == 1]
+    if len(parts) == 2 and parts[0] != parts[1]:
+        return gated(dict(zip(fed, parts, strict=True)), root)
+    ups = features.feeding(hidden, root, is_linear=is_linear)
+    return {"up": Projection(*ups[0])} if len(ups) == 1 else {}
 
 
-def gated(product: fx.Node, root: nn.Module, is_linear: IsLinear = graphs.is_linear) -> dict[str, Projection]:
+def factors(product: fx.Node, root: nn.Module, is_linear: IsLinear) -> dict[fx.Node, list[Found]]:
+    """The two factors of a product, element by element, each with what feeds it; none of any other node."""
+    named = ("mul", "mul_") if product.op == "call_method" else (operator.mul, torch.mul)
+    given = product.all_input_nodes if product.target in named else []
+    return {n: features.feeding(n, root, is_linear=is_linear) for n in given} if len(given) == 2 else {}
+
+
+def gated(operands: dict[fx.Node, Found], root: nn.Module) -> dict[str, Projection]:
     """z = act(gate(x)) * up(x): `up` reaches the product untouched, or at least by no activation; `gate` through one."""
-    operands = [(operand, features.feeding(operand, root, is_linear=is_linear)) for operand in product.all_input_nodes]
-    if any(len(found) != 1 for _, found in operands):
+    direct = [features.untouched(operand, linear, root) for operand, (linear, _) in operands.items()]
+    if not any(direct):
+        direct = [features.affine(operand, linear, root) for operand, (linear, _) in operands.items()]
+    if direct[0] == direct[1]:
         return {}
-    direct = [features.untouched(operand, found[0][0], root) for operand, found in operands]
-    bent = [not features.affine(operand, found[0][0], root) for operand, found in operands]
-    if not any(direct) and bent[0] != bent[1]:
-        direct = [not b for b in bent]
-    return {"up" if d else "gate": Projection(*found[0]) for d, (_, found) in zip(direct, operands, strict=True)}
+    return {"up" if d else "gate": Projection(*found) for d, found in zip(direct, operands.values(), strict=True)}

@@ -278,7 +278,8 @@ def ffn_roles(sub: SubLayer, root: nn.Module) -> None:
     if hidden is None:
         return
     sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
-    sub.projections |= mlp.before(hidden, root)
+    made = mlp.before(hidden, root)
+    sub.projections |= {role: p for role, p in made.items() if p.node in sub.body}  # not what made the stream
     first = sub.projections.get("up") or sub.projections.get("gate")
     sub.x = graphs.first_input(first.node) if first is not None else sub.x
 
