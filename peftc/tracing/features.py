@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from peftc.model.known import tensors
 from peftc.tracing import graphs
 from peftc.tracing.mixing import weighted
 from peftc.tracing.pieces import piece
@@ -23,28 +24,11 @@ from peftc.tracing.sites import Slice
 
 _LAYOUT_METHODS = frozenset(
     [
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "split",
-        "chunk",
-        "unbind",
-        "unflatten",
-        "flatten",
-        "contiguous",
-        "squeeze",
-        "unsqueeze",
-        "narrow",
-        "select",
-        "movedim",
-        "swapaxes",
-        "swapdims",
-        "tensor_split",
-        "t",
-        "expand",
-        "index_select",
-        "repeat_interleave",
+        *("view", "reshape", "unflatten", "flatten", "contiguous", "squeeze", "unsqueeze"),
+        *("transpose", "permute", "movedim", "swapaxes", "swapdims", "t", "flip", "roll"),
+        *("split", "split_with_sizes", "tensor_split", "unsafe_split", "chunk", "unsafe_chunk", "unbind"),
+        *("narrow", "select", "index_select", "gather", "take_along_dim"),
+        *("expand", "repeat", "repeat_interleave"),
     ]
 )
 _LIKE = {
@@ -53,24 +37,16 @@ _LIKE = {
     "reshape_as": "reshape",
 }  # what takes the shape of its second argument
 _LAYOUT_FUNCTIONS = (
-    operator.getitem,
-    torch.reshape,
-    torch.transpose,
-    torch.permute,
-    torch.split,
-    torch.chunk,
-    torch.unbind,
-    torch.flatten,
-    torch.squeeze,
-    torch.unsqueeze,
-    torch.narrow,
-    torch.select,
-    torch.movedim,
-    torch.tensor_split,
-    torch.swapaxes,
-    torch.repeat_interleave,
-    piece,
+    *(operator.getitem, piece),
+    *(torch.reshape, torch.unflatten, torch.flatten, torch.squeeze, torch.unsqueeze),
+    *(torch.transpose, torch.permute, torch.movedim, torch.swapaxes, torch.swapdims, torch.t, torch.flip, torch.roll),
+    *(torch.split, torch.functional.split, torch.split_with_sizes, torch.tensor_split, torch.unsafe_split),
+    *(torch.chunk, torch.unsafe_chunk, torch.unbind),
+    *(torch.narrow, torch.select, torch.index_select, torch.gather, torch.take_along_dim),
+    *(torch.broadcast_to, torch.tile, torch.repeat_interleave),
 )
+_JOINS = (torch.cat, torch.concat, torch.stack)
+_TURNS = ("T", "mT")
 
 
 IsLinear: TypeAlias = Callable[[fx.Node, nn.Module], bool]
@@ -138,8 +114,8 @@ def dims_of(value: fx.Node, root: nn.Module) -> set[int]:
     with unset_fake_temporarily():
         numbers = numbers_of(linear)
         for node in sorted(behind - linears):
-            numbered = [n for n in graphs.sources(node) if n in numbers]
-            if numbered and (made := _numbered(node, numbered, numbers)) is not None:
+            given = [n for n in graphs.sources(node) if n in numbers]
+            if given and (made := numbered(node, given, numbers)) is not None:
                 numbers[node] = made
         made = numbers.get(value)
         if not isinstance(made, torch.Tensor):
@@ -160,14 +136,14 @@ def _reaching(linear: fx.Node, inside: list[fx.Node], values: tuple[fx.Node, ...
     reached: list[torch.Tensor] = []
     for node in inside:
         sources = node.all_input_nodes[:1] if node.target in _LIKE else graphs.sources(node)
-        numbered = [n for n in sources if n in numbers]
-        if not numbered:
+        given = [n for n in sources if n in numbers]
+        if not given:
             continue
-        made = None if graphs.is_write(node) else _numbered(node, numbered, numbers)
+        made = None if graphs.is_write(node) else numbered(node, given, numbers)
         if made is not None:
             numbers[node] = made
             continue
-        for source in numbered:
+        for source in given:
             if not isinstance(numbers[source], torch.Tensor):
                 return None
             reached.append(numbers[source])
@@ -177,29 +153,41 @@ def _reaching(linear: fx.Node, inside: list[fx.Node], values: tuple[fx.Node, ...
     return torch.cat([r.reshape(-1) for r in reached]).bincount().nonzero()[:, 0]  # in less time than `unique`
 
 
-def _numbered(node: fx.Node, sources: list[fx.Node], numbers: dict[fx.Node, Any]) -> Any:
-    """The numbers after one operation that moves features; None for one that computes with them."""
+def numbered(node: fx.Node, sources: list[fx.Node], numbers: dict[fx.Node, Any]) -> Any:
+    """The numbers after one operation that moves what is numbered; None for one that computes with it."""
     if len(sources) == 1 and _hands_on(node, sources[0]):
         return numbers[sources[0]]
-    if not _is_layout(node):
+    if not _is_layout(node) and not _joins(node, numbers):
         return None
     args = fx.map_arg(node.args, lambda n: numbers.get(n, graphs.example(n)))
     kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, graphs.example(n)))
     try:
-        if node.target in _LIKE:
-            return getattr(args[0], _LIKE[str(node.target)])(graphs.shape(node))
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        target: Any = node.target
-        return target(*args, **kwargs)
+        made = _moved(node, args, kwargs)
     except (RuntimeError, TypeError, IndexError):  # of what the numbers have no counterpart
         return None
+    return None if any(isinstance(m, FakeTensor) for m in tensors(made)) else made  # moved by what has no data
+
+
+def _moved(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.target in _LIKE:
+        return getattr(args[0], _LIKE[str(node.target)])(graphs.shape(node))
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Any = node.target
+    return target(*args, **kwargs)
 
 
 def _is_layout(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _LAYOUT_METHODS or node.target in _LIKE
+    if node.target is getattr:
+        return node.args[1] in _TURNS
     return node.op == "call_function" and (node.target in _LAYOUT_FUNCTIONS or graphs.is_cache_part(node))
+
+
+def _joins(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> bool:
+    """Whether tensors are put together all of which have numbers."""
+    return node.target in _JOINS and all(n in numbers for n in node.all_input_nodes if graphs.is_tensor(n))
 
 
 def _hands_on(node: fx.Node, source: fx.Node) -> bool:

@@ -9,6 +9,8 @@ summed before they are added to it (parallel blocks) are two sub-layers. No modu
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +24,7 @@ from peftc.tracing.mixing import made_of_weights, mixes, mixes_neighbours, mixin
 from peftc.tracing.mlp import Projection
 from peftc.tracing.parallel import single
 from peftc.tracing.router import Router
+from peftc.tracing.sites import Slice
 from peftc.tracing.stream import Stream, stream_input
 
 
@@ -240,10 +243,14 @@ def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: n
     for name, (value, *others) in values.items():
         near = [f[0] for f in features.feeding(value, root) if f[0] in sub.body]
         first = [n for n in near if not any(n in made_of(other, root) for other in near)]
+        rows = dict(features.feeding(value, root, *others))
         if first:  # the nearest: of a latent, what is made from it
             node = first[name == "k" and len(first) > 1 and first == before]  # q and k of the same two: one each
-            sub.projections[name] = Projection(node, dict(features.feeding(value, root, *others))[node])
+            if node in rows:
+                sub.projections[name] = Projection(node, rows[node])
         before = first
+    for role in confused(sub.projections, attention):
+        del sub.projections[role]
     out = graphs.fed(attention.out, root, sub.body)
     if out is not None and attention.out in sub.body:
         sub.projections["o"] = Projection(out)
@@ -255,6 +262,27 @@ def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: n
         sub.context = graphs.first_input(sub.projections["k"].node)
     elif "k" in sub.projections:
         sub.context = own_input(sub.projections["k"], sub.x, stream)
+
+
+def confused(projections: Mapping[str, Projection], attention: Attention) -> list[str]:
+    """The roles that have rows in common with another one, and more of them than go there: which rows are whose could not be
+    followed.
+    """
+    found: list[str] = []
+    for role, one in projections.items():
+        shared = any(overlap(one, other) for name, other in projections.items() if name != role)
+        taken = math.prod(graphs.shape(getattr(attention, role)))
+        if shared and taken < math.prod(graphs.shape(one.node)[:-1]) * span(one).width:
+            found.append(role)
+    return found
+
+
+def overlap(one: Projection, other: Projection) -> bool:
+    return one.node is other.node and span(one).overlaps(span(other))
+
+
+def span(projection: Projection) -> Slice:
+    return projection.rows or Slice(0, graphs.shape(projection.node)[-1])
 
 
 def made_of(linear: fx.Node, root: nn.Module) -> set[fx.Node]:
