@@ -123,6 +123,12 @@ def dims_of(value: fx.Node, root: nn.Module) -> set[int]:
         return {dim for dim in range(made.ndim) if bool((made != made.narrow(dim, 0, 1)).any())}
 
 
+def separates(value: fx.Node, dim: int, root: nn.Module) -> bool:
+    """Whether features of a Linear may be in a dimension of a value: not where they are seen to be in others alone."""
+    dims = dims_of(value, root)
+    return not dims or dim % len(graphs.shape(value)) in dims or graphs.shape(value)[dim] == 1
+
+
 def numbers_of(linear: fx.Node) -> dict[fx.Node, Any]:
     """The numbers of the features of a Linear, in the shape of its result."""
     output = graphs.example(linear)

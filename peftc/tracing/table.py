@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from peftc.forms import shapes
-from peftc.tracing import graphs
+from peftc.tracing import features, graphs
 from peftc.tracing.attention import Attention
 from peftc.tracing.axes import features_dim
 from peftc.tracing.kinds import Anatomy, LayerKind
@@ -182,7 +182,9 @@ class LayerSites:
         call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
             value = graphs.example(node)
-            if isinstance(value, torch.Tensor) and value.ndim == 4 and attention.sort != "written":
+            if not isinstance(value, torch.Tensor) or value.ndim != 4 or attention.sort == "written":
+                continue
+            if features.separates(node, -1, self.kind.root):
                 shape = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
                 states[name] = State(name, shape, Place(f"{call}.{name}"))
         pair = pair_shape(attention, q_width, self.kind.root)
@@ -321,6 +323,8 @@ def pair_shape(attention: Attention, q_width: int | None, root: nn.Module) -> sh
     k, v = graphs.shape(attention.k), graphs.shape(attention.v)
     if len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
         return None
+    if not all(features.separates(node, -1, root) for node in (attention.k, attention.v)):
+        return None  # features attend to features
     return shapes.KeyValue(k[1], k[3], None if v[3] == k[3] else v[3])
 
 

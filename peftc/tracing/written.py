@@ -57,6 +57,11 @@ class Layout:
     order: tuple[int, ...]
     merged: bool = False
 
+    @property
+    def features(self) -> int:
+        """The dimension of the features."""
+        return self.order.index(2 if self.merged else FEATURES)
+
 
 @dataclass(frozen=True, eq=False)
 class Joining:
@@ -221,6 +226,10 @@ def joining(attention: Attention, root: nn.Module) -> Joining | None:
     values = operand_layout(attention.out, attention.v, False, root)
     if keys is None or values is None or ways[0] is None or ways[1] is None or keys.merged != values.merged:
         return None
+    if not features.separates(attention.k, keys.features, root) or not features.separates(
+        attention.v, values.features, root
+    ):
+        return None  # features attend to features
     return Joining(keys, values, ways[0], ways[1])
 
 
@@ -242,5 +251,4 @@ def written_shape(attention: Attention, q_width: int | None, root: nn.Module) ->
 
 def sized(layout: Layout, shape: tuple[int, ...]) -> tuple[int | None, int]:
     """Heads (None where they are merged with the batch) and features of an operand."""
-    width = shape[layout.order.index(2 if layout.merged else FEATURES)]
-    return None if layout.merged else shape[layout.order.index(HEADS)], width
+    return None if layout.merged else shape[layout.order.index(HEADS)], shape[layout.features]

@@ -115,3 +115,27 @@ def test_rows_that_are_no_equal_blocks_have_no_role() -> None:
     (attn,) = sub_layers(graph, root)
     assert set(attn.projections) == {"o"}
     assert [str(n.target) for n in attn.linears] == ["all"]
+
+
+class Crossed(nn.Module):
+    """Features attend to features: each is a row of as many numbers as there are tokens."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.written = written
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, D // H)).permute(2, 0, 3, 4, 1).unbind(0)
+        if self.written:
+            mixed = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        else:
+            mixed = functional.scaled_dot_product_attention(q, k, v)
+        return x + self.o(mixed.permute(0, 3, 1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_nothing_is_joined_to_features(written: bool) -> None:
+    table = peftc.sites(Model(lambda: Crossed(written)), sample={"x": torch.randn(2, 5, D)})
+    site = next(s for s in table.sites if s.path == "encoder.layer[0].attn.self")
+    assert set(site.states) == {"x", "h", "c", "res"}
