@@ -205,18 +205,16 @@ def upstream(node: fx.Node, stop: Callable[[fx.Node], bool]) -> Iterator[fx.Node
 
 
 def fed(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.Node | None:
-    """The nearest Linear downstream of a value, inside `within`."""
+    """The nearest Linear downstream of a value, inside `within`; the last, where one makes what another one reads (a gate)."""
     seen: set[fx.Node] = set()
-    todo = [node]
+    todo, found = [node], list[fx.Node]()
     while todo:
         for user in todo.pop(0).users:
             if user in seen or is_fact(user) or user not in within:
                 continue
             seen.add(user)
-            if is_linear(user, root):
-                return user
-            todo.append(user)
-    return None
+            (found if is_linear(user, root) else todo).append(user)
+    return next((n for n in found if not any(n in ancestors(other) for other in found if other is not n)), None)
 
 
 def acts(node: fx.Node) -> bool:

@@ -243,6 +243,7 @@ def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: n
     for name, (value, *others) in values.items():
         near = [f[0] for f in features.feeding(value, root) if f[0] in sub.body]
         first = [n for n in near if not any(n in made_of(other, root) for other in near)]
+        first = list(filter(stream.reaches, first)) or first  # not what positions are made of
         rows = dict(features.feeding(value, root, *others))
         if first:  # the nearest: of a latent, what is made from it
             node = first[name == "k" and len(first) > 1 and first == before]  # q and k of the same two: one each

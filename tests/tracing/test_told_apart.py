@@ -105,3 +105,25 @@ def test_the_linears_of_one_sub_layer_are_not_those_of_the_next() -> None:
     assert roles(ffn) == {"down": "last"}
     assert ffn.x is not None
     assert ffn.x.target == "other"
+
+
+class Placed(Layer):
+    """Keys are a sum of what is made of positions, first, and of what is made of tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.last(self.places)
+        return x + self.o(self.mix(self.norm(x), places))
+
+
+class Gated(Layer):
+    """A gate is made of the attention's result, before the Linear behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mix(self.norm(x))
+        return x + self.o(mixed * torch.sigmoid(self.one(mixed)))
+
+
+@pytest.mark.parametrize("layer", [Placed, Gated])
+def test_what_stands_beside_an_attention(layer: type[Layer]) -> None:
+    (attn,) = taken(layer())
+    assert roles(attn) == {role: role for role in "qkvo"}
