@@ -17,6 +17,7 @@ from typing import Literal
 from torch import fx, nn
 
 from peftc.tracing import features, graphs, mlp
+from peftc.tracing.across import mixed_by_linears
 from peftc.tracing.attention import Attention, attentions
 from peftc.tracing.experts import Experts
 from peftc.tracing.listed import Listed
@@ -227,7 +228,7 @@ def described(
     sub = SubLayer("ffn", "", h, res, add, body, x=stream.entry(body, root), attentions=own)
     if own:
         attention_roles(sub, own, stream, root)
-    elif mixes(body, stream, root):
+    elif mixes(body, stream, root) or mixed_by_linears(body, stream, root):
         sub.kind = "mixer"
     else:
         ffn_roles(sub, root)

@@ -127,3 +127,21 @@ class Gated(Layer):
 def test_what_stands_beside_an_attention(layer: type[Layer]) -> None:
     (attn,) = taken(layer())
     assert roles(attn) == {role: role for role in "qkvo"}
+
+
+class Mixer(Layer):
+    """Two Linears along tokens, then two along features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.second(torch.relu(self.first(self.norm(x).transpose(1, 2))))
+        x = x + mixed.transpose(1, 2)
+        return x + self.down(torch.relu(self.up(self.other(x))))
+
+
+def test_linears_along_tokens_mix_them() -> None:
+    mixer, ffn = taken(Mixer())
+    assert (mixer.kind, ffn.kind) == ("mixer", "ffn")
+    assert [str(n.target) for n in mixer.linears] == ["first", "second"]
+    assert mixer.x is not None
+    assert mixer.x.meta["example"].shape == (2, T, D)
+    assert roles(ffn) == {"down": "down", "up": "up"}
