@@ -44,13 +44,12 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
 
 def is_tower(path: ast.Path, number: int) -> bool:
     """Whether a step is the name of a part that only some models have, such as `qformer` of `qformer.layer[*]`: a word like
-    no other, with a stack below it.
+    no other, or several joined by `_`, with a stack below it.
     """
     name, below = path.steps[number].name, [step.name for step in path.steps[number + 1 : number + 2]]
     outer = number == 0 or path.steps[number - 1].name in TOWERS
-    return (
-        outer and name not in SITES and below in (["layer"], ["encoder"], ["decoder"]) and not did_you_mean(name, SITES)
-    )
+    own = name not in SITES and ("_" in name or not did_you_mean(name, SITES))
+    return outer and own and below in (["layer"], ["encoder"], ["decoder"])
 
 
 def _following(above: str) -> tuple[str, ...]:

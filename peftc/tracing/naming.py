@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from peftc.model.media import MEDIA
+from peftc.semantics.vocabulary import SITES, STACKS, TOWERS
 from peftc.tracing.kinds import Anatomy, Stack
 
 SAID: dict[str, tuple[str, ...]] = {  # parts of the names of sections of a configuration that tell a medium
@@ -19,7 +20,7 @@ SAID: dict[str, tuple[str, ...]] = {  # parts of the names of sections of a conf
     "audio": ("audio", "speech", "sound"),
     "text": ("text", "language"),
 }
-PLAIN = frozenset({"encoder", "decoder", "backbone"})  # sections that tell none
+PLAIN = frozenset({*SITES, "backbone"})  # sections that tell none, or what already means something else
 
 
 def name_stacks(anatomy: Anatomy) -> None:
@@ -47,7 +48,7 @@ def roles_of(stacks: list[Stack]) -> list[str]:
     if len(set(roles)) == len(roles):
         return roles
     found = [part_of(s.path, [o.path for o in stacks if o is not s]) for s in stacks]
-    return found if len(set(found)) == len(found) else [s.path.replace(".", "_") for s in stacks]
+    return found if len(set(found)) == len(found) else [whole(s.path) for s in stacks]
 
 
 def decodes(stack: Stack) -> bool:
@@ -65,12 +66,19 @@ def decodes(stack: Stack) -> bool:
 
 
 def part_of(path: str, others: list[str]) -> str:
-    """The first part of a path that tells it from the others, as a word."""
+    """The first part of a path that tells it from the others, as a word; none that means something else."""
     for depth, part in enumerate(path.split(".")):
         rest = [o.split(".") for o in others]
-        if not part.isdigit() and all(len(o) <= depth or o[depth] != part for o in rest):
+        own = all(len(o) <= depth or o[depth] != part for o in rest)
+        if own and not part.isdigit() and (part not in SITES or part in (*STACKS, *TOWERS)):
             return part
-    return path.replace(".", "_")
+    return whole(path)
+
+
+def whole(path: str) -> str:
+    """A path as a word."""
+    word = path.replace(".", "_")
+    return f"{word}_" if word in SITES else word
 
 
 # Towers --------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peftc.forms import shapes
 from peftc.tracing import graphs
-from peftc.tracing.kinds import Anatomy, example_width
+from peftc.tracing.kinds import Anatomy, Stack, example_width
 from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, WeightRef
 
 Steps = tuple[tuple[str, int | None], ...]
@@ -53,11 +53,13 @@ def stack_of(name: str, anatomy: Anatomy) -> str | None:
     """The stack whose own modules `name` belongs to, by the longest shared path."""
     if len(anatomy.stacks) == 1:
         return anatomy.stacks[0].name
-    for stack in anatomy.stacks:
-        parent = stack.path.rpartition(".")[0]
-        if parent and name.startswith(parent + "."):
-            return stack.name
-    return None
+    around = [s for s in anatomy.stacks if (parent := holder(s)) and name.startswith(f"{parent}.")]
+    return max(around, key=lambda s: len(holder(s))).name if around else None
+
+
+def holder(stack: Stack) -> str:
+    """The module that holds a stack's list of layers."""
+    return stack.path.rpartition(".")[0]
 
 
 def module_site(name: str, steps: Steps, anatomy: Anatomy, group: str = "") -> Site:
@@ -96,21 +98,30 @@ def embeddings(anatomy: Anatomy) -> Iterator[Site]:
 
 def final_norms(anatomy: Anatomy) -> Iterator[Site]:
     """The norms of a stack that run after its last layer, before the head."""
-    order = {n: i for i, n in enumerate(anatomy.seen.order)}
+    found: dict[str, list[str]] = {}
+    for name in outside(anatomy):
+        if graphs.is_norm_module(anatomy.model.get_submodule(name)):
+            stack = ended_by(name, anatomy)
+            found.setdefault(stack.name if stack is not None else "", []).append(name)
     for stack in anatomy.stacks:
-        last = order[stack.layers[-1]]
-        parent = stack.path.rpartition(".")[0]
-        found = [
-            n
-            for n in outside(anatomy)
-            if order[n] > last
-            and n.startswith(parent + "." if parent else "")
-            and graphs.is_norm_module(anatomy.model.get_submodule(n))
-            and anatomy.seen.inputs.get(n, (0,))[-1] == example_width(stack.kinds[-1])
-        ]
-        for i, name in enumerate(found):
-            index = i if len(found) > 1 else None
+        names = found.get(stack.name, [])
+        for i, name in enumerate(names):
+            index = i if len(names) > 1 else None
             yield module_site(name, qualified(stack.name, (("norm", index),)), anatomy, stack.name)
+
+
+def ended_by(norm: str, anatomy: Anatomy) -> Stack | None:
+    """The stack that has run before a norm and whose module holds it; of several the innermost, and of these the last."""
+    order = {n: i for i, n in enumerate(anatomy.seen.order)}
+    width = anatomy.seen.inputs.get(norm, (0,))[-1]
+    ended = [
+        (len(holder(s)), order[s.layers[-1]], s)
+        for s in anatomy.stacks
+        if order[s.layers[-1]] < order[norm]
+        and norm.startswith(f"{holder(s)}.".lstrip("."))
+        and width == example_width(s.kinds[-1])
+    ]
+    return max(ended, key=lambda found: found[:2])[2] if ended else None
 
 
 def heads(anatomy: Anatomy) -> Iterator[Site]:

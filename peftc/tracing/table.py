@@ -140,8 +140,11 @@ class LayerSites:
                 yield self.linear(steps + ((role, None),), sub.projections[role], group)
         inside = self.module(sub)
         taken = {"q", "k", "v", "o", "gate", "up", "down", "heads", "hidden", "norm", "add"}
+        names = {str(n.target): relative_name(self.full(str(n.target)), inside) for n in sub.linears}
+        many = Counter(names.values())
         for node in sub.linears:
-            own = named_steps(relative_name(self.full(str(node.target)), inside), taken)
+            full = str(node.target)
+            own = named_steps(full if many[names[full]] > 1 else names[full], taken)
             yield self.linear(steps + own, Projection(node), group)
 
     def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
