@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, listed
-from peftc.semantics.vocabulary import BELOW, SITES, STATES_AT, TOWERS
+from peftc.semantics.vocabulary import BELOW, PARTS, SITES, STATES_AT, TOWERS
 from peftc.semantics.walk import arms
 from peftc.syntax import ast
 
 
 def check_selector(selector: ast.Selector) -> Iterator[Diagnostic]:
-    """P208 for a name that is no site, or none that can follow the one before."""
+    """P208 for a name that is no site, or none that can follow the one before.
+
+    Linears without a role have names that only the model can say; what looks like another word is taken for that word.
+    """
     for arm in arms(selector):
         if isinstance(arm, ast.Path):
             yield from _path(arm)
@@ -31,6 +34,8 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
         if step.name not in SITES:
             known = _following(above)
             help_ = did_you_mean(step.name, known) or did_you_mean(step.name, SITES)
+            if help_ is None and above in PARTS:
+                return
             yield Diagnostic(
                 "P208", f"there is no site called `{step.name}`", name_span(step), help=help_ or _choices(above)
             )

@@ -27,7 +27,7 @@ TOWERS = ("vision", "text", "audio")  # of models of several media; what else a 
 _LINEARS = ("q", "k", "v", "o")
 _ATTENTION = (*_LINEARS, "heads", "norm", "add")
 _FFN = ("up", "gate", "down", "hidden", "router", "experts", "shared", "norm", "add")
-_LAYER = ("attn", "self", "cross", "ffn", "norm", "add", *_ATTENTION, *_FFN)
+_LAYER = ("attn", "self", "cross", "ffn", "mixer", "norm", "add", *_ATTENTION, *_FFN)
 _TOP = ("embed", "layer", "norm", "head")
 BELOW: Mapping[str, tuple[str, ...]] = {
     "": (*STACKS, *TOWERS, *_TOP, *_LAYER),
@@ -38,12 +38,22 @@ BELOW: Mapping[str, tuple[str, ...]] = {
     "self": _ATTENTION,
     "cross": _ATTENTION,
     "ffn": _FFN,
+    "mixer": ("norm", "add"),
     "experts": _FFN,
     "shared": _FFN,
     "q": ("norm",),
     "k": ("norm",),
 }
 SITES: tuple[str, ...] = tuple(dict.fromkeys(BELOW[""]))
+PARTS = (
+    "attn",
+    "self",
+    "cross",
+    "ffn",
+    "mixer",
+    "experts",
+    "shared",
+)  # have Linears without a role, by their own names
 
 # Site name -> its states, for the sites whose states no model can change. Others may have any.
 _OF_LINEAR = ("h", "x", "w", "b")
@@ -52,6 +62,7 @@ STATES_AT: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("attn", "self", "cross"), ("h", "x", "res", "c", "q", "k", "v", "kv")),
     "heads": ("h", "x", "q", "k", "v", "kv", "res", "c"),
     "ffn": ("h", "x", "res", "z"),
+    "mixer": ("h", "x", "res"),
     "hidden": ("h", "x", "z", "res"),
 }
 

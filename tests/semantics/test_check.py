@@ -96,6 +96,13 @@ def test_one_mistake_is_one_message(at: str, body: str, code: str, underlined: s
         assert error.help == help_
 
 
+@pytest.mark.parametrize(
+    "at", ["layer[*].mixer", "layer[*].mixer.in_proj", "layer[*].attn.qkv", "r_layers.layer[*].ffn"]
+)
+def test_what_only_the_model_can_say_is_no_mistake(at: str) -> None:
+    assert not [e for e in found(EDIT.format(at, "h += adapter(x, r=4)")) if e.severity == "error"]
+
+
 def test_several_errors_in_one_run() -> None:
     text = """peft 1
 let Q = shared(adaptr(r=8))
