@@ -31,7 +31,8 @@ def find_experts(traced: Traced, subs: list[SubLayer], root: nn.Module, mode: Fa
             owner.experts.append(found)
             owner.experts.sort(key=lambda one: one.module not in numbered(traced))
             given = nodes(call.arguments)
-            owner.router = owner.router or router(given, found.count, owner.body, root)
+            for values in (list(filter(is_number, given)), given):  # what is chosen by comes before what is computed on
+                owner.router = owner.router or router(values, found.count, owner.body, root)
             owner.router = owner.router or hidden_router(given, found.count, traced, root, mode)
     for sub in subs:
         if sub.router is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from peftc.tracing.routed import find_experts
 from peftc.tracing.tracer import RegionTracer
 from tests.experts.models import MODELS, fresh, logits, moved, original
 
+functional: Any = nn.functional
 ROUTED = [*MODELS, "switch_transformers"]
 
 
@@ -154,3 +156,41 @@ def test_matrices_that_nothing_routes_to_are_no_experts() -> None:
     (ffn,) = subs = sub_layers(traced.graph, root)
     find_experts(traced, subs, root, new_mode())
     assert (ffn.kind, ffn.experts) == ("ffn", [])
+
+
+class Experts(nn.Module):
+    def __init__(self, d: int, hidden: int = 12) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, hidden, d)), nn.Parameter(torch.randn(4, d, hidden))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number in range(4):
+            place, token = torch.where(chosen.T.eq(number))
+            h = torch.relu(functional.linear(x[token], self.up[number]))
+            out.index_add_(0, token, functional.linear(h, self.down[number]) * weights[token, place, None])
+        return out
+
+
+class Latent(nn.Module):
+    """Experts of a projection of what is routed by, and that is divided by its largest value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route, self.first, self.last = nn.Linear(8, 4), nn.Linear(8, 6), nn.Linear(6, 8)
+        self.experts = Experts(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 8)
+        weights, chosen = self.route(tokens).softmax(-1).topk(2, -1)
+        latent = self.first(tokens)
+        return x + self.last(self.experts(latent / latent.max(), chosen, weights)).view(x.shape)
+
+
+def test_the_router_is_what_the_number_of_an_expert_comes_from() -> None:
+    root = Latent()
+    traced = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)})
+    (ffn,) = subs = sub_layers(traced.graph, root)
+    find_experts(traced, subs, root, new_mode())
+    assert ffn.router is not None
+    assert ffn.router.weight == "route.weight"
