@@ -63,7 +63,7 @@ def fold_reason(placed: Placed, sites: Mapping[str, Site], tied: Collection[Coll
     if isinstance(target, str):
         return _first_reason(placed, placed.site.states.keys()) or target
     reason = _first_reason(placed, linear_states(target, placed.site))
-    return reason or _tied(target, tied)
+    return reason or _called_again(target) or _tied(target, tied)
 
 
 def affine_reason(term: Term, linear: Collection[str]) -> str | None:
@@ -172,6 +172,13 @@ def _sublayer(site: Site, sites: Mapping[str, Site]) -> FoldTarget | str:
     if found is None or not is_linear(found):
         return f"`h` of `{site.path}` is not simply the output of `{OUTPUT_OF[site.steps[-1][0]]}`"
     return _target("output", found)
+
+
+def _called_again(target: FoldTarget) -> str | None:
+    calls = target.site.calls
+    if target.side == "weight" or calls == 1:
+        return None
+    return f"`{target.site.module}` is called {calls} times, and the edit is at one of these calls: a fold would change all"
 
 
 def _tied(target: FoldTarget, tied: Collection[Collection[str]]) -> str | None:

@@ -103,7 +103,8 @@ class Site:
     or the module itself outside layers). `group` names the attention group ("encoder.self") or the stack. `functions`: frozen sub-modules,
     from their name to the dotted name of the module. `stream`: the layer's input, where a state of this site has batch and
     tokens flattened into one dimension. `runs`: how often one forward runs the layer it is in: layers may share one set of
-    weights, and then what an edit does there it does each time.
+    weights, and then what an edit does there it does each time. `calls`: how often the code of the layer calls the module of
+    a Linear; the site's `x` and `h` are those of one of these calls.
     """
 
     path: str
@@ -116,6 +117,7 @@ class Site:
     group: str = ""
     stream: State | None = None
     runs: int = 1
+    calls: int = 1
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class LayerSites:
         stream = stream_input(kind.traced.graph)
         assert stream is not None
         self.stream = stream
+        self.calls = Counter(str(n.target) for n in kind.traced.graph.nodes if n.op == "call_module")
         # states that the model's own code keeps as (batch · tokens, d)
         self.flat = {n.name for n in kind.traced.graph.nodes if getattr(n.meta.get("example"), "ndim", 0) == 2}
 
@@ -142,8 +143,8 @@ class LayerSites:
         taken = {"q", "k", "v", "o", "gate", "up", "down", "heads", "hidden", "norm", "add"}
         names = {str(n.target): relative_name(self.full(str(n.target)), inside) for n in sub.linears}
         many = Counter(names.values())
-        for node in sub.linears:
-            full = str(node.target)
+        first = {str(n.target): n for n in reversed(sub.linears)}  # call of each
+        for full, node in sorted(first.items(), key=lambda item: item[1]):
             own = named_steps(full if many[names[full]] > 1 else names[full], taken)
             yield self.linear(steps + own, Projection(node), group)
 
@@ -218,7 +219,7 @@ class LayerSites:
         if source is not None:
             states["x"] = self.state("x", source)
         states["h"] = self.state("h", node, rows)
-        return self.site(steps, name, states, group=group)
+        return replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
 
     def state(self, name: str, node: fx.Node, rows: Slice | None = None, heads: bool = False) -> State:
         key = (name, node, rows, heads)

@@ -124,9 +124,9 @@ class Gated(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layer: type[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Gated(), Gated()])
+        self.layers = nn.ModuleList([layer(), layer()])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -135,7 +135,31 @@ class Model(nn.Module):
 
 
 def test_linears_of_one_name_are_told_apart() -> None:
-    table = peftc.sites(Model(), sample={"x": torch.randn(2, 5, D)})
+    table = peftc.sites(Model(Gated), sample={"x": torch.randn(2, 5, D)})
     above = "encoder.layer[0].attn.self."
     found = [s.path.removeprefix(above) for s in table.sites if s.path.startswith(above) and "linear" in s.path]
     assert found == ["one.linear", "other.linear"]
+
+
+class Twice(nn.Module):
+    """One Linear makes keys of tokens and of some of them once more; another is called twice beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Inner(), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = self.inner.k(x.mean(1, keepdim=True))
+        return x + self.inner(x) * self.scale(x).sigmoid() + self.scale(again)
+
+
+def test_an_edit_at_one_call_of_a_linear_does_not_fold() -> None:
+    model, sample = Model(Twice), {"x": torch.randn(2, 5, D)}
+    found = [s for s in peftc.sites(model, sample=sample).sites if s.path.startswith("encoder.layer[0].attn.self.")]
+    calls = {s.path.rpartition(".")[2]: s.calls for s in found if "w" in s.states}
+    assert calls == {"q": 1, "k": 2, "v": 1, "o": 1, "scale": 2}
+    assert len({s.path for s in found}) == len(found)
+    text = "peft 1\nedit h at layer[*].attn.k { h += lora(x, r=1) }\nedit w at layer[*].attn.k { w += lowrank(r=1) }"
+    one, other = peftc.plan(text, model, sample=sample).edits
+    assert (one.foldable, other.foldable) == (False, True)
+    assert "called 2 times" in one.reason
