@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from peftc.model.known import Known, tensors, with_data
 
 aten = torch.ops.aten
 _honest = threading.local()
+_settling = threading.local()  # how many `settled` blocks this thread is in
+_patching = threading.Lock()
+_replaced: list[Any] = []  # `nn.Module.to`, once for each such block of any thread: the last one that ends puts it back
 
 
 @contextlib.contextmanager
@@ -58,20 +61,27 @@ def settled() -> Generator[None]:
     """Inside the block a module that is told to have the dtype that it has stays as it is: the parameters of a copy without
     data cannot be exchanged.
     """
-    module: Any = nn.Module
-    before = module.to
-
-    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
-        held = [t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()]
-        same = device is None and dtype is not None and all(t.dtype == dtype for t in held)
-        return self if same else before(self, *args, **kwargs)
-
-    module.to = to
+    module, depth = cast("Any", nn.Module), getattr(_settling, "depth", 0)
+    with _patching:
+        _replaced.append(_replaced[-1] if _replaced else module.to)
+        module.to = _to
+    _settling.depth = depth + 1
     try:
         yield
     finally:
-        module.to = before
+        _settling.depth = depth
+        with _patching:
+            before = _replaced.pop()
+            module.to = _to if _replaced else before
+
+
+def _to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    if getattr(_settling, "depth", 0):
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
+        held = [t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()]
+        if device is None and dtype is not None and all(t.dtype == dtype for t in held):
+            return self
+    return (_replaced[-1] if _replaced else nn.Module.to)(self, *args, **kwargs)
 
 
 class _Words(TorchFunctionMode):

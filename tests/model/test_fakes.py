@@ -1,6 +1,7 @@
 """Laws of fake copies: same structure, no data, original untouched."""
 
 import copy
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from peftc.model.fakes import fake_copy, fake_mode, new_mode
+from peftc.model.guesses import settled
 from peftc.model.identity import fingerprint, parameters, tied_groups
 from peftc.model.resolve import resolve
 from peftc.model.sample import sample_inputs
@@ -116,3 +118,24 @@ def test_a_skeleton_of_405_billion_is_built_at_once() -> None:
     model = skeleton(resolve("meta-llama/Llama-3.1-405B"))
     assert time.perf_counter() - start < 15
     assert len(fingerprint(model)) == 64
+
+
+def test_threads_that_take_turns_leave_modules_as_they_were() -> None:
+    plain, entered, done = nn.Module.to, threading.Event(), threading.Event()
+
+    def first() -> None:
+        with settled():
+            entered.wait(5)
+
+    def second() -> None:
+        with settled():
+            entered.set()
+            done.wait(5)
+
+    one, other = threading.Thread(target=first), threading.Thread(target=second)
+    one.start()
+    other.start()
+    one.join()
+    done.set()
+    other.join()
+    assert nn.Module.to is plain
