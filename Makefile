@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
-CORE := tests/model tests/tracing tests/rewriting tests/weights tests/test_compiler.py
+CORE := tests/model tests/tracing tests/rewriting tests/weights/test_saved.py tests/test_compiler.py
 
 .PHONY: demo test oldest lint format types package check benchmarks coverage clean
 
