@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import listed
+from peftc.forms.module import FormModule
 from peftc.model.fakes import fake_copy
 from peftc.model.load import load_model
 from peftc.model.resolve import ModelSource, resolve
@@ -270,6 +271,22 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
         found |= {f"{place}.{n}": p for n, p in model.get_submodule(where).named_parameters()}
     found |= {saved: model.get_parameter(place) for saved, place in record.trained.items()}
     return {saved: p for saved, p in found.items() if saved.partition("/")[0] in edits}
+
+
+def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]:
+    """What forms remember beside their parameters, such as which entries are trained, by the names under which it is saved.
+
+    Args: `name`: as in `parameters`. Raises: as `parameters`.
+    """
+    record = installed(model)
+    edits = {edit for part in record.chosen(name) for edit in part.edits}
+    forms = {n: cast(FormModule, model.get_submodule(where)) for n, where in record.places.items()}
+    return {
+        f"{n}.{buffer}": form.get_buffer(buffer)
+        for n, form in forms.items()
+        if n.partition("/")[0] in edits
+        for buffer in form.saved
+    }
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from math import sqrt
@@ -38,18 +39,33 @@ class FormModule(nn.Module):
     Called with exactly one tensor: its input or, for a form without one, a tensor from which only dtype, device and batch
     are taken. Computes in the dtype of its parameters and returns the dtype of that tensor. Owns its parameters directly,
     under the names that are saved.
+
+    `owner_module` holds what is common to several sites, where the form has such a part; `index` is the number of this
+    site among them. It is held without being registered, so it is saved, moved and counted once, where it is registered;
+    copies and pickles of the model keep one owner.
     """
+
+    owner_module: FormModule | None
+    index: int
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
         self.form_args = dict(args)
         self.form_dims = dims
         self._options: tuple[torch.dtype, torch.device | str | None] = (dtype, device)
+        self.__dict__["owner_module"] = None
+        self.index = 0
+        self.saved: tuple[str, ...] = ()  # the buffers that are saved with the parameters
 
     @classmethod
     def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        """The module that holds the parameters of several sites."""
+        """The module that holds the parameters of several sites, or their common part."""
         return cls(args, dims, dtype, device)
+
+    def join(self, owner: FormModule, index: int) -> None:
+        """Makes this the site numbered `index` of those that have `owner` in common."""
+        self.__dict__["owner_module"] = owner
+        self.index = index
 
     def parameter(self, name: str, *size: int) -> nn.Parameter:
         """Registers an uninitialised parameter."""
@@ -65,21 +81,40 @@ class FormModule(nn.Module):
         self.register_parameter(name, None)
         return None
 
+    def fixed(self, name: str, *size: int) -> Tensor:
+        """Registers a buffer that is never trained nor saved, since it can be drawn again (`fixed_draws`)."""
+        dtype, device = self._options
+        made = torch.empty(size, dtype=dtype, device=device)
+        self.register_buffer(name, made)
+        return made
+
+    def state(self, name: str, value: Tensor) -> Tensor:
+        """Registers a buffer that changes while training and is saved with the parameters."""
+        self.register_buffer(name, value.to(self._options[1] or value.device))
+        self.saved += (name,)
+        return value
+
     def initialise(self, generator: Generators, base: Mapping[str, Tensor]) -> None:
         """First values, drawn on the CPU in float32: they depend on the generators alone, not on device or dtype.
 
         Parameters without storage (meta, fake) are left alone.
         """
         for name, draw in self.draws().items():
-            parameter = self.get_parameter(name)
-            if has_values(parameter):
-                values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                draw(values, generator(name))
-                with torch.no_grad():
-                    parameter.copy_(values)
+            _fill(self.get_parameter(name), draw, generator(name))
 
     def draws(self) -> Mapping[str, Draw]:
         """How the first values of each parameter are drawn."""
+        return {}
+
+    def fix(self, place: str) -> None:
+        """Draws what is never trained: it depends on the argument `seed`, the place and the name alone, so that whoever has
+        the spec has the values. `place`: the path of the site; "" for what sites have in common.
+        """
+        for name, draw in self.fixed_draws().items():
+            _fill(self.get_buffer(name), draw, seeded(f"{self.form_args['seed']}/{place}/{name}"))
+
+    def fixed_draws(self) -> Mapping[str, Draw]:
+        """How each buffer of `fixed` is drawn."""
         return {}
 
     def value_at(self, index: int, like: Tensor) -> Tensor | Pair:
@@ -96,18 +131,13 @@ class FormModule(nn.Module):
 
 
 class Member(FormModule):
-    """The place of one site among those that share the parameters of `owner`; owns nothing itself.
-
-    The owner is held without being registered, so it is saved, moved and counted once, where it is registered; copies and
-    pickles of the model keep one owner.
-    """
+    """The place of one site among those that share all the parameters of `owner`."""
 
     owner_module: FormModule
 
     def __init__(self, owner: FormModule, index: int) -> None:
         super().__init__(owner.form_args, owner.form_dims, torch.float32, None)
-        self.__dict__["owner_module"] = owner
-        self.index = index
+        self.join(owner, index)
 
     def forward(self, like: Tensor) -> Tensor | Pair:
         return self.owner_module.value_at(self.index, like)
@@ -120,13 +150,13 @@ class Member(FormModule):
 
 
 def build(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
-    """The module of an instance that has its parameters to itself, uninitialised; `dtype` is the base's at the site."""
+    """The module of an instance with the parameters of its site, uninitialised; `dtype` is the base's at the site."""
     args = instance.form.fill(instance.args)
     return _class_of(instance.form)(args, instance.dims, parameter_dtype(args, dtype), device)
 
 
 def build_owner(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
-    """The module that holds the parameters of all sites of `instance.owner`, uninitialised; registered once, at the root."""
+    """The module that holds what all sites of `instance.owner` have in common, uninitialised; registered once, at the root."""
     args = instance.form.fill(instance.args)
     return _class_of(instance.form).owner(args, instance.dims, parameter_dtype(args, dtype), device)
 
@@ -142,6 +172,19 @@ def parameter_dtype(args: Args, base: torch.dtype) -> torch.dtype:
     if asked is not None:
         return cast(torch.dtype, getattr(torch, str(asked)))
     return base if base in (torch.float32, torch.float64) else torch.float32
+
+
+def seeded(text: str) -> torch.Generator:
+    """A generator on the CPU that depends on the text alone."""
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
+
+
+def _fill(tensor: Tensor, draw: Draw, generator: torch.Generator) -> None:
+    if has_values(tensor):
+        values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
+        draw(values, generator)
+        with torch.no_grad():
+            tensor.copy_(values)
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -32,13 +32,15 @@ class Dims:
     """What a form sees of the place where it stands.
 
     `input` is the shape of its argument (None for a form without one), `target` of the state that the equation writes;
-    `d_model` is the width of the residual stream; `sites` how many sites share this set of parameters.
+    `d_model` is the width of the residual stream; `sites` how many sites share this set of parameters, and `widest` the
+    largest number of features that any of them reads and writes.
     """
 
     input: Shape | None
     target: Shape
     d_model: int
     sites: int = 1
+    widest: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ class Illegal(Exception):
     help: str | None = None
 
 
+Scope = Literal[
+    "group", "edit"
+]  # who shares the common part of a form: the sites of an attention group, or of the edit
 AtInit = float | None  # the constant a form's value equals at initialisation (0.0: adds nothing), None: not a constant
 
 
@@ -72,8 +77,11 @@ class Form:
 
     `shape` gives the shape of the result, or raises `Illegal`. `at_init` is the constant it equals at initialisation.
     `affine` is None when the value is affine in the input with constant coefficients (so that an h-edit folds), else the
-    reason why not, as a phrase ("its activation relu is not linear"). `group` is a reason to share one set of parameters
-    between the sites of one attention group (reparametrised prefixes), decided from the arguments.
+    reason why not, as a phrase ("its activation relu is not linear").
+
+    `common` says, from the arguments, who shares the common part of the form (a reparametrised prefix has one for each
+    attention group, VeRA one for the edit). `common_count` counts it where a site has parameters of its own besides, which
+    `count` then counts; without it the common part is everything. `anywhere`: it suits sites of different shapes.
     """
 
     name: str
@@ -86,7 +94,9 @@ class Form:
     affine: Callable[[Args], str | None]
     module: str  # "peftc.forms.adapter_module:Adapter", imported only when a model is changed
     paper: str
-    grouped: Callable[[Args], bool] = field(default=lambda args: False)
+    common: Callable[[Args], Scope | None] = field(default=lambda args: None)
+    common_count: Callable[[Args, Dims], Count] | None = None
+    anywhere: bool = False
     rank: Callable[[Args, Dims], int | None] = field(
         default=lambda args, dims: None
     )  # of the change it makes to a weight

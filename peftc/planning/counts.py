@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peftc.forms import Count
-from peftc.planning.ir import Instance, Placed
+from peftc.planning.ir import Placed
 
 
-def owned(places: Iterable[Placed]) -> dict[object, Instance]:
-    """Every set of parameters once: by its owner where several sites share it."""
-    found: dict[object, Instance] = {}
+def count(places: Iterable[Placed]) -> Count:
+    """Parameters with a gradient while training, and in the saved adapter: what several sites share is counted once."""
+    found: dict[object, Count] = {}
     for placed in places:
-        for instance in placed.instances:
-            found.setdefault(instance.owner or (placed.edit, placed.site.path, instance.key), instance)
-    return found
-
-
-def count(instances: Iterable[Instance]) -> Count:
-    """Parameters with a gradient while training, and in the saved adapter."""
-    found = [instance.form.count(instance.args, instance.dims) for instance in instances]
-    return Count(sum(one.trained for one in found), sum(one.stored for one in found))
+        for one in placed.instances:
+            if one.owns:
+                found.setdefault((placed.edit, placed.site.path, one.key), one.form.count(one.args, one.dims))
+            if one.owner is not None:
+                found.setdefault(one.owner, (one.form.common_count or one.form.count)(one.args, one.dims))
+    return Count(sum(one.trained for one in found.values()), sum(one.stored for one in found.values()))
 
 
 def percent(value: int, base: int) -> str:

@@ -29,25 +29,34 @@ class Instances:
         self.keys[form.name] += 1
         number = self.keys[form.name]
         plain = Instance(form.name if number == 1 else f"{form.name}_{number}", form, args, dims)
-        instance = self._shared(plain, owner) if owner is not None else self._grouped(plain, target)
+        instance = self._owned(plain, target, owner)
+        if owner is not None:
+            self.shared[owner] = instance
         self.made.append(instance)
         return instance
 
-    def _shared(self, plain: Instance, owner: str) -> Instance:
-        """Parameters of a `shared`: the same everywhere, unless the form makes different ones for its sites."""
-        members = self.scope.shared_by.get(owner, ())
-        here = (self.edit, self.site.path)
-        made = replace(plain, owner=owner)
-        if plain.form.grouped(plain.args) and here in members:
-            dims = replace(plain.dims, sites=len(members))
-            made = replace(made, dims=dims, index=members.index(here))
-        self.shared[owner] = made
-        return made
+    def _owned(self, plain: Instance, target: str, shared: str | None) -> Instance:
+        match plain.form.common(plain.args), shared:
+            case None, None:
+                return plain
+            case "group", None:
+                return self._grouped(plain, target)
+            case scope, name:
+                return self._member(replace(plain, owner=name or f"{self.edit}.{plain.key}"), scope is not None)
+
+    def _member(self, made: Instance, numbered: bool) -> Instance:
+        """Parameters of a `shared`, or of all sites of the edit: the same everywhere, unless the form makes different ones."""
+        assert made.owner is not None
+        members = self.scope.shared_by.get(made.owner, ())
+        places = [(member.edit, member.path) for member in members]
+        if not numbered or (self.edit, self.site.path) not in places:
+            return made
+        widest = (max(m.features[0] for m in members), max(m.features[1] for m in members))
+        dims = replace(made.dims, sites=len(members), widest=widest)
+        return replace(made, dims=dims, index=places.index((self.edit, self.site.path)))
 
     def _grouped(self, plain: Instance, target: str) -> Instance:
-        """One set for the attention group of the site, where the form asks for it."""
-        if not plain.form.grouped(plain.args):
-            return plain
+        """One set for the attention group of the site."""
         group, sites = self.scope.group_of(self.edit, self.site, target)
         dims = replace(plain.dims, sites=len(sites))
         owner = f"{self.edit}.{plain.key}.{group}"

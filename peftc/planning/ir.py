@@ -20,8 +20,8 @@ class Instance:
     """A form with its arguments at a place: one set of parameters.
 
     `key` is unique within its edit at its site ("adapter", "adapter_2"). `owner` is None for parameters of this site alone,
-    else the name under which several sites share them ("prefix.encoder.self", or the name of a `shared` let); then `index`
-    is this site's number among them and `dims.sites` their number.
+    else the name under which several sites share them, or the common part of them ("prefix.encoder.self", or the name of a
+    `shared` let); then `index` is this site's number among them and `dims.sites` their number.
     """
 
     key: str
@@ -30,6 +30,11 @@ class Instance:
     dims: Dims
     owner: str | None = None
     index: int = 0
+
+    @property
+    def owns(self) -> bool:
+        """Whether the site has parameters of its own."""
+        return self.owner is None or self.form.common_count is not None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

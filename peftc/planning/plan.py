@@ -85,9 +85,9 @@ class _Planner:
         groups = {edit.name: groups_of(sites) for edit, sites in found}
         scope = Scope(self.table, self.shared(), groups=groups)
         placed = self.placed(found, scope)
-        if scope.shared and not self.errors:
-            uses = [(p.edit, p.site.path, one) for _, places in placed for p in places for one in p.instances]
-            placed = self.placed(found, Scope(self.table, scope.shared, shared_members(uses), groups))
+        members = shared_members((p for _, places in placed for p in places), scope.shared)
+        if members and not self.errors:
+            placed = self.placed(found, Scope(self.table, scope.shared, members, groups))
         for clash in clashes(placed):
             self.report(clash.statement, (clash.diagnostic,))
         return placed
@@ -211,7 +211,7 @@ def _at_all(same: Sequence[Diagnostic]) -> Diagnostic:
 
 
 def _entry(edit: ast.Edit, places: Sequence[Placed], verdict: Verdict) -> PlanEdit:
-    count = counts.count(counts.owned(places).values())
+    count = counts.count(places)
     return PlanEdit(
         name=edit.name,
         sites=tuple(PlanSite(path=p.site.path, module=p.site.module) for p in places),
@@ -247,12 +247,12 @@ def _totals(
     """Over the whole plan: shared sets of parameters and entries of the base once, however many edits name them."""
     own = frozenset[Region]().union(*(made.regions for made in trains))
     changed = own.union(*(verdict.changed for verdict in judged))
-    all_of_them = counts.count(counts.owned(p for _, places in edits for p in places).values())
+    all_of_them = counts.count(p for _, places in edits for p in places)
     stays = [p for (_, places), verdict in zip(edits, judged, strict=True) if not verdict.foldable for p in places]
     return PlanTotals(
         base=base,
         trained=all_of_them.trained + numel(own),
         stored=all_of_them.stored + numel(own),
         changed=numel(changed),
-        served=counts.count(counts.owned(stays).values()).stored,
+        served=counts.count(stays).stored,
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import Dims, Form
-from peftc.forms.shapes import Shape
-from peftc.planning.ir import Instance
+from peftc.forms.shapes import Shape, Tokens, Vector
+from peftc.planning.ir import Placed
 from peftc.semantics.arguments import Bound, bind
 from peftc.syntax import ast
 from peftc.tracing.sites import Site, SiteTable
@@ -33,7 +34,12 @@ class Shared:
         return self.uses[id(use)][1]
 
 
-Member = tuple[str, str]  # edit and path of a site
+class Member(NamedTuple):
+    """A place of a shared set of parameters: the edit, the path of the site, and the features it reads and writes there."""
+
+    edit: str
+    path: str
+    features: tuple[int, int]
 
 
 @dataclass
@@ -70,6 +76,8 @@ class Scope:
 
     def agree(self, name: str, form: Form, dims: Dims, span: ast.Expr) -> None:
         """Raises: P305 where a shared set of parameters would need another shape than at its first place."""
+        if form.anywhere:
+            return
         found = (form, dims.target, dims.input)
         first = self.owners.setdefault(name, found)
         if first != found:
@@ -99,10 +107,18 @@ def groups_of(sites: Iterable[Site]) -> dict[tuple[str, str, Shape], list[str]]:
     return dict(found)
 
 
-def shared_members(instances: Iterable[tuple[str, str, Instance]]) -> dict[str, list[Member]]:
-    """For each shared set of parameters the places that use it, in order; from a first pass."""
+def shared_members(places: Iterable[Placed], lets: Container[str]) -> dict[str, list[Member]]:
+    """The places, in order, of each set of parameters that a `shared` or the sites of an edit have in common; from a first
+    pass. An attention group is known without one.
+    """
     found: dict[str, list[Member]] = defaultdict(list)
-    for edit, path, instance in instances:
-        if instance.owner is not None:
-            found[instance.owner].append((edit, path))
+    for placed in places:
+        for one in placed.instances:
+            if one.owner is not None and (one.owner in lets or one.form.common(one.args) == "edit"):
+                features = (_features(one.dims.input), _features(one.dims.target))
+                found[one.owner].append(Member(placed.edit, placed.site.path, features))
     return dict(found)
+
+
+def _features(shape: Shape | None) -> int:
+    return shape.d if isinstance(shape, Tokens | Vector) else 0

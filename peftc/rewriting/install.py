@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.module import FormModule, build, build_owner, member
+from peftc.forms.module import FormModule, build, build_owner, member, seeded
 from peftc.planning import ir
 from peftc.rewriting.anchors import contains, relative
 from peftc.rewriting.container import CONTAINER, Container
@@ -112,29 +111,43 @@ class Surgery:
                 path = f"{edit.edit_name}.{edit.slug}.{instance.key}"
                 add(root, path, self.form(placed, instance, module))
                 name = f"{placed.edit}/{placed.site.path}/{instance.key}"
-                if instance.owner is None:
+                if instance.owns:
                     self.places[name] = f"{region.module}.{CONTAINER}.{path}".lstrip(".")
         return root
 
     def form(self, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
-        owner = instance.owner
-        if owner is None:
-            name = f"{placed.edit}/{placed.site.path}/{instance.key}"
-            return self.kept.get(name) or self.made(build, name, placed, instance, module)
+        owner = None if instance.owner is None else self.common(instance.owner, placed, instance, module)
+        if owner is not None and not instance.owns:
+            return member(owner, instance.index)
+        name = f"{placed.edit}/{placed.site.path}/{instance.key}"
+        form = self.kept.get(name) or self.made(build, name, placed, instance, module, placed.site.path)
+        if owner is not None:
+            form.join(owner, instance.index)
+        return form
+
+    def common(self, owner: str, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
+        """What several sites have in common."""
         if owner not in self.owners:
             name = f"{placed.edit}/{owner}/{instance.key}"
             old = self.kept.get(f"{SHARED}.{identifier(owner)}")  # its edit may be gone, and another one be the first
-            self.owners[owner] = old or self.made(build_owner, name, placed, instance, module)
+            self.owners[owner] = old or self.made(build_owner, name, placed, instance, module, "")
             self.places[name] = f"{SHARED}.{identifier(owner)}"
-        return member(self.owners[owner], instance.index)
+        return self.owners[owner]
 
     def made(
-        self, make: Callable[..., FormModule], name: str, placed: ir.Placed, instance: ir.Instance, module: nn.Module
+        self,
+        make: Callable[..., FormModule],
+        name: str,
+        placed: ir.Placed,
+        instance: ir.Instance,
+        module: nn.Module,
+        place: str,
     ) -> FormModule:
         """A new form with its initial values."""
         dtype, device = options(module, self.model)
         form = make(instance, dtype=dtype, device=device)
         self.initialise(form, name, placed)
+        form.fix(place)
         return form
 
     def initialise(self, form: FormModule, name: str, placed: ir.Placed) -> None:
@@ -142,8 +155,7 @@ class Surgery:
         seed = self.seeds[placed.edit]
 
         def generator(parameter: str) -> torch.Generator:
-            digest = hashlib.sha256(f"{seed}/{name}.{parameter}".encode()).digest()
-            return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            return seeded(f"{seed}/{name}.{parameter}")
 
         weights = {n: s.weight for n, s in placed.site.states.items() if s.weight is not None}
         base = {n: weight_view(self.model, ref).detach() for n, ref in weights.items()}

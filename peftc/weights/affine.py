@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peftc.forms.affine_module import Affine
-from peftc.forms.module import FormModule, Member, has_values
+from peftc.forms.module import FormModule, has_values
 from peftc.planning.affine import NotAffine, Side, is_linear, said
 from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
 
@@ -238,8 +238,8 @@ def _unready(tensors: list[Tensor]) -> Refusal | None:
 
 
 def _parameters(modules: Mapping[str, FormModule]) -> list[Tensor]:
-    owners = [module.owner_module if isinstance(module, Member) else module for module in modules.values()]
-    return [parameter for owner in owners for parameter in owner.parameters()]
+    both = [one for module in modules.values() for one in (module, module.owner_module) if one is not None]
+    return [t for module in both for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
 
 
 def _tensor(value: Value) -> Tensor:

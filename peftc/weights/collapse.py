@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from peftc.compiler import parameters
+from peftc.compiler import parameters, states
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import FORMS
 from peftc.forms.module import FormModule, member
@@ -31,12 +31,13 @@ PREFIX = "prefix"
 
 
 def stored_tensors(model: nn.Module, record: Installation, name: str | None = None) -> dict[str, Tensor]:
-    """Everything trained (by the spec `name`, or by all), by the name under which it is saved; prefixes as rows unless they
+    """Everything trained (by the spec `name`, or by all) and its state, by the name under which it is saved; prefixes as rows unless they
     keep their MLP.
     """
     found = list(_collapsed(record, {edit for part in record.chosen(name) for edit in part.edits}))
     collapsed = tuple(f"{_owner_name(record, instance)}." for _, instance in found)
-    tensors = {n: p.detach() for n, p in parameters(model, name).items() if not n.startswith(collapsed)}
+    kept = {**parameters(model, name), **states(model, name)}
+    tensors = {n: p.detach() for n, p in kept.items() if not n.startswith(collapsed)}
     for place, instance in found:
         assert instance.owner is not None
         owner = cast(FormModule, model.get_submodule(f"{SHARED}.{identifier(instance.owner)}"))

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftc.compiler import added, analysed, parameters, planned
+from peftc.compiler import added, analysed, parameters, planned, states
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.module import build, build_owner
-from peftc.planning.ir import Instance
+from peftc.forms.module import FormModule, build, build_owner
 from peftc.planning.plan import Planned
 from peftc.rewriting.beside import free_name, prefixed
 from peftc.rewriting.install import regions_of
@@ -72,8 +71,8 @@ def load(
 
 @torch.no_grad()
 def _fill(model: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
-    for saved, parameter in parameters(model, name).items():
-        parameter.copy_(tensors[saved])
+    for saved, tensor in {**parameters(model, name), **states(model, name)}.items():
+        tensor.copy_(tensors[saved])
 
 
 def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False) -> None:
@@ -109,21 +108,21 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size
 
 def wanted(found: Planned, analysis: Analysis, model: nn.Module) -> Iterator[tuple[str, torch.Size]]:
     """The tensors that a plan has, by the names under which they are saved."""
-    for name, instance in _forms(found, analysis):
-        made = (build if instance.owner is None else build_owner)(instance, dtype=torch.float32, device="meta")
+    for name, made in _forms(found, analysis):
         yield from ((f"{name}.{n}", p.shape) for n, p in made.named_parameters())
+        yield from ((f"{name}.{n}", made.get_buffer(n).shape) for n in made.saved)
     yield from ((name, model.get_parameter(place).shape) for name, place in found.trained.items())
 
 
-def _forms(found: Planned, analysis: Analysis) -> Iterator[tuple[str, Instance]]:
+def _forms(found: Planned, analysis: Analysis) -> Iterator[tuple[str, FormModule]]:
     owners = set[str]()
     for placed in (p for region in regions_of(found.placed, analysis.anatomy) for p in region.placed):
-        for instance in placed.instances:
-            if instance.owner is None:
-                yield f"{placed.edit}/{placed.site.path}/{instance.key}", instance
-            elif instance.owner not in owners:
-                owners.add(instance.owner)
-                yield f"{placed.edit}/{instance.owner}/{instance.key}", instance
+        for one in placed.instances:
+            if one.owner is not None and one.owner not in owners:
+                owners.add(one.owner)
+                yield f"{placed.edit}/{one.owner}/{one.key}", build_owner(one, dtype=torch.float32, device="meta")
+            if one.owns:
+                yield f"{placed.edit}/{placed.site.path}/{one.key}", build(one, dtype=torch.float32, device="meta")
 
 
 def _planned(adapter: Adapter, directory: Path, analysis: Analysis) -> tuple[ast.Spec, Planned]:

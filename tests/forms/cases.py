@@ -39,7 +39,13 @@ class Case:
 
     @property
     def grouped(self) -> bool:
-        return self.form.grouped(self.args)
+        """Whether its sites have all parameters in common."""
+        return self.form.common(self.args) is not None and self.form.common_count is None
+
+    @property
+    def in_part(self) -> bool:
+        """Whether its sites have some parameters in common."""
+        return self.form.common(self.args) is not None and not self.grouped
 
     def __str__(self) -> str:
         given = ",".join(f"{k}={v}" for k, v in self.given.items())
@@ -122,11 +128,20 @@ def made(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
     """Initialised, ready to be called at one site (the last of a group)."""
     module = owner(case, dtype)
     module.initialise(seeded, base(case, dtype))
+    module.fix("a")
+    if case.in_part:
+        common = build_owner(case, dtype=dtype)
+        common.initialise(seeded, base(case, dtype))
+        common.fix("")
+        module.join(common, case.sites - 1)
     return member(module, case.sites - 1) if case.grouped else module
 
 
 def parameters(module: FormModule) -> dict[str, Tensor]:
-    return dict(getattr(module, "owner_module", module).named_parameters())
+    """Those that are its own, and those that it has in common with others."""
+    common = module.owner_module
+    own = dict(module.named_parameters())
+    return own if common is None else own | dict(common.named_parameters())
 
 
 def shaken(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
