@@ -30,7 +30,13 @@ CODES: dict[str, CodeInfo] = {
     "P312": CodeInfo(
         "arguments that do not go together",
         "`adapter` takes its width as `r` or as `reduction`, exactly one of them; `keep` belongs to a prefix with `reparam`, "
-        "`std` to one without; the MLP of `reparam` has at least one hidden feature.",
+        "`std` to one without; the MLP of `reparam` has at least one hidden feature. An `svd` that gives up ranks has a `target` "
+        "and a `total`.",
+    ),
+    "P313": CodeInfo(
+        "size that does not divide",
+        "Sums of Kronecker products, blocks of a rotation and groups cut features into equal parts, so their number or size divides "
+        "the number of features.",
     ),
     # P5xx: the model, its weights, saved adapters
     "P501": CodeInfo(

@@ -1,6 +1,6 @@
 """Functional forms: `FORMS` holds one row for each; importing this package registers them all. No torch."""
 
-from peftc.forms import adapter, lora, magnitude, prefix, scaling
+from peftc.forms import adapter, kron, lora, magnitude, phm, prefix, projected, reft, scaling, svd, weights
 from peftc.forms.registry import FORMS, Args, AtInit, Count, Dims, Form, Illegal, Param, Value, register
 
 __all__ = [
@@ -14,9 +14,15 @@ __all__ = [
     "Param",
     "Value",
     "adapter",
+    "kron",
     "lora",
     "magnitude",
+    "phm",
     "prefix",
+    "projected",
+    "reft",
     "register",
     "scaling",
+    "svd",
+    "weights",
 ]

@@ -7,7 +7,7 @@ from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param
 from peftc.forms.shapes import Heads, Rows, Shape
 
 
-def width(args: Args, d_in: int) -> int:
+def width(args: Args, d_in: int, form: str = "adapter") -> int:
     """r, or d_in // reduction (at least 1).
 
     Raises: Illegal P312 unless exactly one of the two is given.
@@ -16,7 +16,7 @@ def width(args: Args, d_in: int) -> int:
     if (r is None) == (reduction is None):
         said = "both" if r is not None else "neither"
         raise Illegal(
-            "P312", f"`adapter` takes either `r` or `reduction`, here it has {said}", "reduction" if r else None
+            "P312", f"`{form}` takes either `r` or `reduction`, here it has {said}", "reduction" if r else None
         )
     return integer(args, "r") if r is not None else max(1, d_in // integer(args, "reduction"))
 

@@ -75,3 +75,22 @@ def bounded_rank(form: str, r: int, d_out: int, d_in: int) -> None:
             (f"it maps {d_in} features to {d_out}: the change cannot have a higher rank than {min(d_out, d_in)}",),
             f"use r <= {min(d_out, d_in)}",
         )
+
+
+def divides(form: str, args: Args, name: str, whole: int) -> int:
+    """The argument `name`, which must divide `whole` features.
+
+    Raises: Illegal P313 where it does not.
+    """
+    part = integer(args, name)
+    if whole % part:
+        near = [n for n in range(1, whole + 1) if whole % n == 0]
+        below = max((n for n in near if n < part), default=1)
+        above = min((n for n in near if n > part), default=whole)
+        raise Illegal(
+            "P313",
+            f"`{name}` of `{form}` is {part}, which does not divide {whole} features",
+            name,
+            help=f"the nearest that do are {below} and {above}" if below != above else f"use {below}",
+        )
+    return part

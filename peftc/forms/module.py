@@ -81,10 +81,9 @@ class FormModule(nn.Module):
         self.register_parameter(name, None)
         return None
 
-    def fixed(self, name: str, *size: int) -> Tensor:
+    def fixed(self, name: str, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Registers a buffer that is never trained nor saved, since it can be drawn again (`fixed_draws`)."""
-        dtype, device = self._options
-        made = torch.empty(size, dtype=dtype, device=device)
+        made = torch.empty(size, dtype=dtype or self._options[0], device=self._options[1])
         self.register_buffer(name, made)
         return made
 
@@ -181,7 +180,8 @@ def seeded(text: str) -> torch.Generator:
 
 def _fill(tensor: Tensor, draw: Draw, generator: torch.Generator) -> None:
     if has_values(tensor):
-        values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        values = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         draw(values, generator)
         with torch.no_grad():
             tensor.copy_(values)
@@ -211,6 +211,12 @@ def truncated(std: float) -> Draw:
 def kaiming(fan_in: int) -> Draw:
     """Kaiming uniform with a = √5, as `nn.Linear`: U(-1/√fan_in, 1/√fan_in)."""
     bound = 1 / sqrt(fan_in)
+    return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
+
+
+def kaiming_relu(fan_in: int) -> Draw:
+    """Kaiming uniform with the gain of relu: U(-√(6/fan_in), √(6/fan_in))."""
+    bound = sqrt(6 / fan_in)
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 

@@ -105,6 +105,24 @@ CASES = (
     Case("vector", R, None, {"init": 0}),
     Case("vector", Vector(9)),
     Case("scalar", T12, None, {"init": 4}),
+    Case("kron", T12, T12, {}),
+    Case("kron", T8, T12, {"rows": 2, "columns": 3, "r": 2, "alpha": 6, "dropout": 0.2}),
+    Case("hadamard", W, None, {"r": 2, "alpha": 16}),
+    Case("product", W, W, {"r": 3}),
+    Case("image", Vector(6), W),
+    Case("orthogonal", W, W, {"block": 5}),
+    Case("orthogonal", W, W, {"block": 2, "neumann": 5}),
+    Case("vera", T8, T12, {"r": 5}, sites=2),
+    Case("fastfood", W, None, {"d": 7}, sites=2),
+    Case("fastfood", Vector(3), None, {"d": 9, "seed": 1}, sites=2),
+    Case("svd", T8, T12, {"r": 4, "alpha": 16}),
+    Case("svd", T12, T8, {"r": 4, "target": 2, "total": 10, "dropout": 0.1}),
+    Case("phm", T12, T12, {"r": 8, "n": 2}, sites=2),
+    Case("phm", T8, T12, {"reduction": 3, "n": 4, "shared": False, "act": "none"}),
+    Case("phm", T8, T12, {"r": 4, "n": 2, "factorised": False, "bias": False, "act": "gelu", "dropout": 0.2}, sites=2),
+    Case("phm", T12, T12, {"r": 4, "n": 2, "rank": 2, "shared": False, "factorised": False}),
+    Case("reft", T12, T12, {"r": 3}),
+    Case("reft", T12, T12, {"r": 3, "orthogonal": False, "subtract": False}),
     Case("gate", T12, T12),
     Case("gate", H, T8),
 )
@@ -142,6 +160,12 @@ def parameters(module: FormModule) -> dict[str, Tensor]:
     common = module.owner_module
     own = dict(module.named_parameters())
     return own if common is None else own | dict(common.named_parameters())
+
+
+def buffers(module: FormModule) -> dict[str, Tensor]:
+    """What it has beside its parameters, and what it has in common with others."""
+    common = module.owner_module
+    return dict(module.named_buffers()) | ({} if common is None else dict(common.named_buffers()))
 
 
 def shaken(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from peftc.forms import FORMS, Dims, Illegal
+from peftc.forms import FORMS, Args, Dims, Illegal
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.arguments import ACTIVATIONS
 from peftc.forms.lora import scale
@@ -17,6 +17,11 @@ from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vec
 from tests.forms.cases import BATCH, CASES, Case, every, made, owner, parameters, shaken, size
 
 NUMERICAL = 1e-12
+PASSING: list[tuple[str, Args]] = [
+    ("magnitude", {}),
+    ("orthogonal", {"block": 32}),
+    ("orthogonal", {"block": 8, "neumann": 5}),
+]
 
 
 def test_every_form_is_among_the_cases() -> None:
@@ -75,10 +80,11 @@ def test_value_at_initialisation_is_the_promised_constant(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_magnitude_passes_the_base_weight_bit_for_bit(dtype: torch.dtype, transposed: bool) -> None:
-    assert [form.name for form in FORMS.values() if form.passes] == ["magnitude"]
+@pytest.mark.parametrize(("form", "given"), PASSING)
+def test_the_base_weight_passes_bit_for_bit(form: str, given: Args, dtype: torch.dtype, transposed: bool) -> None:
+    assert {form.name for form in FORMS.values() if form.passes} == {name for name, _ in PASSING}
     shape = Weight(640, 480)
-    module = build(Case("magnitude", shape, shape), dtype=dtype)
+    module = build(Case(form, shape, shape, given), dtype=dtype)
     w = torch.randn(480, 640).T.to(dtype) if transposed else torch.randn(640, 480).to(dtype)
     w[3] = 0.0
     module.initialise(lambda name: torch.Generator(), {"w": w})

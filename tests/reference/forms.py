@@ -90,3 +90,78 @@ def prefix_group(w: Weights, index: int, heads: int, d_head: int) -> tuple[Tenso
     everything = linear(torch.tanh(linear(w["embedding"], w["down"], w["down_bias"])), w["up"], w["up_bias"])
     rows = everything.view(everything.shape[0], -1, heads, d_head).permute(1, 2, 0, 3)
     return rows[2 * index], rows[2 * index + 1]
+
+
+def kron(w: Weights, x: Tensor, scale: float) -> Tensor:
+    """s (A ⊗ B) x, with the product formed."""
+    b = w["B"] if "B" in w else w["B_up"] @ w["B_down"]
+    return scale * (x @ torch.kron(w["A"], b).T)
+
+
+def hadamard(w: Weights, alpha: float) -> Tensor:
+    return alpha / w["A"].shape[0] * torch.einsum("or,ri,os,si->oi", w["B"], w["A"], w["D"], w["C"])
+
+
+def product(w: Weights, weight: Tensor) -> Tensor:
+    return weight @ (w["B"] @ w["A"])
+
+
+def orthogonal(w: Weights, weight: Tensor, block: int, neumann: int | None) -> Tensor:
+    """W Rᵀ, R formed."""
+    rotations: list[Tensor] = []
+    for entries in w["Q"]:
+        q, one, last = torch.zeros(block, block, dtype=entries.dtype), torch.eye(block, dtype=entries.dtype), 0
+        for i in range(block):
+            for j in range(i + 1, block):
+                q[i, j], q[j, i] = entries[last], -entries[last]
+                last += 1
+        if neumann is None:
+            rotations.append((one - q) @ torch.linalg.inv(one + q))
+        else:
+            powers = [torch.linalg.matrix_power(q, n) for n in range(neumann)]
+            rotations.append(powers[0] + 2 * sum(powers[1:-1], torch.zeros_like(one)) + powers[-1])
+    return weight @ torch.block_diag(*rotations).T
+
+
+def vera(w: Weights, x: Tensor) -> Tensor:
+    a, b = w["A"][:, : x.shape[-1]], w["B"][: len(w["b"])]
+    return x @ (torch.diag(w["b"]) @ b @ torch.diag(w["d"]) @ a).T
+
+
+def fastfood(w: Weights, size: tuple[int, ...]) -> Tensor:
+    """The first entries of H G Π H B θ, with dense Hadamard matrices."""
+    n, count = len(w["G"]), torch.Size(size).numel()
+    h = torch.ones(1, 1, dtype=w["G"].dtype)
+    while len(h) < n:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    theta = torch.cat([w["theta"], w["theta"].new_zeros(n - len(w["theta"]))])
+    permutation = torch.eye(n, dtype=theta.dtype)[w["order"]]
+    whole = h @ torch.diag(w["G"]) @ permutation @ h @ torch.diag(w["B"]) @ theta
+    return (whole[:count] / ((n * (w["G"] ** 2).sum()).sqrt() * (count / n) ** 0.5)).view(size)
+
+
+def svd(w: Weights, x: Tensor, alpha: float) -> Tensor:
+    return x @ (alpha / (w["rank"] + 1e-5) * (w["P"] @ torch.diag(w["values"]) @ w["Q"])).T
+
+
+def phm(w: Weights, x: Tensor, act: str) -> Tensor:
+    """act(x W_down + b_down) W_up + b_up, W = Σᵢ Aᵢ ⊗ (Lᵢ Rᵢ) formed."""
+
+    def weight(name: str) -> Tensor:
+        rules = w["A"] if "A" in w else w[f"{name}_A"]
+        inner = w[f"{name}_whole"] if f"{name}_whole" in w else w[f"{name}_left"] @ w[f"{name}_right"]
+        return sum((torch.kron(a, m) for a, m in zip(rules, inner, strict=True)), torch.zeros((), dtype=x.dtype))
+
+    hidden = ACTIVATIONS[act](x @ weight("down") + w.get("down_bias", 0.0))
+    return hidden @ weight("up") + w.get("up_bias", 0.0)
+
+
+def reft(w: Weights, h: Tensor, orthogonal: bool, subtract: bool) -> Tensor:
+    """Rᵀ (W h + b − R h), the rows of R made orthonormal one after the other."""
+    rows: list[Tensor] = []
+    for row in w["R"]:
+        for before in rows if orthogonal else ():
+            row = row - (row @ before) * before
+        rows.append(row / row.norm() if orthogonal else row)
+    r = torch.stack(rows)
+    return (h @ w["W"].T + w["b"] - (h @ r.T if subtract else 0.0)) @ r

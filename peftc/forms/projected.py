@@ -1,0 +1,80 @@
+"""Frozen random projections of a few trained numbers."""
+
+from __future__ import annotations
+
+from peftc.forms.arguments import DROPOUT, DTYPE, bounded_rank, features, integer, over
+from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
+from peftc.forms.shapes import Shape, Vector, Weight
+
+SEED = Param(
+    "seed", "int", "of the values that are never trained; they are drawn again from it and not saved", 0, low=0
+)
+
+
+def _vera_shape(args: Args, dims: Dims) -> Shape:
+    d_in, d_out = features("vera", dims.input, "reads"), features("vera", dims.target, "writes")
+    bounded_rank("vera", integer(args, "r"), max(d_out, dims.widest[1]), max(d_in, dims.widest[0]))
+    return over(dims)
+
+
+def _vera_count(args: Args, dims: Dims) -> Count:
+    total = integer(args, "r") + features("vera", dims.target, "writes")
+    return Count(total, total)
+
+
+register(
+    Form(
+        name="vera",
+        equation="f(x) = b ⊙ B (d ⊙ A x), A and B random, frozen and common to all sites of the edit",
+        takes_input=True,
+        params=(
+            Param("r", "int", "rows of A", required=True, low=1),
+            Param("init", "float", "first value of d; b starts as zero", 0.1),
+            DROPOUT,
+            SEED,
+            DTYPE,
+        ),
+        shape=_vera_shape,
+        count=_vera_count,
+        at_init=lambda args: 0.0,
+        affine=lambda args: None,
+        module="peftc.forms.projected_module:VeRA",
+        paper="Kopiczko et al. 2024, arXiv:2310.11454, Eq. 2",
+        rank=lambda args, dims: integer(args, "r"),
+        common=lambda args: "edit",
+        common_count=lambda args, dims: Count(0, 0),
+        anywhere=True,
+    )
+)
+
+
+def _fastfood_shape(args: Args, dims: Dims) -> Shape:
+    if not isinstance(dims.target, Weight | Vector):
+        raise Illegal(
+            "P310", f"`fastfood` is a change of a weight or a bias, here {dims.target}", help="assign it to `w`"
+        )
+    return dims.target
+
+
+def entries(shape: Shape) -> int:
+    """Of a weight or a bias."""
+    return shape.d_out * shape.d_in if isinstance(shape, Weight) else shape.d if isinstance(shape, Vector) else 0
+
+
+register(
+    Form(
+        name="fastfood",
+        equation="f = P θ, P = H G Π H B random and frozen, θ common to all sites of the edit",
+        takes_input=False,
+        params=(Param("d", "int", "entries of θ, the intrinsic dimension", required=True, low=1), SEED, DTYPE),
+        shape=_fastfood_shape,
+        count=lambda args, dims: Count(0, 0),
+        at_init=lambda args: 0.0,
+        affine=lambda args: None,
+        module="peftc.forms.projected_module:Fastfood",
+        paper="Aghajanyan et al. 2021, arXiv:2012.13255 (SAID); Le et al. 2014, arXiv:1408.3060 (Fastfood)",
+        common=lambda args: "edit",
+        common_count=lambda args, dims: Count(integer(args, "d"), integer(args, "d")),
+        anywhere=True,
+    )
+)

@@ -1,0 +1,62 @@
+"""Interventions in a low-rank subspace, as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peftc.forms.arguments import features, integer
+from peftc.forms.module import Draw, FormModule, kaiming
+from peftc.forms.registry import Args, Dims
+
+if TYPE_CHECKING:
+    from peftc.forms.affine_module import Affine
+
+
+class ReFT(FormModule):
+    """f(h) = Rᵀ (W h + b − R h), or Rᵀ (W h + b) without `subtract`; not zero at first.
+
+    Where R is orthonormal, its rows are those of the stored matrix made so (Gram-Schmidt), which is itself orthonormal at
+    first. W and b as in `nn.Linear`.
+    Shapes: h (batch, tokens, d); f (batch, tokens, d_out); R (r, d_out); W (r, d); b (r,).
+    Source: Wu et al. 2024, arXiv:2404.03592, Eq. 2 and 3.
+    """
+
+    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__(args, dims, dtype, device)
+        r, d = integer(args, "r"), features("reft", dims.input, "reads")
+        self.R = self.parameter("R", r, features("reft", dims.target, "writes"))
+        self.W = self.parameter("W", r, d)
+        self.b = self.parameter("b", r)
+
+    def forward(self, h: Tensor) -> Tensor:
+        rotation, z = self.rotation(), h.to(self.W.dtype)
+        inner = F.linear(z, self.W, self.b)
+        if self.form_args["subtract"]:
+            inner = inner - F.linear(z, rotation)
+        return (inner @ rotation).to(h.dtype)
+
+    def rotation(self) -> Tensor:
+        """R, (r, d_out)."""
+        if not self.form_args["orthogonal"]:
+            return self.R
+        q, upper = torch.linalg.qr(self.R.t())
+        return (q * upper.diagonal().sign()).t()
+
+    def draws(self) -> Mapping[str, Draw]:
+        d = self.W.shape[1]
+        rows = orthonormal if self.form_args["orthogonal"] else kaiming(d)
+        return {"R": rows, "W": kaiming(d), "b": kaiming(d)}
+
+    def fold(self, value: Affine) -> Affine:
+        rotation = self.rotation().detach()
+        weight = self.W.detach() - rotation if self.form_args["subtract"] else self.W
+        return value.through(weight, self.b).through(rotation.t())
+
+
+def orthonormal(values: Tensor, generator: torch.Generator) -> Tensor:
+    return nn.init.orthogonal_(values, generator=generator)
