@@ -38,6 +38,10 @@ CODES: dict[str, CodeInfo] = {
         "Sums of Kronecker products, blocks of a rotation and groups cut features into equal parts, so their number or size divides "
         "the number of features.",
     ),
+    "P314": CodeInfo(
+        "prompt that is too long",
+        "The tokens of a prompt take positions of the model, and at least one has to be left for the input.",
+    ),
     # P5xx: the model, its weights, saved adapters
     "P501": CodeInfo(
         "unknown model",

@@ -102,6 +102,16 @@ REWRITE: dict[str, CodeInfo] = {
         "The model's code decides in the middle of a layer which way to go. Both ways are traced with the first call of a kind; "
         "with the values of that call the other way did not run, or had nothing to edit. This call goes there.",
     ),
+    "P418": CodeInfo(
+        "tokens that cannot be joined",
+        "A prompt is joined to the embedded tokens where a stack of layers takes them, as `inputs_embeds`. No module around these layers "
+        "does, or the edit does something else besides.",
+    ),
+    "P419": CodeInfo(
+        "call that has no place for a prompt",
+        "The tokens of a prompt come before those of the input in masks, positions and caches. Masks made for each layer, caches of a "
+        "fixed size and assisted decoding leave no place for them; the call was not run.",
+    ),
     "P420": CodeInfo(
         "output that cannot be written",
         "The folder given by `-o` holds other files, or cannot be written. Nothing of it has been changed.",

@@ -120,6 +120,14 @@ class FormModule(nn.Module):
         """The value at the site numbered `index` of those that share these parameters."""
         return self(like)
 
+    def collapsed(self) -> Mapping[str, Tensor]:
+        """The parameters of the simpler form that is saved in the place of this one, where `Form.collapses` says so."""
+        raise TypeError(f"{type(self).__name__} is saved as it is")
+
+    def collapsed_at(self, index: int) -> Mapping[str, Tensor]:
+        """The same at the site numbered `index` of those that share these parameters."""
+        return self.collapsed()
+
     def fold(self, value: Affine) -> Affine:
         """This form of an affine value; only where `Form.affine` says None."""
         raise TypeError(f"{type(self).__name__} is not affine")  # the planner's verdict comes first
@@ -140,6 +148,9 @@ class Member(FormModule):
 
     def forward(self, like: Tensor) -> Tensor | Pair:
         return self.owner_module.value_at(self.index, like)
+
+    def collapsed(self) -> Mapping[str, Tensor]:
+        return self.owner_module.collapsed_at(self.index)
 
     def fold(self, value: Affine) -> Affine:
         return self.owner_module.fold(value)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peftc.forms.arguments import integer
-from peftc.forms.module import Draw, FormModule, Member, Pair, kaiming, normal
+from peftc.forms.module import Draw, FormModule, Pair, kaiming, normal
 from peftc.forms.prefix import hidden_width
 from peftc.forms.registry import Args, Dims
 from peftc.forms.shapes import KeyValue
@@ -77,6 +77,11 @@ class PrefixGroup(FormModule):
         key, value = self.rows(index)
         return _spread(key, like), _spread(value, like)
 
+    def collapsed_at(self, index: int) -> Mapping[str, Tensor]:
+        with torch.no_grad():
+            key, value = self.rows(index)
+        return {"key": key.contiguous(), "value": value.contiguous()}
+
     def draws(self) -> Mapping[str, Draw]:
         d, m = self.down.shape[1], self.down.shape[0]
         return {
@@ -86,15 +91,6 @@ class PrefixGroup(FormModule):
             "up": kaiming(m),
             "up_bias": kaiming(m),
         }
-
-
-def collapse(module: Member) -> dict[str, Tensor]:
-    """The direct rows that a reparametrised prefix makes at one site: the parameters of a direct `Prefix`."""
-    group = module.owner_module
-    assert isinstance(group, PrefixGroup)
-    with torch.no_grad():
-        key, value = group.rows(module.index)
-    return {"key": key.contiguous(), "value": value.contiguous()}
 
 
 def _spread(rows: Tensor, like: Tensor) -> Tensor:

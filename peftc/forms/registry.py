@@ -33,7 +33,7 @@ class Dims:
 
     `input` is the shape of its argument (None for a form without one), `target` of the state that the equation writes;
     `d_model` is the width of the residual stream; `sites` how many sites share this set of parameters, and `widest` the
-    largest number of features that any of them reads and writes.
+    largest number of features that any of them reads and writes; `positions` how many tokens the model takes, where it says so.
     """
 
     input: Shape | None
@@ -41,6 +41,7 @@ class Dims:
     d_model: int
     sites: int = 1
     widest: tuple[int, int] = (0, 0)
+    positions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ class Form:
     common: Callable[[Args], Scope | None] = field(default=lambda args: None)
     common_count: Callable[[Args, Dims], Count] | None = None
     anywhere: bool = False
+    collapses: Callable[[Args], bool] = field(
+        default=lambda args: False
+    )  # what is saved is what it makes, of fewer arguments
     rank: Callable[[Args, Dims], int | None] = field(
         default=lambda args, dims: None
     )  # of the change it makes to a weight

@@ -6,6 +6,7 @@ wherever they are used: an interpreter memoises by `id`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,3 +108,21 @@ class Placed:
     assigns: tuple[Assign, ...]
     instances: tuple[Instance, ...] = field(default=())
     lets: tuple[tuple[int, Term], ...] = ()
+
+
+def parts_of(term: Term) -> Iterator[Term]:
+    """A term and all terms in it."""
+    yield term
+    match term:
+        case Applied(input=value) if value is not None:
+            yield from parts_of(value)
+        case Frozen(input=value):
+            yield from parts_of(value)
+        case Arithmetic(left=left, right=right):
+            yield from parts_of(left)
+            yield from parts_of(right)
+        case Concat(parts=terms):
+            for part in terms:
+                yield from parts_of(part)
+        case _:
+            pass

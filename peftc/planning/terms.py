@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms import FORMS, Dims, Form, Illegal
+from peftc.forms.prompt import PROMPT
 from peftc.forms.shapes import KeyValue, Scalar, Tokens
 from peftc.planning.combine import combine
 from peftc.planning.instances import Instances
@@ -110,6 +111,8 @@ class Terms:
 
     def concat(self, call: ast.Call) -> Concat:
         parts = tuple(self.term(argument) for argument in call.args)
+        if parts and isinstance(parts[-1].shape, Tokens):
+            return self.prompted(call, parts)
         wrong = next((part for part in parts if not isinstance(part.shape, KeyValue)), None)
         if wrong is not None:
             raise error("P303", "`concat` joins keys and values", wrong.source.span, label=f"this is {wrong.shape}")
@@ -123,6 +126,22 @@ class Terms:
                 help="write `kv = concat(prefix(…), kv)`",
             )
         return Concat(parts, shape=own[0].shape, source=call)
+
+    def prompted(self, call: ast.Call, parts: tuple[Term, ...]) -> Concat:
+        """Tokens before those of the input: `concat(prompt(…), h)`."""
+        *rows, own = parts
+        assert isinstance(own.shape, Tokens)
+        if self.site.steps[-1][0] != "embed":
+            help_ = "write it at `embed`, as tokens of the input; or join keys and values, `kv = concat(prefix(…), kv)`"
+            raise error(
+                "P303", "tokens are joined where tokens are embedded", call.span, label="not `embed`", help=help_
+            )
+        wrong = next((p for p in rows if p.shape != Tokens(own.shape.d, PROMPT)), None)
+        if not rows or wrong is not None or call.kwargs or not isinstance(own, Read) or own.state != "h":
+            at = call.span if wrong is None else wrong.source.span
+            message = "`concat` of tokens takes trained rows and then `h`"
+            raise error("P303", message, at, help="write `h = concat(prompt(len=…), h)`")
+        return Concat(parts, shape=own.shape, source=call)
 
     def frozen(self, call: ast.Call, module: str) -> Frozen:
         if len(call.args) != 1 or call.kwargs:
@@ -145,7 +164,9 @@ class Terms:
         bound = self.scope.bound(call, form)
         value = None if bound.input is None else self.term(bound.input)
         assert self.target is not None
-        dims = Dims(None if value is None else value.shape, self.target.shape, self.scope.table.d_model)
+        table = self.scope.table
+        source = None if value is None else value.shape
+        dims = Dims(source, self.target.shape, table.d_model, positions=table.positions)
         instance = self.instances.make(form, bound.args, dims, self.target.name, owner)
         try:
             shape = form.shape(bound.args, instance.dims)

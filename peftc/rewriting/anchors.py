@@ -21,10 +21,11 @@ from peftc.tracing.tracer import ModuleCall, Traced
 class Anchor:
     """`in`: argument `key` = (parameter, *path) of `module`; `out`: part `key` of its result; `node`: `key` = (operation, n)
     in the code of `module`; `argument`: `key` = (operation, n, name, *(operation, n) of others) one of q, k, v, kv of an
-    attention call there, and of the others that take the same.
+    attention call there, and of the others that take the same; `tokens`: what a stack takes as its tokens, `key` =
+    (the embedding in it, whether its result has those of a prompt); `context`: what a stack attends to.
     """
 
-    kind: Literal["in", "out", "node", "argument"]
+    kind: Literal["in", "out", "node", "argument", "tokens", "context"]
     module: str
     key: tuple[Any, ...] = ()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
-from peftc.forms.shapes import Scalar
+from peftc.forms.shapes import KeyValue, Scalar
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
 from peftc.tracing.sites import Slice, WeightRef
@@ -96,28 +96,10 @@ def describe_term(term: ir.Term) -> object:
             return ("concat", *map(describe_term, parts))
 
 
-def parts_of(term: ir.Term) -> Iterator[ir.Term]:
-    """A term and all terms in it."""
-    yield term
-    match term:
-        case ir.Applied(input=value) if value is not None:
-            yield from parts_of(value)
-        case ir.Frozen(input=value):
-            yield from parts_of(value)
-        case ir.Arithmetic(left=left, right=right):
-            yield from parts_of(left)
-            yield from parts_of(right)
-        case ir.Concat(parts=terms):
-            for part in terms:
-                yield from parts_of(part)
-        case _:
-            pass
-
-
 def terms_of(placed: ir.Placed) -> list[ir.Term]:
     """Every term of an edit, those of its lets included."""
     roots = [a.value for a in placed.assigns] + [term for _, term in placed.lets]
-    return [part for root in roots for part in parts_of(root)]
+    return [part for root in roots for part in ir.parts_of(root)]
 
 
 def frozen_modules(placed: ir.Placed) -> dict[str, str]:
@@ -167,3 +149,38 @@ def module_name(text: str) -> str:
     while keyword.iskeyword(text) or hasattr(_PLAIN, text):
         text += "_"
     return text
+
+
+def heads_of(term: ir.Term) -> int:
+    """The heads of a term of keys and values."""
+    assert isinstance(term.shape, KeyValue)
+    return term.shape.kv_heads
+
+
+def contains_state(term: ir.Term) -> bool:
+    match term:
+        case ir.Read():
+            return True
+        case ir.Concat(parts=parts):
+            return any(map(contains_state, parts))
+        case ir.Arithmetic(left=left, right=right):
+            return contains_state(left) or contains_state(right)
+        case _:
+            return False
+
+
+def rows(term: ir.Term) -> int:
+    """The number of rows of keys, or of tokens, that a term has besides those of the state itself."""
+    match term:
+        case ir.Applied(input=value) if value is not None:
+            return rows(value)
+        case ir.Applied(instance=instance):
+            length = instance.args["len"]
+            assert isinstance(length, int)
+            return length
+        case ir.Arithmetic(left=left, right=right):
+            return max(rows(left), rows(right))
+        case ir.Concat(parts=parts):
+            return sum(map(rows, parts))
+        case _:
+            return 0

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.shapes import KeyValue
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.container import CONTAINER
-from peftc.rewriting.edits import STREAM, Bound, RegionEdit
+from peftc.rewriting.edits import STREAM, Bound, RegionEdit, contains_state, heads_of, rows
+from peftc.rewriting.prompts import prompted_call, set_tokens
 from peftc.rewriting.slabs import Slabs, layout
 from peftc.runtime import as_image, full_precision, rows_of, stored_as, tokens_of, unflattened, with_rows
 from peftc.tracing.attention import is_softmax
@@ -85,11 +85,14 @@ class _Assignment:
         self.memo = memo  # of the whole edit: what `let` bound is computed once
         self.lets = lets
         self.present: dict[str, Any] = {}
+        self.like: fx.Node | None = None  # gives forms without an input dtype and device, where no state is read
 
     def run(self) -> None:
         bound = self.edit.states[self.assign.state]
         if bound.weight is not None:
             self.write_parameter(bound)
+        elif bound.anchor is not None and bound.anchor.kind in ("tokens", "context"):
+            self.write_tokens(bound.anchor)
         elif bound.anchor is not None and bound.anchor.kind == "argument":
             for anchor in bound.anchor.each():
                 self.write_argument(anchor)
@@ -112,6 +115,19 @@ class _Assignment:
         mine = set(self.made)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in mine)
         self.inserter.latest[node] = new
+
+    def write_tokens(self, anchor: Anchor) -> None:
+        """Tokens before those that a stack takes, or before those that it attends to."""
+        call = prompted_call(self.graph)
+        assert isinstance(self.assign.value, ir.Concat)
+        if anchor.kind == "context":
+            set_tokens(call, context=rows(self.assign.value))
+            return
+        self.start_before(call)
+        embedding, keep = anchor.key
+        self.like = self.add(self.graph.get_attr(f"{embedding}.weight"))
+        made = [self.term(part) for part in self.assign.value.parts[:-1]]
+        set_tokens(call, made, embedding, keep)
 
     def write_argument(self, anchor: Anchor) -> None:
         call, name = self.attention_call(anchor)
@@ -301,7 +317,9 @@ class _Assignment:
             return self.memo[id(term)]
         argument = self.term(term.input) if term.input is not None else like
         if argument is None:
-            argument = self.read(self.assign.state)  # a form without an input takes dtype and batch from the state
+            argument = self.like or self.read(
+                self.assign.state
+            )  # a form without an input takes dtype and batch from the state
         name = f"{CONTAINER}.{self.edit.edit_name}.{self.edit.slug}.{term.instance.key}"
         if plus is not None:
             return self.module(name, argument, plus=plus)
@@ -360,36 +378,3 @@ class _Assignment:
         if rows.stop < width:
             pieces.append(self.cut(whole, Slice(rows.stop, width), dim, width))
         return self.function(torch.cat, pieces, dim)
-
-
-def heads_of(term: ir.Term) -> int:
-    """The heads of a term of keys and values."""
-    assert isinstance(term.shape, KeyValue)
-    return term.shape.kv_heads
-
-
-def contains_state(term: ir.Term) -> bool:
-    match term:
-        case ir.Read():
-            return True
-        case ir.Concat(parts=parts):
-            return any(map(contains_state, parts))
-        case ir.Arithmetic(left=left, right=right):
-            return contains_state(left) or contains_state(right)
-        case _:
-            return False
-
-
-def rows(term: ir.Term) -> int:
-    """The number of rows of keys that a term without the state itself has."""
-    match term:
-        case ir.Applied(instance=instance):
-            length = instance.args["len"]
-            assert isinstance(length, int)
-            return length
-        case ir.Arithmetic(left=left, right=right):
-            return max(rows(left), rows(right))
-        case ir.Concat(parts=parts):
-            return sum(map(rows, parts))
-        case _:
-            return 0

@@ -17,6 +17,7 @@ from peftc.rewriting.container import CONTAINER, Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
 from peftc.rewriting.insert import layout
 from peftc.rewriting.kind import Kind
+from peftc.rewriting.prompts import is_prompt, prompt_regions
 from peftc.rewriting.record import RECORD, Installation, acting, installed
 from peftc.rewriting.regions import LayerRegions, module_region
 from peftc.rewriting.warm import prepare
@@ -31,12 +32,15 @@ def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
     """The regions that the edits touch, in model order."""
     layers = {n: k for s in anatomy.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
     by_root: dict[str, list[ir.Placed]] = {}
+    found: list[Region] = []
     for p in placed:
+        if is_prompt(p):
+            found += prompt_regions(p, anatomy)
+            continue
         inside = next((n for n in layers if contains(n, p.site.root)), None)
         called = inside is not None and layers[inside].calls(relative(p.site.root, inside))
         by_root.setdefault(inside if inside is not None and called else p.site.root, []).append(p)
     memory: dict[Any, Any] = {}
-    found: list[Region] = []
     for root, edits in by_root.items():
         if root in layers:
             found += LayerRegions(layers[root], root, memory).regions(edits)

@@ -59,5 +59,14 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         modules=module_infos(anatomy),
         tied=tied_groups(fake),
         warnings=(*anatomy.warnings, *none),
+        positions=positions(fake),
     )
     return Analysis(source, anatomy, table)
+
+
+def positions(model: nn.Module) -> int | None:
+    """How many tokens a model takes, as its configuration has it."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None

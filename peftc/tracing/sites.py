@@ -148,3 +148,4 @@ class SiteTable:
     modules: tuple[ModuleInfo, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()  # groups of dotted parameter names that are one tensor
     warnings: tuple[str, ...] = ()
+    positions: int | None = None  # how many tokens the model takes at most, where its configuration says so

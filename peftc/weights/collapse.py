@@ -1,6 +1,6 @@
 """What is saved of a compiled model: its tensors by name, and the spec whose parameters they are.
 
-A reparametrised prefix is saved as the rows it makes, so the spec that is saved has a direct prefix in its place.
+A reparametrised prefix or prompt is saved as the rows it makes, so the spec that is saved has a direct one in its place.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from peftc.compiler import parameters, states
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import FORMS
-from peftc.forms.module import FormModule, member
-from peftc.forms.prefix import hidden_width
-from peftc.forms.prefix_module import collapse
-from peftc.forms.registry import Args
+from peftc.forms.module import FormModule
 from peftc.planning.ir import Instance
 from peftc.rewriting.install import SHARED, identifier
 from peftc.rewriting.record import Installation
@@ -27,7 +24,7 @@ from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 
-PREFIX = "prefix"
+ONLY_WHILE_TRAINING = ("reparam", "keep", "intrinsic")  # arguments that say how rows are made
 
 
 def stored_tensors(model: nn.Module, record: Installation, name: str | None = None) -> dict[str, Tensor]:
@@ -35,20 +32,20 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     keep their MLP.
     """
     found = list(_collapsed(record, {edit for part in record.chosen(name) for edit in part.edits}))
-    collapsed = tuple(f"{_owner_name(record, instance)}." for _, instance in found)
+    collapsed = tuple(f"{place if one.owner is None else _owner_name(record, one)}." for place, one in found)
     kept = {**parameters(model, name), **states(model, name)}
     tensors = {n: p.detach() for n, p in kept.items() if not n.startswith(collapsed)}
-    for place, instance in found:
-        assert instance.owner is not None
-        owner = cast(FormModule, model.get_submodule(f"{SHARED}.{identifier(instance.owner)}"))
-        tensors |= {f"{place}.{name}": rows for name, rows in collapse(member(owner, instance.index)).items()}
+    for place, one in found:
+        where = record.places[place] if one.owner is None else f"{SHARED}.{identifier(one.owner)}"
+        module = cast(FormModule, model.get_submodule(where))
+        tensors |= {f"{place}.{name}": rows for name, rows in module.collapsed_at(one.index).items()}
     return tensors
 
 
 def stored_spec(text: str) -> str:
-    """The spec whose parameters `stored_tensors` are: direct prefixes, and no expectations, which were held before.
+    """The spec whose parameters `stored_tensors` are: direct rows, and no expectations, which were held before.
 
-    Raises: P528 where a shared prefix is used twice in one edit.
+    Raises: P528 where shared rows are used twice in one edit.
     """
     spec = parse_text(text)
     shared = {let.name: _form(let) for let in spec.statements if isinstance(let, ast.Let) and _is_collapsed(_form(let))}
@@ -58,10 +55,10 @@ def stored_spec(text: str) -> str:
 
 
 def _collapsed(record: Installation, edits: Collection[str]) -> Iterator[tuple[str, Instance]]:
-    """The places of these edits' reparametrised prefixes whose MLP is not kept, each under its saved name."""
+    """The places of these edits' forms that are saved as what they make, each under its saved name."""
     for placed in (p for p in record.placed if p.edit in edits):
         for one in placed.instances:
-            if one.owner is not None and one.form.name == PREFIX and _drops(one.form.fill(one.args)):
+            if one.form.collapses(one.form.fill(one.args)):
                 yield f"{placed.edit}/{placed.site.path}/{one.key}", one
 
 
@@ -69,10 +66,6 @@ def _owner_name(record: Installation, instance: Instance) -> str:
     assert instance.owner is not None
     place = f"{SHARED}.{identifier(instance.owner)}"
     return next(name for name, where in record.places.items() if where == place)
-
-
-def _drops(args: Args) -> bool:
-    return hidden_width(args) is not None and not args["keep"]
 
 
 # The spec ------------------------------------------------------------------------------------------------------------
@@ -83,7 +76,12 @@ def _form(let: ast.Let) -> ast.Expr:
 
 
 def _is_collapsed(value: ast.Expr) -> bool:
-    return isinstance(value, ast.Call) and value.function == PREFIX and _drops(bind(value, FORMS[PREFIX]).args)
+    form = FORMS.get(value.function) if isinstance(value, ast.Call) else None
+    return (
+        isinstance(value, ast.Call)
+        and form is not None
+        and form.collapses(bind(value, form, shared=not value.args).args)
+    )
 
 
 def _direct_edit(edit: ast.Edit, shared: dict[str, ast.Expr]) -> ast.Edit:
@@ -93,8 +91,8 @@ def _direct_edit(edit: ast.Edit, shared: dict[str, ast.Expr]) -> ast.Edit:
             raise PeftcError(
                 Diagnostic(
                     "P528",
-                    f"`{edit.name}` uses the shared prefix `{name}` more than once, which rows cannot say",
-                    help="write `keep=true` in the prefix, so that its MLP is saved",
+                    f"`{edit.name}` uses the shared `{name}` more than once, which rows cannot say",
+                    help="write `keep=true` where it is bound, so that its MLP is saved",
                 )
             )
     return replace(edit, body=tuple(replace(line, value=_direct(line.value, shared)) for line in edit.body))
@@ -105,7 +103,7 @@ def _direct(value: ast.Expr, shared: dict[str, ast.Expr]) -> ast.Expr:
         case ast.Call(function, args, kwargs):
             if isinstance(meant := shared.get(function), ast.Call):
                 return _direct(replace(meant, kwargs=(*meant.kwargs, *kwargs)), {})
-            kept = tuple(k for k in kwargs if k.name not in ("reparam", "keep")) if _is_collapsed(value) else kwargs
+            kept = tuple(k for k in kwargs if k.name not in ONLY_WHILE_TRAINING) if _is_collapsed(value) else kwargs
             return replace(value, args=tuple(_direct(arg, shared) for arg in args), kwargs=kept)
         case ast.Negative(operand):
             return replace(value, operand=_direct(operand, shared))

@@ -123,6 +123,10 @@ CASES = (
     Case("phm", T12, T12, {"r": 4, "n": 2, "rank": 2, "shared": False, "factorised": False}),
     Case("reft", T12, T12, {"r": 3}),
     Case("reft", T12, T12, {"r": 3, "orthogonal": False, "subtract": False}),
+    Case("prompt", T12, None, {"len": 4}),
+    Case("prompt", T12, None, {"len": 1, "std": 1.0}),
+    Case("prompt", T12, None, {"len": 4, "reparam": MLP}),
+    Case("prompt", T8, None, {"len": 3, "reparam": MLP, "intrinsic": 2, "keep": True}),
     Case("gate", T12, T12),
     Case("gate", H, T8),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.forms.module import build, build_owner, member
-from peftc.forms.prefix_module import Prefix, PrefixGroup, collapse
+from peftc.forms.prefix_module import Prefix, PrefixGroup
 from peftc.forms.shapes import KeyValue, Tokens
 from tests.forms.cases import Case, seeded
 
@@ -77,7 +77,7 @@ def test_collapsed_rows_do_what_the_group_did() -> None:
     for layer in model.layers:
         direct = build(Case("prefix", KeyValue(2, 4), None, {"len": 6}), dtype=torch.float64)
         assert isinstance(direct, Prefix)
-        direct.load_state_dict(collapse(layer))
+        direct.load_state_dict(layer.collapsed())
         assert all(torch.equal(a, b) for a, b in zip(direct(like), layer(like), strict=True))
 
 

@@ -42,6 +42,8 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             return reference.prefix_group(w, case.sites - 1, 2, 4)
         case "prefix":
             return reference.prefix(w)
+        case "prompt":
+            return (reference.prompt(w).view(int(str(args["len"])), -1),)
         case "kron":
             return (reference.kron(w, x, kron_scale(case.args)),)
         case "hadamard":

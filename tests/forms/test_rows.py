@@ -12,7 +12,6 @@ from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.arguments import ACTIVATIONS
 from peftc.forms.lora import scale
 from peftc.forms.module import build
-from peftc.forms.prefix_module import collapse
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
 from tests.forms.cases import BATCH, CASES, Case, every, made, owner, parameters, shaken, size
 
@@ -46,8 +45,8 @@ def test_trained_count_is_the_number_of_entries(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stored_count_is_what_is_left_after_collapsing(case: Case) -> None:
     count = case.form.count(case.args, case.dims)
-    if case.grouped and not case.args["keep"]:
-        assert count.stored == case.sites * sum(rows.numel() for rows in collapse(made(case)).values())
+    if case.form.collapses(case.args):
+        assert count.stored == case.sites * sum(rows.numel() for rows in made(case).collapsed().values())
     else:
         assert count.stored == count.trained
 
@@ -65,11 +64,13 @@ def test_value_fits_the_promised_shape(case: Case) -> None:
         assert value.ndim == len(size(case.target))
     elif isinstance(promised, Scalar):
         assert value.numel() == 1
+    elif case.name == "prompt":
+        assert value.shape == (case.args["len"], promised.d)
     else:
         assert torch.broadcast_shapes(value.shape, size(promised)) == size(promised)
 
 
-@pytest.mark.parametrize("case", every(lambda c: c.name != "prefix"), ids=str)
+@pytest.mark.parametrize("case", every(lambda c: c.name not in ("prefix", "prompt")), ids=str)
 def test_value_at_initialisation_is_the_promised_constant(case: Case) -> None:
     value, promised = made(case)(case.like()), case.form.at_init(case.args)
     constant = bool((value == value.flatten()[0]).all())
@@ -142,6 +143,10 @@ REFUSED = [
     ("magnitude", {}, Weight(4, 8), W, "P301", "input"),
     ("prefix", {"len": 3}, None, T, "P310", None),
     ("prefix", {"len": 3, "reparam": ("mlp", 0)}, None, KV, "P312", "reparam"),
+    ("prompt", {"len": 3}, None, KV, "P310", None),
+    ("prompt", {"len": 3, "keep": True}, None, T, "P312", "keep"),
+    ("prompt", {"len": 3, "intrinsic": 2}, None, T, "P312", "intrinsic"),
+    ("prompt", {"len": 3, "reparam": ("mlp", 8), "std": 1.0}, None, T, "P312", "std"),
     ("prefix", {"len": 3, "keep": True}, None, KV, "P312", "keep"),
     ("prefix", {"len": 3, "std": 1.0, "reparam": ("mlp", 8)}, None, KV, "P312", "std"),
     ("vector", {}, None, W, "P310", None),

@@ -92,6 +92,16 @@ def prefix_group(w: Weights, index: int, heads: int, d_head: int) -> tuple[Tenso
     return rows[2 * index], rows[2 * index + 1]
 
 
+def prompt(w: Weights) -> Tensor:
+    """P itself; or an MLP of its rows (P-tuning); or of one vector, all at once (IPT)."""
+    if "tokens" in w:
+        return w["tokens"]
+    hidden = linear(w["embedding"], w["inner"], w["inner_bias"])
+    if "middle" not in w:
+        return linear(hidden.tanh(), w["outer"], w["outer_bias"])
+    return linear(linear(hidden.relu(), w["middle"], w["middle_bias"]).relu(), w["outer"], w["outer_bias"])
+
+
 def kron(w: Weights, x: Tensor, scale: float) -> Tensor:
     """s (A ⊗ B) x, with the product formed."""
     b = w["B"] if "B" in w else w["B_up"] @ w["B_down"]
