@@ -9,6 +9,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 if TYPE_CHECKING:
     from peftc.compiler import compile, disabled, graphs, parameters, parse, plan, remove, sites, specs
     from peftc.explore import rewrite, trace
+    from peftc.multitask import add_task, drop_task, task, tasks
     from peftc.weights import fold, load, save
 
 __version__ = "0.1.0"
@@ -16,14 +17,17 @@ __version__ = "0.1.0"
 _HOMES = {
     "peftc.compiler": ("compile", "disabled", "graphs", "parameters", "parse", "plan", "remove", "sites", "specs"),
     "peftc.explore": ("rewrite", "trace"),
+    "peftc.multitask": ("add_task", "drop_task", "task", "tasks"),
     "peftc.weights": ("fold", "load", "save"),
 }
 
 __all__ = [
     "Diagnostic",
     "PeftcError",
+    "add_task",
     "compile",
     "disabled",
+    "drop_task",
     "fold",
     "graphs",
     "load",
@@ -35,6 +39,8 @@ __all__ = [
     "save",
     "sites",
     "specs",
+    "task",
+    "tasks",
     "trace",
 ]
 

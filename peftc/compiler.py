@@ -6,7 +6,8 @@ text → `parse` → Spec → `expand` → a flat Spec → `analyse` a model →
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Mapping
+import re
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
@@ -24,9 +25,10 @@ from peftc.model.load import load_model
 from peftc.model.resolve import ModelSource, resolve
 from peftc.model.running import checked, refuse_what_does_not_run
 from peftc.planning.plan import Plan, Planned, make_plan
+from peftc.planning.scope import ONE
 from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
 from peftc.rewriting.install import put_back, strip, uninstall
-from peftc.rewriting.record import Part, acting, installed, is_installed, joint, spec_of_parts
+from peftc.rewriting.record import Installation, Part, acting, installed, is_installed, joint, spec_of_parts
 from peftc.rewriting.reinstall import Done, reinstall
 from peftc.rewriting.suspend import suspended
 from peftc.semantics.expand import expand
@@ -39,6 +41,8 @@ from peftc.tracing.analysis import Analysis, ModelLike, analyse
 from peftc.tracing.sites import SiteTable
 
 SpecLike = str | PathLike[str] | ast.Spec
+TASK = re.compile(r"[A-Za-z0-9_-]+")
+_DICT = nn.ModuleDict()  # has attributes, which cannot be names in it
 Settings = Mapping[str, object]  # of a method's parameters: numbers, truths, texts as after `--set`, expressions
 
 
@@ -91,26 +95,28 @@ def plan(
     *,
     settings: Settings | None = None,
     sample: Mapping[str, Any] | None = None,
+    tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
     """What compiling `spec` onto `model` would do: sites, exact parameter counts, fold verdicts. No weight is read.
 
-    Args: `settings`: parameters of the spec's method to override, as `--set` does. `sample`, `trust_remote_code`: as in
-    `sites`.
+    Args: `settings`: parameters of the spec's method to override, as `--set` does. `tasks`: those of edits `per task` (one
+    without it). `sample`, `trust_remote_code`: as in `sites`.
     Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model.
     """
-    return planned(flat_of(spec, settings), analysed(model, sample, trust_remote_code)).plan
+    names = checked_tasks(tasks, ())
+    return planned(flat_of(spec, settings), analysed(model, sample, trust_remote_code), names).plan
 
 
-def planned(flat: ast.Spec, analysis: Analysis) -> Planned:
+def planned(flat: ast.Spec, analysis: Analysis, tasks: tuple[str, ...] = ()) -> Planned:
     """The plan of an expanded spec, and what it was made from."""
-    return planned_on(flat, analysis.table)
+    return planned_on(flat, analysis.table, tasks=tasks)
 
 
-def planned_on(flat: ast.Spec, table: SiteTable, source: Source | None = None) -> Planned:
+def planned_on(flat: ast.Spec, table: SiteTable, source: Source | None = None, tasks: tuple[str, ...] = ()) -> Planned:
     """As `make_plan`; where a selector matches nothing, what is odd about the model is said, too."""
     try:
-        return make_plan(flat, table, source=source)
+        return make_plan(flat, table, source=source, tasks=tasks or (ONE,))
     except PeftcError as error:
         raise PeftcError(
             replace(d, notes=(*d.notes, *table.warnings)) if d.code == "P201" else d for d in error.diagnostics
@@ -159,6 +165,7 @@ def compile(
     prefix: str | None = None,
     settings: Settings | None = None,
     sample: Mapping[str, Any] | None = None,
+    tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """Changes `model` in place as `spec` says, and returns it. A name is loaded with its weights, a config gets random ones.
@@ -172,22 +179,25 @@ def compile(
 
     Args: `seed`: of the initial values, which depend on it, the edit, the site and the parameter alone (default: torch's
     initial seed). `name`: of this spec among those on the model (default: that of its file, else "default"; with a number
-    where that is taken). `prefix`: put before the names of its edits, as `apply … as` does; the default of `name`, too. `settings`,
+    where that is taken). `tasks`: the names of those for which edits `per task` have parameters; `peftc.task` chooses. `prefix`: put before the names of its edits, as `apply … as` does; the default of `name`, too. `settings`,
     `sample`, `trust_remote_code`: as in `plan`.
-    Raises: as `plan`; P304 for an expectation that does not hold; P412 for names that the model has already, P414 for
+    Raises: as `plan`; P537 for names of tasks that cannot be; P304 for an expectation that does not hold; P412 for names that the model has already, P414 for
     parameters that another spec trains. After an error the model is as it was.
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
     flat = prefixed(flat_of(spec, settings), prefix)
     analysis = analysed(model, sample)
-    found = planned(flat, analysis)
+    record = installed(model) if is_installed(model) else None
+    names = checked_tasks(tasks, tasks_of(record))
+    found = planned(flat, analysis, names)
     if found.findings:
         raise PeftcError(found.findings)
-    record = installed(model) if is_installed(model) else None
+    if tasks is not None and not has_tasks(found):
+        raise PeftcError(Diagnostic("P537", "no edit is `per task`, so there is nothing to have for tasks"))
     named = free_name(record, name or prefix, name_of(spec))
     part = Part(named, print_spec(flat), found.plan, torch.initial_seed() if seed is None else seed)
-    return added(model, part, flat, found, analysis, sample)
+    return added(model, part, flat, found, analysis, sample, tasks=names)
 
 
 def added(
@@ -197,6 +207,7 @@ def added(
     found: Planned,
     analysis: Analysis,
     sample: Mapping[str, Any] | None = None,
+    tasks: tuple[str, ...] = (),
     then: Done | None = None,
 ) -> nn.Module:
     """Installs what was planned beside the specs that the model has: all or nothing."""
@@ -206,8 +217,9 @@ def added(
         parts, sample = record.parts, sample or record.sample
         refuse_second(record, flat, found.trained.values())
         with noted(f"together with {listed([other.name for other in parts])}, on the model already"):
-            found = planned(joint([spec_of_parts(parts), flat]), analysis)
-    return reinstall(model, (*parts, part), found, analysis.anatomy, sample=sample, then=then)
+            found = planned(joint([spec_of_parts(parts), flat]), analysis, tasks)
+    names = (tasks or (ONE,)) if has_tasks(found) else ()
+    return reinstall(model, (*parts, part), found, analysis.anatomy, sample=sample, tasks=names, then=then)
 
 
 def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, Any] | None = None) -> nn.Module:
@@ -225,7 +237,9 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
         return uninstall(model)
     with_sample = sample or record.sample
     analysis = analysed(model, with_sample)
-    found = planned(spec_of_parts(rest), analysis)
+    names = tasks_of(record)
+    found = planned(spec_of_parts(rest), analysis, names)
+    names = names if has_tasks(found) else ()
 
     def restored(model: nn.Module) -> None:
         kept = installed(model).originals
@@ -234,7 +248,37 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
                 if name not in kept:
                     put_back(model.get_parameter(name), value)
 
-    return reinstall(model, rest, found, analysis.anatomy, sample=with_sample, then=restored)
+    return reinstall(model, rest, found, analysis.anatomy, sample=with_sample, tasks=names, then=restored)
+
+
+def tasks_of(record: Installation | None) -> tuple[str, ...]:
+    """The tasks that a model has parameters for."""
+    return record.task.names if record is not None else ()
+
+
+def has_tasks(found: Planned) -> bool:
+    """Whether an edit is `per task`."""
+    return any(one.tasks for placed in found.placed for one in placed.instances)
+
+
+def checked_tasks(tasks: Sequence[str] | None, present: tuple[str, ...]) -> tuple[str, ...]:
+    """The tasks that are asked for, else those that the model has.
+
+    Raises: P537 where they are no names, given twice, or others than the model has.
+    """
+    if tasks is None:
+        return present
+    names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
+    wrong = next((n for n in names if not isinstance(n, str) or not TASK.fullmatch(n) or hasattr(_DICT, n)), None)
+    if wrong is not None or not names:
+        message = f"`{wrong}` is no name of a task" if names else "no task is named"
+        raise PeftcError(Diagnostic("P537", message, help="names are of letters, digits, `_` and `-`"))
+    if len(set(names)) < len(names):
+        raise PeftcError(Diagnostic("P537", f"a task is named twice: {listed(names)}"))
+    if present and names != present:
+        message = f"the model has parameters for {listed(present)}"
+        raise PeftcError(Diagnostic("P537", message, help="add a task with `peftc.add_task`, or leave `tasks` out"))
+    return names
 
 
 @contextmanager
@@ -285,7 +329,7 @@ def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]
         f"{n}.{buffer}": form.get_buffer(buffer)
         for n, form in forms.items()
         if n.partition("/")[0] in edits
-        for buffer in form.saved
+        for buffer in form.states()
     }
 
 

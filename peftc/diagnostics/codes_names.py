@@ -113,13 +113,6 @@ NAMES: dict[str, CodeInfo] = {
         _ADAPTER + "\nexpect sites(fnn) == 12",
         _ADAPTER + "\nexpect sites(ffn) == 12",
     ),
-    "P118": explained(
-        "`per task` cannot be planned yet",
-        "`per task` asks for one copy of the edit's parameters for each task. It is part of the language, and this version of "
-        "peftc does not compile it.",
-        "peft 1\nedit ffn at layer[*].ffn per task { h += adapter(x, r=64) }",
-        _ADAPTER,
-    ),
     "P119": explained(
         "nothing to do",
         "The spec has no `edit`, `train` or `apply` (and not exactly one method), or an edit has no equation.",

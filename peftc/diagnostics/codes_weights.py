@@ -71,4 +71,27 @@ WEIGHTS: dict[str, CodeInfo] = {
         "`only` names edits and `train` statements of the spec that the model was compiled with; after `apply … as enc`, with "
         "`enc.` before it.",
     ),
+    "P533": CodeInfo(
+        "no task chosen",
+        "The model has edits `per task`, with parameters for several tasks. Which of them act is chosen around the call: "
+        "`with peftc.task(model, name): …`.",
+    ),
+    "P534": CodeInfo(
+        "unknown task",
+        "Tasks are named where the spec is compiled, `peftc.compile(spec, model, tasks=[…])`, and by `peftc.add_task`.",
+    ),
+    "P535": CodeInfo(
+        "task_ids that are none",
+        "`task_ids` has one whole number for each example, the place of its task in `peftc.tasks(model)`, or one name for each.",
+    ),
+    "P536": CodeInfo(
+        "batch that cannot be of several tasks",
+        "Rows of a batch go through the edits of their own tasks. That needs a number for each of them, and edits of hidden states: "
+        "a weight or a bias is one for the whole batch.",
+    ),
+    "P537": CodeInfo(
+        "tasks that cannot be",
+        "Tasks have names of letters, digits, `_` and `-`, each once, and belong to edits that say `per task`. All specs on a "
+        "model have the same tasks; a model with such edits has at least one.",
+    ),
 }

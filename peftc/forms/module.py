@@ -47,6 +47,7 @@ class FormModule(nn.Module):
 
     owner_module: FormModule | None
     index: int
+    task: str | None  # whose parameters these are
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
@@ -55,7 +56,8 @@ class FormModule(nn.Module):
         self._options: tuple[torch.dtype, torch.device | str | None] = (dtype, device)
         self.__dict__["owner_module"] = None
         self.index = 0
-        self.saved: tuple[str, ...] = ()  # the buffers that are saved with the parameters
+        self.task = None
+        self._states: tuple[str, ...] = ()
 
     @classmethod
     def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
@@ -90,8 +92,12 @@ class FormModule(nn.Module):
     def state(self, name: str, value: Tensor) -> Tensor:
         """Registers a buffer that changes while training and is saved with the parameters."""
         self.register_buffer(name, value.to(self._options[1] or value.device))
-        self.saved += (name,)
+        self._states += (name,)
         return value
+
+    def states(self) -> tuple[str, ...]:
+        """The buffers that are saved with the parameters."""
+        return self._states
 
     def initialise(self, generator: Generators, base: Mapping[str, Tensor]) -> None:
         """First values, drawn on the CPU in float32: they depend on the generators alone, not on device or dtype.

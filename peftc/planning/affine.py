@@ -59,6 +59,8 @@ def fold_target(placed: Placed, sites: Mapping[str, Site]) -> FoldTarget | str:
 
 def fold_reason(placed: Placed, sites: Mapping[str, Site], tied: Collection[Collection[str]] = ()) -> str | None:
     """None where the edit folds exactly at its site, else why not. `tied`: dotted names that are one parameter."""
+    if tasks := next((one.tasks for one in placed.instances if one.tasks), ()):
+        return f"it has parameters for each task ({', '.join(tasks)}), and a weight is one for all"
     target = fold_target(placed, sites)
     if isinstance(target, str):
         return _first_reason(placed, placed.site.states.keys()) or target

@@ -13,10 +13,10 @@ def count(places: Iterable[Placed]) -> Count:
     found: dict[object, Count] = {}
     for placed in places:
         for one in placed.instances:
-            if one.owns:
-                found.setdefault((placed.edit, placed.site.path, one.key), one.form.count(one.args, one.dims))
-            if one.owner is not None:
-                found.setdefault(one.owner, (one.form.common_count or one.form.count)(one.args, one.dims))
+            for task, _ in one.copies() if one.owns else ():
+                found.setdefault((placed.edit, placed.site.path, one.key, task), one.form.count(one.args, one.dims))
+            for owner in one.owners():
+                found.setdefault(owner, (one.form.common_count or one.form.count)(one.args, one.dims))
     return Count(sum(one.trained for one in found.values()), sum(one.stored for one in found.values()))
 
 

@@ -18,6 +18,7 @@ class Instances:
     edit: str
     site: Site
     scope: Scope
+    tasks: tuple[str, ...] = ()
     made: list[Instance] = field(default_factory=list[Instance])
     keys: Counter[str] = field(default_factory=Counter[str])
     shared: dict[str, Instance] = field(default_factory=dict[str, Instance])
@@ -28,7 +29,7 @@ class Instances:
             return self.shared[owner]
         self.keys[form.name] += 1
         number = self.keys[form.name]
-        plain = Instance(form.name if number == 1 else f"{form.name}_{number}", form, args, dims)
+        plain = Instance(form.name if number == 1 else f"{form.name}_{number}", form, args, dims, tasks=self.tasks)
         instance = self._owned(plain, target, owner)
         if owner is not None:
             self.shared[owner] = instance

@@ -22,7 +22,8 @@ class Instance:
 
     `key` is unique within its edit at its site ("adapter", "adapter_2"). `owner` is None for parameters of this site alone,
     else the name under which several sites share them, or the common part of them ("prefix.encoder.self", or the name of a
-    `shared` let); then `index` is this site's number among them and `dims.sites` their number.
+    `shared` let); then `index` is this site's number among them and `dims.sites` their number. `tasks`: those that have
+    parameters of their own each; what a form has in common besides is common to them, too.
     """
 
     key: str
@@ -31,11 +32,24 @@ class Instance:
     dims: Dims
     owner: str | None = None
     index: int = 0
+    tasks: tuple[str, ...] = ()
 
     @property
     def owns(self) -> bool:
         """Whether the site has parameters of its own."""
         return self.owner is None or self.form.common_count is not None
+
+    def copies(self) -> tuple[tuple[str | None, str], ...]:
+        """The tasks, and what follows the names of the parameters of each; one without where there are no tasks."""
+        return tuple((task, f".tasks.{task}") for task in self.tasks) or ((None, ""),)
+
+    def owner_of(self, task: str | None) -> str | None:
+        """Where all parameters are in common, each task has them once."""
+        return f"{self.owner}.{task}" if self.owner is not None and task is not None and not self.owns else self.owner
+
+    def owners(self) -> list[str]:
+        """The names of all that the sites have in common."""
+        return list(dict.fromkeys(o for task, _ in self.copies() if (o := self.owner_of(task)) is not None))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -27,7 +27,7 @@ def place(edit: ast.Edit, site: Site, scope: Scope) -> Placed:
         P303: a `concat`, or keys and values, out of place. P305: shared parameters of two shapes. P306: a state that
         cannot be written. P307: a frozen module that this site does not have. What `bind` and `Form.shape` raise.
     """
-    terms = Terms(edit.name, site, scope, Instances(edit.name, site, scope))
+    terms = Terms(edit.name, site, scope, Instances(edit.name, site, scope, scope.tasks if edit.per_task else ()))
     assigns: list[Assign] = []
     lets: list[tuple[int, Term]] = []
     for i, line in enumerate(edit.body):

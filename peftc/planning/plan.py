@@ -17,7 +17,7 @@ from peftc.planning.ir import Placed
 from peftc.planning.lower import place, unused
 from peftc.planning.model import Plan, PlanEdit, PlanExpectation, PlanModel, PlanSite, PlanSpec, PlanTotals
 from peftc.planning.regions import Region, numel
-from peftc.planning.scope import Scope, Shared, groups_of, shared_members
+from peftc.planning.scope import ONE, Scope, Shared, groups_of, shared_members
 from peftc.planning.select import coverage, resolve
 from peftc.planning.train import Trained, missing, trained
 from peftc.planning.verdict import Verdict, verdicts
@@ -43,7 +43,9 @@ class Planned(NamedTuple):
     warnings: tuple[Diagnostic, ...]
 
 
-def make_plan(spec: ast.Spec, table: SiteTable, *, source: Source | None = None) -> Planned:
+def make_plan(
+    spec: ast.Spec, table: SiteTable, *, source: Source | None = None, tasks: tuple[str, ...] = (ONE,)
+) -> Planned:
     """Resolves, types and counts every edit of an expanded spec.
 
     An expectation that does not hold is a finding, not an exception: there is a plan, and it says so.
@@ -51,10 +53,11 @@ def make_plan(spec: ast.Spec, table: SiteTable, *, source: Source | None = None)
     Args:
         spec: after `peftc.semantics` has expanded it: only edits, `train`, `expect` and shared `let` are left.
         source: the text that is named and hashed in the plan; that of the spec without it.
+        tasks: those that `per task` makes parameters for.
 
     Raises: everything wrong in the whole spec at once: P1xx, P201-P205, P301-P309 and what forms refuse.
     """
-    planner = _Planner(spec, table, source or spec.source)
+    planner = _Planner(spec, table, source or spec.source, tasks)
     edits, trains = planner.edits(), planner.trains()
     planner.stop_at_errors()
     plan = planner.plan(edits, trains)
@@ -71,6 +74,7 @@ class _Planner:
     spec: ast.Spec
     table: SiteTable
     source: Source
+    tasks: tuple[str, ...]
     errors: list[Diagnostic] = field(default_factory=list[Diagnostic])
     findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
     warnings: list[Diagnostic] = field(default_factory=list[Diagnostic])
@@ -83,11 +87,11 @@ class _Planner:
         for edit, _ in found:
             self.warn(edit, unused(edit))
         groups = {edit.name: groups_of(sites) for edit, sites in found}
-        scope = Scope(self.table, self.shared(), groups=groups)
+        scope = Scope(self.table, self.tasks, self.shared(), groups=groups)
         placed = self.placed(found, scope)
         members = shared_members((p for _, places in placed for p in places), scope.shared)
         if members and not self.errors:
-            placed = self.placed(found, Scope(self.table, scope.shared, members, groups))
+            placed = self.placed(found, Scope(self.table, self.tasks, scope.shared, members, groups))
         for clash in clashes(placed):
             self.report(clash.statement, (clash.diagnostic,))
         return placed
@@ -98,8 +102,6 @@ class _Planner:
         return [(edit, self.places(edit, sites, scope)) for edit, sites in found]
 
     def places(self, edit: ast.Edit, sites: Sequence[Site], scope: Scope) -> list[Placed]:
-        if edit.per_task:
-            self.report(edit, (Diagnostic("P118", "`per task` cannot be planned by this peftc", edit.span),))
         placed: list[Placed] = []
         wrong: dict[object, list[Diagnostic]] = defaultdict(list)
         for site in sites:

@@ -42,6 +42,9 @@ class Member(NamedTuple):
     features: tuple[int, int]
 
 
+ONE = "default"  # the task of edits `per task` where none are named
+
+
 @dataclass
 class Scope:
     """One planning run. Bound arguments are kept, so that an equation is bound once and not at every site.
@@ -50,6 +53,7 @@ class Scope:
     """
 
     table: SiteTable
+    tasks: tuple[str, ...] = (ONE,)
     shared: Mapping[str, Shared] = field(default_factory=dict[str, Shared])
     shared_by: Mapping[str, Sequence[Member]] = field(default_factory=dict[str, Sequence[Member]])
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)

@@ -310,7 +310,13 @@ class _Assignment:
     def adds(self, term: ir.Applied, to: ir.Term) -> bool:
         """Whether a form's own module can add its value to that of another term, of the same shape."""
         instance = term.instance
-        return instance.form.adds and instance.owner is None and term.shape == to.shape and id(term) not in self.memo
+        return (
+            instance.form.adds
+            and instance.owner is None
+            and not instance.tasks
+            and term.shape == to.shape
+            and id(term) not in self.memo
+        )
 
     def applied(self, term: ir.Applied, like: Any, plus: Any = None) -> Any:
         if id(term) in self.memo:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_owner, member, seeded
+from peftc.forms.tasked_module import Chosen, Tasked
 from peftc.planning import ir
 from peftc.rewriting.anchors import contains, relative
 from peftc.rewriting.container import CONTAINER, Container
@@ -67,7 +68,8 @@ class Surgery:
     """One installation in the making. Nothing of the model changes before `apply`.
 
     `seeds`: of the initial values, by edit. `kept`: forms that are there already, by the name under which they are saved, or
-    the place of those that several sites share; `kinds`: generated classes that are there already.
+    the place of those that several sites share; `kinds`: generated classes that are there already. `tasks`: those that
+    `per task` makes parameters for.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class Surgery:
         seeds: Mapping[str, int],
         kept: Mapping[str, FormModule] | None = None,
         kinds: Iterable[Kind] = (),
+        tasks: tuple[str, ...] = (),
     ) -> None:
-        self.model, self.seeds, self.kept = model, seeds, kept or {}
+        self.model, self.seeds, self.kept, self.chosen = model, seeds, kept or {}, Chosen(tasks)
         self.kinds = {key_of(k.base, k.inline, k.edits, k.absent): k for k in kinds}
         self.owners: dict[str, FormModule] = {}
         self.prepared: list[tuple[str, nn.Module, Kind, nn.Module]] = []
@@ -120,13 +123,38 @@ class Surgery:
         return root
 
     def form(self, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
-        owner = None if instance.owner is None else self.common(instance.owner, placed, instance, module)
+        name = f"{placed.edit}/{placed.site.path}/{instance.key}"
+        if not instance.tasks:
+            return self.one_form(name, self.kept.get(name), placed, instance, module, None)
+        old = self.kept.get(name)
+        kept = dict(old.tasks.items()) if isinstance(old, Tasked) else {}
+        forms = {
+            task: self.one_form(
+                f"{name}{tail}", cast(FormModule | None, kept.get(task)), placed, instance, module, task
+            )
+            for task, tail in instance.copies()
+            if task is not None
+        }
+        return Tasked(self.chosen, forms)
+
+    def one_form(
+        self,
+        name: str,
+        kept: FormModule | None,
+        placed: ir.Placed,
+        instance: ir.Instance,
+        module: nn.Module,
+        task: str | None,
+    ) -> FormModule:
+        """The form of a site, or that of one task there."""
+        named = instance.owner_of(task)
+        owner = None if named is None else self.common(named, placed, instance, module)
         if owner is not None and not instance.owns:
             return member(owner, instance.index)
-        name = f"{placed.edit}/{placed.site.path}/{instance.key}"
-        form = self.kept.get(name) or self.made(build, name, placed, instance, module, placed.site.path)
+        form = kept or self.made(build, name, placed, instance, module, placed.site.path)
         if owner is not None:
             form.join(owner, instance.index)
+        form.task = task
         return form
 
     def common(self, owner: str, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:

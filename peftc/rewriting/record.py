@@ -11,6 +11,7 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.forms.tasked_module import Chosen
 from peftc.planning import ir
 from peftc.planning.model import Plan
 from peftc.rewriting.kind import Kind
@@ -40,7 +41,7 @@ class Installation:
     """All that was done to a model.
 
     `trained`: from saved names to base parameters, whose first values are `originals`. `places`: from saved names, without
-    the parameter, to dotted names of forms. `sample`: what the model was fed with to find its sites. `off`: the edits
+    the parameter, to dotted names of forms. `task`: the tasks, and which of them is at work. `sample`: what the model was fed with to find its sites. `off`: the edits
     that do not act for the moment; `partial`: the kinds that stand in then, one for each region.
     """
 
@@ -51,6 +52,7 @@ class Installation:
     originals: dict[str, torch.Tensor]
     places: dict[str, str]
     placed: list[ir.Placed]
+    task: Chosen = field(default_factory=lambda: Chosen(()))
     sample: Mapping[str, Any] | None = None
     off: frozenset[str] = frozenset()
     partial: dict[frozenset[str], list[Kind | None]] = field(default_factory=dict[frozenset[str], list[Kind | None]])

@@ -28,13 +28,14 @@ def reinstall(
     *,
     sample: Mapping[str, Any] | None = None,
     requires_grad: Mapping[str, bool] | None = None,
+    tasks: tuple[str, ...] | None = None,
     then: Done | None = None,
 ) -> nn.Module:
     """The model with `parts`, planned together as `found`, and with no other edits; forms that it has already stay as they are.
 
     The base is frozen by the first spec; later ones change no `requires_grad` but those of what they train. Base parameters
     that are trained no longer keep their values here. `requires_grad`: what taking out everything restores, where it is
-    not what the model had before the first spec. `then`: a last step that may fail; what it writes are values of new
+    not what the model had before the first spec. `tasks`: as `found` was planned for, those that the model has without it. `then`: a last step that may fail; what it writes are values of new
     parameters and of newly trained ones. After an error the model is as it was.
     """
     before = _Before(model)
@@ -43,6 +44,7 @@ def reinstall(
         {edit: part.seed for part in parts for edit in part.edits},
         before.forms,
         (region.kind for region in before.regions),
+        before.tasks if tasks is None else tasks,
     )
     trained = _Trained(before, found)
     try:
@@ -58,6 +60,7 @@ def reinstall(
                 originals=trained.originals,
                 places=done.places,
                 placed=list(found.placed),
+                task=done.chosen,
                 sample=sample,
             )
 
@@ -108,6 +111,7 @@ class _Before:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.record = acting(model) if is_installed(model) else None
+        self.tasks = self.record.task.names if self.record else ()
         regions = self.record.regions if self.record else []
         places = self.record.places if self.record else {}
         named = [*places.items(), *((place, place) for place in places.values() if place.startswith(f"{SHARED}."))]

@@ -53,6 +53,3 @@ def _edit(edit: ast.Edit) -> Iterator[Diagnostic]:
     if not any(isinstance(line, ast.Equation) for line in edit.body):
         help_ = "write an equation, e.g. `h += adapter(x, r=64)`"
         yield Diagnostic("P119", f"the edit `{edit.name}` has no equation", edit.name_span, help=help_)
-    if edit.per_task:
-        message = "`per task` is part of the language, but this peftc cannot plan it"
-        yield Diagnostic("P118", message, edit.span, help="leave it out, and apply the method once for each task")

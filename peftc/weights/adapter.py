@@ -45,7 +45,7 @@ class Adapter(_Part):
     """All of an adapter but its tensors.
 
     `spec` is what the tensors are parameters of: expanded, with collapsed prefixes direct, without expectations. `source` is
-    the expanded spec that was compiled, and `plan` its plan. `sha256` is of the file of tensors.
+    the expanded spec that was compiled, and `plan` its plan. `tasks` are those of edits `per task`. `sha256` is of the file of tensors.
     """
 
     format_version: Literal["1.0"] = FORMAT
@@ -55,6 +55,7 @@ class Adapter(_Part):
     plan: Plan
     base: Base
     seed: int
+    tasks: tuple[str, ...] = ()
     tensors: dict[str, StoredTensor]
     sha256: str
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from peftc.compiler import analysed, planned
+from peftc.compiler import analysed, planned, tasks_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule
@@ -162,8 +162,9 @@ class _Folding:
             raise
 
     def keep(self, rest: Iterable[tuple[Part, ast.Spec]], analysis: Analysis, flags: Mapping[str, bool]) -> None:
-        parts = tuple(replace(p, text=print_spec(spec), plan=planned(spec, analysis).plan) for p, spec in rest)
-        found = planned(spec_of_parts(parts), analysis)
+        tasks = tasks_of(self.record)
+        parts = tuple(replace(p, text=print_spec(spec), plan=planned(spec, analysis, tasks).plan) for p, spec in rest)
+        found = planned(spec_of_parts(parts), analysis, tasks)
         reinstall(self.model, parts, found, analysis.anatomy, sample=self.sample, requires_grad=flags)
 
     # Saying ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftc.compiler import added, analysed, parameters, planned, states
+from peftc.compiler import added, analysed, checked_tasks, parameters, planned, states, tasks_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_owner
 from peftc.planning.plan import Planned
@@ -45,7 +45,7 @@ def load(
     Args: `name`, `prefix`, `sample`: as in `compile`; the default of `name` is that of the directory. `other_weights`: take
     a base of the same architecture whose weights are others.
     Raises: P412 and P414 (names and parameters of another spec on the model), P520-P522 (the files), P523 and P524
-    (another base), P525 (tensors that do not fit), P527 (no weights). After an error the model is as it was.
+    (another base), P537 (other tasks than the model has), P525 (tensors that do not fit), P527 (no weights). After an error the model is as it was.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
@@ -55,18 +55,21 @@ def load(
     adapter, tensors = read(Path(directory))
     check_base(adapter, model, other_weights)
     analysis = analysed(model, sample)
-    flat, found = _planned(adapter, Path(directory), analysis)
+    record = installed(model) if is_installed(model) else None
+    tasks = checked_tasks(adapter.tasks or None, tasks_of(record))
+    flat, found = _planned(adapter, Path(directory), analysis, tasks)
     shapes = dict(wanted(found, analysis, model))
     check_tensors(tensors, shapes)
     if prefix is not None:
         flat = prefixed(flat, prefix)
-        found = planned(flat, analysis)
+        found = planned(flat, analysis, tasks)
         renamed = dict(zip((n for n, _ in wanted(found, analysis, model)), shapes, strict=True))
         tensors = {new: tensors[old] for new, old in renamed.items()}
-    record = installed(model) if is_installed(model) else None
     named = free_name(record, name or prefix, Path(directory).resolve().name or "default")
     part = Part(named, print_spec(flat), found.plan, adapter.seed)
-    return added(model, part, flat, found, analysis, sample, then=lambda model: _fill(model, named, tensors))
+    return added(
+        model, part, flat, found, analysis, sample, tasks=tasks, then=lambda model: _fill(model, named, tensors)
+    )
 
 
 @torch.no_grad()
@@ -110,7 +113,7 @@ def wanted(found: Planned, analysis: Analysis, model: nn.Module) -> Iterator[tup
     """The tensors that a plan has, by the names under which they are saved."""
     for name, made in _forms(found, analysis):
         yield from ((f"{name}.{n}", p.shape) for n, p in made.named_parameters())
-        yield from ((f"{name}.{n}", made.get_buffer(n).shape) for n in made.saved)
+        yield from ((f"{name}.{n}", made.get_buffer(n).shape) for n in made.states())
     yield from ((name, model.get_parameter(place).shape) for name, place in found.trained.items())
 
 
@@ -118,18 +121,21 @@ def _forms(found: Planned, analysis: Analysis) -> Iterator[tuple[str, FormModule
     owners = set[str]()
     for placed in (p for region in regions_of(found.placed, analysis.anatomy) for p in region.placed):
         for one in placed.instances:
-            if one.owner is not None and one.owner not in owners:
-                owners.add(one.owner)
-                yield f"{placed.edit}/{one.owner}/{one.key}", build_owner(one, dtype=torch.float32, device="meta")
+            for owner in one.owners():
+                if owner not in owners:
+                    owners.add(owner)
+                    yield f"{placed.edit}/{owner}/{one.key}", build_owner(one, dtype=torch.float32, device="meta")
             if one.owns:
-                yield f"{placed.edit}/{placed.site.path}/{one.key}", build(one, dtype=torch.float32, device="meta")
+                for _, tail in one.copies():
+                    name = f"{placed.edit}/{placed.site.path}/{one.key}{tail}"
+                    yield name, build(one, dtype=torch.float32, device="meta")
 
 
-def _planned(adapter: Adapter, directory: Path, analysis: Analysis) -> tuple[ast.Spec, Planned]:
+def _planned(adapter: Adapter, directory: Path, analysis: Analysis, tasks: tuple[str, ...]) -> tuple[ast.Spec, Planned]:
     """The spec of the adapter, planned on the model. Raises: P525 where it cannot be, with the reason."""
     try:
         flat = expand(parse_text(adapter.spec, f"{directory / METADATA}: spec"))
-        return flat, planned(flat, analysis)
+        return flat, planned(flat, analysis, tasks)
     except PeftcError as error:
         notes = tuple(str(found) for found in error.diagnostics[:3])
         raise PeftcError(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import nn
 
-from peftc.compiler import analysed, parameters, planned
+from peftc.compiler import analysed, parameters, planned, tasks_of
 from peftc.planning.model import Plan
-from peftc.rewriting.record import Part, acting, spec_of_parts
+from peftc.rewriting.record import Part, acting, installed, spec_of_parts
 from peftc.syntax.printer import print_spec
 from peftc.weights.adapter import Adapter
 from peftc.weights.base import base_of
@@ -48,6 +48,7 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
             plan=plan,
             base=base,
             seed=parts[0].seed,
+            tasks=record.task.names,
             tensors=listing(tensors),
             sha256=sha256,
         )
@@ -59,4 +60,8 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
 
 
 def _plan(model: nn.Module, parts: tuple[Part, ...]) -> Plan:
-    return parts[0].plan if len(parts) == 1 else planned(spec_of_parts(parts), analysed(model)).plan
+    return (
+        parts[0].plan
+        if len(parts) == 1
+        else planned(spec_of_parts(parts), analysed(model), tasks_of(installed(model))).plan
+    )

@@ -237,7 +237,6 @@ WRONG = [
     ("", ["P119"]),
     ("let a = 3", ["P119"]),
     ("edit a at layer[*].ffn { }", ["P119"]),
-    ("edit a at layer[*].ffn per task { h += adapter(x, r=3) }", ["P118"]),
     ("let a = h edit b at layer[*].ffn { h += x }", ["P115"]),
     ("let a = 3 let a = 4 edit b at layer[*].ffn { h += a * x }", ["P111"]),
     ("method m(r = 3, q = 4) { edit a at layer[*].ffn { h += adapter(x, r=r) } }", ["P121"]),

@@ -1,0 +1,121 @@
+"""Parameters once for each task: which of them act is chosen for a whole batch, or row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.forms.module import FormModule, Pair, has_values
+from peftc.forms.shapes import Heads, Rows, Vector, Weight
+
+
+@dataclass
+class Chosen:
+    """The tasks of a model, and the one of the present batch, or of each of its rows (batch,), by number. Held by all forms of
+    the model that have parameters for each task.
+    """
+
+    names: tuple[str, ...]
+    present: str | Tensor | None = None
+
+    def of(self, task: str) -> str:
+        """Raises: P534 for a task that the model does not have."""
+        if task not in self.names:
+            help_ = did_you_mean(task, self.names) or f"the model has {listed(self.names)}"
+            raise PeftcError(Diagnostic("P534", f"the model has no task `{task}`", help=help_))
+        return task
+
+    def numbers(self, tasks: Sequence[str] | Tensor) -> Tensor:
+        """The number of the task of each row, (batch,).
+
+        Raises: P534 for unknown names, P535 for what are no numbers of tasks.
+        """
+        if not isinstance(tasks, Tensor):
+            return torch.tensor([self.names.index(self.of(task)) for task in tasks])
+        if tasks.ndim != 1 or tasks.is_floating_point():
+            said = f"shape {tuple(tasks.shape)}, {str(tasks.dtype).removeprefix('torch.')}"
+            raise PeftcError(Diagnostic("P535", f"task_ids are whole numbers (batch,), found {said}"))
+        if len(tasks) and not 0 <= int(tasks.min()) <= int(tasks.max()) < len(self.names):
+            wrong = int(tasks.min()) if int(tasks.min()) < 0 else int(tasks.max())
+            numbered = listed([f"{i} ({name})" for i, name in enumerate(self.names)])
+            raise PeftcError(Diagnostic("P535", f"there is no task number {wrong}", help=f"the tasks are {numbered}"))
+        return tasks
+
+
+class Tasked(FormModule):
+    """The form of the present task; in a batch of several, each row goes through that of its own.
+
+    Owns the forms under `tasks.<task>`.
+    """
+
+    def __init__(self, chosen: Chosen, forms: Mapping[str, FormModule]) -> None:
+        first = next(iter(forms.values()))
+        super().__init__(first.form_args, first.form_dims, torch.float32, None)
+        self.tasks = nn.ModuleDict(forms)
+        self.__dict__["chosen"] = chosen
+
+    chosen: Chosen
+
+    def form(self, task: str) -> FormModule:
+        return cast(FormModule, self.tasks[task])
+
+    def states(self) -> tuple[str, ...]:
+        return tuple(f"tasks.{task}.{name}" for task in self.tasks for name in self.form(task).states())
+
+    def forward(self, like: Tensor) -> Tensor | Pair:
+        present = self.chosen.present
+        if isinstance(present, str):
+            return self.form(present)(like)
+        if present is not None:
+            return self.mixed(like, present)
+        if len(self.tasks) > 1 and has_values(like):
+            help_ = f'with peftc.task(model, "{self.chosen.names[0]}"): …'
+            message = f"the model has parameters for {len(self.tasks)} tasks, and none is chosen"
+            raise PeftcError(Diagnostic("P533", message, help=help_))
+        return self.form(self.chosen.names[0])(like)
+
+    def mixed(self, like: Tensor, numbers: Tensor) -> Tensor | Pair:
+        """Rows of different tasks, the forms of each on its own."""
+        if isinstance(self.form_dims.target, Weight | Vector):
+            message = "a batch of several tasks has one weight: an edit of `w` or `b` cannot differ between its rows"
+            raise PeftcError(Diagnostic("P536", message, help="choose one task for the batch, or edit `h`"))
+        if not len(numbers) or like.shape[0] % len(numbers):
+            message = f"task_ids are for {len(numbers)} examples, and the batch has {like.shape[0]}"
+            raise PeftcError(Diagnostic("P536", message))
+        rows = numbers.to(like.device).repeat_interleave(like.shape[0] // len(numbers))
+        found = [
+            (where, self.form(name)(like[where]))
+            for i, name in enumerate(self.chosen.names)
+            if len(where := (rows == i).nonzero()[:, 0])
+        ]
+        if isinstance(found[0][1], tuple):
+            key, value = (self.joined([(where, part[i]) for where, part in found], len(rows)) for i in (0, 1))
+            return key, value
+        return self.joined(cast("list[tuple[Tensor, Tensor]]", found), len(rows))
+
+    def joined(self, found: list[tuple[Tensor, Tensor]], count: int) -> Tensor:
+        """The values of all rows in their order; one that is the same for all rows of a task is repeated for them."""
+        ndim = 4 if isinstance(self.form_dims.target, Heads | Rows) else 3
+        whole: Tensor | None = None
+        for where, value in found:
+            if value.ndim < ndim:
+                value = value.view(*[1] * (ndim - value.ndim), *value.shape).expand(len(where), *[-1] * (ndim - 1))
+            whole = value.new_zeros(count, *value.shape[1:]) if whole is None else whole
+            whole = whole.index_copy(0, where, value)
+        assert whole is not None
+        return whole
+
+    def collapsed(self) -> Mapping[str, Tensor]:
+        return self._of_each(lambda form: form.collapsed())
+
+    def collapsed_at(self, index: int) -> Mapping[str, Tensor]:
+        return self._of_each(lambda form: form.collapsed_at(index))
+
+    def _of_each(self, make: Callable[[FormModule], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        return {f"tasks.{task}.{n}": t for task in self.tasks for n, t in make(self.form(task)).items()}

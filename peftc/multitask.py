@@ -1,0 +1,96 @@
+"""Tasks of a compiled model: choosing one, or one for each row of a batch; adding and dropping them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from peftc.compiler import analysed, checked_tasks, parameters, planned
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.rewriting.record import acting, installed, spec_of_parts
+from peftc.rewriting.reinstall import Done, reinstall
+from peftc.syntax.parser import parse_text
+
+
+def tasks(model: nn.Module) -> tuple[str, ...]:
+    """The tasks that a model has parameters for, in the order of their numbers; none without an edit `per task`.
+
+    Raises: P410 for a model that is not compiled.
+    """
+    return installed(model).task.names
+
+
+@contextmanager
+def task(
+    model: nn.Module, name: str | None = None, *, task_ids: Sequence[str] | Tensor | None = None
+) -> Generator[nn.Module]:
+    """Inside the block the model works for one task, or for one in each row of a batch. Blocks may stand in each other.
+
+    Rows of several tasks go through the edits of their own tasks in one forward; what is common to the tasks, and the base, is
+    computed for all at once. `generate` may repeat rows (beams). An edit of a weight is one for the whole batch.
+
+    Args: `name`: of one task. `task_ids`: numbers of tasks (batch,), as `tasks` lists them, or their names.
+    Raises: P410 (not compiled), P534 (unknown), P535 (no numbers of tasks, or none and both given).
+    """
+    chosen = installed(model).task
+    if (name is None) == (task_ids is None):
+        raise PeftcError(Diagnostic("P535", "either one task is chosen by its name, or one for each row as `task_ids`"))
+    before = chosen.present
+    chosen.present = chosen.of(name) if name is not None else chosen.numbers(task_ids if task_ids is not None else ())
+    try:
+        yield model
+    finally:
+        now = installed(model).task  # another one, where tasks have been added or dropped
+        now.present = before if not isinstance(before, str) or before in now.names else None
+
+
+def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Module:
+    """Gives every edit `per task` parameters for one more task; those of the others stay as they are.
+
+    Args: `like`: the task whose present values the new parameters start with; initial values without it.
+    Raises: P410 (not compiled), P529 (switched off), P534 (`like`), P537 (no name, a task that there is, no edit `per task`).
+    After an error the model is as it was.
+    """
+    record = acting(model)
+    present = record.task.names
+    checked_tasks((*present, name), ())
+    if not present:
+        raise PeftcError(Diagnostic("P537", "no edit of the model is `per task`"))
+    source = None if like is None else record.task.of(like)
+
+    @torch.no_grad()
+    def copied(model: nn.Module) -> None:
+        found = parameters(model)
+        for saved, parameter in found.items():
+            if f".tasks.{name}." in saved:
+                parameter.copy_(found[saved.replace(f".tasks.{name}.", f".tasks.{source}.")])
+
+    return _with_tasks(model, (*present, name), None if source is None else copied)
+
+
+def drop_task(model: nn.Module, name: str) -> nn.Module:
+    """Takes the parameters of a task out of the model; those of the others stay as they are.
+
+    Raises: P410 (not compiled), P529 (switched off), P534 (unknown), P537 for the last one.
+    """
+    chosen = acting(model).task
+    rest = tuple(task for task in chosen.names if task != chosen.of(name))
+    if not rest:
+        raise PeftcError(
+            Diagnostic("P537", f"`{name}` is the last task", help="take the edits out with `peftc.remove`")
+        )
+    return _with_tasks(model, rest)
+
+
+def _with_tasks(model: nn.Module, names: tuple[str, ...], then: Done | None = None) -> nn.Module:
+    record = acting(model)
+    analysis = analysed(model, record.sample)
+    parts = tuple(
+        replace(part, plan=planned(parse_text(part.text, part.name), analysis, names).plan) for part in record.parts
+    )
+    found = planned(spec_of_parts(parts), analysis, names)
+    return reinstall(model, parts, found, analysis.anatomy, sample=record.sample, tasks=names, then=then)

@@ -1,0 +1,213 @@
+"""Parameters once for each task: one task at a time, rows of several in one batch, tasks that come and go, files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests import zoo
+from tests.laws.harness import close, randomise
+
+TASKS = ("sst", "mnli", "sts")
+SPEC = """peft 1
+let rule = shared(phm(r=4, n=4))
+edit shared at layer[*].attn.q { h += lora(x, r=2) }
+edit own at layer[*].ffn per task { let g = gate(x)  h += g * adapter(x, r=2, act=tanh) }
+edit rows at layer[*].attn per task { kv = concat(prefix(len=2), kv) }
+edit group at layer[*].attn.o per task { h += vera(x, r=3) }
+edit scaled at layer[*].ffn.hidden per task { h *= vector(init=1) }
+edit part at layer[*].attn per task { h += rule(h) }"""
+PREFIX = "peft 1\nedit p at layer[*].attn per task { kv = concat(prefix(len=2, reparam=mlp(3)), kv) }"
+WEIGHT = "peft 1\nedit w at layer[*].attn.q per task { w += lowrank(r=2) }"
+
+
+def compiled(name: str, spec: str = SPEC, tasks: tuple[str, ...] = TASKS) -> Any:
+    model = peftc.compile(spec, zoo.build(name, torch.float64), seed=0, tasks=tasks).eval()
+    randomise(peftc.parameters(model))
+    return model
+
+
+def three(name: str, model: nn.Module) -> dict[str, Tensor]:
+    """A batch of three examples."""
+    given = zoo.inputs(name, model)
+    return {k: torch.cat([v, v.flip(-1)])[:3] if v.shape[0] == 2 else v for k, v in given.items()}
+
+
+def one_by_one(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for name in peftc.tasks(model):
+        with peftc.task(model, name):
+            found.append(model(**given).logits)
+    return found
+
+
+@pytest.mark.parametrize("spec", [SPEC, PREFIX], ids=["all", "prefix"])
+@pytest.mark.parametrize("name", ["bart", "llama", "bert"])
+def test_each_row_is_what_its_task_makes_of_it(name: str, spec: str) -> None:
+    model = compiled(name, spec)
+    given = three(name, model)
+    alone = one_by_one(model, given)
+    assert not torch.allclose(alone[0], alone[1])
+    for ids in ([2, 0, 1], [1, 1, 0], [2, 2, 2]):
+        want = torch.stack([alone[task][row] for row, task in enumerate(ids)])
+        with peftc.task(model, task_ids=torch.tensor(ids)):
+            close(model(**given).logits, want, "by number")
+        with peftc.task(model, task_ids=[TASKS[i] for i in ids]):
+            close(model(**given).logits, want, "by name")
+
+
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_a_task_alone_is_the_spec_without_tasks(name: str) -> None:
+    """The same model as one compiled for that task, with its parameters."""
+    model, plain = compiled(name), peftc.compile(SPEC.replace(" per task", ""), zoo.build(name, torch.float64), seed=0)
+    plain.eval()
+    given = three(name, model)
+    for task in TASKS:
+        values = {k.replace(f".tasks.{task}.", "."): v for k, v in peftc.parameters(model).items()}
+        with torch.no_grad():
+            for key, parameter in peftc.parameters(plain).items():
+                parameter.copy_(values[key])
+        with peftc.task(model, task):
+            close(model(**given).logits, plain(**given).logits, task)
+
+
+def test_gradients_reach_the_tasks_of_the_batch_and_no_others() -> None:
+    model = compiled("llama")
+    with peftc.task(model, task_ids=torch.tensor([0, 2, 2])):
+        model(**three("llama", model)).logits.pow(2).sum().backward()
+    for key, parameter in peftc.parameters(model).items():
+        moved = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
+        assert moved == (".tasks.mnli." not in key), key
+
+
+def test_counts_are_those_of_the_model() -> None:
+    model = compiled("bart")
+    plan = peftc.plan(SPEC, zoo.build("bart"), tasks=TASKS)
+    assert plan.totals.trained == sum(p.numel() for p in peftc.parameters(model).values())
+    one = peftc.plan(SPEC, zoo.build("bart"))
+    common = plan.edit("shared").trained + 4**3
+    assert plan.totals.trained - common == 3 * (one.totals.trained - common)
+    assert not plan.edit("own").foldable
+    assert "each task" in plan.edit("own").reason
+
+
+def test_added_and_dropped() -> None:
+    model = compiled("bart")
+    given = three("bart", model)
+    before = one_by_one(model, given)
+    kept = {k: v.clone() for k, v in peftc.parameters(model).items()}
+    assert peftc.add_task(model, "new", like="mnli") is model
+    assert peftc.tasks(model) == (*TASKS, "new")
+    assert all(torch.equal(peftc.parameters(model)[k], v) for k, v in kept.items())
+    after = one_by_one(model, given)
+    assert all(torch.equal(a, b) for a, b in zip(after, (*before, before[1]), strict=True))
+    peftc.drop_task(model, "sst")
+    assert [torch.equal(a, b) for a, b in zip(one_by_one(model, given), (*before[1:], before[1]), strict=True)] == [
+        True
+    ] * 3
+    peftc.add_task(model, "fresh")
+    assert not any(".tasks.sst." in key for key in peftc.parameters(model))
+    plain = zoo.build("bart", torch.float64).eval()(**given).logits
+    assert torch.equal(peftc.remove(model)(**given).logits, plain)
+
+
+def test_saved_loaded_copied_and_beside_another_spec(tmp_path: Path) -> None:
+    model = compiled("llama")
+    given = three("llama", model)
+    ids = torch.tensor([1, 0, 2])
+    with peftc.task(model, task_ids=ids):
+        want = model(**given).logits
+    peftc.save(model, tmp_path / "a")
+    loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
+    assert peftc.tasks(loaded) == TASKS
+    twin = copy.deepcopy(model)
+    for other in (loaded, twin):
+        with peftc.task(other, task_ids=ids):
+            assert torch.equal(other(**given).logits, want)
+        with pytest.raises(peftc.PeftcError, match="P533"):
+            model(**given)  # chosen for the other alone
+    peftc.compile("peft 1\nedit more at layer[*].attn.v { h += lora(x, r=2) }", model, seed=1)
+    other = "peft 1\nedit late at layer[*].attn.k per task { h += lora(x, r=2) }"
+    peftc.compile(other, model, seed=1, name="more tasks")
+    assert peftc.tasks(model) == TASKS
+    peftc.remove(model, "more tasks")
+    with peftc.task(model, task_ids=ids):
+        assert torch.equal(model(**given).logits, want)
+
+
+def test_beams_are_rows_of_their_example() -> None:
+    model = compiled("llama")
+    ids = three("llama", model)["input_ids"]
+    options: dict[str, Any] = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
+    options["attention_mask"] = torch.ones_like(ids)
+    with peftc.task(model, task_ids=torch.tensor([1, 0, 2])):
+        mixed = model.generate(ids, **options)
+    for row, task in enumerate(("mnli", "sst", "sts")):
+        with peftc.task(model, task):
+            alone = model.generate(ids[row : row + 1], **options | {"attention_mask": torch.ones_like(ids[:1])})
+        assert torch.equal(mixed[row, : alone.shape[1]], alone[0])
+
+
+def test_one_task_needs_no_choice() -> None:
+    for tasks in (None, ("only",)):
+        model = peftc.compile(PREFIX, zoo.build("llama"), tasks=tasks)
+        model(**zoo.inputs("llama", model))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "code"), [((), "P537"), (("a", "a"), "P537"), (("a.b",), "P537"), (("keys",), "P537"), (("",), "P537")]
+)
+def test_names_that_are_none(tasks: tuple[str, ...], code: str) -> None:
+    model = zoo.build("llama")
+    with pytest.raises(peftc.PeftcError, match=code):
+        peftc.compile(PREFIX, model, tasks=tasks)
+    assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
+
+
+def test_refusals() -> None:
+    model = compiled("llama", PREFIX)
+    given = three("llama", model)
+    wrong: list[tuple[str, Any]] = [
+        ("P534", lambda: peftc.task(model, "stst")),
+        ("P534", lambda: peftc.task(model, task_ids=["sst", "nli", "sts"])),
+        ("P535", lambda: peftc.task(model)),
+        ("P535", lambda: peftc.task(model, "sst", task_ids=torch.tensor([0]))),
+        ("P535", lambda: peftc.task(model, task_ids=torch.tensor([0, 3, 1]))),
+        ("P535", lambda: peftc.task(model, task_ids=torch.tensor([-1, 0, 1]))),
+        ("P535", lambda: peftc.task(model, task_ids=torch.tensor([0.0, 1.0, 1.0]))),
+    ]
+    for code, block in wrong:
+        with pytest.raises(peftc.PeftcError, match=code), block():
+            pass
+    with pytest.raises(peftc.PeftcError, match="P536"), peftc.task(model, task_ids=torch.tensor([0, 1])):
+        model(**given)
+    for code, act in (
+        ("P537", lambda: peftc.add_task(model, "sst")),
+        ("P534", lambda: peftc.add_task(model, "x", like="y")),
+        ("P534", lambda: peftc.drop_task(model, "y")),
+        ("P537", lambda: peftc.compile(WEIGHT, model, tasks=("a", "b"))),
+        (
+            "P537",
+            lambda: peftc.compile(
+                "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }", zoo.build("t5"), tasks=["a"]
+            ),
+        ),
+    ):
+        with pytest.raises(peftc.PeftcError, match=code):
+            act()
+    assert peftc.tasks(model) == TASKS
+    peftc.drop_task(model, "sst")
+    peftc.drop_task(model, "mnli")
+    with pytest.raises(peftc.PeftcError, match="P537"):
+        peftc.drop_task(model, "sts")
+    weight = compiled("llama", WEIGHT)
+    with peftc.task(weight, "mnli"):
+        weight(**given)
+    with pytest.raises(peftc.PeftcError, match="P536"), peftc.task(weight, task_ids=torch.tensor([0, 1, 2])):
+        weight(**given)
