@@ -94,4 +94,9 @@ WEIGHTS: dict[str, CodeInfo] = {
         "Tasks have names of letters, digits, `_` and `-`, each once, and belong to edits that say `per task`. All specs on a "
         "model have the same tasks; a model with such edits has at least one.",
     ),
+    "P538": CodeInfo(
+        "no state to fold into",
+        '`peftc.fold(model, into="state")` is for prefixes, which become the seed of a cache, and prompts, which become embedded '
+        "tokens. A seed needs one prefix of the same length in each layer of a decoder that counts positions as it is told to.",
+    ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,36 +27,68 @@ from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 from peftc.tracing.analysis import Analysis
+from peftc.tracing.calls import signature_of
 from peftc.weights.combine import CannotFold, Fold, NewValue, combine
 from peftc.weights.compiled import require_values
 from peftc.weights.report import Change, Folded, FoldReport, Refused
 
+if TYPE_CHECKING:
+    from peftc.weights.state import State
+
 NOT_ASKED = "it was not asked for"
 
 
+@overload
 def fold(
     model: nn.Module,
     *,
+    into: Literal["weights"] = "weights",
     only: Iterable[str] | None = None,
     name: str | None = None,
     sample: Mapping[str, Any] | None = None,
-) -> FoldReport:
+) -> FoldReport: ...
+@overload
+def fold(
+    model: nn.Module,
+    *,
+    into: Literal["state"],
+    only: Iterable[str] | None = None,
+    name: str | None = None,
+    sample: Mapping[str, Any] | None = None,
+) -> State: ...
+def fold(
+    model: nn.Module,
+    *,
+    into: Literal["weights", "state"] = "weights",
+    only: Iterable[str] | None = None,
+    name: str | None = None,
+    sample: Mapping[str, Any] | None = None,
+) -> FoldReport | State:
     """Folds what folds into the weights of the base, in place; the other edits go on working.
 
     W' = W + (α/r) B A for LoRA, and so on for every equation that is affine in what a Linear reads: sums in float32 (float64),
     rounded once. Folded edits are gone from the model; values that `train` changed stay. When all edits are folded, the model
     is one without edits, with the `requires_grad` it had before `compile`.
 
+    `into="state"`: a prefix becomes the seed of a cache, a prompt embedded tokens; the `State` that is returned makes the
+    arguments of `generate` with them, and the model is without that edit.
+
     Args: `only`: the names of the edits to fold, all of which must fold. `name`: of one spec of the model; the edits of
     others stay. `sample`: as in `compile`.
     Returns: what was folded, what became of each parameter, and what was refused, with the sub-expression that prevents it.
     Raises: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529 (switched off), P530 (NaN or infinite entries), P531 and P532
-    (`only`). After an error the model is as it was.
+    (`only`), P538 (no state). After an error the model is as it was.
     """
-    return _Folding(model, only, name, sample).run()
+    if into == "state":
+        from peftc.weights.state import fold_into_state  # which is made of the same steps
+
+        return fold_into_state(model, only, name, sample)
+    return Folding(model, only, name, sample).run()
 
 
-class _Folding:
+class Folding:
+    """A fold in the making: nothing of the model changes before `commit`."""
+
     def __init__(
         self, model: nn.Module, only: Iterable[str] | None, name: str | None, sample: Mapping[str, Any] | None
     ) -> None:
@@ -136,12 +168,25 @@ class _Folding:
     def fold(self, placed: Placed) -> Fold:
         target = self.target(placed)
         assert target is not None
-        region, index = next(
-            (r, i) for r, i in self.regions[placed.edit, slug(placed)] if f"{r}.".startswith(f"{placed.site.root}.")
-        )
+        region, index = self.region(placed)
+        return Fold(placed, target, self.modules(placed), (-region.count("."), index))
+
+    def region(self, placed: Placed) -> tuple[str, int]:
+        """The region in which an edit stands, and its place among the edits there."""
+        found = self.regions[placed.edit, slug(placed)]
+        inside = ((r, i) for r, i in found if f"{r}.".startswith(f"{placed.site.root}."))
+        return next(inside, None) or next((r, i) for r, i in found if f"{placed.site.root}.".startswith(f"{r}."))
+
+    def modules(self, placed: Placed) -> dict[str, FormModule]:
+        """The forms of an edit at a site, by key."""
+        region = self.region(placed)[0]
         container = f"{region}.{CONTAINER}.{placed.edit.replace('.', '__')}.{slug(placed)}".lstrip(".")
-        modules = {i.key: cast(FormModule, self.model.get_submodule(f"{container}.{i.key}")) for i in placed.instances}
-        return Fold(placed, target, modules, (-region.count("."), index))
+        return {i.key: cast(FormModule, self.model.get_submodule(f"{container}.{i.key}")) for i in placed.instances}
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """What the forward of the model takes."""
+        return frozenset(signature_of(self.model).parameters)
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
