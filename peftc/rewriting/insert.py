@@ -19,7 +19,7 @@ from peftc.rewriting.prompts import prompted_call, set_tokens
 from peftc.rewriting.slabs import Slabs, layout
 from peftc.runtime import as_image, full_precision, rows_of, stored_as, tokens_of, unflattened, with_rows
 from peftc.tracing.attention import is_softmax
-from peftc.tracing.graphs import EDIT
+from peftc.tracing.graphs import EDIT, is_edit
 from peftc.tracing.sites import Slice
 from peftc.tracing.tracer import Traced
 
@@ -202,7 +202,7 @@ class _Assignment:
         return self.method("unsqueeze", value, 1) if per_example else value
 
     def write_parameter(self, bound: Bound) -> None:
-        """`w` and `b`: every read of the parameter in the region gets the new value."""
+        """`w` and `b`: every read of the parameter by the model gets the new value."""
         assert bound.weight is not None
         if bound.weight.slab is not None:
             Slabs(self, bound).write()
@@ -222,9 +222,8 @@ class _Assignment:
             new = self.function(stored_as, new, node)
         if bound.weight.transposed:
             new = self.method("contiguous", self.method("t", new))  # as it was stored
-        mine = set(self.made)
-        for read in nodes:
-            self.inserter.now(read).replace_all_uses_with(new, delete_user_cb=lambda user: user not in mine)
+        for read in nodes:  # an equation that has read the parameter keeps the value that it read
+            self.inserter.now(read).replace_all_uses_with(new, delete_user_cb=lambda user: not is_edit(user))
         self.inserter.latest[node] = new
 
     # Reading -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch import fx
 
 from peftc.rewriting.edits import Bound
 from peftc.runtime import full_precision, slab_of, with_slabs
+from peftc.tracing.graphs import is_edit
 from peftc.tracing.sites import Slice
 
 
@@ -20,8 +21,6 @@ class Writer(Protocol):
     def inserter(self) -> Any: ...
     @property
     def point(self) -> fx.Node: ...
-    @property
-    def made(self) -> list[fx.Node]: ...
     def value(self) -> Any: ...
     def start_before(self, node: fx.Node) -> None: ...
     def start_after(self, node: fx.Node) -> None: ...
@@ -78,8 +77,7 @@ class Slabs:
         self.writer.start_after(node)
         new = self.writer.value()
         made = self.writer.function(with_slabs, node, self.slab.count, self.ref.transposed, [self.place], [new])
-        mine = set(self.writer.made)
-        node.replace_all_uses_with(made, delete_user_cb=lambda user: user not in mine)
+        node.replace_all_uses_with(made, delete_user_cb=lambda user: not is_edit(user))
         self.writer.inserter.latest[node] = made
 
 

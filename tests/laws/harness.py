@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.compiler import analysed, planned
+from peftc.rewriting.record import installed
 from tests import zoo
 from tests.laws.recipe import Recipe
 from tests.reference.reference import Reference
@@ -120,8 +121,16 @@ class Case:
         weights = values(self.parameters, grad)
         ref = Reference(self.name, zoo.build(self.name, torch.float64, **{**self.overrides, **overrides}))
         ref.model.requires_grad_(False)
-        self.recipe.method(ref, weights)
+        self.recipe.method(ref, weights | self.fixed)
         return ref, weights
+
+    @property
+    def fixed(self) -> dict[str, Tensor]:
+        """What forms have beside their parameters, by the same names."""
+        places = installed(self.model).places
+        return {
+            f"{at}.{n}": b for at, where in places.items() for n, b in self.model.get_submodule(where).named_buffers()
+        }
 
 
 def batches(name: str, model: nn.Module) -> list[Inputs]:

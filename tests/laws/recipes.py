@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests import zoo
+from tests.laws.literature import LITERATURE
 from tests.laws.more_recipes import ELSEWHERE, MIXED, ORDERS
 from tests.laws.recipe import ENCODER_DECODER, GATED, WITH_BIAS, Recipe, at
 from tests.reference import elsewhere
@@ -265,7 +266,7 @@ ATTENTION = (
     ),
 )
 
-RECIPES = (*LINEAR, *SUB_LAYER, *ATTENTION, *ORDERS, *ELSEWHERE, *MIXED)
+RECIPES = (*LINEAR, *SUB_LAYER, *ATTENTION, *ORDERS, *ELSEWHERE, *MIXED, *LITERATURE)
 NAMED = {recipe.name: recipe for recipe in RECIPES}
 # Every recipe meets BART and LLaMA. Of the others, which are like one of these in much, it meets each second or third, in turn.
 STRIDES = {"bart": 1, "llama": 1, "t5": 2, "gpt2": 2, "bert": 2, "opt": 2, "roberta": 3, "qwen3": 3}

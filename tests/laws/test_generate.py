@@ -14,6 +14,9 @@ from tests.laws.recipes import NAMED
 
 GENERATING = ("bart", "t5", "gpt2", "llama")
 METHODS = ("mam", "everything", "dora", "scaled-states", "interpolated", "seq-bn", "prefix-mlp")
+PAIRS = [(method, name) for name in GENERATING for method in METHODS]
+PAIRS += [("loreft", "bart"), ("krona-res", "t5"), ("vera", "gpt2"), ("compacter", "gpt2"), ("oft", "llama")]
+PAIRS += [("said-scaled", "llama"), ("glora", "bart"), ("difffit", "gpt2")]
 TOKENS = 7
 
 
@@ -23,7 +26,7 @@ def prompt(name: str, model: torch.nn.Module, padding: zoo.Padding | None = "lef
     return given
 
 
-@pytest.fixture(scope="module", params=[(m, n) for n in GENERATING for m in METHODS], ids="-".join)
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
 def pair(request: Any) -> tuple[Case, torch.nn.Module]:
     torch.set_num_threads(1)
     method, name = request.param

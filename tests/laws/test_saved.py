@@ -18,6 +18,8 @@ from tests.laws.recipes import NAMED
 
 CASES = [(name, "everything") for name in zoo.ARCHITECTURES]
 CASES += [(name, method) for name in ("bart", "gpt2") for method in ("mam", "dora", "in-order", "scaled-states")]
+CASES += [("bart", "glora"), ("gpt2", "vera"), ("bart", "said-scaled"), ("gpt2", "adalora"), ("bart", "difffit")]
+CASES += [("gpt2", "compacter"), ("llama", "loreft"), ("t5", "krona-res")]
 
 
 def saved(name: str, method: str, folder: Path, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ NO_OPS = [
     for name in zoo.ARCHITECTURES
     for recipe in map(NAMED.get, ("lora", "dora", "ia3", "par-bn-residual", "scaled-states"))
     if recipe is not None and name in recipe.on
-]
+] + [(NAMED[method], name) for method, name in (("vera", "bart"), ("oft", "gpt2"), ("said", "llama"), ("glora", "opt"))]
 
 
 def named(case: tuple[Recipe, str]) -> str:
@@ -72,6 +72,10 @@ DROPOUT_FORMS = {
     "adapter": "edit e at layer[*].ffn { h += adapter(x, r=4, dropout=0.5) }",
     "lora": "edit e at layer[*].attn.q { h += lora(x, r=4, dropout=0.5) }",
     "bottleneck": "edit e at layer[*].attn.heads { h += bottleneck(q, r=4, dropout=0.5) }",
+    "kron": "edit e at layer[*].attn.q { h += kron(x, dropout=0.5) }",
+    "vera": "edit e at layer[*].attn.q { h += vera(x, r=4, dropout=0.5) }",
+    "svd": "edit e at layer[*].attn.q { h += svd(x, r=4, dropout=0.5) }",
+    "phm": "edit e at layer[*].ffn { h += phm(x, r=4, n=2, dropout=0.5) }",
 }
 
 
@@ -133,7 +137,7 @@ def count_layer_calls(case: Case) -> dict[str, int]:
     return calls
 
 
-@pytest.mark.parametrize("method", ["mam", "lora", "prefix-mlp"])
+@pytest.mark.parametrize("method", ["mam", "lora", "prefix-mlp", "compacter", "loreft", "loha"])
 def test_first_values_depend_on_the_seed_and_nothing_else(method: str) -> None:
     recipe = NAMED[method]
     made = []

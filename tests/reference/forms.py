@@ -6,6 +6,7 @@ Sources: He et al. 2022 Eq. 4-6 and Table 1; Hu et al. 2021; Liu et al. 2022 ((I
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -141,13 +142,19 @@ def vera(w: Weights, x: Tensor) -> Tensor:
 def fastfood(w: Weights, size: tuple[int, ...]) -> Tensor:
     """The first entries of H G Π H B θ, with dense Hadamard matrices."""
     n, count = len(w["G"]), torch.Size(size).numel()
-    h = torch.ones(1, 1, dtype=w["G"].dtype)
-    while len(h) < n:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    h = sylvester(n)
     theta = torch.cat([w["theta"], w["theta"].new_zeros(n - len(w["theta"]))])
-    permutation = torch.eye(n, dtype=theta.dtype)[w["order"]]
-    whole = h @ torch.diag(w["G"]) @ permutation @ h @ torch.diag(w["B"]) @ theta
+    whole = h @ (w["G"] * (h @ (w["B"] * theta))[w["order"]])
     return (whole[:count] / ((n * (w["G"] ** 2).sum()).sqrt() * (count / n) ** 0.5)).view(size)
+
+
+@cache
+def sylvester(n: int) -> Tensor:
+    """The Hadamard matrix of order n, a power of two."""
+    if n == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    h = sylvester(n // 2)
+    return torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
 
 
 def svd(w: Weights, x: Tensor, alpha: float) -> Tensor:

@@ -1,0 +1,137 @@
+"""The recipes of the literature on weights, Linears and whole layers."""
+
+from __future__ import annotations
+
+from tests import zoo
+from tests.laws.recipe import WITH_BIAS, Recipe, at
+from tests.reference import literature as by_hand
+from tests.reference import methods
+from tests.reference.methods import together
+
+WITHOUT_BIAS = ("t5", "llama", "qwen3")
+SQUARE = tuple(name for name in zoo.ARCHITECTURES if name != "qwen3")  # as many queries as features
+ALL_LINEARS = (
+    "layer[*].attn.q | layer[*].attn.k | layer[*].attn.v | layer[*].attn.o | layer[*].ffn.up | layer[*].ffn.down"
+)
+QV, QV_DOWN = "layer[*].attn.q | layer[*].attn.v", "layer[*].attn.q | layer[*].attn.v | layer[*].ffn.down"
+GLORA = "w = w + product(w, r=3) + lowrank(r=2)"
+
+WEIGHTS = (
+    Recipe("krona", at(QV, "kron(x)"), by_hand.krona("e", "q v"), identity=True, folds=True),
+    Recipe(
+        "lokr",
+        at("layer[*].attn.k | layer[*].attn.o | layer[*].ffn.up | layer[*].ffn.down", "kron(x, r=2, alpha=6)"),
+        by_hand.krona("e", "k o up down", 3.0),
+        identity=True,
+        folds=True,
+    ),
+    Recipe("krona-res", at("layer[*].ffn", "kron(x) + scalar(init=1) * x"), by_hand.krona_res("e"), identity=False),
+    Recipe(
+        "krona-res-linear",
+        at("layer[*].attn.q", "kron(x, rows=2, columns=16) + scalar(init=1) * x"),
+        by_hand.krona_res_linear("e", "q"),
+        identity=False,
+        folds=True,
+        on=SQUARE,
+    ),
+    Recipe(
+        "loha",
+        f"edit e at {QV_DOWN} {{ w += hadamard(r=2, alpha=4) }}",
+        by_hand.loha("e", "q v down", 4.0),
+        identity=True,
+        folds=True,
+    ),
+    Recipe(
+        "glora",
+        f"edit e at {QV_DOWN} {{ b = b + b * vector(init=0) + vector(init=0) + image(w)  {GLORA} }}",
+        by_hand.glora("e", "q v down"),
+        identity=True,
+        folds=True,
+        on=WITH_BIAS,
+    ),
+    Recipe(
+        "glora-without-bias",
+        f"edit e at {QV_DOWN} {{ {GLORA} }}",
+        by_hand.glora("e", "q v down", bias=False),
+        identity=True,
+        folds=True,
+        on=WITHOUT_BIAS,
+    ),
+    Recipe(
+        "oft",
+        f"edit e at {QV_DOWN} {{ w = orthogonal(w, block=8) }}",
+        by_hand.oft("e", "q v down", 8),
+        identity=True,
+        folds=True,
+    ),
+    Recipe(
+        "oft-neumann",
+        f"edit e at {QV_DOWN} {{ w = orthogonal(w, block=4, neumann=5) }}",
+        by_hand.oft("e", "q v down", 4, 5),
+        identity=True,
+        folds=True,
+    ),
+    Recipe("vera", at(QV_DOWN, "vera(x, r=5)"), by_hand.vera("e", "q v down"), identity=True, folds=True),
+    Recipe(
+        "said",
+        f"edit e at {ALL_LINEARS} {{ w += fastfood(d=9) }}",
+        by_hand.said("e", "q k v o up down"),
+        identity=True,
+        folds=True,
+    ),
+    Recipe(
+        "said-scaled",
+        f"edit e at {ALL_LINEARS} {{ w += scalar(init=1) * fastfood(d=9, seed=1) }}",
+        by_hand.said("e", "q k v o up down", scaled=True),
+        identity=True,
+        folds=True,
+    ),
+    Recipe("adalora", at(QV_DOWN, "svd(x, r=3, alpha=6)"), by_hand.adalora("e", "q v down", 6.0), True, folds=True),
+)
+
+LAYERS = (
+    Recipe(
+        "compacter",
+        at("layer[*].attn | layer[*].ffn", "phm(h, r=8, n=4, act=gelu)"),
+        by_hand.compacter("e", "attn ffn", "gelu"),
+        identity=False,
+    ),
+    Recipe(
+        "compacter-pp", at("layer[*].ffn", "phm(h, r=4, n=2, rank=2)"), by_hand.compacter("e", "ffn", "relu"), False
+    ),
+    Recipe(
+        "phm-adapter",
+        at("layer[*].attn | layer[*].ffn", "phm(h, r=4, n=2, shared=false, factorised=false, act=tanh)"),
+        by_hand.compacter("e", "attn ffn", "tanh"),
+        identity=False,
+    ),
+    Recipe("loreft", at("layer[*]", "reft(h, r=2)"), by_hand.reft("e"), identity=False),
+    Recipe(
+        "direft",
+        at("layer[*]", "reft(h, r=2, orthogonal=false, subtract=false)"),
+        by_hand.reft("e", orthogonal=False, subtract=False),
+        identity=False,
+    ),
+    Recipe(
+        "difffit",
+        "edit g at layer[*].attn | layer[*].ffn { h *= scalar(init=1) }\n"
+        "train b = [b] at layer[*].attn.** | layer[*].ffn.**\n"
+        "train n = [w, b] at layer[*].norm",
+        together(by_hand.gammas("g", "attn ffn"), by_hand.unfrozen("b", "n")),
+        identity=True,
+        folds=True,
+        on=WITH_BIAS,
+        edits=("g", "b", "n"),
+    ),
+    Recipe(
+        "layernorm",
+        "train n = [w] at layer[*].norm\nedit q at layer[*].attn.q { h += lora(x, r=3) }",
+        together(methods.lora("q", "q", 3.0), by_hand.unfrozen("n")),
+        identity=True,
+        folds=True,
+        on=("t5", "llama", "qwen3"),
+        edits=("n", "q"),
+    ),
+)
+
+LITERATURE = (*WEIGHTS, *LAYERS)

@@ -1,0 +1,166 @@
+"""Methods of the literature on weights, Linears and layers, as code; see `methods.py`.
+
+What is never trained (VeRA's A and B, the random matrices of Fastfood) and what is common to the sites of an edit stands
+among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tests.reference import forms
+from tests.reference.methods import Method, Weights, at_sublayers, linears, sublayers
+from tests.reference.reference import Reference, part
+
+
+def whole(weights: Weights, edit: str, path: str, form: str) -> dict[str, Tensor]:
+    """What a form has at a site, and what it has in common with other sites."""
+    common = f"{edit}/{edit}.{form}/{form}."
+    return part(weights, edit, path, form) | {k.removeprefix(common): v for k, v in weights.items() if common in k}
+
+
+def krona(edit: str, roles: str, s: float = 1.0) -> Method:
+    """h ← h + s (A ⊗ B) x."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            w = part(weights, edit, path, "kron")
+            ref.linear(rows, lambda h, x, w=w: h + forms.kron(w, x, s))
+
+    return apply
+
+
+def krona_res_linear(edit: str, roles: str) -> Method:
+    """h ← h + (A ⊗ B) x + s x of Linears with as many outputs as inputs."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            w, s = part(weights, edit, path, "kron"), part(weights, edit, path, "scalar")["scale"]
+            ref.linear(rows, lambda h, x, w=w, s=s: h + forms.kron(w, x, 1.0) + s * x)
+
+    return apply
+
+
+def krona_res(edit: str) -> Method:
+    """h ← h + (A ⊗ B) x + s x of the ffns (KronA^B_res)."""
+    return at_sublayers(
+        edit, "ffn", lambda at, w: at.h + forms.kron(w("kron"), at.x, 1.0) + w("scalar")["scale"] * at.x
+    )
+
+
+def loha(edit: str, roles: str, alpha: float) -> Method:
+    """w ← w + (α/r) (B A) ⊙ (D C)."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            w = part(weights, edit, path, "hadamard")
+            ref.weight(rows, lambda base, w=w: base + forms.hadamard(w, alpha))
+
+    return apply
+
+
+def glora(edit: str, roles: str, bias: bool = True) -> Method:
+    """w ← w + w A + B; b ← b + b ⊙ d + e + w c."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            inner, outer = part(weights, edit, path, "product"), part(weights, edit, path, "lowrank")
+            w, b = ref.w(rows)
+            if bias:
+                assert b is not None
+                d, e = (part(weights, edit, path, form)["scale"] for form in ("vector", "vector_2"))
+                b = b + b * d + e + w @ part(weights, edit, path, "image")["c"]
+            w = w + forms.product(inner, w) + forms.lowrank(outer, float(len(outer["A"])))
+            ref.linear(rows, lambda h, x, w=w, b=b: linear(x, w, b))
+
+    return apply
+
+
+def oft(edit: str, roles: str, block: int, neumann: int | None = None) -> Method:
+    """w ← w Rᵀ, R = diag(R_1, …) orthogonal."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            w = part(weights, edit, path, "orthogonal")
+            ref.weight(rows, lambda base, w=w: forms.orthogonal(w, base, block, neumann))
+
+    return apply
+
+
+def vera(edit: str, roles: str) -> Method:
+    """h ← h + b ⊙ B (d ⊙ A x)."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            w = whole(weights, edit, path, "vera")
+            ref.linear(rows, lambda h, x, w=w: h + forms.vera(w, x))
+
+    return apply
+
+
+def said(edit: str, roles: str, scaled: bool = False) -> Method:
+    """w ← w + s P θ, s one trained number for each weight where it is scaled."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            w = ref.w(rows)[0]
+            change = forms.fastfood(whole(weights, edit, path, "fastfood"), tuple(w.shape))
+            if scaled:
+                change = part(weights, edit, path, "scalar")["scale"] * change
+            ref.weight(rows, lambda base, change=change: base + change)
+
+    return apply
+
+
+def adalora(edit: str, roles: str, alpha: float) -> Method:
+    """h ← h + (α/r) P (λ ⊙ Q x)."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            w = part(weights, edit, path, "svd")
+            ref.linear(rows, lambda h, x, w=w: h + forms.svd(w, x, alpha))
+
+    return apply
+
+
+def compacter(edit: str, which: str, act: str) -> Method:
+    """h ← h + f(h), f a bottleneck whose weights are sums of Kronecker products."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for site in sublayers(ref, which):
+            w = whole(weights, edit, site.path, "phm")
+            ref.h(site, lambda at, w=w: at.h + forms.phm(w, at.h, act))
+
+    return apply
+
+
+def reft(edit: str, orthogonal: bool = True, subtract: bool = True) -> Method:
+    """h ← h + Rᵀ (W h + b − R h) of whole layers."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for layer in ref.layers:
+            w = part(weights, edit, layer.path, "reft")
+            ref.output(layer.module, lambda h, x, w=w: h + forms.reft(w, h, orthogonal, subtract))
+
+    return apply
+
+
+def gammas(edit: str, which: str) -> Method:
+    """h ← γ h, γ one number for each sub-layer (DiffFit)."""
+    return at_sublayers(edit, which, lambda at, w: at.h * w("scalar")["scale"])
+
+
+def unfrozen(*edits: str) -> Method:
+    """Parameters of the model itself: `<edit>/<dotted name>`."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for key, value in weights.items():
+            edit, _, name = key.partition("/")
+            if edit in edits:
+                owner, _, last = name.rpartition(".")
+                module = ref.model.get_submodule(owner)
+                del module._parameters[last]
+                setattr(module, last, value)
+
+    return apply
