@@ -1,4 +1,4 @@
-"""PEFT on the zoo, with weights given as this project saves them: a second opinion on LoRA, DoRA and (IA)³."""
+"""PEFT on the zoo, with weights given as this project saves them: a second opinion."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def lora(
     edit: str,
     alpha: float,
     dora: bool,
+    rslora: bool = False,
 ) -> tuple[nn.Module, Parameters]:
     """The model under PEFT's LoRA (DoRA) with our A, B (m), and PEFT's parameters under our names."""
     sites = list(sites)
@@ -38,10 +39,10 @@ def lora(
         lora_alpha=alpha,
         target_modules=[rows.module for _, rows in sites],
         use_dora=dora,
+        use_rslora=rslora,
         fan_in_fan_out=_transposed(ref, sites),
     )
-    model = peft.inject_adapter_in_model(config, ref.model)
-    model.to(torch.float64).eval()
+    model = injected(ref, config)
     found: Parameters = {}
     for path, rows in sites:
         module, w = model.get_submodule(rows.module), part(weights, edit, path, form)
@@ -68,11 +69,59 @@ def ia3(
         feedforward_modules=before,
         fan_in_fan_out=_transposed(ref, inputs),
     )
-    model = peft.inject_adapter_in_model(config, ref.model)
-    model.to(torch.float64).eval()
+    model = injected(ref, config)
     found = {key: model.get_submodule(rows.module).ia3_l["default"] for key, rows in (*outputs, *inputs)}
     _copy(found, weights)
     return model, found
+
+
+# Where PEFT keeps what is here named A, B, …
+NAMES = {
+    "hadamard": {"A": "hada_w1_b", "B": "hada_w1_a", "C": "hada_w2_b", "D": "hada_w2_a"},
+    "kron": {"A": "lokr_w1", "B": "lokr_w2", "B_up": "lokr_w2_a", "B_down": "lokr_w2_b"},
+    "orthogonal": {"Q": "oft_R"},
+    "svd": {"P": "lora_B", "Q": "lora_A", "values": "lora_E"},
+    "vera": {"d": "vera_lambda_d", "b": "vera_lambda_b"},
+}
+
+
+def at_linears(
+    ref: Reference, config: peft.PeftConfig, sites: Iterable[tuple[str, Rows]], weights: Mapping[str, Tensor], form: str
+) -> tuple[nn.Module, Parameters]:
+    """The model under a method whose config is given without its targets, with the weights of the edit `e`."""
+    sites = list(sites)
+    config.target_modules = {rows.module for _, rows in sites}  # type: ignore[attr-defined]
+    if hasattr(config, "fan_in_fan_out"):
+        config.fan_in_fan_out = _transposed(ref, sites)
+    model = injected(ref, config)
+    found: Parameters = {}
+    for path, rows in sites:
+        module = model.get_submodule(rows.module)
+        for name in part(weights, "e", path, form):
+            held = getattr(module, NAMES[form][name])["default"]
+            found[f"e/{path}/{form}.{name}"] = held.weight if isinstance(held, nn.Module) else held
+    _copy(found, weights)
+    return model, found
+
+
+def norms(ref: Reference, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Parameters]:
+    """LN tuning of the norms whose parameters are given, as `<edit>/<dotted name>`."""
+    modules = {key.partition("/")[2].rpartition(".")[0] for key in weights}
+    model = injected(ref, peft.LNTuningConfig(target_modules=modules))
+    found: Parameters = {}
+    for key in weights:
+        module, _, name = key.partition("/")[2].rpartition(".")
+        found[key] = getattr(model.get_submodule(module).ln_tuning_layers["default"], name)
+    _copy(found, weights)
+    return model, found
+
+
+def injected(ref: Reference, config: peft.PeftConfig) -> nn.Module:
+    if isinstance(config, peft.VeraConfig):  # which `inject_adapter_in_model` refuses
+        model = peft.VeraModel(ref.model, config, "default").model
+    else:
+        model = peft.inject_adapter_in_model(config, ref.model)
+    return model.to(torch.float64).eval()
 
 
 def _transposed(ref: Reference, sites: list[tuple[str, Rows]]) -> bool:
