@@ -146,7 +146,7 @@ class FormModule(nn.Module):
 class Member(FormModule):
     """The place of one site among those that share all the parameters of `owner`."""
 
-    owner_module: FormModule
+    owner_module: FormModule  # pyright: ignore[reportIncompatibleVariableOverride]  # a member always has one
 
     def __init__(self, owner: FormModule, index: int) -> None:
         super().__init__(owner.form_args, owner.form_dims, torch.float32, None)

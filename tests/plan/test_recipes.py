@@ -1,0 +1,86 @@
+"""The shipped recipes on real configurations: all of them plan and keep what they promise, or say why they cannot stand."""
+
+from functools import cache
+
+import pytest
+
+import peftc
+from peftc import resources
+from peftc.planning.plan import Planned, make_plan
+from peftc.semantics import expand, read_spec
+from peftc.tracing.sites import SiteTable
+
+RECIPES = resources.recipes()
+MODELS = ("facebook/bart-large", "bert-base-uncased", "t5-large", "meta-llama/Meta-Llama-3-8B")
+NEED_BIASES = ("bitfit", "difffit", "glora")
+
+
+@cache
+def table(model: str) -> SiteTable:
+    return peftc.sites(model)
+
+
+def planned(name: str, model: str) -> Planned:
+    return make_plan(expand(read_spec(RECIPES[name])), table(model))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_plans(name: str, model: str) -> None:
+    if name in NEED_BIASES and model in MODELS[2:]:
+        with pytest.raises(peftc.PeftcError) as caught:
+            planned(name, model)
+        assert {d.code for d in caught.value.diagnostics} == {"P205"}
+        return
+    found = planned(name, model)
+    assert not found.findings
+    assert all(expectation.holds for expectation in found.plan.expectations)
+    assert found.plan.totals.trained > 0
+
+
+# What each recipe trains on BART-large: d = 1024, 4096 in the ffn, 12 attentions and ffns in the encoder, 24 and 12 in the decoder.
+D, F, ATTN, FFN = 1024, 4096, 36, 24
+QV, QKVO = 2 * ATTN, 4 * ATTN
+ADAPTER = 2 * D * 8 + 8 + D  # r = 8
+GLORA = {"attn": 2 * 4 * D + 4 * 2 * D, "up": 2 * 4 * D + 4 * (D + F), "down": 2 * 4 * F + 4 * (D + F)}
+GLORA_BIAS = QKVO * 3 * D + FFN * (2 * F + D) + FFN * (2 * D + F)
+ATTN_OF, FFN_OF = (lambda layers: 3 * layers), (lambda layers: 2 * layers)  # of as many layers of each stack
+BIASES = QKVO * D + FFN * (F + D)
+
+COUNTS = {
+    "krona": QV * 2 * D,  # 32 × 32 and 32 × 32
+    "krona_res": FFN * (2 * D + 1),
+    "lokr": QKVO * (D + 8 * (32 + 32)),
+    "loha": QKVO * 2 * 8 * 2 * D,
+    "vera": QV * (256 + D),
+    "glora_weight": QKVO * GLORA["attn"] + FFN * (GLORA["up"] + GLORA["down"]),
+    "glora": QKVO * GLORA["attn"] + FFN * (GLORA["up"] + GLORA["down"]) + GLORA_BIAS,
+    "oft": QKVO * (D // 32) * (32 * 31 // 2),
+    "said": 200 + QKVO + 2 * FFN,
+    "adalora": QKVO * 12 * (2 * D + 1) + 2 * FFN * 12 * (D + F + 1),
+    "compacter": 4**3 + 48 * (2 * (D + 32) + 32 + D),
+    "compacter_pp": 4**3 + FFN * (2 * (D + 32) + 32 + D),
+    "phm_adapter": 48 * (2 * 4**3 + 2 * 32 * D // 4 + 32 + D),
+    "difffit": (ATTN + FFN) * (1 + 2 * D) + BIASES,
+    "loreft": FFN * 8 * (2 * D + 1),
+    "direft": FFN * 8 * (2 * D + 1),
+    "rslora": QV * 64 * 2 * D,
+    "s4": sum(
+        (
+            (ATTN_OF(2 + 4 + 4) + FFN_OF(2 + 4 + 4)) * ADAPTER,
+            ATTN_OF(4 + 4 + 2) * 2 * 4 * D,
+            ATTN_OF(4 + 2) * 4 * D + FFN_OF(4 + 2) * (F + D),
+            ATTN_OF(2 + 2) * 2 * 8 * 2 * D,
+        )
+    ),
+    "lora_adapter": 3 * ATTN * 128 * 2 * D + (ATTN + FFN) * (2 * D * 128 + 128 + D),
+    "multi_head_parallel": ATTN * 2 * 30 * D,
+    "learned_scale": FFN * (2 * D * 512 + 512 + D + 1),
+    "parallel_res": FFN * (2 * D * 512 + 512 + D),
+    "unipelt": 43_914_372,  # measured in AdapterHub
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_by_hand(name: str) -> None:
+    assert planned(name, "facebook/bart-large").plan.totals.trained == COUNTS[name]
