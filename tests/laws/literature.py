@@ -116,7 +116,7 @@ LAYERS = (
         "difffit",
         "edit g at layer[*].attn | layer[*].ffn { h *= scalar(init=1) }\n"
         "train b = [b] at layer[*].attn.** | layer[*].ffn.**\n"
-        "train n = [w, b] at layer[*].norm",
+        "train n = [w] at layer[*].norm",
         together(by_hand.gammas("g", "attn ffn"), by_hand.unfrozen("b", "n")),
         identity=True,
         folds=True,

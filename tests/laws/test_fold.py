@@ -16,7 +16,7 @@ from tests.laws.recipe import TIED
 from tests.laws.recipes import NAMED
 
 
-@pytest.mark.parametrize("method", ["lora", "dora", "ia3", "gamma", "rslora-everywhere"])
+@pytest.mark.parametrize("method", ["lora", "dora", "ia3", "gamma", "rslora-everywhere", "vera", "said"])
 @pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "llama"])
 def test_a_fully_folded_model_is_plain(name: str, method: str) -> None:
     """Its classes are the base's own, its state dict has the base's keys and shapes, and it is trainable as before."""
@@ -38,6 +38,8 @@ REFUSED = {
     "prefix": "prefix",
     "multi-head": "relu",
     "gated-lora": "gate",
+    "compacter": "gelu",
+    "loreft": "",
 }
 
 

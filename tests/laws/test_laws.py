@@ -34,6 +34,15 @@ def test_every_parameter_is_saved_under_an_edit_of_the_spec(case: Case) -> None:
     assert all(p.dtype == torch.float64 for p in case.parameters.values())
 
 
+def test_counts_are_those_of_the_compiled_model(case: Case) -> None:
+    """Trained: what has a gradient. Stored: the same, but for a prefix that is made by an MLP and saved as rows."""
+    for edit in case.plan.edits:
+        own = [p for key, p in case.parameters.items() if key.partition("/")[0] == edit.name]
+        assert edit.trained == sum(p.numel() for p in own)
+        assert edit.stored == edit.trained or "reparam" in case.recipe.spec
+    assert case.plan.totals.trained == sum(p.numel() for p in case.model.parameters() if p.requires_grad)
+
+
 def test_equals_the_reference(case: Case) -> None:
     """Logits and gradients of the edit parameters, in float64, with and without a padding mask."""
     case.at_random()
@@ -98,7 +107,10 @@ def test_verdicts_on_folding(case: Case) -> None:
 
 
 def test_folded_equals_unfolded(case: Case) -> None:
-    """Exact in float64 for every edit whose verdict is that it folds; the others stay, and are named."""
+    """Exact in float64 for every edit whose verdict is that it folds; the others stay, and are named.
+
+    As many entries change as the plan says.
+    """
     stay = {edit.name for edit in case.plan.edits if not edit.foldable}
     if stay == set(case.recipe.edits):
         return
@@ -110,6 +122,10 @@ def test_folded_equals_unfolded(case: Case) -> None:
             got = folded(**given)[0]
             close(visible(folded, given, got), visible(case.model, given, case.model(**given)[0]), "folded")
             assert not torch.equal(got, base)
+    if not stay:
+        now, was = folded.state_dict(), case.before.state
+        moved = (int((v != was[k]).sum()) if k in was else v.numel() for k, v in now.items())
+        assert sum(moved) == case.plan.totals.changed
     assert {refused.edit for refused in report.refused} == stay
     if stay:
         assert {key.partition("/")[0] for key in peftc.parameters(folded)} == stay
