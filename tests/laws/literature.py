@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from tests import zoo
 from tests.laws.recipe import WITH_BIAS, Recipe, at
 from tests.reference import literature as by_hand
 from tests.reference import methods
 from tests.reference.methods import together
 
 WITHOUT_BIAS = ("t5", "llama", "qwen3")
-SQUARE = tuple(name for name in zoo.ARCHITECTURES if name != "qwen3")  # as many queries as features
 ALL_LINEARS = (
     "layer[*].attn.q | layer[*].attn.k | layer[*].attn.v | layer[*].attn.o | layer[*].ffn.up | layer[*].ffn.down"
 )
@@ -24,6 +22,7 @@ WEIGHTS = (
         by_hand.krona("e", "k o up down", 3.0),
         identity=True,
         folds=True,
+        on=("bart", "gpt2", "qwen3"),
     ),
     Recipe("krona-res", at("layer[*].ffn", "kron(x) + scalar(init=1) * x"), by_hand.krona_res("e"), identity=False),
     Recipe(
@@ -32,7 +31,7 @@ WEIGHTS = (
         by_hand.krona_res_linear("e", "q"),
         identity=False,
         folds=True,
-        on=SQUARE,
+        on=("t5", "gpt2", "llama"),
     ),
     Recipe(
         "loha",
@@ -70,6 +69,7 @@ WEIGHTS = (
         by_hand.oft("e", "q v down", 4, 5),
         identity=True,
         folds=True,
+        on=("gpt2", "llama"),
     ),
     Recipe("vera", at(QV_DOWN, "vera(x, r=5)"), by_hand.vera("e", "q v down"), identity=True, folds=True),
     Recipe(
@@ -78,6 +78,7 @@ WEIGHTS = (
         by_hand.said("e", "q k v o up down"),
         identity=True,
         folds=True,
+        on=("bart", "llama"),
     ),
     Recipe(
         "said-scaled",
@@ -97,13 +98,18 @@ LAYERS = (
         identity=False,
     ),
     Recipe(
-        "compacter-pp", at("layer[*].ffn", "phm(h, r=4, n=2, rank=2)"), by_hand.compacter("e", "ffn", "relu"), False
+        "compacter-pp",
+        at("layer[*].ffn", "phm(h, r=4, n=2, rank=2)"),
+        by_hand.compacter("e", "ffn", "relu"),
+        False,
+        on=("bert", "llama"),
     ),
     Recipe(
         "phm-adapter",
         at("layer[*].attn | layer[*].ffn", "phm(h, r=4, n=2, shared=false, factorised=false, act=tanh)"),
         by_hand.compacter("e", "attn ffn", "tanh"),
         identity=False,
+        on=("t5", "opt"),
     ),
     Recipe("loreft", at("layer[*]", "reft(h, r=2)"), by_hand.reft("e"), identity=False),
     Recipe(
@@ -111,6 +117,7 @@ LAYERS = (
         at("layer[*]", "reft(h, r=2, orthogonal=false, subtract=false)"),
         by_hand.reft("e", orthogonal=False, subtract=False),
         identity=False,
+        on=("bart", "gpt2"),
     ),
     Recipe(
         "difffit",
