@@ -148,3 +148,19 @@ def test_directions_and_magnitudes_start_at_the_rows_of_the_base() -> None:
         base = logits(model, inputs)
         peftc.compile(spec("gpt_oss", "w = magnitude(w + lowrank(r=2))"), model, sample=inputs)
         assert torch.allclose(logits(model, inputs), base, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "equations", ["b += image(w)  w += lowrank(r=2)", "w += lowrank(r=2)  b += image(w)"], ids=["before", "after"]
+)
+def test_a_bias_made_of_a_weight_reads_it_where_it_stands(equations: str) -> None:
+    """As equations apply in order, so does folding: the two agree whichever comes first."""
+    model, inputs = fresh("gpt_oss")
+    base = logits(model, inputs)
+    peftc.compile(f"peft 1\nedit e at layer[*].ffn.experts[*].down {{ {equations} }}", model, seed=0)
+    moved(peftc.parameters(model))
+    with torch.no_grad():
+        want = logits(model, inputs)
+        peftc.fold(model)
+        assert (logits(model, inputs) - want).abs().max() <= 1e-10
+    assert (want - base).abs().max() > 1e-3

@@ -49,6 +49,14 @@ WEIGHTS = (
         on=WITH_BIAS,
     ),
     Recipe(
+        "bias-after-weight",
+        "edit e at layer[*].attn.q { w += lowrank(r=2)  b += image(w) }",
+        by_hand.bias_after_weight("e", "q"),
+        identity=True,
+        folds=True,
+        on=("bart", "gpt2"),
+    ),
+    Recipe(
         "glora-without-bias",
         f"edit e at {QV_DOWN} {{ {GLORA} }}",
         by_hand.glora("e", "q v down", bias=False),

@@ -77,6 +77,20 @@ def glora(edit: str, roles: str, bias: bool = True) -> Method:
     return apply
 
 
+def bias_after_weight(edit: str, roles: str) -> Method:
+    """w ← w + B A, then b ← b + w c of the w just changed."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for path, rows in linears(ref, roles):
+            low, (w, b) = part(weights, edit, path, "lowrank"), ref.w(rows)
+            assert b is not None
+            w = w + forms.lowrank(low, float(len(low["A"])))
+            b = b + w @ part(weights, edit, path, "image")["c"]
+            ref.linear(rows, lambda h, x, w=w, b=b: linear(x, w, b))
+
+    return apply
+
+
 def oft(edit: str, roles: str, block: int, neumann: int | None = None) -> Method:
     """w ← w Rᵀ, R = diag(R_1, …) orthogonal."""
 
