@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from peftc.compiler import compile, disabled, graphs, parameters, parse, plan, remove, sites, specs
     from peftc.explore import rewrite, trace
     from peftc.multitask import add_task, drop_task, task, tasks
+    from peftc.training import StepCallback, losses, step
     from peftc.weights import fold, load, save
 
 __version__ = "0.1.0"
@@ -18,12 +19,14 @@ _HOMES = {
     "peftc.compiler": ("compile", "disabled", "graphs", "parameters", "parse", "plan", "remove", "sites", "specs"),
     "peftc.explore": ("rewrite", "trace"),
     "peftc.multitask": ("add_task", "drop_task", "task", "tasks"),
+    "peftc.training": ("StepCallback", "losses", "step"),
     "peftc.weights": ("fold", "load", "save"),
 }
 
 __all__ = [
     "Diagnostic",
     "PeftcError",
+    "StepCallback",
     "add_task",
     "compile",
     "disabled",
@@ -31,6 +34,7 @@ __all__ = [
     "fold",
     "graphs",
     "load",
+    "losses",
     "parameters",
     "parse",
     "plan",
@@ -39,6 +43,7 @@ __all__ = [
     "save",
     "sites",
     "specs",
+    "step",
     "task",
     "tasks",
     "trace",

@@ -269,7 +269,7 @@ def checked_tasks(tasks: Sequence[str] | None, present: tuple[str, ...]) -> tupl
     if tasks is None:
         return present
     names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
-    wrong = next((n for n in names if not isinstance(n, str) or not TASK.fullmatch(n) or hasattr(_DICT, n)), None)
+    wrong = next((n for n in names if not TASK.fullmatch(str(n)) or hasattr(_DICT, n)), None)
     if wrong is not None or not names:
         message = f"`{wrong}` is no name of a task" if names else "no task is named"
         raise PeftcError(Diagnostic("P537", message, help="names are of letters, digits, `_` and `-`"))

@@ -94,6 +94,11 @@ WEIGHTS: dict[str, CodeInfo] = {
         "Tasks have names of letters, digits, `_` and `-`, each once, and belong to edits that say `per task`. All specs on a "
         "model have the same tasks; a model with such edits has at least one.",
     ),
+    "P539": CodeInfo(
+        "step without gradients",
+        "`peftc.step` reads how important entries are from their gradients. It is called after `backward()` and before they are set to "
+        "zero.",
+    ),
     "P538": CodeInfo(
         "no state to fold into",
         '`peftc.fold(model, into="state")` is for prefixes, which become the seed of a cache, and prompts, which become embedded '

@@ -1,6 +1,21 @@
 """Functional forms: `FORMS` holds one row for each; importing this package registers them all. No torch."""
 
-from peftc.forms import adapter, kron, lora, magnitude, phm, prefix, projected, prompt, reft, scaling, svd, weights
+from peftc.forms import (
+    adapter,
+    kron,
+    linear,
+    lora,
+    magnitude,
+    mixture,
+    phm,
+    prefix,
+    projected,
+    prompt,
+    reft,
+    scaling,
+    svd,
+    weights,
+)
 from peftc.forms.registry import FORMS, Args, AtInit, Count, Dims, Form, Illegal, Param, Value, register
 
 __all__ = [
@@ -15,8 +30,10 @@ __all__ = [
     "Value",
     "adapter",
     "kron",
+    "linear",
     "lora",
     "magnitude",
+    "mixture",
     "phm",
     "prefix",
     "projected",

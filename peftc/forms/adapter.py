@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, describe, features, integer, over
 from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Heads, Rows, Shape
@@ -96,11 +98,11 @@ def _head_count(args: Args, dims: Dims) -> Count:
 register(
     Form(
         name="bottleneck",
-        equation="f(q) = act(q P_kᵀ) P_v in each head",
+        equation="f(q) = act(q P_kᵀ) P_v in each head; softmax(q P_kᵀ / √d_head) P_v with act=softmax",
         takes_input=True,
         params=(
             Param("r", "int", "rows of P_k and of P_v in each head", required=True, low=1),
-            ACT,
+            replace(ACT, choices=(*ACT.choices, "softmax")),
             DROPOUT,
             INIT,
             DTYPE,

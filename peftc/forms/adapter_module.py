@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import sqrt
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +76,8 @@ class Adapter(FormModule):
 
 
 class Bottleneck(FormModule):
-    """f(q) = act(q P_kᵀ) P_v in each head, no 1/√d and no biases.
+    """f(q) = act(q P_kᵀ) P_v in each head, no 1/√d and no biases; with `softmax`, over the r rows, the scores are divided by √d_head,
+    as those of the attention are: a prefix without its gate (He et al. 2022, Table 4).
 
     Shapes: q (batch, heads, tokens, d_head) or (batch, tokens, heads, d_head), and so the value, as the target has it;
     keys, values (heads, r, d_head).
@@ -95,8 +97,9 @@ class Bottleneck(FormModule):
 
     def forward(self, q: Tensor) -> Tensor:
         rows = (q.transpose(1, 2) if self.turn_in else q).to(self.keys.dtype)
-        z = F.dropout(ACTIVATION[self.act](rows @ self.keys.transpose(1, 2)), self.p, self.training)
-        y = z @ self.values
+        z = rows @ self.keys.transpose(1, 2)
+        z = (z / sqrt(self.keys.shape[-1])).softmax(-1) if self.act == "softmax" else ACTIVATION[self.act](z)
+        y = F.dropout(z, self.p, self.training) @ self.values
         return (y.transpose(1, 2) if self.turn_out else y).to(q.dtype)
 
     def draws(self) -> Mapping[str, Draw]:

@@ -126,6 +126,9 @@ class FormModule(nn.Module):
         """The value at the site numbered `index` of those that share these parameters."""
         return self(like)
 
+    def stepped(self, generator: torch.Generator) -> None:
+        """What changes after each step of training."""
+
     def collapsed(self) -> Mapping[str, Tensor]:
         """The parameters of the simpler form that is saved in the place of this one, where `Form.collapses` says so."""
         raise TypeError(f"{type(self).__name__} is saved as it is")

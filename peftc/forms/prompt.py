@@ -72,6 +72,6 @@ register(
         module="peftc.forms.prompt_module:Prompt",
         paper="Lester et al. 2021, arXiv:2104.08691; Liu et al. 2021, arXiv:2103.10385 (P-tuning); "
         "Qin et al. 2021, arXiv:2110.07867 (intrinsic prompt tuning)",
-        collapses=lambda args: hidden_width(args) is not None and not args["keep"],
+        collapses=lambda args: "prompt" if hidden_width(args) is not None and not args["keep"] else None,
     )
 )

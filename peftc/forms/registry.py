@@ -98,9 +98,7 @@ class Form:
     common: Callable[[Args], Scope | None] = field(default=lambda args: None)
     common_count: Callable[[Args, Dims], Count] | None = None
     anywhere: bool = False
-    collapses: Callable[[Args], bool] = field(
-        default=lambda args: False
-    )  # what is saved is what it makes, of fewer arguments
+    collapses: Callable[[Args], str | None] = field(default=lambda args: None)  # the form that is saved in its place
     rank: Callable[[Args, Dims], int | None] = field(
         default=lambda args, dims: None
     )  # of the change it makes to a weight

@@ -44,7 +44,7 @@ PARAMS = (
     Param("total", "int", "steps of the whole training", low=1),
     Param("beta1", "float", "smoothing of the importance", 0.85, low=0.0, high=1.0, open="both"),
     Param("beta2", "float", "smoothing of its uncertainty", 0.85, low=0.0, high=1.0, open="both"),
-    Param("orthogonality", "float", "weight of ‖PᵀP − I‖² + ‖QQᵀ − I‖² among `peftc.losses`", 0.5, low=0.0),
+    Param("orthogonality", "float", "weight of ‖PᵀP − I‖ and ‖QQᵀ − I‖ among `peftc.losses`", 0.5, low=0.0),
     DTYPE,
 )
 DEFAULTS = {param.name: param.default for param in PARAMS}
@@ -52,7 +52,7 @@ DEFAULTS = {param.name: param.default for param in PARAMS}
 register(
     Form(
         name="svd",
-        equation="f(x) = (alpha / rank) · P (λ ⊙ Q x); the least important λ of all sites become zero while training",
+        equation="f(x) = (alpha / r) · P (λ ⊙ Q x); the least important λ of all sites become zero while training",
         takes_input=True,
         params=PARAMS,
         shape=_shape,

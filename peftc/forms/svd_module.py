@@ -16,13 +16,14 @@ from peftc.forms.registry import Args, Dims
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
 
-EPSILON = 1e-5  # added to the rank, as PEFT does: all may be given up
+EPSILON = 1e-5  # added to the rank, as PEFT does
+IMPORTANCE, UNCERTAINTY = "importance", "uncertainty"
 
 
 class SVD(FormModule):
-    """f(x) = alpha / (rank + 1e-5) · P (λ ⊙ (Q dropout(x))); P and Q N(0, 0.02), λ zero; alpha = r where none is given.
+    """f(x) = alpha / (r + 1e-5) · P (λ ⊙ (Q dropout(x))); P and Q N(0, 0.02), λ zero; alpha = r where none is given.
 
-    `rank`, the number of λ that have not been given up, and the smoothed importances are a state that `peftc.step` changes.
+    Which λ are `kept`, and the smoothed importances, are a state that `peftc.step` changes.
     Shapes: x (batch, tokens, d_in); f (batch, tokens, d_out); P (d_out, r); Q (r, d_in); values (r,).
     Source: Zhang et al. 2023, arXiv:2303.10512, Eq. 3; scale and first values as PEFT has them.
     """
@@ -33,24 +34,51 @@ class SVD(FormModule):
         self.P = self.parameter("P", features("svd", dims.target, "writes"), r)
         self.Q = self.parameter("Q", r, d_in)
         self.values = self.parameter("values", r)
-        self.rank = self.state("rank", torch.tensor([float(r)], dtype=dtype))
-        self.alpha = float(r) if args["alpha"] is None else number(args, "alpha")
+        self.scale = (float(r) if args["alpha"] is None else number(args, "alpha")) / (r + EPSILON)
         self.p = number(args, "dropout")
         if args["target"] is not None:
+            self.state("kept", torch.ones(r, dtype=torch.bool))
             for name, parameter in list(self.named_parameters()):
-                self.state(f"{name}_importance", torch.zeros(parameter.shape, dtype=dtype))
-                self.state(f"{name}_uncertainty", torch.zeros(parameter.shape, dtype=dtype))
-
-    def scale(self) -> Tensor:
-        return self.alpha / (self.rank + EPSILON)
+                for what in (IMPORTANCE, UNCERTAINTY):
+                    self.state(f"{name}_{what}", torch.zeros(parameter.shape, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         z = F.linear(F.dropout(x.to(self.P.dtype), self.p, self.training), self.Q)
-        return (F.linear(z * self.values, self.P) * self.scale()).to(x.dtype)
+        return (F.linear(z * self.values, self.P) * self.scale).to(x.dtype)
 
     def draws(self) -> Mapping[str, Draw]:
         return {"P": normal(0.02), "Q": normal(0.02), "values": constant(0.0)}
 
     def fold(self, value: Affine) -> Affine:
         values = self.values.detach().to(value.dtype)
-        return value.through(self.Q).scaled(values).through(self.P).scaled(self.scale().to(value.dtype))
+        return value.through(self.Q).scaled(values).through(self.P).scaled(self.scale)
+
+    # Giving up ranks ---------------------------------------------------------------------------------------------
+
+    def last_round(self) -> int:
+        """The last step in which ranks are given up."""
+        return integer(self.form_args, "total") - integer(self.form_args, "cooldown")
+
+    def smooth(self) -> None:
+        """Takes the present |p · ∂p| of every entry into its importance, and how far off it is into its uncertainty."""
+        beta1, beta2 = number(self.form_args, "beta1"), number(self.form_args, "beta2")
+        for name, parameter in self.named_parameters():
+            assert parameter.grad is not None
+            now = (parameter * parameter.grad).abs()
+            mean, spread = self.get_buffer(f"{name}_{IMPORTANCE}"), self.get_buffer(f"{name}_{UNCERTAINTY}")
+            mean.mul_(beta1).add_((1 - beta1) * now)
+            spread.mul_(beta2).add_((1 - beta2) * (now - mean).abs())
+
+    def scores(self) -> Tensor:
+        """The importance of each triplet (r,): of λ, and the means over its row of Q and its column of P."""
+        entry = {
+            n: self.get_buffer(f"{n}_{IMPORTANCE}") * self.get_buffer(f"{n}_{UNCERTAINTY}")
+            for n in ("P", "Q", "values")
+        }
+        return entry["values"] + (entry["Q"].mean(1) + entry["P"].mean(0))
+
+    def orthogonality(self) -> Tensor:
+        """w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖."""
+        one = torch.eye(len(self.values), dtype=self.P.dtype, device=self.P.device)
+        norms = [torch.linalg.matrix_norm(product - one) for product in (self.P.t() @ self.P, self.Q @ self.Q.t())]
+        return number(self.form_args, "orthogonality") * torch.stack(norms).mean()

@@ -33,14 +33,15 @@ def prompt_regions(placed: ir.Placed, anatomy: Anatomy) -> Iterator[Region]:
     Rows of the prompt leave an encoder that a decoder attends to; of any other stack the result has those of the input.
     Raises: P418 where no module takes embedded tokens, or where the same edit does something else besides.
     """
+    span = next(iter(placed.assigns)).source.span
     if len(placed.assigns) > 1 or placed.lets:
         message = f"`{placed.edit}` joins tokens and does something else"
-        raise PeftcError(Diagnostic("P418", message, placed.assigns[0].source.span, help="write two edits"))
+        raise PeftcError(Diagnostic("P418", message, span, help="write two edits"))
     stack = _stack(placed, anatomy)
     module = _taking((EMBEDS,), placed.site.module, stack, anatomy)
     if module is None:
         message = f"no module takes the tokens of `{placed.site.path}` as `{EMBEDS}`, so none can be joined to them"
-        raise PeftcError(Diagnostic("P418", message, placed.assigns[0].source.span))
+        raise PeftcError(Diagnostic("P418", message, span))
     readers = [other for other in anatomy.stacks if other is not stack and attends(other)] if not attends(stack) else []
     keys = (relative(placed.site.module, module), bool(readers))
     yield _region(placed, module, Anchor("tokens", "", keys))

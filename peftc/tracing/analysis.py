@@ -66,7 +66,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
 
 def positions(model: nn.Module) -> int | None:
     """How many tokens a model takes, as its configuration has it."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(text, "max_position_embeddings", None)
     return found if isinstance(found, int) else None

@@ -1,12 +1,14 @@
 """What is saved of a compiled model: its tensors by name, and the spec whose parameters they are.
 
-A reparametrised prefix or prompt is saved as the rows it makes, so the spec that is saved has a direct one in its place.
+A reparametrised prefix or prompt is saved as the rows it makes, a mixture of adapters as their mean; the spec that is saved has
+a direct prefix, or an adapter, in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from peftc.compiler import parameters, states
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import FORMS
 from peftc.forms.module import FormModule
-from peftc.planning.ir import Instance
+from peftc.planning.ir import Placed
 from peftc.rewriting.install import SHARED, identifier
 from peftc.rewriting.record import Installation
 from peftc.semantics.arguments import bind
@@ -24,21 +26,33 @@ from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 
-ONLY_WHILE_TRAINING = ("reparam", "keep", "intrinsic")  # arguments that say how rows are made
+ONLY_WHILE_TRAINING = ("reparam", "keep", "intrinsic")  # arguments that say how what is saved is made
+
+
+@dataclass(frozen=True)
+class Collapsed:
+    """A form that is saved as what it makes: `place` is its name then, `before` the beginning of the names that are not saved."""
+
+    place: str
+    before: str
+    module: str
+    index: int
 
 
 def stored_tensors(model: nn.Module, record: Installation, name: str | None = None) -> dict[str, Tensor]:
-    """Everything trained (by the spec `name`, or by all) and its state, by the name under which it is saved; prefixes as rows unless they
-    keep their MLP.
+    """Everything trained (by the spec `name`, or by all) and its state, by the name under which it is saved; forms that
+    collapse as what they make.
     """
-    found = list(_collapsed(record, {edit for part in record.chosen(name) for edit in part.edits}))
-    collapsed = tuple(f"{place if one.owner is None else _owner_name(record, one)}." for place, one in found)
+    edits = {edit for part in record.chosen(name) for edit in part.edits}
+    placed = [p for p in record.placed if p.edit in edits]
+    found = [one for p in placed for one in _collapsed(record, p)]
+    before = tuple(one.before for one in found)
     kept = {**parameters(model, name), **states(model, name)}
-    tensors = {n: p.detach() for n, p in kept.items() if not n.startswith(collapsed)}
-    for place, one in found:
-        where = record.places[place] if one.owner is None else f"{SHARED}.{identifier(one.owner)}"
-        module = cast(FormModule, model.get_submodule(where))
-        tensors |= {f"{place}.{name}": rows for name, rows in module.collapsed_at(one.index).items()}
+    names = {old: new for p in placed for old, new in _renamed(p).items()}
+    tensors = {_under(n, names): p.detach() for n, p in kept.items() if not n.startswith(before)}
+    for one in found:
+        module = cast(FormModule, model.get_submodule(one.module))
+        tensors |= {f"{one.place}.{name}": made for name, made in module.collapsed_at(one.index).items()}
     return tensors
 
 
@@ -48,24 +62,51 @@ def stored_spec(text: str) -> str:
     Raises: P528 where shared rows are used twice in one edit.
     """
     spec = parse_text(text)
-    shared = {let.name: _form(let) for let in spec.statements if isinstance(let, ast.Let) and _is_collapsed(_form(let))}
+    shared = {
+        let.name: _form(let)
+        for let in spec.statements
+        if isinstance(let, ast.Let) and _saved_as(_form(let)) is not None
+    }
     statements = [s for s in spec.statements if not isinstance(s, ast.Expect) and getattr(s, "name", "") not in shared]
     direct = tuple(_direct_edit(s, shared) if isinstance(s, ast.Edit) else s for s in statements)
     return print_spec(replace(spec, statements=direct))
 
 
-def _collapsed(record: Installation, edits: Collection[str]) -> Iterator[tuple[str, Instance]]:
-    """The places of these edits' forms that are saved as what they make, each under its saved name."""
-    for placed in (p for p in record.placed if p.edit in edits):
-        for one in placed.instances:
-            if one.form.collapses(one.form.fill(one.args)):
-                yield f"{placed.edit}/{placed.site.path}/{one.key}", one
+def _collapsed(record: Installation, placed: Placed) -> Iterator[Collapsed]:
+    """The forms of an edit at a site that are saved as what they make, those of each task by themselves."""
+    names = _renamed(placed)
+    for one in placed.instances:
+        if one.form.collapses(one.form.fill(one.args)) is None:
+            continue
+        name = f"{placed.edit}/{placed.site.path}/{one.key}"
+        for task, tail in one.copies():
+            owner = one.owner_of(task)
+            if owner is None:
+                yield Collapsed(names[name] + tail, f"{name}{tail}.", f"{record.places[name]}{tail}", one.index)
+            else:
+                where = f"{SHARED}.{identifier(owner)}"
+                before = next(saved for saved, place in record.places.items() if place == where)
+                yield Collapsed(names[name] + tail, f"{before}.", where, one.index)
 
 
-def _owner_name(record: Installation, instance: Instance) -> str:
-    assert instance.owner is not None
-    place = f"{SHARED}.{identifier(instance.owner)}"
-    return next(name for name, where in record.places.items() if where == place)
+def _renamed(placed: Placed) -> dict[str, str]:
+    """The names under which the forms of an edit at a site are saved, by those that they have: `mixture` becomes `adapter`."""
+    seen, found = Counter[str](), dict[str, str]()
+    for one in placed.instances:
+        form = one.form.collapses(one.form.fill(one.args)) or one.form.name
+        seen[form] += 1
+        key = form if seen[form] == 1 else f"{form}_{seen[form]}"
+        found[f"{placed.edit}/{placed.site.path}/{one.key}"] = f"{placed.edit}/{placed.site.path}/{key}"
+    return found
+
+
+def _under(name: str, places: Mapping[str, str]) -> str:
+    """The name of a tensor whose form is saved under another name."""
+    edit, _, rest = name.partition("/")
+    site, _, last = rest.rpartition("/")
+    key, _, tail = last.partition(".")
+    place = places.get(f"{edit}/{site}/{key}")
+    return name if place is None else f"{place}.{tail}"
 
 
 # The spec ------------------------------------------------------------------------------------------------------------
@@ -75,13 +116,12 @@ def _form(let: ast.Let) -> ast.Expr:
     return let.value.args[0] if is_shared(let.value) and isinstance(let.value, ast.Call) else let.value
 
 
-def _is_collapsed(value: ast.Expr) -> bool:
+def _saved_as(value: ast.Expr) -> str | None:
+    """The form that is saved in the place of a call."""
     form = FORMS.get(value.function) if isinstance(value, ast.Call) else None
-    return (
-        isinstance(value, ast.Call)
-        and form is not None
-        and form.collapses(bind(value, form, shared=not value.args).args)
-    )
+    if form is None or not isinstance(value, ast.Call):
+        return None
+    return form.collapses(bind(value, form, shared=not value.args).args)
 
 
 def _direct_edit(edit: ast.Edit, shared: dict[str, ast.Expr]) -> ast.Edit:
@@ -103,8 +143,11 @@ def _direct(value: ast.Expr, shared: dict[str, ast.Expr]) -> ast.Expr:
         case ast.Call(function, args, kwargs):
             if isinstance(meant := shared.get(function), ast.Call):
                 return _direct(replace(meant, kwargs=(*meant.kwargs, *kwargs)), {})
-            kept = tuple(k for k in kwargs if k.name not in ONLY_WHILE_TRAINING) if _is_collapsed(value) else kwargs
-            return replace(value, args=tuple(_direct(arg, shared) for arg in args), kwargs=kept)
+            made = replace(value, args=tuple(_direct(arg, shared) for arg in args))
+            if (name := _saved_as(value)) is None:
+                return made
+            takes = {param.name for param in FORMS[name].params}.difference(ONLY_WHILE_TRAINING)
+            return replace(made, function=name, kwargs=tuple(k for k in kwargs if k.name in takes))
         case ast.Negative(operand):
             return replace(value, operand=_direct(operand, shared))
         case ast.Binary(_, left, right):

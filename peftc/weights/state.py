@@ -121,12 +121,10 @@ def _why_not(found: list[ir.Placed], folding: Folding) -> str | None:
 def _numbers(found: list[ir.Placed], folding: Folding) -> list[int] | None:
     """The numbers under which the layers are in a cache; None where they are not all of them, or others."""
     modules = [folding.model.get_submodule(placed.site.module) for placed in found]
-    numbers = [getattr(module, "layer_idx", None) for module in modules]
+    numbers: list[Any] = [getattr(module, "layer_idx", None) for module in modules]
     config: Any = getattr(folding.model, "config", None)
-    count = getattr(config, "num_hidden_layers", None)
-    if config is None or POSITIONS not in folding.inputs or numbers != list(range(count or 0)):
-        return None
-    return list(range(count))
+    count: int = getattr(config, "num_hidden_layers", 0)
+    return numbers if POSITIONS in folding.inputs and numbers == list(range(count)) else None
 
 
 def _rows_first(value: ir.Concat) -> bool:

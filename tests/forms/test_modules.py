@@ -42,6 +42,10 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             return reference.prefix_group(w, case.sites - 1, 2, 4)
         case "prefix":
             return reference.prefix(w)
+        case "linear":
+            return (x @ w["weight"].T + w.get("bias", 0.0),)
+        case "mixture":
+            return (reference.mixture(w, x, str(args["act"])),)
         case "prompt":
             return (reference.prompt(w).view(int(str(args["len"])), -1),)
         case "kron":

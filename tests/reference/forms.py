@@ -66,7 +66,8 @@ def gate(w: Weights, x: Tensor) -> Tensor:
 
 def bottleneck(w: Weights, q: Tensor, act: str = "relu") -> Tensor:
     """act(q P_kᵀ) P_v for each head, no 1/√d. q: (batch, tokens, heads, d_head); keys, values: (heads, r, d_head)."""
-    hidden = ACTIVATIONS[act](torch.einsum("bnhd,hrd->bnhr", q, w["keys"]))
+    scores = torch.einsum("bnhd,hrd->bnhr", q, w["keys"])
+    hidden = torch.softmax(scores / q.shape[-1] ** 0.5, -1) if act == "softmax" else ACTIVATIONS[act](scores)
     return torch.einsum("bnhr,hrd->bnhd", hidden, w["values"])
 
 
@@ -157,8 +158,13 @@ def sylvester(n: int) -> Tensor:
     return torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
 
 
+def mixture(w: Weights, x: Tensor, act: str) -> Tensor:
+    """After training: the adapter whose weights are the means."""
+    return adapter({name: value.mean(0) for name, value in w.items() if name != "route"}, x, act)
+
+
 def svd(w: Weights, x: Tensor, alpha: float) -> Tensor:
-    return x @ (alpha / (w["rank"] + 1e-5) * (w["P"] @ torch.diag(w["values"]) @ w["Q"])).T
+    return x @ (alpha / (len(w["values"]) + 1e-5) * (w["P"] @ torch.diag(w["values"]) @ w["Q"])).T
 
 
 def phm(w: Weights, x: Tensor, act: str) -> Tensor:

@@ -1,0 +1,132 @@
+"""What a method needs of a training run: a call after each step, and terms of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import TrainerCallback
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.mixture_module import Mixture
+from peftc.forms.module import FormModule, seeded
+from peftc.forms.svd_module import SVD
+from peftc.forms.tasked_module import Tasked
+from peftc.rewriting.record import Installation, acting
+
+
+def step(model: nn.Module, step: int) -> None:
+    """Tells the edits of a model that a step of training has been made: `svd` gives up ranks, `mixture` draws a new route.
+
+    To be called after `loss.backward()` and `optimizer.step()`, and before the gradients are set to zero, as PEFT's
+    `update_and_allocate`: importances are smoothed |p · ∂p|. What a step draws depends on the seed, the place and the number of
+    the step alone, so that processes and accumulated batches agree.
+
+    Args: `step`: from 0 or 1 on, one more each time.
+    Raises: P410 (not compiled), P529 (switched off), P539 where an `svd` that gives up ranks has no gradients.
+    """
+    record = acting(model)
+    groups: dict[str, list[tuple[str, SVD]]] = {}
+    for name, form in forms_of(model, record):
+        if isinstance(form, SVD) and form.form_args["target"] is not None:
+            groups.setdefault(name.partition("/")[0], []).append((name, form))
+        elif isinstance(form, Mixture):
+            form.stepped(seeded(f"{record.owner(name.partition('/')[0]).seed}/{name}/{step}"))
+    for edit, found in groups.items():
+        missing = [n for n, form in found for p in form.parameters() if p.grad is None]
+        first = found[0][1]
+        if missing and step < first.last_round():
+            message = f"`{edit}` has no gradients at {missing[0]}, which say what is important"
+            raise PeftcError(Diagnostic("P539", message, help="call `peftc.step` before `optimizer.zero_grad()`"))
+        allocate([form for _, form in found], step)
+
+
+def losses(
+    model: nn.Module, *, inputs: Mapping[str, Any] | None = None, logits: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The terms that methods add to the loss, by edit; to be added up by whoever trains.
+
+    `<edit>.orthogonality` of an `svd`: w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖ over its sites (Frobenius), as PEFT has it.
+    `<edit>.consistency` of a `mixture`: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second forward with another route;
+    only where both arguments are given.
+
+    Args: `inputs`, `logits`: the arguments of the forward that was made, and its logits (…, classes).
+    Raises: P410 (not compiled), P529 (switched off).
+    """
+    record = acting(model)
+    found: dict[str, list[Tensor]] = {}
+    mixtures: dict[str, list[Mixture]] = {}
+    for name, form in forms_of(model, record):
+        edit = name.partition("/")[0]
+        if isinstance(form, SVD) and form.form_args["orthogonality"]:
+            found.setdefault(f"{edit}.orthogonality", []).append(form.orthogonality())
+        elif isinstance(form, Mixture):
+            mixtures.setdefault(edit, []).append(form)
+    terms = {name: torch.stack(values).mean() for name, values in found.items()}
+    if inputs is not None and logits is not None and mixtures:
+        routed = [form for group in mixtures.values() for form in group]
+        before = [form.get_buffer("route").clone() for form in routed]
+        for form in routed:
+            form.get_buffer("route").fill_(-1)
+        again = model(**inputs).logits
+        for form, route in zip(routed, before, strict=True):
+            form.get_buffer("route").copy_(route)
+        terms[f"{' and '.join(mixtures)}.consistency"] = consistency(logits, again)
+    return terms
+
+
+def consistency(logits: Tensor, others: Tensor) -> Tensor:
+    """(KL(p‖p') + KL(p'‖p)) / 2, the mean over all but the classes. Source: Wang et al. 2022, arXiv:2205.12410, Eq. 5."""
+    p, q = F.log_softmax(logits.flatten(0, -2), -1), F.log_softmax(others.flatten(0, -2), -1)
+    one, other = (F.kl_div(a, b, reduction="batchmean", log_target=True) for a, b in ((p, q), (q, p)))
+    return (one + other) / 2
+
+
+class StepCallback(TrainerCallback):
+    """Calls `peftc.step` in a Hugging Face `Trainer`: after the optimizer's step, before gradients are set to zero."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        step(getattr(model, "module", model), state.global_step)
+
+
+def forms_of(model: nn.Module, record: Installation) -> Iterator[tuple[str, FormModule]]:
+    """The forms that have parameters, by the names under which these are saved; those of each task on their own."""
+    for name, where in record.places.items():
+        form = cast(FormModule, model.get_submodule(where))
+        if isinstance(form, Tasked):
+            yield from ((f"{name}.tasks.{task}", form.form(task)) for task in form.tasks)
+        else:
+            yield name, form
+
+
+@torch.no_grad()
+def allocate(forms: list[SVD], step: int) -> None:
+    """One round of AdaLoRA over all the sites of an edit (Zhang et al. 2023, algorithm 1): the budget falls with a cube from
+    all ranks to `target` a site; the least important triplets, over all sites, lose their λ.
+    """
+    args = forms[0].form_args
+    target, every = (int(cast(int, args[name])) for name in ("target", "every"))
+    warmup, last = int(cast(int, args["warmup"])), forms[0].last_round()
+    if step > last:
+        for form in forms:
+            form.values.masked_fill_(~form.get_buffer("kept"), 0.0)
+        return
+    if step < last:
+        for form in forms:
+            form.smooth()
+    ranks = sum(len(form.values) for form in forms)
+    budget, round_ = target * len(forms), step == last
+    if step <= warmup and not round_:
+        return
+    if step < last:
+        left = 1 - (step - warmup) / (last - warmup)
+        budget, round_ = int((ranks - budget) * left**3 + budget), step % every == 0
+    if round_ and ranks > budget:
+        scores = [form.scores() for form in forms]
+        threshold = torch.cat(scores).kthvalue(ranks - budget)[0]
+        for form, score in zip(forms, scores, strict=True):
+            form.get_buffer("kept").copy_(score > threshold)
+            form.values.masked_fill_(score <= threshold, 0.0)

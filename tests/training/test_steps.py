@@ -1,0 +1,189 @@
+"""Ranks given up as PEFT's allocator gives them up; routes of mixtures; terms of the loss; the callback; state in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+import peftc
+from peftc.training import consistency, forms_of
+from tests import zoo
+from tests.laws.harness import close
+
+TOTAL = 12
+ADALORA = f"peft 1\nedit e at layer[*].attn.q | layer[*].ffn.down {{ h += svd(x, r=4, alpha=8, target=2, warmup=2, cooldown=3, every=2, total={TOTAL}) }}"
+MIXTURE = "peft 1\nedit e at layer[*].ffn { h += mixture(x, r=3, n=4, act=gelu) }"
+
+
+def adalora(name: str) -> tuple[Any, Any, dict[str, torch.nn.Parameter]]:
+    """Ours and PEFT's with the same values, and PEFT's parameters by our names."""
+    ours = peftc.compile(ADALORA, zoo.build(name, torch.float64), seed=0)
+    targets = {key.split("/")[1]: key for key in peftc.parameters(ours)}
+    modules = {site.path: site.module for site in peftc.sites(zoo.build(name)).sites if site.path in targets}
+    config = peft.AdaLoraConfig(
+        init_r=4,
+        target_r=2,
+        lora_alpha=8,
+        tinit=2,
+        tfinal=3,
+        deltaT=2,
+        total_step=TOTAL,
+        target_modules=list(modules.values()),
+    )
+    theirs: Any = peft.get_peft_model(zoo.build(name, torch.float64), config).double()
+    found: dict[str, torch.nn.Parameter] = {}
+    with torch.no_grad():
+        for path, module in modules.items():
+            layer: Any = theirs.get_submodule(f"base_model.model.{module}")
+            for key, parameter in (("P", layer.lora_B), ("Q", layer.lora_A), ("values", layer.lora_E)):
+                saved = f"e/{path}/svd.{key}"
+                mine = peftc.parameters(ours)[saved]
+                if key == "values":
+                    mine.copy_(
+                        torch.linspace(0.1, 0.4, 4) * (1 + len(found))
+                    )  # what is zero has no gradient for the rest
+                parameter["default"].copy_(mine.view(parameter["default"].shape))
+                found[saved] = parameter["default"]
+    return ours.train(), theirs.train(), found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_ranks_are_given_up_as_peft_gives_them_up(name: str) -> None:
+    ours, theirs, found = adalora(name)
+    given = zoo.inputs(name, ours)
+    generator = torch.Generator().manual_seed(3)
+    alive: list[int] = []
+    for step in range(TOTAL + 2):
+        direction = torch.randn(ours(**given).logits.shape, generator=generator, dtype=torch.float64)
+        for model in (ours, theirs):
+            model.zero_grad()
+            (model(**given).logits * direction).sum().backward()
+        with torch.no_grad():
+            for parameters in (peftc.parameters(ours), found):
+                for parameter in parameters.values():
+                    parameter -= 1e-3 * parameter.grad  # type: ignore[operator]
+        peftc.step(ours, step)
+        theirs.base_model.update_and_allocate(step)
+        for key, parameter in peftc.parameters(ours).items():
+            close(parameter, found[key].view(parameter.shape), f"{key} after step {step}")
+        alive.append(sum(int((p != 0).sum()) for key, p in peftc.parameters(ours).items() if key.endswith("values")))
+    sites = len(found) // 3
+    assert alive[0] == 4 * sites
+    assert alive[-1] == 2 * sites
+    want = theirs.peft_config["default"].orth_reg_weight
+    norms = [torch.linalg.matrix_norm(p @ p.T - torch.eye(4)) for k, p in found.items() if k.endswith("Q")]
+    norms += [torch.linalg.matrix_norm(p.T @ p - torch.eye(4)) for k, p in found.items() if k.endswith("P")]
+    close(peftc.losses(ours)["e.orthogonality"], want * torch.stack(norms).mean(), "orthogonality")
+
+
+def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
+    """What has been given up, and how important everything was, is saved: the rest of the run is the same."""
+
+    def run(model: Any, steps: range) -> dict[str, Tensor]:
+        given = zoo.inputs("llama", model)
+        for step in steps:
+            model.zero_grad()
+            model(**given).logits.pow(2).sum().backward()
+            with torch.no_grad():
+                for parameter in peftc.parameters(model).values():
+                    parameter -= 1e-4 * parameter.grad
+            peftc.step(model, step)
+        return {k: v.detach().clone() for k, v in peftc.parameters(model).items()}
+
+    whole = peftc.compile(ADALORA, zoo.build("llama", torch.float64), seed=0)
+    with torch.no_grad():
+        for key, parameter in peftc.parameters(whole).items():
+            parameter += 0.1 * key.endswith("values")
+    run(whole, range(7))
+    peftc.save(whole, tmp_path / "a")
+    other = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64))
+    first, again = run(whole, range(7, TOTAL)), run(other, range(7, TOTAL))
+    assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    model = peftc.compile(ADALORA, zoo.build("llama"))
+    with pytest.raises(peftc.PeftcError, match="P539"):
+        peftc.step(model, 0)
+
+
+def mixtures(model: Any) -> list[Any]:
+    return [form for _, form in forms_of(model, peftc.rewriting.record.installed(model))]
+
+
+def test_a_mixture_trains_one_route_and_is_the_mean_of_all(tmp_path: Path) -> None:
+    model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0)
+    given = zoo.inputs("llama", model)
+    seen: set[tuple[int, ...]] = set()
+    for step in range(8):
+        peftc.step(model, step)
+        forms = mixtures(model)
+        routes = [tuple(form.get_buffer("route").tolist()) for form in forms]
+        seen |= set(routes)
+        model.zero_grad()
+        first = model.train()(**given).logits
+        assert torch.equal(first, model(**given).logits)
+        first.sum().backward()
+        for form, (i, j) in zip(forms, routes, strict=True):
+            moved = [form.down.grad.abs().sum((1, 2)) > 0, form.up.grad.abs().sum((1, 2)) > 0]
+            assert [m.nonzero().flatten().tolist() for m in moved] == [[i], [j]]
+    assert len(seen) > 3
+    peftc.step(model, 3)
+    again = [tuple(form.get_buffer("route").tolist()) for form in mixtures(model)]
+    peftc.step(model, 4)
+    peftc.step(model, 3)
+    assert [tuple(form.get_buffer("route").tolist()) for form in mixtures(model)] == again
+    model.eval()
+    peftc.save(model, tmp_path / "a")
+    merged = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
+    close(merged(**given).logits, model(**given).logits, "mean")
+    assert all("/adapter." in key for key in peftc.parameters(merged))
+    plan = peftc.plan(MIXTURE, zoo.build("llama"))
+    assert plan.totals.stored == sum(p.numel() for p in peftc.parameters(merged).values())
+    assert plan.totals.trained == sum(p.numel() for p in peftc.parameters(model).values())
+
+
+def test_routes_are_drawn_anew_where_no_step_sets_them() -> None:
+    model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0).train()
+    given = zoo.inputs("llama", model)
+    torch.manual_seed(0)
+    assert len({float(model(**given).logits.detach().sum()) for _ in range(6)}) > 2
+
+
+def test_consistency() -> None:
+    model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0).train()
+    given = zoo.inputs("llama", model)
+    peftc.step(model, 1)
+    logits = model(**given).logits
+    assert peftc.losses(model) == {}
+    torch.manual_seed(1)
+    found = peftc.losses(model, inputs=given, logits=logits)["e.consistency"]
+    torch.manual_seed(1)
+    for form in mixtures(model):
+        form.get_buffer("route").fill_(-1)
+    p, q = (x.softmax(-1).flatten(0, -2) for x in (logits, model(**given).logits))
+    want = ((p * (p / q).log()).sum(-1) + (q * (q / p).log()).sum(-1)).mean() / 2
+    close(found, want, "consistency")
+    assert float(consistency(logits, logits)) == pytest.approx(0.0, abs=1e-12)
+    found.backward()
+    assert any(form.down.grad is not None for form in mixtures(model))
+
+
+def test_the_trainer_calls_it(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = peftc.compile(MIXTURE, zoo.build("llama"), seed=0)
+    data = [{k: v[0] for k, v in zoo.inputs("llama", model, labels=True).items()} for _ in range(4)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], disable_tqdm=True, use_cpu=True
+    )
+    Trainer(model, arguments, train_dataset=data, callbacks=[peftc.StepCallback()]).train()  # type: ignore[arg-type]
+    routes = [form.get_buffer("route").tolist() for form in mixtures(model)]
+    peftc.step(model, 2)
+    assert routes == [form.get_buffer("route").tolist() for form in mixtures(model)]
