@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
 CORE := tests/model tests/tracing tests/rewriting tests/weights/test_saved.py tests/test_compiler.py
 
-.PHONY: demo test oldest lint format types package check benchmarks coverage clean
+.PHONY: demo test oldest lint format types package check benchmarks coverage docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -43,6 +43,11 @@ benchmarks: $(READY)
 	$(BIN)/python -m benchmarks.dispatch
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.gpu
+
+# The page of forms and recipes, made of the registry and of specs/.
+docs: $(READY)
+	mkdir -p docs
+	$(BIN)/python -m peftc.manual > docs/forms.md
 
 # Every model type of the installed transformers: hours on few cores.
 coverage: $(READY)

@@ -31,6 +31,7 @@ STAGES = (
     "peftc.weights",
     "peftc.explore",
     "peftc.output",
+    "peftc.manual",
     "peftc",
     "peftc.files",
     "peftc.commands",

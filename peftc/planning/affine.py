@@ -110,8 +110,9 @@ def depends(term: Term, linear: Collection[str]) -> bool:
             return _arithmetic(term, op, depends(left, linear), depends(right, linear))
         case Frozen(function=function):
             raise NotAffine(f"`{said(term)}`: the model's own `{function}` is not folded through", term)
-        case Concat():
-            raise NotAffine(f"`{said(term)}` adds rows to the keys and values, which no weight holds", term)
+        case Concat(shape=shape):
+            what = "tokens to the input" if isinstance(shape, Tokens) else "rows to the keys and values"
+            raise NotAffine(f"`{said(term)}` adds {what}, which no weight holds", term)
 
 
 def said(term: Term) -> str:

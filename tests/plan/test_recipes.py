@@ -77,6 +77,11 @@ COUNTS = {
     "multi_head_parallel": ATTN * 2 * 30 * D,
     "learned_scale": FFN * (2 * D * 512 + 512 + D + 1),
     "parallel_res": FFN * (2 * D * 512 + 512 + D),
+    "prefix_ungated": ATTN * 2 * 30 * D,
+    "prompt_tuning": 2 * 100 * D,  # of either stack
+    "p_tuning": 2 * (20 * D + 2 * D * 128 + D + 128 * 128 + 2 * 128),
+    "ipt": 2 * (5 + 5 * 512 + 512 + (512 + 1) * 100 * D),
+    "adamix": FFN * 4 * (2 * D * 16 + 16 + D),
     "unipelt": 43_914_372,  # measured in AdapterHub
 }
 
