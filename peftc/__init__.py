@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from peftc.diagnostics import Diagnostic, PeftcError
 
 if TYPE_CHECKING:
-    from peftc.compiler import compile, disabled, graphs, parameters, parse, plan, remove, sites, specs
+    from peftc.compiler import compile, design, disabled, graphs, parameters, parse, plan, remove, sites, specs
     from peftc.explore import rewrite, trace
     from peftc.multitask import add_task, drop_task, task, tasks
     from peftc.training import StepCallback, losses, step
@@ -16,7 +16,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "peftc.compiler": ("compile", "disabled", "graphs", "parameters", "parse", "plan", "remove", "sites", "specs"),
+    "peftc.compiler": (
+        "compile",
+        "design",
+        "disabled",
+        "graphs",
+        "parameters",
+        "parse",
+        "plan",
+        "remove",
+        "sites",
+        "specs",
+    ),
     "peftc.explore": ("rewrite", "trace"),
     "peftc.multitask": ("add_task", "drop_task", "task", "tasks"),
     "peftc.training": ("StepCallback", "losses", "step"),
@@ -29,6 +40,7 @@ __all__ = [
     "StepCallback",
     "add_task",
     "compile",
+    "design",
     "disabled",
     "drop_task",
     "fold",

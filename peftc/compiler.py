@@ -24,6 +24,7 @@ from peftc.model.fakes import fake_copy
 from peftc.model.load import load_model
 from peftc.model.resolve import ModelSource, resolve
 from peftc.model.running import checked, refuse_what_does_not_run
+from peftc.planning.design import Design, design_of
 from peftc.planning.plan import Plan, Planned, make_plan
 from peftc.planning.scope import ONE
 from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
@@ -106,6 +107,24 @@ def plan(
     """
     names = checked_tasks(tasks, ())
     return planned(flat_of(spec, settings), analysed(model, sample, trust_remote_code), names).plan
+
+
+def design(
+    spec: SpecLike,
+    model: ModelLike,
+    *,
+    settings: Settings | None = None,
+    sample: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Design, ...]:
+    """Each edit along the design dimensions of He et al. 2022 (Table 1), read off its equations: functional form, insertion form,
+    modified representation, composition function.
+
+    Args and Raises: as `plan`.
+    """
+    found = planned(flat_of(spec, settings), analysed(model, sample, trust_remote_code))
+    edits = dict.fromkeys(placed.edit for placed in found.placed)
+    return tuple(design_of([placed for placed in found.placed if placed.edit == edit]) for edit in edits)
 
 
 def planned(flat: ast.Spec, analysis: Analysis, tasks: tuple[str, ...] = ()) -> Planned:

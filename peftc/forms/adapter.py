@@ -8,6 +8,8 @@ from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, describe, features,
 from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Heads, Rows, Shape
 
+NAMES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # of activations, as papers write them
+
 
 def width(args: Args, d_in: int, form: str = "adapter") -> int:
     """r, or d_in // reduction (at least 1).
@@ -47,6 +49,15 @@ def _affine(args: Args) -> str | None:
     return None if args["act"] == "none" else f"its activation {args['act']} is not linear"
 
 
+def activated(args: Args, inner: str) -> str:
+    """`ReLU(h W_down)`, or `h W_down` without an activation."""
+    return inner if args["act"] == "none" else f"{NAMES.get(str(args['act']), str(args['act']))}({inner})"
+
+
+def _design(source: str, args: Args) -> str:
+    return f"{activated(args, f'{source} W_down')} W_up"
+
+
 def _rank(args: Args, dims: Dims) -> int | None:
     d_in, d_out = features("adapter", dims.input, "reads"), features("adapter", dims.target, "writes")
     return min(width(args, d_in), d_in, d_out)
@@ -75,6 +86,7 @@ register(
         module="peftc.forms.adapter_module:Adapter",
         paper="Houlsby et al. 2019, arXiv:1902.00751; He et al. 2022, arXiv:2110.04366, Eq. 4",
         rank=_rank,
+        design=_design,
     )
 )
 
@@ -113,5 +125,6 @@ register(
         affine=_affine,
         module="peftc.forms.adapter_module:Bottleneck",
         paper="He et al. 2022, arXiv:2110.04366, section 3.3 (multi-head parallel adapter)",
+        design=lambda source, args: f"{activated(args, f'{source} P_kᵀ')} P_v",
     )
 )

@@ -46,6 +46,7 @@ register(
         module="peftc.forms.lora_module:LoRA",
         paper="Hu et al. 2021, arXiv:2106.09685, Eq. 3",
         rank=lambda args, dims: integer(args, "r"),
+        design=lambda source, args: f"{source} W_down W_up",
         adds=True,
     )
 )

@@ -61,6 +61,7 @@ register(
         affine=lambda args: "it adds rows to the keys and values, which no weight holds",
         module="peftc.forms.prefix_module:Prefix",
         paper="Li and Liang 2021, arXiv:2101.00190; He et al. 2022, arXiv:2110.04366, section 3.1",
+        design=lambda source, args: f"softmax({source} P_kᵀ) P_v",
         collapses=lambda args: "prefix" if hidden_width(args) is not None and not args["keep"] else None,
         common=lambda args: None if args.get("reparam") is None else "group",
     )

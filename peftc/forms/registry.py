@@ -102,11 +102,18 @@ class Form:
     rank: Callable[[Args, Dims], int | None] = field(
         default=lambda args, dims: None
     )  # of the change it makes to a weight
+    design: Callable[[str, Args], str] | None = (
+        None  # what it computes of an input, as the tables of the literature write it
+    )
     adds: bool = False  # its module can be given what its value is added to, `f(x, plus=h)`, and does both in one step
     passes: bool = False  # at initialisation its value is its input, bit for bit, where that is the base's own weight
 
     def __reduce__(self) -> Any:
         return (named, (self.name,))  # pickled by name: a row is code
+
+    def shown(self, source: str, args: Args) -> str:
+        """What it computes of `source`, in short."""
+        return self.design(source, self.fill(args)) if self.design else f"{self.name}({source})"
 
     def param(self, name: str) -> Param | None:
         return next((p for p in self.params if p.name == name), None)
