@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from peftc.diagnostics import Diagnostic, PeftcError
 
 if TYPE_CHECKING:
+    from peftc.calibration import calibrate
     from peftc.compiler import compile, design, disabled, graphs, parameters, parse, plan, remove, sites, specs
     from peftc.explore import rewrite, trace
     from peftc.multitask import add_task, drop_task, task, tasks
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "peftc.calibration": ("calibrate",),
     "peftc.compiler": (
         "compile",
         "design",
@@ -39,6 +41,7 @@ __all__ = [
     "PeftcError",
     "StepCallback",
     "add_task",
+    "calibrate",
     "compile",
     "design",
     "disabled",

@@ -27,6 +27,7 @@ STAGES = (
     "peftc.rewriting",
     "peftc.compiler",
     "peftc.multitask",
+    "peftc.calibration",
     "peftc.training",
     "peftc.weights",
     "peftc.explore",

@@ -94,6 +94,16 @@ WEIGHTS: dict[str, CodeInfo] = {
         "Tasks have names of letters, digits, `_` and `-`, each once, and belong to edits that say `per task`. All specs on a "
         "model have the same tasks; a model with such edits has at least one.",
     ),
+    "P540": CodeInfo(
+        "entries that have not been chosen",
+        "A `sparse` edit trains a few entries of the weights, chosen from data by `peftc.calibrate` before training; until then it has "
+        "no effect.",
+    ),
+    "P541": CodeInfo(
+        "nothing to choose from",
+        "`peftc.calibrate` chooses entries of `sparse` edits by what batches say of them: their gradients, or the changes that training "
+        "makes. There is no such edit, there are no batches, or they give no loss or no gradient.",
+    ),
     "P539": CodeInfo(
         "step without gradients",
         "`peftc.step` reads how important entries are from their gradients. It is called after `backward()` and before they are set to "

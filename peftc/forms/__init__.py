@@ -13,6 +13,7 @@ from peftc.forms import (
     prompt,
     reft,
     scaling,
+    sparse,
     svd,
     weights,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "reft",
     "register",
     "scaling",
+    "sparse",
     "svd",
     "weights",
 ]

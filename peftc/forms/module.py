@@ -126,6 +126,9 @@ class FormModule(nn.Module):
         """The value at the site numbered `index` of those that share these parameters."""
         return self(like)
 
+    def loaded(self) -> None:
+        """Called when parameters and states have been read from a file."""
+
     def stepped(self, generator: torch.Generator) -> None:
         """What changes after each step of training."""
 

@@ -33,7 +33,7 @@ class Dims:
 
     `input` is the shape of its argument (None for a form without one), `target` of the state that the equation writes;
     `d_model` is the width of the residual stream; `sites` how many sites share this set of parameters, and `widest` the
-    largest number of features that any of them reads and writes; `positions` how many tokens the model takes, where it says so.
+    largest number of features that any of them reads and writes; `spread` how many entries of weights the sites before this one have, and all of them; `positions` how many tokens the model takes, where it says so.
     """
 
     input: Shape | None
@@ -41,6 +41,7 @@ class Dims:
     d_model: int
     sites: int = 1
     widest: tuple[int, int] = (0, 0)
+    spread: tuple[int, int] = (0, 0)
     positions: int | None = None
 
 

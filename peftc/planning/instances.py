@@ -53,8 +53,10 @@ class Instances:
         if not numbered or (self.edit, self.site.path) not in places:
             return made
         widest = (max(m.features[0] for m in members), max(m.features[1] for m in members))
-        dims = replace(made.dims, sites=len(members), widest=widest)
-        return replace(made, dims=dims, index=places.index((self.edit, self.site.path)))
+        index = places.index((self.edit, self.site.path))
+        spread = (sum(m.entries for m in members[:index]), sum(m.entries for m in members))
+        dims = replace(made.dims, sites=len(members), widest=widest, spread=spread)
+        return replace(made, dims=dims, index=index)
 
     def _grouped(self, plain: Instance, target: str) -> Instance:
         """One set for the attention group of the site."""

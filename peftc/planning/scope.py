@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import Dims, Form
+from peftc.forms.projected import entries
 from peftc.forms.shapes import Shape, Tokens, Vector
 from peftc.planning.ir import Placed
 from peftc.semantics.arguments import Bound, bind
@@ -35,11 +36,14 @@ class Shared:
 
 
 class Member(NamedTuple):
-    """A place of a shared set of parameters: the edit, the path of the site, and the features it reads and writes there."""
+    """A place of a shared set of parameters: the edit, the path of the site, the features it reads and writes there, and the
+    entries of the weight or bias that it changes.
+    """
 
     edit: str
     path: str
     features: tuple[int, int]
+    entries: int
 
 
 ONE = "default"  # the task of edits `per task` where none are named
@@ -120,7 +124,7 @@ def shared_members(places: Iterable[Placed], lets: Container[str]) -> dict[str, 
         for one in placed.instances:
             if one.owner is not None and (one.owner in lets or one.form.common(one.args) == "edit"):
                 features = (_features(one.dims.input), _features(one.dims.target))
-                found[one.owner].append(Member(placed.edit, placed.site.path, features))
+                found[one.owner].append(Member(placed.edit, placed.site.path, features, entries(one.dims.target)))
     return dict(found)
 
 

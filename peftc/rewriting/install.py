@@ -279,7 +279,11 @@ def options(module: nn.Module, model: nn.Module) -> tuple[torch.dtype, torch.dev
 
 def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
     """A parameter as nn.Linear stores it: (out, in), the rows of the site alone."""
-    tensor = getattr(model.get_submodule(ref.module), ref.attribute)
+    return view_of(getattr(model.get_submodule(ref.module), ref.attribute), ref)
+
+
+def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
+    """The same of a tensor that is stored as that parameter, such as its gradient."""
     if ref.slab is not None:
         tensor = slab_of(tensor, ref.slab.count, ref.slab.index)
     tensor = tensor.t() if ref.transposed else tensor

@@ -76,6 +76,9 @@ def load(
 def _fill(model: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
     for saved, tensor in {**parameters(model, name), **states(model, name)}.items():
         tensor.copy_(tensors[saved])
+    for form in model.modules():
+        if isinstance(form, FormModule):
+            form.loaded()
 
 
 def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False) -> None:

@@ -121,6 +121,8 @@ CASES = (
     Case("mixture", T8, T12, {"r": 4, "n": 3}),
     Case("mixture", T12, T12, {"reduction": 3, "n": 2, "share": "up", "act": "gelu", "init": "lora", "keep": True}),
     Case("mixture", T12, T12, {"r": 2, "n": 2, "share": "down", "act": "none", "bias": False, "dropout": 0.2}),
+    Case("sparse", W, None, {"density": 0.2, "select": "random"}),
+    Case("sparse", Vector(9), None, {"density": 0.5, "select": "random", "seed": 3}),
     Case("svd", T8, T12, {"r": 4, "alpha": 16}),
     Case("svd", T12, T8, {"r": 4, "target": 2, "total": 10, "dropout": 0.1}),
     Case("phm", T12, T12, {"r": 8, "n": 2}, sites=2),

@@ -42,6 +42,8 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             return reference.prefix_group(w, case.sites - 1, 2, 4)
         case "prefix":
             return reference.prefix(w)
+        case "sparse":
+            return (reference.sparse(w, tuple(x.shape)),)
         case "linear":
             return (x @ w["weight"].T + w.get("bias", 0.0),)
         case "mixture":

@@ -45,6 +45,7 @@ ADAPTER = 2 * D * 8 + 8 + D  # r = 8
 GLORA = {"attn": 2 * 4 * D + 4 * 2 * D, "up": 2 * 4 * D + 4 * (D + F), "down": 2 * 4 * F + 4 * (D + F)}
 GLORA_BIAS = QKVO * 3 * D + FFN * (2 * F + D) + FFN * (2 * D + F)
 ATTN_OF, FFN_OF = (lambda layers: 3 * layers), (lambda layers: 2 * layers)  # of as many layers of each stack
+WEIGHTS = QKVO * D * D + FFN * 2 * D * F + 5 * 12 * D  # of all Linears and norms in layers
 BIASES = QKVO * D + FFN * (F + D)
 
 COUNTS = {
@@ -82,6 +83,8 @@ COUNTS = {
     "p_tuning": 2 * (20 * D + 2 * D * 128 + D + 128 * 128 + 2 * 128),
     "ipt": 2 * (5 + 5 * 512 + 512 + (512 + 1) * 100 * D),
     "adamix": FFN * 4 * (2 * D * 16 + 16 + D),
+    "fishmask": round(0.005 * WEIGHTS),
+    "lt_sft": round(0.08 * WEIGHTS),
     "unipelt": 43_914_372,  # measured in AdapterHub
 }
 

@@ -163,6 +163,12 @@ def mixture(w: Weights, x: Tensor, act: str) -> Tensor:
     return adapter({name: value.mean(0) for name, value in w.items() if name != "route"}, x, act)
 
 
+def sparse(w: Weights, size: tuple[int, ...]) -> Tensor:
+    flat = torch.zeros(torch.Size(size).numel(), dtype=w["values"].dtype)
+    flat[w["places"]] = w["values"]
+    return flat.view(size)
+
+
 def svd(w: Weights, x: Tensor, alpha: float) -> Tensor:
     return x @ (alpha / (len(w["values"]) + 1e-5) * (w["P"] @ torch.diag(w["values"]) @ w["Q"])).T
 

@@ -1,0 +1,111 @@
+"""Changes of a few entries of weights and biases, as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.module import Draw, FormModule, constant, has_values, seeded
+from peftc.forms.projected import entries
+from peftc.forms.registry import Args, Dims
+from peftc.forms.shapes import Weight
+from peftc.forms.sparse import chosen_count
+
+UNCHOSEN = -1
+
+
+class SparseValues(FormModule):
+    """The trained entries of all sites. `places` says where they are among the entries of all sites, one site after the other, in
+    ascending order; -1 before they have been chosen.
+
+    Shapes: values and places (k,).
+    """
+
+    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__(args, dims, dtype, device)
+        count = chosen_count(args, dims)
+        self.total = dims.spread[1] or entries(dims.target)
+        self.values = self.parameter("values", count)
+        self.state("places", torch.full((count,), UNCHOSEN, dtype=torch.int64))
+        self.bounds: dict[tuple[int, int], tuple[int, int]] = {}
+        self.chosen = False  # known to be
+
+    def choose(self, places: Tensor) -> None:
+        """Sets which entries are trained; their values begin with zero again."""
+        with torch.no_grad():
+            self.get_buffer("places").copy_(places.sort()[0])
+            self.values.zero_()
+        self.loaded()
+
+    def loaded(self) -> None:
+        self.bounds.clear()
+        self.chosen = False
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.loaded()
+
+    def between(self, start: int, stop: int) -> tuple[int, int]:
+        """Which of the entries lie at places in [start, stop)."""
+        if (start, stop) not in self.bounds:
+            places = self.get_buffer("places")
+            if not has_values(places):
+                return 0, 0
+            ends = torch.tensor([start, stop], device=places.device)
+            first, last = torch.searchsorted(places, ends).tolist()
+            self.bounds[start, stop] = (first, last)
+        return self.bounds[start, stop]
+
+    def ready(self) -> bool:
+        """Whether the entries have been chosen."""
+        places = self.get_buffer("places")
+        self.chosen = self.chosen or not has_values(places) or int(places[0]) != UNCHOSEN
+        return self.chosen
+
+    def fix(self, place: str) -> None:
+        if self.form_args["select"] != "random" or not has_values(self.values):
+            return
+        generator, found = seeded(f"{self.form_args['seed']}/places"), torch.empty(0, dtype=torch.int64)
+        while len(found) < len(self.values):  # drawn anew until there are enough different ones
+            more = torch.randint(self.total, (2 * (len(self.values) - len(found)),), generator=generator)
+            found = torch.cat([found, more]).unique()
+        found = found[torch.randperm(len(found), generator=generator)[: len(self.values)]]
+        self.get_buffer("places").copy_(found.sort()[0])
+
+    def draws(self) -> Mapping[str, Draw]:
+        return {"values": constant(0.0)}
+
+
+class Sparse(FormModule):
+    """f = D, zero but at the chosen entries of this site.
+
+    Shapes: f as the weight (out, in) or the bias (d,) that it changes.
+    Raises: P540 while training, where no entries have been chosen.
+    Source: Sung et al. 2021, arXiv:2111.09839, Eq. 4; Ansell et al. 2022, arXiv:2110.07560.
+    """
+
+    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__(args, dims, dtype, device)
+        target = dims.target
+        self.size = (target.d_out, target.d_in) if isinstance(target, Weight) else (entries(target),)
+        self.start = dims.spread[0]
+
+    @classmethod
+    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
+        return SparseValues(args, dims, dtype, device)
+
+    def forward(self, like: Tensor) -> Tensor:
+        owner = self.owner_module
+        assert isinstance(owner, SparseValues)
+        count = entries(self.form_dims.target)
+        if self.training and not owner.ready():
+            message = f"`sparse({self.form_args['select']})` has not chosen which entries are trained"
+            raise PeftcError(Diagnostic("P540", message, help="peftc.calibrate(model, batches) chooses them"))
+        first, last = owner.between(self.start, self.start + count)
+        where = owner.get_buffer("places")[first:last] - self.start
+        flat = owner.values.new_zeros(count).index_put((where,), owner.values[first:last])
+        return flat.view(self.size).to(like.dtype)

@@ -1,0 +1,156 @@
+"""Entries chosen from data: which they are, that nothing else moves, that everything is as before, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests import zoo
+from tests.laws.harness import Before, close
+
+SITES = {
+    "llama": "layer[*].attn.q | layer[*].ffn.down",
+    "gpt2": "layer[*].attn.v | layer[*].ffn.up",  # rows of a fused Conv1D, which is stored transposed
+    "bart": "layer[*].attn.k",
+}
+
+
+def spec(name: str, select: str, density: float = 0.02) -> str:
+    return f"peft 1\nedit m at {SITES[name]} {{ w += sparse(density={density}, select={select}) }}"
+
+
+def batches(name: str, model: nn.Module) -> list[dict[str, Tensor]]:
+    return [zoo.inputs(name, model, labels=True, seed=seed) for seed in (1, 2)]
+
+
+def compiled(name: str, select: str) -> Any:
+    return peftc.compile(spec(name, select), zoo.build(name, torch.float64), seed=0)
+
+
+def views(name: str, model: nn.Module, of: dict[str, Tensor]) -> list[Tensor]:
+    """A tensor of the size of each site's weight, out of tensors of the size of the parameters."""
+    found: list[Tensor] = []
+    fused = {"q": 0, "k": 1, "v": 2}
+    arms = [arm.rpartition(".")[2] for arm in SITES[name].split(" | ")]
+    for site in peftc.sites(zoo.build(name)).sites:
+        if site.path.rpartition(".")[2] in arms and "layer[" in site.path:
+            tensor = of[f"{site.module}.weight"]
+            if name == "gpt2":
+                tensor = tensor.t()
+                role = site.path.rpartition(".")[2]
+                tensor = tensor.chunk(3)[fused[role]] if role in fused else tensor
+            found.append(tensor)
+    return found
+
+
+def wanted(name: str, select: str) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """The scores of all entries by hand, one site after the other, and the sizes of the sites."""
+    base = zoo.build(name, torch.float64).eval()
+    scores = {n: torch.zeros_like(p) for n, p in base.named_parameters()}
+    if select == "magnitude":
+        scores = {n: p.detach().abs() for n, p in base.named_parameters()}
+    elif select == "fisher":
+        for batch in batches(name, base):
+            base.zero_grad()
+            base(**batch).loss.backward()
+            for n, p in base.named_parameters():
+                scores[n] += p.grad.square() if p.grad is not None else 0.0
+    found = views(name, base, scores)
+    return torch.cat([v.reshape(-1) for v in found]), [tuple(v.shape) for v in found]
+
+
+@pytest.mark.parametrize("select", ["fisher", "magnitude"])
+@pytest.mark.parametrize("name", SITES)
+def test_the_entries_are_those_with_the_largest_scores(name: str, select: str) -> None:
+    model = compiled(name, select)
+    before = Before.of(model)
+    chosen = peftc.calibrate(model, batches(name, model))
+    scores, _ = wanted(name, select)
+    count = round(0.02 * len(scores))
+    assert chosen == {"m": count}
+    ((_, places),) = peftc.compiler.states(model).items()
+    assert set(places.tolist()) == set(scores.topk(count)[1].tolist())
+    assert peftc.plan(spec(name, select), zoo.build(name)).totals.trained == count
+    assert {k: p.requires_grad for k, p in model.named_parameters()} == before.requires_grad
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_only_they_are_trained_and_folded(name: str, tmp_path: Path) -> None:
+    model, base = compiled(name, "fisher"), zoo.build(name, torch.float64)
+    given = batches(name, model)[0]
+    plain = base.eval()(**given).logits
+    peftc.calibrate(model, batches(name, model))
+    assert torch.equal(model.eval()(**given).logits, plain)
+    optimizer = torch.optim.SGD(peftc.parameters(model).values(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.train()(**given).loss.backward()
+        optimizer.step()
+    model.eval()
+    ((_, values),) = peftc.parameters(model).items()
+    assert bool((values != 0).all())
+    want = model(**given).logits
+    assert not torch.allclose(want, plain)
+    peftc.save(model, tmp_path / "a")
+    loaded = peftc.load(tmp_path / "a", zoo.build(name, torch.float64)).eval()
+    assert torch.equal(loaded(**given).logits, want)
+    twin = peftc.compile(spec(name, "fisher"), zoo.build(name, torch.float64), seed=5).eval()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(**given).logits, want)
+    peftc.fold(model)
+    close(model(**given).logits, want, "folded")
+    ((_, places),) = peftc.compiler.states(loaded).items()
+    new, old = (views(name, m, dict(m.named_parameters())) for m in (model, base))
+    moved = torch.cat([(a != b).reshape(-1) for a, b in zip(new, old, strict=True)])
+    assert moved.nonzero()[:, 0].tolist() == places.tolist()
+
+
+def test_the_first_fine_tuning_is_undone() -> None:
+    model = compiled("llama", "change")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    model.train()
+    peftc.calibrate(model, batches("llama", model), lr=1e-2)
+    changed = [k for k, v in model.state_dict().items() if not torch.equal(v, before[k])]
+    assert [k.rpartition(".")[2] for k in changed] == ["places"]
+    assert model.training
+    ((_, first),) = peftc.compiler.states(model).items()
+    other = compiled("llama", "fisher")
+    peftc.calibrate(other, batches("llama", other))
+    ((_, second),) = peftc.compiler.states(other).items()
+    assert set(first.tolist()) != set(second.tolist())
+
+
+def test_random_entries_come_from_the_seed_of_the_text() -> None:
+    found = [
+        next(iter(peftc.compiler.states(peftc.compile(text, zoo.build("llama"), seed=seed)).values())).tolist()
+        for text, seed in (
+            (spec("llama", "random"), 0),
+            (spec("llama", "random"), 1),
+            (spec("llama", "random, seed=4"), 0),
+        )
+    ]
+    assert found[0] == found[1] != found[2]
+    assert len(set(found[0])) == len(found[0])
+
+
+def test_refusals() -> None:
+    model = compiled("llama", "fisher")
+    given = batches("llama", model)[0]
+    model.eval()(**given)
+    with pytest.raises(peftc.PeftcError, match="P540"):
+        model.train()(**given)
+    for data in ((), [{"input_ids": given["input_ids"]}]):
+        with pytest.raises(peftc.PeftcError, match="P541"):
+            peftc.calibrate(model, data)
+    with pytest.raises(peftc.PeftcError, match="P541"):
+        peftc.calibrate(model, [given], loss=lambda model, batch: model(**batch).logits.sum() * 0.0)
+    with pytest.raises(peftc.PeftcError, match="P541"):
+        peftc.calibrate(compiled("llama", "random"), [given])
+    with pytest.raises(peftc.PeftcError, match="P310"):
+        peftc.compile("peft 1\nedit m at layer[*].ffn { h += sparse(density=0.1) }", zoo.build("llama"))
