@@ -92,3 +92,20 @@ def test_train_mam(
     printed = capsys.readouterr().out
     assert "the same without the cache: True" in printed
     assert "MAM: trains 39,424 beside 175,616 frozen parameters" in printed
+
+
+def test_pema(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    text = example("pema_sentences")
+    verbs = ("return", "process", "copy", "play")
+    assert [text.third_person(verb) for verb in verbs] == ["returns", "processes", "copies", "plays"]
+    pema = example("pema")
+    pema.main(pema.Effort(base=2, epochs=1, sentences=40))
+    printed = capsys.readouterr().out
+    assert "the base is in memory: False" in printed
+    assert "without the cache the same: True" in printed
+    (pema_kb, *_), (lora_kb,) = (
+        numbers(rf"(?m)^{name}.* {trained} .* ([\d.]+) +[\d.]+ +[\d.]+%$", printed.replace(",", ""))
+        for name, trained in (("PEMA", 9216), ("LoRA", 6144))
+    )
+    assert 0 < pema_kb < lora_kb / 2
+    assert numbers(r"([\d.]+) of LoRA's", printed) == [0.09]
