@@ -62,6 +62,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--work", default=",".join(WORK), help=f"which of {', '.join(WORK)}")
     parser.add_argument("--tiny", action="store_true", help="a model of one small layer")
     return parser.parse_args(arguments)
 
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for shape in TINY if options.tiny else [s for s in SHAPES if s.name in options.shapes.split(",")]:
         models = contenders(shape.base(torch.bfloat16, options.device), "bfloat16")
-        for work in WORK:
+        for work in options.work.split(","):
             rows.append(row(models, work, shape, options))
             print(" | ".join(line(str(shape), work, rows[-1]["seconds"], rows[-1]["floor"])), flush=True)
     lines = [line(r["shape"], r["work"], r["seconds"], r["floor"]) for r in rows]

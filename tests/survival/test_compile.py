@@ -23,6 +23,7 @@ SHALLOW: dict[str, dict[str, int]] = {  # compiling takes long, and a second lay
     "bart": {"encoder_layers": 1, "decoder_layers": 1},
     "t5": {"num_layers": 1, "num_decoder_layers": 1},
     "llama": {"num_hidden_layers": 1},
+    "mixtral": {"num_hidden_layers": 1},
 }
 
 
