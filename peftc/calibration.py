@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -31,29 +32,31 @@ def calibrate(
     of the largest |θ|. `random` edits have theirs already. The base, gradients, modes and `requires_grad` are as before.
 
     Args: `data`: batches, keyword arguments of a forward. `loss`: of the model and a batch; the `loss` of its result without
-    it. `lr`: of AdamW. `name`: of one spec.
+    it. `lr`: of AdamW. `name`: of one spec. Edits `per task` choose for the task that is present (`peftc.task`), or for all.
     Returns: how many entries were chosen, by edit.
     Raises: P410 (not compiled), P413, P529, P541 where there is nothing to choose or the batches give no gradients.
     """
     record = acting(model)
     edits = {edit for part in record.chosen(name) for edit in part.edits}
-    found = {edit: sites for edit, sites in sites_of(model, record).items() if edit in edits}
+    found = {owner: sites for owner, sites in sites_of(model, record).items() if sites.edit in edits}
     if not found:
         raise PeftcError(Diagnostic("P541", "the model has no `sparse` edit whose entries are to be chosen"))
     batches = list(data)
-    ways = {str(sites[0][0].form_args["select"]) for sites in found.values()}
+    ways = {sites.way for sites in found.values()}
     if not batches and ways & {"fisher", "change"}:
         raise PeftcError(Diagnostic("P541", "there are no batches to choose from", help="calibrate(model, batches)"))
-    refs = [ref for sites in found.values() for _, ref in sites]
+    refs = [ref for sites in found.values() for ref in sites.refs]
     scores = {way: SCORES[way](model, refs, batches, loss or own_loss, lr) for way in sorted(ways)}
     chosen: dict[str, int] = {}
-    for edit, sites in found.items():
-        owner, way = sites[0][0], str(sites[0][0].form_args["select"])
-        flat = torch.cat([view_of(scores[way][key(ref)], ref).reshape(-1) for _, ref in sites])
+    places: list[Tensor] = []
+    for sites in found.values():
+        flat = torch.cat([view_of(scores[sites.way][key(ref)], ref).reshape(-1) for ref in sites.refs])
         if not bool(torch.isfinite(flat).all()) or not bool(flat.any()):
-            raise PeftcError(Diagnostic("P541", f"`{edit}`: the batches tell no entry from another"))
-        owner.choose(flat.topk(len(owner.values))[1])
-        chosen[edit] = len(owner.values)
+            raise PeftcError(Diagnostic("P541", f"`{sites.edit}`: the batches tell no entry from another"))
+        places.append(flat.topk(len(sites.owner.values))[1])
+        chosen[sites.edit] = len(sites.owner.values)
+    for sites, where in zip(found.values(), places, strict=True):  # all of them, or none
+        sites.owner.choose(where)
     return chosen
 
 
@@ -65,17 +68,38 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
     raise PeftcError(Diagnostic("P541", "the model gives no `loss` for a batch", help="add labels, or pass `loss=`"))
 
 
-def sites_of(model: nn.Module, record: Installation) -> dict[str, list[tuple[SparseValues, WeightRef]]]:
-    """The sites of each `sparse` edit that is not random, in the order in which their entries are counted."""
-    found: dict[str, list[tuple[SparseValues, WeightRef]]] = {}
+@dataclass(frozen=True)
+class Sites:
+    """The sites whose entries `owner` is chosen from, in the order in which they are counted. `edit`: the first of theirs."""
+
+    edit: str
+    owner: SparseValues
+    refs: list[WeightRef] = field(default_factory=list[WeightRef])
+
+    @property
+    def way(self) -> str:
+        return str(self.owner.form_args["select"])
+
+
+def sites_of(model: nn.Module, record: Installation) -> dict[str, Sites]:
+    """The sites of each set of `sparse` values that is not random, by the name of the set."""
+    found: dict[str, Sites] = {}
+    present = record.task.present
     for placed in record.placed:
         for assign in placed.assigns:
+            ref = placed.site.states[assign.state].weight
             for one in (t.instance for t in ir.parts_of(assign.value) if isinstance(t, ir.Applied)):
-                owner = None if one.owner is None else f"{SHARED}.{identifier(one.owner)}"
-                module = None if owner is None else cast(FormModule, model.get_submodule(owner))
-                ref = placed.site.states[assign.state].weight
-                if isinstance(module, SparseValues) and ref is not None and module.form_args["select"] != "random":
-                    found.setdefault(placed.edit, []).append((module, ref))
+                for task, _ in one.copies():
+                    owner = one.owner_of(task)
+                    if (
+                        owner is None
+                        or ref is None
+                        or (task is not None and isinstance(present, str) and task != present)
+                    ):
+                        continue
+                    module = cast(FormModule, model.get_submodule(f"{SHARED}.{identifier(owner)}"))
+                    if isinstance(module, SparseValues) and module.form_args["select"] != "random":
+                        found.setdefault(owner, Sites(placed.edit, module)).refs.append(ref)
     return found
 
 

@@ -47,10 +47,10 @@ def step(model: nn.Module, step: int) -> None:
 def losses(
     model: nn.Module, *, inputs: Mapping[str, Any] | None = None, logits: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The terms that methods add to the loss, by edit; to be added up by whoever trains.
+    """The terms that methods add to the loss, by name; to be added up by whoever trains.
 
     `<edit>.orthogonality` of an `svd`: w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖ over its sites (Frobenius), as PEFT has it.
-    `<edit>.consistency` of a `mixture`: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second forward with another route;
+    `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second forward with another route;
     only where both arguments are given.
 
     Args: `inputs`, `logits`: the arguments of the forward that was made, and its logits (…, classes).
@@ -58,23 +58,22 @@ def losses(
     """
     record = acting(model)
     found: dict[str, list[Tensor]] = {}
-    mixtures: dict[str, list[Mixture]] = {}
+    routed: list[Mixture] = []
     for name, form in forms_of(model, record):
         edit = name.partition("/")[0]
         if isinstance(form, SVD) and form.form_args["orthogonality"]:
             found.setdefault(f"{edit}.orthogonality", []).append(form.orthogonality())
         elif isinstance(form, Mixture):
-            mixtures.setdefault(edit, []).append(form)
+            routed.append(form)
     terms = {name: torch.stack(values).mean() for name, values in found.items()}
-    if inputs is not None and logits is not None and mixtures:
-        routed = [form for group in mixtures.values() for form in group]
+    if inputs is not None and logits is not None and routed:
         before = [form.get_buffer("route").clone() for form in routed]
         for form in routed:
             form.get_buffer("route").fill_(-1)
         again = model(**inputs).logits
         for form, route in zip(routed, before, strict=True):
             form.get_buffer("route").copy_(route)
-        terms[f"{' and '.join(mixtures)}.consistency"] = consistency(logits, again)
+        terms["consistency"] = consistency(logits, again)
     return terms
 
 

@@ -43,7 +43,8 @@ def _at_init(args: Args) -> AtInit:
     return 0.0 if args["init"] == "lora" else None
 
 
-def _affine(args: Args) -> str | None:
+def affine(args: Args) -> str | None:
+    """Why a bottleneck is not affine: its norms, its activation; None where it is."""
     if args.get("norm_in") or args.get("norm_out"):
         return "its layer norm is not linear"
     return None if args["act"] == "none" else f"its activation {args['act']} is not linear"
@@ -82,7 +83,7 @@ register(
         shape=_shape,
         count=_count,
         at_init=_at_init,
-        affine=_affine,
+        affine=affine,
         module="peftc.forms.adapter_module:Adapter",
         paper="Houlsby et al. 2019, arXiv:1902.00751; He et al. 2022, arXiv:2110.04366, Eq. 4",
         rank=_rank,
@@ -122,7 +123,7 @@ register(
         shape=_head_shape,
         count=_head_count,
         at_init=_at_init,
-        affine=_affine,
+        affine=affine,
         module="peftc.forms.adapter_module:Bottleneck",
         paper="He et al. 2022, arXiv:2110.04366, section 3.3 (multi-head parallel adapter)",
         design=lambda source, args: f"{activated(args, f'{source} P_kᵀ')} P_v",

@@ -94,3 +94,12 @@ def divides(form: str, args: Args, name: str, whole: int) -> int:
             help=f"the nearest that do are {below} and {above}" if below != above else f"use {below}",
         )
     return part
+
+
+def hidden_width(args: Args) -> int | None:
+    """m of `reparam=mlp(m)`, None for direct rows."""
+    reparam = args["reparam"]
+    if reparam is None:
+        return None
+    assert isinstance(reparam, tuple)
+    return reparam[1]

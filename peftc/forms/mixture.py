@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peftc.forms.adapter import width
+from peftc.forms.adapter import affine, width
 from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, features, integer, over
 from peftc.forms.registry import Args, Count, Dims, Form, Param, register
 from peftc.forms.shapes import Shape
@@ -64,7 +64,7 @@ register(
         shape=_shape,
         count=_count,
         at_init=lambda args: 0.0 if args["init"] == "lora" else None,
-        affine=lambda args: None if args["act"] == "none" else f"its activation {args['act']} is not linear",
+        affine=affine,
         module="peftc.forms.mixture_module:Mixture",
         paper="Wang et al. 2022, arXiv:2205.12410 (AdaMix)",
         collapses=lambda args: None if args["keep"] else "adapter",

@@ -47,7 +47,6 @@ class FormModule(nn.Module):
 
     owner_module: FormModule | None
     index: int
-    task: str | None  # whose parameters these are
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
@@ -56,7 +55,6 @@ class FormModule(nn.Module):
         self._options: tuple[torch.dtype, torch.device | str | None] = (dtype, device)
         self.__dict__["owner_module"] = None
         self.index = 0
-        self.task = None
         self._states: tuple[str, ...] = ()
 
     @classmethod

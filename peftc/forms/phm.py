@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from peftc.forms.adapter import width
+from peftc.forms.adapter import affine, width
 from peftc.forms.arguments import ACT, DROPOUT, DTYPE, divides, features, integer, over
-from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param, register
+from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape
 
 
@@ -48,14 +48,6 @@ def _common_count(args: Args, dims: Dims) -> Count:
     return Count(integer(args, "n") ** 3, integer(args, "n") ** 3)
 
 
-def _affine(args: Args) -> str | None:
-    return None if args["act"] == "none" else f"its activation {args['act']} is not linear"
-
-
-def _at_init(args: Args) -> AtInit:
-    return None
-
-
 register(
     Form(
         name="phm",
@@ -75,8 +67,8 @@ register(
         ),
         shape=_shape,
         count=_count,
-        at_init=_at_init,
-        affine=_affine,
+        at_init=lambda args: None,
+        affine=affine,
         module="peftc.forms.phm_module:PHM",
         paper="Mahabadi et al. 2021, arXiv:2106.04647 (Compacter); Zhang et al. 2021, arXiv:2102.08597 (PHM)",
         common=lambda args: "edit" if args["shared"] else None,

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import DTYPE, integer
+from peftc.forms.arguments import DTYPE, hidden_width, integer
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import KeyValue, Shape
-
-
-def hidden_width(args: Args) -> int | None:
-    """m of `reparam=mlp(m)`, None for a direct prefix."""
-    reparam = args["reparam"]
-    if reparam is None:
-        return None
-    assert isinstance(reparam, tuple)
-    return reparam[1]
 
 
 def _shape(args: Args, dims: Dims) -> Shape:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peftc.forms.arguments import integer
+from peftc.forms.arguments import hidden_width, integer
 from peftc.forms.module import Draw, FormModule, Pair, kaiming, normal
-from peftc.forms.prefix import hidden_width
 from peftc.forms.registry import Args, Dims
 from peftc.forms.shapes import KeyValue
 

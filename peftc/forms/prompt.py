@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import DTYPE, describe, integer
+from peftc.forms.arguments import DTYPE, describe, hidden_width, integer
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape, Tokens
 
 PROMPT = "prompt"  # whose tokens its rows are
-
-
-def hidden_width(args: Args) -> int | None:
-    """m of `reparam=mlp(m)`, None for direct rows."""
-    reparam = args["reparam"]
-    return reparam[1] if isinstance(reparam, tuple) else None
 
 
 def _shape(args: Args, dims: Dims) -> Shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -110,12 +110,3 @@ class Tasked(FormModule):
             whole = whole.index_copy(0, where, value)
         assert whole is not None
         return whole
-
-    def collapsed(self) -> Mapping[str, Tensor]:
-        return self._of_each(lambda form: form.collapsed())
-
-    def collapsed_at(self, index: int) -> Mapping[str, Tensor]:
-        return self._of_each(lambda form: form.collapsed_at(index))
-
-    def _of_each(self, make: Callable[[FormModule], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        return {f"tasks.{task}.{n}": t for task in self.tasks for n, t in make(self.form(task)).items()}

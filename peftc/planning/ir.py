@@ -44,8 +44,11 @@ class Instance:
         return tuple((task, f".tasks.{task}") for task in self.tasks) or ((None, ""),)
 
     def owner_of(self, task: str | None) -> str | None:
-        """Where all parameters are in common, each task has them once."""
-        return f"{self.owner}.{task}" if self.owner is not None and task is not None and not self.owns else self.owner
+        """Where all that is trained is in common, each task has it once."""
+        if self.owner is None or task is None:
+            return self.owner
+        trains = self.owns and self.form.count(self.args, self.dims).trained
+        return self.owner if trains else f"{self.owner}.{task}"
 
     def owners(self) -> list[str]:
         """The names of all that the sites have in common."""

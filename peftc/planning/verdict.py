@@ -98,16 +98,24 @@ def _blocked(found: Sequence[Sequence[_At]]) -> dict[int, str]:
     for at in stays:
         for place in {at.placed.site.root, *(ref.module for ref in _written(at))}:  # a weight lies in its module
             near[place].append(at)
+    common = {owner: at.placed.edit for at in stays for owner in _numbered(at.placed)}
     blocked: dict[int, str] = {}
     for order, places in enumerate(found):
         if any(at.obstacle for at in places):
             continue
+        if other := next((common[o] for at in places for o in _numbered(at.placed) if o in common), None):
+            blocked[order] = f"`{other}`, which stays, shares parameters with it"
         for at in places:
             around = [*near[at.placed.site.root], *near[_module(at)]]
             between = next((other for other in around if _between(other, at)), None)
             if between is not None:
                 blocked[order] = f"`{between.placed.edit}`, which does not fold, stands between it and the weight"
     return blocked
+
+
+def _numbered(placed: Placed) -> list[str]:
+    """What an edit has in common with others that is made for all their sites together (the widest, or one after the other)."""
+    return [one.owner for one in placed.instances if one.owner and one.form.common(one.args) is not None]
 
 
 def _between(stays: _At, folds: _At) -> bool:

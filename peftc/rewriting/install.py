@@ -154,7 +154,6 @@ class Surgery:
         form = kept or self.made(build, name, placed, instance, module, placed.site.path)
         if owner is not None:
             form.join(owner, instance.index)
-        form.task = task
         return form
 
     def common(self, owner: str, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:

@@ -155,9 +155,12 @@ def test_beams_are_rows_of_their_example() -> None:
 
 
 def test_one_task_needs_no_choice() -> None:
-    for tasks in (None, ("only",)):
+    for tasks, names in ((None, ("default",)), (("only",), ("only",))):
         model = peftc.compile(PREFIX, zoo.build("llama"), tasks=tasks)
-        model(**zoo.inputs("llama", model))
+        assert peftc.tasks(model) == names
+        without = model(**zoo.inputs("llama", model)).logits
+        with peftc.task(model, names[0]):
+            assert torch.equal(model(**zoo.inputs("llama", model)).logits, without)
 
 
 @pytest.mark.parametrize(
@@ -211,3 +214,30 @@ def test_refusals() -> None:
         weight(**given)
     with pytest.raises(peftc.PeftcError, match="P536"), peftc.task(weight, task_ids=torch.tensor([0, 1, 2])):
         weight(**given)
+
+
+FORMS = (
+    "edit e at layer[*].attn {{ kv = concat(prefix(len=2, reparam=mlp(3)), kv) }}",
+    "edit e at layer[*].ffn {{ h += mixture(h, r=2, n=2) + adapter(x, r=2) }}",
+    "edit e at layer[*].attn.q {{ w += fastfood(d=5) }}",
+    "edit e at layer[*].attn.q {{ w += sparse(density=0.05, select=random) }}",
+    "edit e at layer[*].attn.q {{ h += svd(x, r=3) }}",
+    "edit e at embed {{ h = concat(prompt(len=2, reparam=mlp(3)), h) }}",
+)
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_every_task_has_its_own_and_is_saved(text: str, tmp_path: Path) -> None:
+    """Where all parameters of a form are in common, too: to the sites of a task, not to the tasks."""
+    spec = "peft 1\n" + text.format().replace(" {", " per task {", 1)
+    model = compiled("llama", spec, ("a", "b"))
+    given = three("llama", model)
+    first, second = one_by_one(model, given)
+    assert not torch.allclose(first, second)
+    plan = peftc.plan(spec, zoo.build("llama"), tasks=("a", "b"))
+    assert plan.totals.trained == sum(p.numel() for p in peftc.parameters(model).values())
+    peftc.save(model, tmp_path / "a")
+    loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
+    assert plan.totals.stored == sum(p.numel() for p in peftc.parameters(loaded).values())
+    for got, want in zip(one_by_one(loaded, given), (first, second), strict=True):
+        close(got, want, "loaded")

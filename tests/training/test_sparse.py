@@ -154,3 +154,15 @@ def test_refusals() -> None:
         peftc.calibrate(compiled("llama", "random"), [given])
     with pytest.raises(peftc.PeftcError, match="P310"):
         peftc.compile("peft 1\nedit m at layer[*].ffn { h += sparse(density=0.1) }", zoo.build("llama"))
+
+
+def test_each_task_chooses_its_own() -> None:
+    text = spec("llama", "fisher").replace(" {", " per task {", 1)
+    model = peftc.compile(text, zoo.build("llama", torch.float64), tasks=("a", "b"))
+    one, two = batches("llama", model)
+    for task, batch in (("a", one), ("b", two)):
+        with peftc.task(model, task):
+            peftc.calibrate(model, [batch])
+    first, second = (set(places.tolist()) for places in peftc.compiler.states(model).values())
+    assert first != second
+    assert -1 not in first | second

@@ -163,7 +163,7 @@ def test_consistency() -> None:
     logits = model(**given).logits
     assert peftc.losses(model) == {}
     torch.manual_seed(1)
-    found = peftc.losses(model, inputs=given, logits=logits)["e.consistency"]
+    found = peftc.losses(model, inputs=given, logits=logits)["consistency"]
     torch.manual_seed(1)
     for form in mixtures(model):
         form.get_buffer("route").fill_(-1)

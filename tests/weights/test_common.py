@@ -1,0 +1,31 @@
+"""Edits that have a part of their parameters in common fold together, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import peftc
+from tests import zoo
+from tests.laws.harness import close, randomise
+
+SPEC = """peft 1
+let common = shared({form})
+edit a at layer[*].attn.q {{ {equation} }}
+edit b at layer[*].ffn.down {{ {equation} }}"""
+FORMS = [("vera(r=4)", "h += common(x)"), ("sparse(density=0.05, select=random)", "w += common()")]
+
+
+@pytest.mark.parametrize(("form", "equation"), FORMS)
+def test_one_of_two_does_not_fold(form: str, equation: str) -> None:
+    """What is drawn for the widest site, or counted over all sites, would be another in a file without the one that is gone."""
+    model = peftc.compile(SPEC.format(form=form, equation=equation), zoo.build("llama", torch.float64), seed=0).eval()
+    randomise(peftc.parameters(model))
+    given = zoo.inputs("llama", model)
+    want = model(**given).logits
+    with pytest.raises(peftc.PeftcError, match="P531") as caught:
+        peftc.fold(model, only=["b"])
+    assert "shares parameters" in str(caught.value)
+    assert torch.equal(model(**given).logits, want)
+    assert [folded.edit for folded in peftc.fold(model).folded] == ["a", "b"]
+    close(model(**given).logits, want, "folded")
