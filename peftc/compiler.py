@@ -198,10 +198,11 @@ def compile(
 
     Args: `seed`: of the initial values, which depend on it, the edit, the site and the parameter alone (default: torch's
     initial seed). `name`: of this spec among those on the model (default: that of its file, else "default"; with a number
-    where that is taken). `tasks`: the names of those for which edits `per task` have parameters; `peftc.task` chooses. `prefix`: put before the names of its edits, as `apply … as` does; the default of `name`, too. `settings`,
-    `sample`, `trust_remote_code`: as in `plan`.
-    Raises: as `plan`; P537 for names of tasks that cannot be; P304 for an expectation that does not hold; P412 for names that the model has already, P414 for
-    parameters that another spec trains. After an error the model is as it was.
+    where that is taken). `tasks`: the names of those for which edits `per task` have parameters; `peftc.task` chooses.
+    `prefix`: put before the names of its edits, as `apply … as` does; the default of `name`, too. `settings`, `sample`,
+    `trust_remote_code`: as in `plan`.
+    Raises: as `plan`; P537 for names of tasks that cannot be; P304 for an expectation that does not hold; P412 for names that
+    the model has already, P414 for parameters that another spec trains. After an error the model is as it was.
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))

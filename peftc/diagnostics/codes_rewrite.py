@@ -109,8 +109,9 @@ REWRITE: dict[str, CodeInfo] = {
     ),
     "P419": CodeInfo(
         "call that has no place for a prompt",
-        "The tokens of a prompt come before those of the input in masks, positions and caches. Masks made for each layer, caches of a "
-        "fixed size and assisted decoding leave no place for them; the call was not run.",
+        "The tokens of a prompt come before those of the input in masks, positions and caches. Masks that were made for the layers, "
+        "caches of a fixed size, and caches of an earlier call that are given to `generate`, which counts their tokens itself, leave no "
+        "place for them; the call was not run.",
     ),
     "P420": CodeInfo(
         "output that cannot be written",

@@ -33,7 +33,8 @@ class Dims:
 
     `input` is the shape of its argument (None for a form without one), `target` of the state that the equation writes;
     `d_model` is the width of the residual stream; `sites` how many sites share this set of parameters, and `widest` the
-    largest number of features that any of them reads and writes; `spread` how many entries of weights the sites before this one have, and all of them; `positions` how many tokens the model takes, where it says so.
+    largest number of features that any of them reads and writes; `spread` how many entries of weights the sites before this
+    one have, and all of them; `positions` how many tokens the model takes, where it says so.
     """
 
     input: Shape | None
@@ -67,9 +68,8 @@ class Illegal(Exception):
     help: str | None = None
 
 
-Scope = Literal[
-    "group", "edit"
-]  # who shares the common part of a form: the sites of an attention group, or of the edit
+# Who shares the common part of a form: the sites of an attention group, or of the edit.
+Scope = Literal["group", "edit"]
 AtInit = float | None  # the constant a form's value equals at initialisation (0.0: adds nothing), None: not a constant
 
 
@@ -104,7 +104,7 @@ class Form:
         default=lambda args, dims: None
     )  # of the change it makes to a weight
     design: Callable[[str, Args], str] | None = (
-        None  # what it computes of an input, as the tables of the literature write it
+        None  # what it computes of an input, as tables of the literature have it
     )
     adds: bool = False  # its module can be given what its value is added to, `f(x, plus=h)`, and does both in one step
     passes: bool = False  # at initialisation its value is its input, bit for bit, where that is the base's own weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +199,22 @@ def test_refused(text: str, code: str) -> None:
         peftc.compile("peft 1\n" + text, model)
     assert type(model).__name__ == "LlamaForCausalLM"
     assert not peftc.rewriting.record.is_installed(model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # transformers' and torch's own
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_copies_compilers_and_checkpoints(name: str) -> None:
+    model = compiled(name)
+    inputs = given(name, model, "right")
+    want = model(**inputs).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(**inputs).logits, want)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        close(torch.compile(model, backend="eager", fullgraph=True)(**inputs).logits, want, "compiled")
+    ((_, tokens),) = peftc.parameters(model).items()
+    want.sum().backward()
+    plain, tokens.grad = tokens.grad, None
+    model.train().gradient_checkpointing_enable()
+    model(**inputs, use_cache=False).logits.sum().backward()
+    close(tokens.grad, plain, "gradient")
