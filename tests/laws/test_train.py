@@ -12,7 +12,7 @@ from tests.laws.harness import Before, close, loss
 SPECS = {
     "bitfit": "train e = [b] at layer[*].**",
     "layernorm": "train e = [w, b] at layer[*].norm",
-    "cross": "train e = [w] at decoder.layer[*].attn.cross.**",
+    "cross": "train e = [w, b] at layer[*].attn.cross.**",
 }
 NORMS = ("norm", "ln_1", "ln_2", "Norm")
 
@@ -25,7 +25,7 @@ def belongs(spec: str, key: str, layer: str) -> bool:
     if spec == "layernorm":
         return inside and any(n in key for n in NORMS)
     cross = "encoder_attn" in key or (key.startswith("decoder.block.") and ".layer.1." in key)  # its norm is below it
-    return inside and last == "weight" and cross
+    return inside and cross
 
 
 LAYER = {"bart": "layers", "t5": "block", "gpt2": "h", "llama": "layers", "qwen3": "layers", "opt": "layers"}
