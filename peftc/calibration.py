@@ -1,16 +1,18 @@
-"""Choosing the entries that `sparse` edits train, from data."""
+"""Choosing what selective edits train, from data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.lines_module import Lines
 from peftc.forms.module import FormModule
 from peftc.forms.sparse_module import SparseValues
 from peftc.planning import ir
@@ -25,39 +27,39 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 def calibrate(
     model: nn.Module, data: Iterable[Batch] = (), *, loss: Loss | None = None, lr: float = 1e-4, name: str | None = None
 ) -> dict[str, int]:
-    """Chooses the entries of every `sparse` edit, among those of all its sites at once, and sets their values to zero.
+    """Chooses what is trained: the entries of every `sparse` edit, among those of all its sites at once; the rows (columns) of every
+    `lines`, at each site. Their values begin with zero.
 
     `select=fisher`: of the largest Σ (∂loss)² over the batches (Sung et al. 2021, Eq. 3, with the labels of the data). `change`:
     of the largest |θ₁ − θ₀|, θ₁ after one pass of AdamW over the batches (Ansell et al. 2022), which is undone. `magnitude`:
-    of the largest |θ|. `random` edits have theirs already. The base, gradients, modes and `requires_grad` are as before.
+    of the largest |θ|. Rows have the sums of theirs (Vucetic et al. 2022). `random` edits have been chosen already. The base, gradients, modes and `requires_grad` are as before.
 
     Args: `data`: batches, keyword arguments of a forward. `loss`: of the model and a batch; the `loss` of its result without
     it. `lr`: of AdamW. `name`: of one spec. Edits `per task` choose for the task that is present (`peftc.task`), or for all.
-    Returns: how many entries were chosen, by edit.
+    Returns: how many entries (rows, columns) were chosen, by edit.
     Raises: P410 (not compiled), P413, P529, P541 where there is nothing to choose or the batches give no gradients.
     """
     record = acting(model)
     edits = {edit for part in record.chosen(name) for edit in part.edits}
-    found = {owner: sites for owner, sites in sites_of(model, record).items() if sites.edit in edits}
+    found = [choice for choice in choices_of(model, record) if choice.edit in edits]
     if not found:
-        raise PeftcError(Diagnostic("P541", "the model has no `sparse` edit whose entries are to be chosen"))
+        raise PeftcError(Diagnostic("P541", "the model has no edit of which something is to be chosen"))
     batches = list(data)
-    ways = {sites.way for sites in found.values()}
+    ways = {choice.module.way for choice in found}
     if not batches and ways & {"fisher", "change"}:
         raise PeftcError(Diagnostic("P541", "there are no batches to choose from", help="calibrate(model, batches)"))
-    refs = [ref for sites in found.values() for ref in sites.refs]
-    scores = {way: SCORES[way](model, refs, batches, loss or own_loss, lr) for way in sorted(ways)}
-    chosen: dict[str, int] = {}
     places: list[Tensor] = []
-    for sites in found.values():
-        flat = torch.cat([view_of(scores[sites.way][key(ref)], ref).reshape(-1) for ref in sites.refs])
-        if not bool(torch.isfinite(flat).all()) or not bool(flat.any()):
-            raise PeftcError(Diagnostic("P541", f"`{sites.edit}`: the batches tell no entry from another"))
-        places.append(flat.topk(len(sites.owner.values))[1])
-        chosen[sites.edit] = len(sites.owner.values)
-    for sites, where in zip(found.values(), places, strict=True):  # all of them, or none
-        sites.owner.choose(where)
-    return chosen
+    scores = {w: SCORES[w](model, refs_of(found, w), batches, loss or own_loss, lr) for w in sorted(ways)}
+    for choice in found:
+        units = choice.units(scores[choice.module.way])
+        if not bool(torch.isfinite(units).all()) or not bool(units.any()):
+            raise PeftcError(Diagnostic("P541", f"`{choice.edit}`: the batches tell nothing from the rest"))
+        places.append(units.topk(choice.module.count)[1])
+    chosen = Counter[str]()
+    for choice, where in zip(found, places, strict=True):  # all of them, or none
+        choice.module.choose(where)
+        chosen[choice.edit] += len(where)
+    return dict(chosen)
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -69,38 +71,69 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sites:
-    """The sites whose entries `owner` is chosen from, in the order in which they are counted. `edit`: the first of theirs."""
+class Choice:
+    """What `module` trains of `own`, weights and biases in the order in which sites are counted; chosen by the scores of `refs`.
+    `edit`: the first of theirs.
+    """
 
     edit: str
-    owner: SparseValues
+    module: SparseValues | Lines
+    own: list[WeightRef] = field(default_factory=list[WeightRef])
     refs: list[WeightRef] = field(default_factory=list[WeightRef])
 
-    @property
-    def way(self) -> str:
-        return str(self.owner.form_args["select"])
+    def units(self, scores: Mapping[str, Tensor]) -> Tensor:
+        return self.module.units([view_of(scores[key(ref)], ref) for ref in self.refs])
 
 
-def sites_of(model: nn.Module, record: Installation) -> dict[str, Sites]:
-    """The sites of each set of `sparse` values that is not random, by the name of the set."""
-    found: dict[str, Sites] = {}
+def choices_of(model: nn.Module, record: Installation) -> list[Choice]:
+    """What is to be chosen, but at random; of the present task alone where one is."""
+    found: dict[int, Choice] = {}
     present = record.task.present
     for placed in record.placed:
-        for assign in placed.assigns:
-            ref = placed.site.states[assign.state].weight
-            for one in (t.instance for t in ir.parts_of(assign.value) if isinstance(t, ir.Applied)):
-                for task, _ in one.copies():
-                    owner = one.owner_of(task)
-                    if (
-                        owner is None
-                        or ref is None
-                        or (task is not None and isinstance(present, str) and task != present)
-                    ):
-                        continue
-                    module = cast(FormModule, model.get_submodule(f"{SHARED}.{identifier(owner)}"))
-                    if isinstance(module, SparseValues) and module.form_args["select"] != "random":
-                        found.setdefault(owner, Sites(placed.edit, module)).refs.append(ref)
-    return found
+        for assign, one in applied(placed):
+            for task, tail in one.copies():
+                if task is not None and isinstance(present, str) and task != present:
+                    continue
+                module, own = chooser(model, record, placed, one, task, tail), placed.site.states[assign.state].weight
+                if module is not None and module.way != "random" and own is not None:
+                    ref = placed.site.states[leading(placed, assign)].weight if isinstance(module, Lines) else own
+                    choice = found.setdefault(id(module), Choice(placed.edit, module))
+                    choice.own.append(own)
+                    choice.refs.append(ref or own)
+    return list(found.values())
+
+
+def applied(placed: ir.Placed) -> Iterator[tuple[ir.Assign, ir.Instance]]:
+    """The forms of an edit at a site, and where each stands first."""
+    seen = set[int]()
+    for assign in placed.assigns:
+        for term in ir.parts_of(assign.value):
+            if isinstance(term, ir.Applied) and id(term.instance) not in seen:
+                seen.add(id(term.instance))
+                yield assign, term.instance
+
+
+def leading(placed: ir.Placed, assign: ir.Assign) -> str:
+    """The state whose rows are compared: those of a bias follow those of the weight, where the edit has rows of it, too."""
+    rows = (a.state for a, one in applied(placed) if one.form.name == "lines" and one.args["by"] == "row")
+    return "w" if assign.state == "b" and "w" in rows else assign.state
+
+
+def chooser(
+    model: nn.Module, record: Installation, placed: ir.Placed, one: ir.Instance, task: str | None, tail: str
+) -> SparseValues | Lines | None:
+    """The module that knows what of a form is trained, where there is such a choice."""
+    owner = one.owner_of(task)
+    name = f"{placed.edit}/{placed.site.path}/{one.key}"
+    places = [f"{record.places[name]}{tail}"] if one.owns else []
+    places += [f"{SHARED}.{identifier(owner)}"] if owner is not None else []
+    modules = (model.get_submodule(place) for place in places)
+    return next((m for m in modules if isinstance(m, SparseValues | Lines)), None)
+
+
+def refs_of(choices: Iterable[Choice], way: str) -> list[WeightRef]:
+    """The weights and biases that one way is asked about."""
+    return [ref for choice in choices if choice.module.way == way for ref in (*choice.own, *choice.refs)]
 
 
 def key(ref: WeightRef) -> str:

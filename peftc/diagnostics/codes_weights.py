@@ -96,12 +96,12 @@ WEIGHTS: dict[str, CodeInfo] = {
     ),
     "P540": CodeInfo(
         "entries that have not been chosen",
-        "A `sparse` edit trains a few entries of the weights, chosen from data by `peftc.calibrate` before training; until then it has "
-        "no effect.",
+        "A `sparse` edit trains a few entries of the weights, and `lines` a few rows; `peftc.calibrate` chooses them from data before "
+        "training. Until then they have no effect.",
     ),
     "P541": CodeInfo(
         "nothing to choose from",
-        "`peftc.calibrate` chooses entries of `sparse` edits by what batches say of them: their gradients, or the changes that training "
+        "`peftc.calibrate` chooses what selective edits train by what batches say of it: gradients, or the changes that training "
         "makes. There is no such edit, there are no batches, or they give no loss or no gradient.",
     ),
     "P539": CodeInfo(

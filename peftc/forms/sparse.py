@@ -1,4 +1,4 @@
-"""Changes of a few entries of weights and biases, chosen once for all sites of an edit."""
+"""Changes of a few entries of weights and biases, chosen once for all sites of an edit; or of whole rows or columns of each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,45 @@ def chosen_count(args: Args, dims: Dims) -> int:
     return max(1, round(number(args, "density") * total))
 
 
-def _shape(args: Args, dims: Dims) -> Shape:
+def lines(args: Args, dims: Dims) -> tuple[int, int]:
+    """How many rows (columns) are trained, at least one, and how many entries each of them has."""
+    assert isinstance(dims.target, Weight | Vector)
+    d_out, d_in = (dims.target.d_out, dims.target.d_in) if isinstance(dims.target, Weight) else (dims.target.d, 1)
+    count, length = (d_out, d_in) if args["by"] == "row" else (d_in, d_out)
+    return max(1, round(number(args, "density") * count)), length
+
+
+def _of_weight(form: str, dims: Dims) -> Shape:
     if not isinstance(dims.target, Weight | Vector):
         raise Illegal(
-            "P310", f"`sparse` is a change of a weight or a bias, here {dims.target}", help="assign it to `w`"
+            "P310", f"`{form}` is a change of a weight or a bias, here {dims.target}", help="assign it to `w`"
         )
     return dims.target
+
+
+def _lines_shape(args: Args, dims: Dims) -> Shape:
+    if args["by"] == "column" and isinstance(dims.target, Vector):
+        raise Illegal("P310", f"only a weight has columns, here {dims.target}", "by", help="leave `by` out")
+    return _of_weight("lines", dims)
+
+
+def _lines_count(args: Args, dims: Dims) -> Count:
+    count, length = lines(args, dims)
+    return Count(count * length, count * length)
+
+
+WAYS = (
+    "of the largest Fisher information (mean of squared gradients), of the largest change in a first fine-tuning, of the largest "
+    "absolute value, or any"
+)
+
+CHOICES = ("fisher", "change", "magnitude", "random")
+
+
+def _density(what: str) -> Param:
+    return Param(
+        "density", "float", f"part of the {what} that is trained", required=True, low=0.0, high=1.0, open="low"
+    )
 
 
 register(
@@ -28,21 +61,12 @@ register(
         equation="f = D, zero but at the entries that `peftc.calibrate` has chosen among those of all sites of the edit",
         takes_input=False,
         params=(
-            Param(
-                "density", "float", "part of the entries that is trained", required=True, low=0.0, high=1.0, open="low"
-            ),
-            Param(
-                "select",
-                "choice",
-                "which: of the largest Fisher information (mean of squared gradients), of the largest change in a first "
-                "fine-tuning, of the largest absolute value, or any",
-                "fisher",
-                choices=("fisher", "change", "magnitude", "random"),
-            ),
+            _density("entries"),
+            Param("select", "choice", f"which: {WAYS}", "fisher", choices=CHOICES),
             SEED,
             DTYPE,
         ),
-        shape=_shape,
+        shape=lambda args, dims: _of_weight("sparse", dims),
         count=lambda args, dims: Count(0, 0),
         at_init=lambda args: 0.0,
         affine=lambda args: None,
@@ -51,5 +75,32 @@ register(
         common=lambda args: "edit",
         common_count=lambda args, dims: Count(chosen_count(args, dims), chosen_count(args, dims)),
         anywhere=True,
+    )
+)
+
+register(
+    Form(
+        name="lines",
+        equation="f = D, zero but in the rows (columns) that `peftc.calibrate` has chosen at each site; those of `b` are those of `w`",
+        takes_input=False,
+        params=(
+            _density("rows"),
+            Param(
+                "by",
+                "choice",
+                "what is chosen as one: rows are the outputs of a Linear",
+                "row",
+                choices=("row", "column"),
+            ),
+            Param("select", "choice", f"which: {WAYS}; summed over each", "change", choices=CHOICES),
+            SEED,
+            DTYPE,
+        ),
+        shape=_lines_shape,
+        count=_lines_count,
+        at_init=lambda args: 0.0,
+        affine=lambda args: None,
+        module="peftc.forms.lines_module:Lines",
+        paper="Vucetic et al. 2022, arXiv:2205.01541 (FAR)",
     )
 )

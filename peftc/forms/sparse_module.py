@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,13 @@ from peftc.forms.shapes import Weight
 from peftc.forms.sparse import chosen_count
 
 UNCHOSEN = -1
+
+
+def refuse_unchosen(form: str, way: str, places: Tensor) -> None:
+    """Raises: P540 where nothing has been chosen."""
+    if has_values(places) and int(places[0]) == UNCHOSEN:
+        message = f"`{form}(select={way})` has not chosen what is trained"
+        raise PeftcError(Diagnostic("P540", message, help="peftc.calibrate(model, batches) chooses it"))
 
 
 class SparseValues(FormModule):
@@ -33,6 +40,10 @@ class SparseValues(FormModule):
         self.state("places", torch.full((count,), UNCHOSEN, dtype=torch.int64))
         self.bounds: dict[tuple[int, int], tuple[int, int]] = {}
         self.chosen = False  # known to be
+
+    def units(self, scores: Sequence[Tensor]) -> Tensor:
+        """The scores of all entries, from those of the entries of each site."""
+        return torch.cat([s.reshape(-1) for s in scores])
 
     def choose(self, places: Tensor) -> None:
         """Sets which entries are trained; their values begin with zero again."""
@@ -60,14 +71,23 @@ class SparseValues(FormModule):
             self.bounds[start, stop] = (first, last)
         return self.bounds[start, stop]
 
-    def ready(self) -> bool:
-        """Whether the entries have been chosen."""
-        places = self.get_buffer("places")
-        self.chosen = self.chosen or not has_values(places) or int(places[0]) != UNCHOSEN
-        return self.chosen
+    @property
+    def way(self) -> str:
+        return str(self.form_args["select"])
+
+    @property
+    def count(self) -> int:
+        """How many entries are trained."""
+        return len(self.values)
+
+    def require_chosen(self) -> None:
+        """Raises: P540 where no entries have been chosen."""
+        if not self.chosen:
+            refuse_unchosen("sparse", self.way, self.get_buffer("places"))
+            self.chosen = True
 
     def fix(self, place: str) -> None:
-        if self.form_args["select"] != "random" or not has_values(self.values):
+        if self.way != "random" or not has_values(self.values):
             return
         generator, found = seeded(f"{self.form_args['seed']}/places"), torch.empty(0, dtype=torch.int64)
         while len(found) < len(self.values):  # drawn anew until there are enough different ones
@@ -102,9 +122,8 @@ class Sparse(FormModule):
         owner = self.owner_module
         assert isinstance(owner, SparseValues)
         count = entries(self.form_dims.target)
-        if self.training and not owner.ready():
-            message = f"`sparse({self.form_args['select']})` has not chosen which entries are trained"
-            raise PeftcError(Diagnostic("P540", message, help="peftc.calibrate(model, batches) chooses them"))
+        if self.training:
+            owner.require_chosen()
         first, last = owner.between(self.start, self.start + count)
         where = owner.get_buffer("places")[first:last] - self.start
         flat = owner.values.new_zeros(count).index_put((where,), owner.values[first:last])

@@ -44,6 +44,8 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             return reference.prefix(w)
         case "sparse":
             return (reference.sparse(w, tuple(x.shape)),)
+        case "lines":
+            return (reference.lines(w, tuple(x.shape), str(args["by"])),)
         case "linear":
             return (x @ w["weight"].T + w.get("bias", 0.0),)
         case "mixture":

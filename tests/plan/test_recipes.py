@@ -12,7 +12,7 @@ from peftc.tracing.sites import SiteTable
 
 RECIPES = resources.recipes()
 MODELS = ("facebook/bart-large", "bert-base-uncased", "t5-large", "meta-llama/Meta-Llama-3-8B")
-NEED_BIASES = ("bitfit", "difffit", "glora")
+NEED_BIASES = ("bitfit", "difffit", "glora", "far")
 NEED_A_CONTEXT = ("cross_attention",)
 
 
@@ -91,6 +91,7 @@ COUNTS = {
     "cross_attention": 12 * (4 * (D * D + D) + 2 * D),  # with the norm behind it
     "fishmask": round(0.005 * WEIGHTS),
     "lt_sft": round(0.08 * WEIGHTS),
+    "far": FFN * (round(0.1 * F) * (D + 1) + round(0.1 * D) * (F + 1)),
     "unipelt": 43_914_372,  # measured in AdapterHub
 }
 

@@ -169,6 +169,15 @@ def sparse(w: Weights, size: tuple[int, ...]) -> Tensor:
     return flat.view(size)
 
 
+def lines(w: Weights, size: tuple[int, ...], by: str) -> Tensor:
+    whole = torch.zeros(size, dtype=w["values"].dtype)
+    if by == "row":
+        whole[w["places"]] = w["values"]
+    else:
+        whole[:, w["places"]] = w["values"]
+    return whole
+
+
 def svd(w: Weights, x: Tensor, alpha: float) -> Tensor:
     return x @ (alpha / (len(w["values"]) + 1e-5) * (w["P"] @ torch.diag(w["values"]) @ w["Q"])).T
 
