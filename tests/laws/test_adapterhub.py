@@ -1,6 +1,12 @@
-"""Compiled models compute what AdapterHub's own code computed with the same weights (`tests/reference/adapterhub.json`)."""
+"""Compiled models compute what AdapterHub's own code computed with the same weights, outputs and gradients.
+
+The numbers are those of `tests/reference/adapterhub.json`.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,14 +14,30 @@ import torch
 import peftc
 from tests import zoo
 from tests.reference import adapterhub
+from tests.reference.adapterhub import LENGTH, PHM, RANK, REDUCTION, REFT, WIDTH
 from tests.reference.reference import Reference
-from tests.reference.test_adapterhub import CASES, MEASURED, PRE_NORM, weights
+from tests.reference.test_adapterhub import CASES, MEASURED, PRE_NORM, SLOPES, TOLERANCE, places
+
+SPECS = Path(__file__).parents[2] / "specs"
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "compacter": ("compacter", {"reduction": PHM}),
+    "compacter++-paper": ("compacter-pp", {"reduction": PHM}),
+    "unipelt-paper": ("unipelt", {"l": LENGTH, "r": RANK, "alpha": RANK, "reparam": f"mlp({WIDTH})"}),
+    "loreft": ("loreft", {"r": REFT}),
+    "direft": ("direft", {"r": REFT}),
+}
+UNIPELT = f"""
+edit qv at layer[*].attn.q | layer[*].attn.v {{ h += gate(x) * lora(x, r={RANK}, alpha={RANK}) }}
+edit prefix at layer[*].attn {{ kv = concat(gate(x) * prefix(len={LENGTH}, reparam=mlp({WIDTH})), kv) }}
+edit ffn at layer[*].ffn {{ let r = %s  h += gate(r) * adapter(r, reduction=16, act=relu) }}
+"""
 
 
 def spec_of(method: str, name: str) -> str:
+    """Of those that no recipe states."""
     pre = name in PRE_NORM
     reads = "h + res" if pre else "norm(h + res)"
-    prefix = "edit p at layer[*].attn { kv = concat(prefix(len=3, reparam=mlp(5)), kv) }"
+    prefix = f"edit p at layer[*].attn {{ kv = concat(prefix(len={LENGTH}, reparam=mlp({WIDTH})), kv) }}"
     parallel = "edit e at layer[*].ffn {{ h += 4 * adapter({}, reduction={}, init=lora) }}"
     return (
         "peft 1\n"
@@ -24,20 +46,29 @@ def spec_of(method: str, name: str) -> str:
             "double_seq_bn": "edit e at layer[*].attn.self | layer[*].ffn { h += adapter(h, reduction=16, act=silu) }",
             "par_bn": parallel.format("res" if pre else "x", 2),
             "prefix": prefix,
-            "mam": prefix + "\n" + parallel.format("res" if pre else "x", adapterhub.REDUCTION),
+            "mam": prefix + "\n" + parallel.format("res" if pre else "x", REDUCTION),
+            "compacter++": f"edit e at layer[*].ffn {{ h += phm({reads}, reduction={PHM}, act=gelu) }}",
+            "unipelt": UNIPELT % reads,
+            "noreft": f"edit layers at layer[*] {{ h += reft(h, r={REFT}, orthogonal=false) }}",
         }[method]
     )
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
-def test_the_same_numbers(method: str, name: str) -> None:
+def test_the_same_numbers_and_gradients(method: str, name: str) -> None:
     model = zoo.build(name, torch.float64)
-    wanted = weights(Reference(name, model), method)
-    peftc.compile(spec_of(method, name), model, seed=0)
-    parameters = peftc.parameters(model)
-    given = {key.replace("/p.prefix.", "/prefix."): parameter for key, parameter in parameters.items()}
-    assert set(given) <= set(wanted)
+    known = places(Reference(name, model), method)
+    if method in RECIPES:
+        recipe, settings = RECIPES[method]
+        peftc.compile(SPECS / f"{recipe}.peft", model, seed=0, settings=settings)
+    else:
+        peftc.compile(spec_of(method, name), model, seed=0)
+    given = peftc.parameters(model)
+    assert set(given) == set(known)
     with torch.no_grad():
         for key, parameter in given.items():
-            parameter.copy_(wanted[key])
-    assert adapterhub.numbers(model, name) == pytest.approx(MEASURED[method][name], rel=1e-6, abs=1e-6)
+            parameter.copy_(adapterhub.draw(*known[key]))
+    labels = {known[key][0]: parameter for key, parameter in given.items()}
+    numbers, slopes = adapterhub.measured(model, name, labels)
+    assert numbers == pytest.approx(MEASURED[method][name], rel=TOLERANCE, abs=TOLERANCE)
+    assert slopes == pytest.approx(SLOPES[method][name], rel=TOLERANCE, abs=TOLERANCE)

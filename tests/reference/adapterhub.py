@@ -6,7 +6,11 @@ own with `adapters==1.3.0` (which brings `transformers==4.57.6`):
     python -m tests.reference.adapterhub > tests/reference/adapterhub.json
 
 Attention is eager: under sdpa, with a causal mask, its prefixes are wrong. Of T5 there is no prefix: it gives the prefix's
-columns a position bias, where ours is zero.
+columns a position bias, where ours is zero. T5's softmax, which is in float32 whatever the model, is in float64 here.
+
+Its `compacter++` and the adapter of its `unipelt` read norm(h + res) (h + res in pre-norm models), where the papers read h:
+beside each stands one as in its paper, `-paper`. A LoRA with a gate is never times α / r, as the papers have it: the tests give
+ours α = r. Gradients are kept as slopes along directions drawn like the values: what `measured` returns.
 """
 
 from __future__ import annotations
@@ -14,35 +18,68 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from tests import zoo
+from tests.reference.forms import orthonormal
 
-ADAPTER = {
-    "down": "adapter_down.0.weight",
-    "down_bias": "adapter_down.0.bias",
-    "up": "adapter_up.weight",
-    "up_bias": "adapter_up.bias",
+NAMES: dict[str, dict[str, str]] = {  # form: our name of a tensor -> its name in the module that has the form
+    "adapter": {
+        "down": "adapter_down.0.weight",
+        "down_bias": "adapter_down.0.bias",
+        "up": "adapter_up.weight",
+        "up_bias": "adapter_up.bias",
+    },
+    "phm": {
+        "down_left": "adapter_down.0.W_left",
+        "down_right": "adapter_down.0.W_right",
+        "down_bias": "adapter_down.0.b",
+        "up_left": "adapter_up.W_left",
+        "up_right": "adapter_up.W_right",
+        "up_bias": "adapter_up.b",
+    },
+    "prefix": {
+        "embedding": "wte.weight",
+        "down": "control_trans.0.weight",
+        "down_bias": "control_trans.0.bias",
+        "up": "control_trans.2.weight",
+        "up_bias": "control_trans.2.bias",
+    },
+    "lora": {"A": "lora_A", "B": "lora_B"},
+    "gate": {"weight": "gate.weight", "bias": "gate.bias"},
+    "reft": {"R": "projection.weight", "W": "learned_source.weight", "b": "learned_source.bias"},
 }
-GROUP = {
-    "embedding": "wte.weight",
-    "down": "control_trans.0.weight",
-    "down_bias": "control_trans.0.bias",
-    "up": "control_trans.2.weight",
-    "up_bias": "control_trans.2.bias",
-}
+RULE = "phm_rule"  # A of `phm`
+POST = ("bert-base", "bart")
+Along = Callable[[str, Tensor], Tensor]
+FOUR = (*POST, "t5", "gpt2")
+THREE = (*POST, "gpt2")
 METHODS: dict[str, tuple[str, ...]] = {  # method: the zoo models it is run on
-    "seq_bn": ("bert-base", "bart", "t5", "gpt2"),
-    "double_seq_bn": ("bert-base", "bart", "t5", "gpt2"),
-    "par_bn": ("bert-base", "bart", "t5", "gpt2"),
-    "prefix": ("bert-base", "bart", "gpt2"),
-    "mam": ("bert-base", "bart", "gpt2"),
+    "seq_bn": FOUR,
+    "double_seq_bn": FOUR,
+    "par_bn": FOUR,
+    "prefix": THREE,
+    "mam": THREE,
+    "compacter": FOUR,
+    "compacter++": ("bert-base",),
+    "compacter++-paper": ("bert-base", "gpt2"),
+    "unipelt": ("bert-base",),
+    "unipelt-paper": THREE,
+    "loreft": ("bert-base", "gpt2"),
+    "noreft": ("gpt2",),
+    "direft": ("bert-base",),
 }
 LENGTH, WIDTH, REDUCTION = 3, 5, 8  # of the prefix and its MLP; of mam's adapter
+PHM, RANK, REFT = 4, 4, 2  # reduction of compacter's adapter; ranks of unipelt's LoRA and of the ReFTs
+ALPHA = 2  # of unipelt's LoRA, where it has none
+FUSED = "c_attn.loras.a."  # of q, and then of v
 
 
 def adapter_module(name: str, stack: str, index: int, slot: str) -> str:
@@ -68,72 +105,148 @@ def draw(label: str, shape: tuple[int, ...]) -> Tensor:
     return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def numbers(model: nn.Module, name: str) -> list[float]:
-    """Eight projections of the outputs on unpadded tokens: for inputs without and with a mask."""
-    found: list[float] = []
+def direction(label: str, tensor: Tensor) -> Tensor:
+    """Along which the slope of a tensor is taken."""
+    return draw(f"along {label}", tuple(tensor.shape))
+
+
+def results(model: nn.Module, name: str) -> Iterator[Tensor]:
+    """The outputs on unpadded tokens, flat: for inputs without and with a mask."""
     for padding in (None, "right"):
         given = zoo.inputs(name, model, padding=padding)
-        with torch.no_grad():
-            out = model(**given)[0]
+        out = model(**given)[0]
         if "attention_mask" in given and not model.config.is_encoder_decoder:
             out = out[given["attention_mask"].bool()]
-        flat = out.flatten()
-        found += [float(flat @ draw(f"{name}{i}", tuple(flat.shape))) for i in range(4)]
-    return found
+        yield out.flatten()
+
+
+def numbers(flats: Iterable[Tensor], name: str) -> list[float]:
+    """Eight projections of the results."""
+    return [float(flat.detach() @ draw(f"{name}{i}", tuple(flat.shape))) for flat in flats for i in range(4)]
+
+
+def measured(
+    model: nn.Module, name: str, tensors: Mapping[str, Tensor], along: Along = direction
+) -> tuple[list[float], dict[str, float]]:
+    """The numbers of a model, and how the first of each four change along a direction of the tensors.
+
+    `tensors`: by label. There is one slope for each kind of tensor, Σ ⟨gradient, direction⟩ over all that are of it.
+    """
+    flats = list(results(model, name))
+    loss = torch.stack([flat @ draw(f"{name}0", tuple(flat.shape)) for flat in flats]).sum()
+    gradients = torch.autograd.grad(loss, list(tensors.values()))
+    slopes: dict[str, float] = {}
+    for (label, tensor), gradient in zip(tensors.items(), gradients, strict=True):
+        slopes[kind(label)] = slopes.get(kind(label), 0.0) + float((gradient * along(label, tensor)).sum())
+    return numbers(flats, name), dict(sorted(slopes.items()))
+
+
+def kind(label: str) -> str:
+    """What a tensor is, whatever the layer: `adapter_down.0.weight`."""
+    return label.rpartition(".a.")[2]
 
 
 def main() -> None:
     import adapters
 
     prefix = adapters.PrefixTuningConfig(prefix_length=LENGTH, flat=False, bottleneck_size=WIDTH)
+    lora = adapters.LoRAConfig(r=RANK, alpha=ALPHA)
+    reads_h = adapters.SeqBnConfig(reduction_factor=16, original_ln_before=False)
+    everywhere: dict[str, Any] = {"r": REFT, "prefix_positions": 7, "tied_weights": True}
     configs: dict[str, Any] = {
         "seq_bn": "seq_bn",
         "double_seq_bn": "double_seq_bn",
         "par_bn": "par_bn",
         "prefix": prefix,
         "mam": adapters.ConfigUnion(prefix, adapters.ParBnConfig(reduction_factor=REDUCTION)),
+        "compacter": adapters.CompacterConfig(reduction_factor=PHM),
+        "compacter++": adapters.CompacterPlusPlusConfig(reduction_factor=PHM),
+        "compacter++-paper": adapters.CompacterPlusPlusConfig(reduction_factor=PHM, original_ln_before=False),
+        "unipelt": adapters.UniPELTConfig(prefix_tuning=prefix, lora=lora),
+        "unipelt-paper": adapters.UniPELTConfig(prefix_tuning=prefix, adapter=reads_h, lora=lora),
+        "loreft": adapters.LoReftConfig(**everywhere),
+        "noreft": adapters.NoReftConfig(**everywhere),
+        "direft": adapters.DiReftConfig(**everywhere),
     }
-    made: dict[str, dict[str, list[float]]] = {"base": {}}
+    outputs: dict[str, dict[str, list[float]]] = {"base": {}}
+    gradients: dict[str, dict[str, dict[str, float]]] = {}
     for method, names in METHODS.items():
         for name in names:
             model = zoo.build(name, torch.float64, attn_implementation="eager")
-            made["base"][name] = numbers(model, name)
+            with _exact(), torch.no_grad():
+                outputs["base"][name] = numbers(results(model, name), name)
             own = set(model.state_dict())
             adapters.init(model)
             model.add_adapter("a", config=configs[method])
             model.set_active_adapters("a")
             model.double().eval()
-            with torch.no_grad():
-                for key, parameter in model.named_parameters():
-                    if key not in own and parameter.ndim and (label := _label(key)):
-                        parameter.copy_(draw(label, tuple(parameter.shape)))
-            made.setdefault(method, {})[name] = numbers(model, name)
-    json.dump(made, sys.stdout, indent=1)
+            _fill(model, own)
+            with _exact(), parametrize.cached():
+                found, slopes = _measured(model, name, own)
+            outputs.setdefault(method, {})[name] = found
+            gradients.setdefault(method, {})[name] = slopes
+    json.dump({"outputs": outputs, "gradients": gradients}, sys.stdout, indent=1)
+
+
+@contextmanager
+def _exact() -> Iterator[None]:
+    """Without the steps through float32."""
+    with patch.object(
+        Tensor, "float", lambda tensor: tensor if tensor.is_floating_point() else tensor.to(torch.float32)
+    ):
+        yield
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, own: set[str]) -> None:
+    for label, tensor in _trained(model, own).items():
+        tensor.copy_(_joined(draw, label, tensor))
+    for path, module in _rotated(model):
+        module.weight = orthonormal(draw(f"{path}.weight", tuple(module.weight.shape)))
+
+
+def _measured(model: nn.Module, name: str, own: set[str]) -> tuple[list[float], dict[str, float]]:
+    """`measured` of what is trained, and of the matrices whose rows are kept orthonormal: R is made of ours by `orthonormal`."""
+    rotated = {f"{path}.weight": module.weight for path, module in _rotated(model)}
+
+    def along(label: str, tensor: Tensor) -> Tensor:
+        if label not in rotated:
+            return _joined(lambda part, shape: draw(f"along {part}", shape), label, tensor)
+        ours = draw(label, tuple(tensor.shape))
+        return torch.func.jvp(orthonormal, (ours,), (direction(label, tensor),))[1]
+
+    return measured(model, name, _trained(model, own) | rotated, along)
+
+
+def _trained(model: nn.Module, own: set[str]) -> dict[str, Tensor]:
+    """The parameters that it added, by label."""
+    return {
+        label: parameter
+        for key, parameter in model.named_parameters()
+        if key not in own and parameter.ndim and (label := _label(key))
+    }
+
+
+def _rotated(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            yield path, module
 
 
 def _label(key: str) -> str:
-    """The name that the values are drawn from; prefix pools hang on every layer, but are one."""
-    if "prefix_tunings.a." in key:
-        return key.partition("prefix_tunings.a.")[2]
-    return key if ".adapters.a." in key else ""
+    """The name that the values are drawn from; what hangs on every layer is one."""
+    for common in ("prefix_tunings.a.", "shared_parameters.a."):
+        if common in key:
+            return key.partition(common)[2]
+    return key if ".a." in key and ".parametrizations." not in key else ""
 
 
-def labels(name: str, groups: Iterator[str], sites: Iterator[tuple[str, str, int, str]]) -> dict[str, str]:
-    """Our tensor names (without the edit's) -> the names their values are drawn from.
-
-    `sites`: (path, stack, index, slot) of the adapters; `groups`: the names of the attention groups.
-    """
-    found = {
-        f"{path}/adapter.{ours}": f"{adapter_module(name, stack, index, slot)}.adapters.a.{theirs}"
-        for path, stack, index, slot in sites
-        for ours, theirs in ADAPTER.items()
-    }
-    found |= {
-        f"prefix.{group}/prefix.{ours}": f"{group_module(name, group)}.{theirs}"
-        for group in groups
-        for ours, theirs in GROUP.items()
-    }
-    return found
+def _joined(drawn: Callable[[str, tuple[int, ...]], Tensor], label: str, tensor: Tensor) -> Tensor:
+    """A tensor of a fused projection is that of q, and then that of v."""
+    if FUSED not in label:
+        return drawn(label, tuple(tensor.shape))
+    half = (tensor.shape[0] // 2, *tensor.shape[1:])
+    return torch.cat([drawn(label.replace(FUSED, f"c_attn.{part}.loras.a."), half) for part in "qv"])
 
 
 if __name__ == "__main__":

@@ -195,11 +195,16 @@ def phm(w: Weights, x: Tensor, act: str) -> Tensor:
 
 
 def reft(w: Weights, h: Tensor, orthogonal: bool, subtract: bool) -> Tensor:
-    """Rᵀ (W h + b − R h), the rows of R made orthonormal one after the other."""
-    rows: list[Tensor] = []
-    for row in w["R"]:
-        for before in rows if orthogonal else ():
-            row = row - (row @ before) * before
-        rows.append(row / row.norm() if orthogonal else row)
-    r = torch.stack(rows)
+    """Rᵀ (W h + b − R h)."""
+    r = orthonormal(w["R"]) if orthogonal else w["R"]
     return (h @ w["W"].T + w["b"] - (h @ r.T if subtract else 0.0)) @ r
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Its rows made orthonormal one after the other."""
+    rows: list[Tensor] = []
+    for row in matrix:
+        for before in rows:
+            row = row - (row @ before) * before
+        rows.append(row / row.norm())
+    return torch.stack(rows)

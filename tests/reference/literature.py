@@ -149,6 +149,20 @@ def compacter(edit: str, which: str, act: str) -> Method:
     return apply
 
 
+def compacter_after(edit: str, which: str, act: str, norm: bool) -> Method:
+    """h ← h + f(z), z = h + res or, with `norm`, its norm: AdapterHub's Compacter++."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for site in sublayers(ref, which):
+            w = whole(weights, edit, site.path, "phm")
+            ref.h(
+                site,
+                lambda at, w=w: at.h + forms.phm(w, at.norm(at.h + at.res) if norm else at.h + at.res, act),
+            )
+
+    return apply
+
+
 def reft(edit: str, orthogonal: bool = True, subtract: bool = True) -> Method:
     """h ← h + Rᵀ (W h + b − R h) of whole layers."""
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.reference import forms
+from tests.reference.attention import Prefix
 from tests.reference.layers import At
 from tests.reference.reference import Reference, part
 from tests.reference.table import Attention, Rows, Sublayer
@@ -152,6 +153,16 @@ def gated(edit: str, which: str, act: str = "relu") -> Method:
     )
 
 
+def gated_after(edit: str, which: str, norm: bool, act: str = "relu") -> Method:
+    """g = mean σ(z w + b), h ← h + g f(z), z = h + res or, with `norm`, its norm: AdapterHub's third of UniPELT."""
+
+    def equation(at: At, w: Callable[[str], dict[str, Tensor]]) -> Tensor:
+        z = at.norm(at.h + at.res) if norm else at.h + at.res
+        return at.h + forms.gate(w("gate"), z) * forms.adapter(w("adapter"), z, act)
+
+    return at_sublayers(edit, which, equation)
+
+
 def interpolated(edit: str, which: str, act: str = "relu") -> Method:
     """g = mean σ(x w + b), h ← (1 - g) h + g f(h)."""
 
@@ -227,23 +238,45 @@ def prefix(edit: str, which: str = "attn", form: str = "concat") -> Method:
     return apply
 
 
-def prefix_mlp(edit: str, which: str = "attn") -> Method:
-    """The reparametrised prefix: one MLP for each group (encoder self, decoder self, decoder cross)."""
+def prefix_mlp(edit: str, which: str = "attn", gated: bool = False) -> Method:
+    """The reparametrised prefix: one MLP for each group (encoder self, decoder self, decoder cross).
+
+    `gated`: keys and values times a gate of each attention, g = mean σ(x w + b): the last third of UniPELT.
+    """
 
     def apply(ref: Reference, weights: Weights) -> None:
         for layer in ref.layers:
             for site in layer.attentions:
                 group = f"{layer.stack}.{site.slot}"
-                keys = {key.rpartition(".")[2]: value for key, value in weights.items() if group in key}
+                keys = {k.rpartition(".")[2]: v for k, v in weights.items() if k.startswith(f"{edit}/") and group in k}
                 core = ref.model.get_submodule(site.core)
                 d_kv = ref.w(site.k)[0].shape[0]
                 d_head = next(d for d in (getattr(core, n, None) for n in HEAD_DIM_NAMES) if d)
-                ref.prefix(
-                    site,
-                    lambda w=keys, i=layer.index, n=d_kv // d_head, d=d_head: forms.prefix_group(w, i, n, d),
-                )
+
+                def made(
+                    w: Weights = keys, i: int = layer.index, n: int = d_kv // d_head, d: int = d_head
+                ) -> tuple[Tensor, Tensor]:
+                    return forms.prefix_group(w, i, n, d)
+
+                ref.prefix(site, _gated(ref, site, part(weights, edit, site.path, "gate"), made) if gated else made)
 
     return apply
+
+
+def _gated(ref: Reference, site: Attention, gate: dict[str, Tensor], made: Prefix) -> Prefix:
+    """The prefix of an attention times its gate: (batch, heads, l, d_head)."""
+    read: dict[str, Tensor] = {}
+
+    def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        read["x"] = args[0] if args else kwargs["hidden_states"]
+
+    ref.model.get_submodule(site.core).register_forward_pre_hook(before, with_kwargs=True)
+
+    def times_gate() -> tuple[Tensor, Tensor]:
+        g, (key, value) = forms.gate(gate, read["x"]).unsqueeze(-1), made()
+        return g * key, g * value
+
+    return times_gate
 
 
 def multi_head(edit: str, which: str = "attn", act: str = "relu", s: float = 1.0) -> Method:
