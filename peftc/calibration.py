@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.lines_module import Lines
 from peftc.forms.module import FormModule
+from peftc.forms.pruned_module import PrunedValues
 from peftc.forms.sparse_module import SparseValues
 from peftc.planning import ir
 from peftc.rewriting.install import SHARED, identifier, view_of
@@ -28,11 +29,13 @@ def calibrate(
     model: nn.Module, data: Iterable[Batch] = (), *, loss: Loss | None = None, lr: float = 1e-4, name: str | None = None
 ) -> dict[str, int]:
     """Chooses what is trained: the entries of every `sparse` edit, among those of all its sites at once; the rows (columns) of every
-    `lines`, at each site. Their values begin with zero.
+    `lines`, at each site. Their values begin with zero. And what of every `sparse_adapter` is not pruned, among all its sites; it
+    begins with what it was drawn with.
 
     `select=fisher`: of the largest Σ (∂loss)² over the batches (Sung et al. 2021, Eq. 3, with the labels of the data). `change`:
     of the largest |θ₁ − θ₀|, θ₁ after one pass of AdamW over the batches (Ansell et al. 2022), which is undone. `magnitude`:
-    of the largest |θ|. Rows have the sums of theirs (Vucetic et al. 2022). `random` edits have been chosen already. The base, gradients, modes and `requires_grad` are as before.
+    of the largest |θ|. `snip`: of the largest |θ · Σ ∂loss| (Lee et al. 2019). Rows have the sums of theirs (Vucetic et al. 2022).
+    `random` edits have been chosen already. The base, gradients, modes and `requires_grad` are as before.
 
     Args: `data`: batches, keyword arguments of a forward. `loss`: of the model and a batch; the `loss` of its result without
     it. `lr`: of AdamW. `name`: of one spec. Edits `per task` choose for the task that is present (`peftc.task`), or for all.
@@ -46,10 +49,10 @@ def calibrate(
         raise PeftcError(Diagnostic("P541", "the model has no edit of which something is to be chosen"))
     batches = list(data)
     ways = {choice.module.way for choice in found}
-    if not batches and ways & {"fisher", "change"}:
+    if not batches and ways - {"magnitude"}:
         raise PeftcError(Diagnostic("P541", "there are no batches to choose from", help="calibrate(model, batches)"))
     places: list[Tensor] = []
-    scores = {w: SCORES[w](model, refs_of(found, w), batches, loss or own_loss, lr) for w in sorted(ways)}
+    scores = {w: SCORES[w](model, leaves_of(found, w), batches, loss or own_loss, lr) for w in sorted(ways)}
     for choice in found:
         units = choice.units(scores[choice.module.way])
         if not bool(torch.isfinite(units).all()) or not bool(units.any()):
@@ -72,32 +75,39 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `module` trains of `own`, weights and biases in the order in which sites are counted; chosen by the scores of `refs`.
-    `edit`: the first of theirs.
+    """What `module` trains of `own`, weights and biases in the order in which sites are counted; chosen by the scores of `refs`. One
+    that prunes what is its own has neither. `edit`, `place`: the first edit of theirs, the name of the module.
     """
 
     edit: str
+    place: str
     module: SparseValues | Lines
     own: list[WeightRef] = field(default_factory=list[WeightRef])
     refs: list[WeightRef] = field(default_factory=list[WeightRef])
 
     def units(self, scores: Mapping[str, Tensor]) -> Tensor:
+        if isinstance(self.module, PrunedValues):
+            return scores[self.place]
         return self.module.units([view_of(scores[key(ref)], ref) for ref in self.refs])
 
 
 def choices_of(model: nn.Module, record: Installation) -> list[Choice]:
     """What is to be chosen, but at random; of the present task alone where one is."""
-    found: dict[int, Choice] = {}
+    found: dict[str, Choice] = {}
     present = record.task.present
     for placed in record.placed:
         for assign, one in applied(placed):
             for task, tail in one.copies():
                 if task is not None and isinstance(present, str) and task != present:
                     continue
-                module, own = chooser(model, record, placed, one, task, tail), placed.site.states[assign.state].weight
-                if module is not None and module.way != "random" and own is not None:
+                place = chooser(model, record, placed, one, task, tail)
+                module = None if place is None else model.get_submodule(place)
+                if place is None or not isinstance(module, SparseValues | Lines) or module.way == "random":
+                    continue
+                choice = found.setdefault(place, Choice(placed.edit, place, module))
+                own = placed.site.states[assign.state].weight
+                if own is not None and not isinstance(module, PrunedValues):
                     ref = placed.site.states[leading(placed, assign)].weight if isinstance(module, Lines) else own
-                    choice = found.setdefault(id(module), Choice(placed.edit, module))
                     choice.own.append(own)
                     choice.refs.append(ref or own)
     return list(found.values())
@@ -121,19 +131,28 @@ def leading(placed: ir.Placed, assign: ir.Assign) -> str:
 
 def chooser(
     model: nn.Module, record: Installation, placed: ir.Placed, one: ir.Instance, task: str | None, tail: str
-) -> SparseValues | Lines | None:
-    """The module that knows what of a form is trained, where there is such a choice."""
+) -> str | None:
+    """The name of the module that knows what of a form is trained, where there is such a choice."""
     owner = one.owner_of(task)
     name = f"{placed.edit}/{placed.site.path}/{one.key}"
     places = [f"{record.places[name]}{tail}"] if one.owns else []
     places += [f"{SHARED}.{identifier(owner)}"] if owner is not None else []
-    modules = (model.get_submodule(place) for place in places)
-    return next((m for m in modules if isinstance(m, SparseValues | Lines)), None)
+    return next((place for place in places if isinstance(model.get_submodule(place), SparseValues | Lines)), None)
 
 
-def refs_of(choices: Iterable[Choice], way: str) -> list[WeightRef]:
-    """The weights and biases that one way is asked about."""
-    return [ref for choice in choices if choice.module.way == way for ref in (*choice.own, *choice.refs)]
+@dataclass(frozen=True)
+class Leaves:
+    """What is scored in one way: parameters of the base, and all entries of what is pruned, by name."""
+
+    base: tuple[str, ...]
+    pruned: Mapping[str, PrunedValues]
+
+
+def leaves_of(choices: Iterable[Choice], way: str) -> Leaves:
+    found = [choice for choice in choices if choice.module.way == way]
+    base = dict.fromkeys(key(ref) for choice in found for ref in (*choice.own, *choice.refs))
+    pruned = {choice.place: choice.module for choice in found if isinstance(choice.module, PrunedValues)}
+    return Leaves(tuple(base), pruned)
 
 
 def key(ref: WeightRef) -> str:
@@ -141,9 +160,11 @@ def key(ref: WeightRef) -> str:
 
 
 @contextmanager
-def differentiable(model: nn.Module, names: Iterable[str], training: bool) -> Generator[dict[str, nn.Parameter]]:
-    """The parameters of these names with gradients of their own, and the model as it was afterwards."""
-    parameters = {name: model.get_parameter(name) for name in dict.fromkeys(names)}
+def differentiable(model: nn.Module, leaves: Leaves, training: bool) -> Generator[dict[str, Tensor]]:
+    """What is scored, with gradients of its own, and the model as it was afterwards. Nothing is pruned meanwhile."""
+    parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in leaves.base}
+    for name, module in leaves.pruned.items():
+        parameters[name] = module.dense = module.first().requires_grad_()
     flags = {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()}
     modes = {n: m.training for n, m in model.named_modules()}
     model.train(training)
@@ -156,6 +177,8 @@ def differentiable(model: nn.Module, names: Iterable[str], training: bool) -> Ge
     try:
         yield parameters
     finally:
+        for module in leaves.pruned.values():
+            module.dense = None
         for name, parameter in model.named_parameters():
             flag, grad = flags[name]
             parameter.requires_grad_(flag)
@@ -164,27 +187,40 @@ def differentiable(model: nn.Module, names: Iterable[str], training: bool) -> Ge
             module.training = modes[name]
 
 
-def fisher(
-    model: nn.Module, refs: Iterable[WeightRef], batches: list[Batch], loss: Loss, lr: float
-) -> dict[str, Tensor]:
+def gradients(
+    model: nn.Module, parameters: Mapping[str, Tensor], batches: list[Batch], loss: Loss
+) -> Iterator[dict[str, Tensor]]:
+    """The gradients of each batch in turn, in float32; zero where there are none."""
+    for batch in batches:
+        for parameter in parameters.values():
+            parameter.grad = None
+        loss(model, batch).backward()
+        yield {n: torch.zeros_like(p) if p.grad is None else p.grad.float() for n, p in parameters.items()}
+
+
+def fisher(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
     """Σ (∂loss)² over the batches, in evaluation mode."""
-    with differentiable(model, map(key, refs), training=False) as parameters:
+    with differentiable(model, leaves, training=False) as parameters:
         total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
-        for batch in batches:
-            for parameter in parameters.values():
-                parameter.grad = None
-            loss(model, batch).backward()
-            for name, parameter in parameters.items():
-                if parameter.grad is not None:
-                    total[name] += parameter.grad.float().square()
+        for found in gradients(model, parameters, batches, loss):
+            for name, gradient in found.items():
+                total[name] += gradient.square()
         return total
 
 
-def change(
-    model: nn.Module, refs: Iterable[WeightRef], batches: list[Batch], loss: Loss, lr: float
-) -> dict[str, Tensor]:
+def snip(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
+    """|θ · Σ ∂loss| over the batches, in evaluation mode."""
+    with differentiable(model, leaves, training=False) as parameters:
+        total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+        for found in gradients(model, parameters, batches, loss):
+            for name, gradient in found.items():
+                total[name] += gradient
+        return {name: (p.detach().float() * total[name]).abs() for name, p in parameters.items()}
+
+
+def change(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
     """|θ₁ − θ₀| after one pass of AdamW without decay."""
-    with differentiable(model, map(key, refs), training=True) as parameters:
+    with differentiable(model, leaves, training=True) as parameters:
         before = {name: p.detach().clone() for name, p in parameters.items()}
         optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=0.0)
         try:
@@ -199,11 +235,10 @@ def change(
                     parameter.copy_(before[name])
 
 
-def magnitude(
-    model: nn.Module, refs: Iterable[WeightRef], batches: list[Batch], loss: Loss, lr: float
-) -> dict[str, Tensor]:
+def magnitude(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
     """|θ|"""
-    return {key(ref): model.get_parameter(key(ref)).detach().abs().float() for ref in refs}
+    with differentiable(model, leaves, training=False) as parameters:
+        return {name: p.detach().abs().float() for name, p in parameters.items()}
 
 
-SCORES = {"fisher": fisher, "change": change, "magnitude": magnitude}
+SCORES = {"fisher": fisher, "change": change, "magnitude": magnitude, "snip": snip}

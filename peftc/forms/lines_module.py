@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from peftc.forms.module import Draw, FormModule, constant, has_values, seeded
-from peftc.forms.projected import entries
 from peftc.forms.registry import Args, Dims
-from peftc.forms.shapes import Weight
+from peftc.forms.shapes import Weight, entries
 from peftc.forms.sparse import lines
 from peftc.forms.sparse_module import UNCHOSEN, refuse_unchosen
 

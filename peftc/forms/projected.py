@@ -56,11 +56,6 @@ def _fastfood_shape(args: Args, dims: Dims) -> Shape:
     return dims.target
 
 
-def entries(shape: Shape) -> int:
-    """Of a weight or a bias."""
-    return shape.d_out * shape.d_in if isinstance(shape, Weight) else shape.d if isinstance(shape, Vector) else 0
-
-
 register(
     Form(
         name="fastfood",

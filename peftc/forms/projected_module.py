@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from peftc.forms.arguments import features, integer, number
 from peftc.forms.module import Draw, FormModule, constant, kaiming_relu, normal
-from peftc.forms.projected import entries
 from peftc.forms.registry import Args, Dims
-from peftc.forms.shapes import Weight
+from peftc.forms.shapes import Weight, entries
 
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine

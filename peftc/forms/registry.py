@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from peftc.forms.shapes import Shape
+from peftc.forms.shapes import Shape, entries
 
 Value = int | float | bool | str | None | tuple[str, int]  # tuple: a nested form, e.g. reparam=mlp(800) -> ("mlp", 800)
 Args = Mapping[str, Value]
@@ -33,8 +33,8 @@ class Dims:
 
     `input` is the shape of its argument (None for a form without one), `target` of the state that the equation writes;
     `d_model` is the width of the residual stream; `sites` how many sites share this set of parameters, and `widest` the
-    largest number of features that any of them reads and writes; `spread` how many entries of weights the sites before this
-    one have, and all of them; `positions` how many tokens the model takes, where it says so.
+    largest number of features that any of them reads and writes; `spread` how many entries (`Form.entries`) the sites before
+    this one have, and all of them; `positions` how many tokens the model takes, where it says so.
     """
 
     input: Shape | None
@@ -83,7 +83,8 @@ class Form:
 
     `common` says, from the arguments, who shares the common part of the form (a reparametrised prefix has one for each
     attention group, VeRA one for the edit). `common_count` counts it where a site has parameters of its own besides, which
-    `count` then counts; without it the common part is everything. `anywhere`: it suits sites of different shapes.
+    `count` then counts; without it the common part is everything. `anywhere`: it suits sites of different shapes. `apart`: tasks have no part in common. `entries`: those of a site that
+    `Dims.spread` counts.
     """
 
     name: str
@@ -99,6 +100,8 @@ class Form:
     common: Callable[[Args], Scope | None] = field(default=lambda args: None)
     common_count: Callable[[Args, Dims], Count] | None = None
     anywhere: bool = False
+    apart: bool = False
+    entries: Callable[[Args, Dims], int] = field(default=lambda args, dims: entries(dims.target))
     collapses: Callable[[Args], str | None] = field(default=lambda args: None)  # the form that is saved in its place
     rank: Callable[[Args, Dims], int | None] = field(
         default=lambda args, dims: None

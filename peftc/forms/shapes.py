@@ -89,3 +89,8 @@ class Vector:
 
 
 Shape = Scalar | Tokens | Heads | Rows | KeyValue | Weight | Vector
+
+
+def entries(shape: Shape) -> int:
+    """Of a weight or a bias; other states have none."""
+    return shape.d_out * shape.d_in if isinstance(shape, Weight) else shape.d if isinstance(shape, Vector) else 0

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from peftc.forms.arguments import DTYPE, number
-from peftc.forms.projected import SEED, entries
+from peftc.forms.projected import SEED
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
-from peftc.forms.shapes import Shape, Vector, Weight
+from peftc.forms.shapes import Shape, Vector, Weight, entries
 
 
-def chosen_count(args: Args, dims: Dims) -> int:
-    """How many entries are trained, over all sites; at least one."""
-    total = dims.spread[1] or entries(dims.target)
+def chosen(args: Args, total: int) -> int:
+    """How many of all entries are trained; at least one."""
     return max(1, round(number(args, "density") * total))
+
+
+def _count(args: Args, dims: Dims) -> Count:
+    count = chosen(args, dims.spread[1] or entries(dims.target))
+    return Count(count, count)
 
 
 def lines(args: Args, dims: Dims) -> tuple[int, int]:
@@ -49,19 +53,19 @@ WAYS = (
 CHOICES = ("fisher", "change", "magnitude", "random")
 
 
-def _density(what: str) -> Param:
+def density(what: str) -> Param:
     return Param(
         "density", "float", f"part of the {what} that is trained", required=True, low=0.0, high=1.0, open="low"
     )
 
 
-register(
+SPARSE = register(
     Form(
         name="sparse",
         equation="f = D, zero but at the entries that `peftc.calibrate` has chosen among those of all sites of the edit",
         takes_input=False,
         params=(
-            _density("entries"),
+            density("entries"),
             Param("select", "choice", f"which: {WAYS}", "fisher", choices=CHOICES),
             SEED,
             DTYPE,
@@ -73,7 +77,7 @@ register(
         module="peftc.forms.sparse_module:Sparse",
         paper="Sung et al. 2021, arXiv:2111.09839 (FishMask); Ansell et al. 2022, arXiv:2110.07560 (LT-SFT)",
         common=lambda args: "edit",
-        common_count=lambda args, dims: Count(chosen_count(args, dims), chosen_count(args, dims)),
+        common_count=_count,
         anywhere=True,
     )
 )
@@ -84,7 +88,7 @@ register(
         equation="f = D, zero but in the rows (columns) that `peftc.calibrate` has chosen at each site; those of `b` are those of `w`",
         takes_input=False,
         params=(
-            _density("rows"),
+            density("rows"),
             Param(
                 "by",
                 "choice",

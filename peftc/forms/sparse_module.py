@@ -10,10 +10,9 @@ from torch import Tensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import Draw, FormModule, constant, has_values, seeded
-from peftc.forms.projected import entries
 from peftc.forms.registry import Args, Dims
-from peftc.forms.shapes import Weight
-from peftc.forms.sparse import chosen_count
+from peftc.forms.shapes import Weight, entries
+from peftc.forms.sparse import SPARSE, chosen
 
 UNCHOSEN = -1
 
@@ -26,16 +25,18 @@ def refuse_unchosen(form: str, way: str, places: Tensor) -> None:
 
 
 class SparseValues(FormModule):
-    """The trained entries of all sites. `places` says where they are among the entries of all sites, one site after the other, in
+    """The trained entries of all sites of a `sparse`. `places` says where they are among the entries of all sites, one site after the other, in
     ascending order; -1 before they have been chosen.
 
     Shapes: values and places (k,).
     """
 
+    form = SPARSE
+
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__(args, dims, dtype, device)
-        count = chosen_count(args, dims)
-        self.total = dims.spread[1] or entries(dims.target)
+        self.total = dims.spread[1] or self.form.entries(args, dims)
+        count = chosen(args, self.total)
         self.values = self.parameter("values", count)
         self.state("places", torch.full((count,), UNCHOSEN, dtype=torch.int64))
         self.bounds: dict[tuple[int, int], tuple[int, int]] = {}
@@ -46,11 +47,16 @@ class SparseValues(FormModule):
         return torch.cat([s.reshape(-1) for s in scores])
 
     def choose(self, places: Tensor) -> None:
-        """Sets which entries are trained; their values begin with zero again."""
+        """Sets which entries are trained; their values begin anew."""
         with torch.no_grad():
             self.get_buffer("places").copy_(places.sort()[0])
-            self.values.zero_()
+        self.begin()
         self.loaded()
+
+    def begin(self) -> None:
+        """The first values of the chosen entries."""
+        with torch.no_grad():
+            self.values.zero_()
 
     def loaded(self) -> None:
         self.bounds.clear()
@@ -59,6 +65,12 @@ class SparseValues(FormModule):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.loaded()
+
+    def within(self, start: int, count: int) -> Tensor:
+        """The entries of a site, which begin at `start`; zero where they are not trained. Shape: (count,)."""
+        first, last = self.between(start, start + count)
+        where = self.get_buffer("places")[first:last] - start
+        return self.values.new_zeros(count).index_put((where,), self.values[first:last])
 
     def between(self, start: int, stop: int) -> tuple[int, int]:
         """Which of the entries lie at places in [start, stop)."""
@@ -83,7 +95,7 @@ class SparseValues(FormModule):
     def require_chosen(self) -> None:
         """Raises: P540 where no entries have been chosen."""
         if not self.chosen:
-            refuse_unchosen("sparse", self.way, self.get_buffer("places"))
+            refuse_unchosen(self.form.name, self.way, self.get_buffer("places"))
             self.chosen = True
 
     def fix(self, place: str) -> None:
@@ -94,7 +106,7 @@ class SparseValues(FormModule):
             more = torch.randint(self.total, (2 * (len(self.values) - len(found)),), generator=generator)
             found = torch.cat([found, more]).unique()
         found = found[torch.randperm(len(found), generator=generator)[: len(self.values)]]
-        self.get_buffer("places").copy_(found.sort()[0])
+        self.choose(found)
 
     def draws(self) -> Mapping[str, Draw]:
         return {"values": constant(0.0)}
@@ -121,10 +133,6 @@ class Sparse(FormModule):
     def forward(self, like: Tensor) -> Tensor:
         owner = self.owner_module
         assert isinstance(owner, SparseValues)
-        count = entries(self.form_dims.target)
         if self.training:
             owner.require_chosen()
-        first, last = owner.between(self.start, self.start + count)
-        where = owner.get_buffer("places")[first:last] - self.start
-        flat = owner.values.new_zeros(count).index_put((where,), owner.values[first:last])
-        return flat.view(self.size).to(like.dtype)
+        return owner.within(self.start, entries(self.form_dims.target)).view(self.size).to(like.dtype)

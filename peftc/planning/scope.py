@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import Dims, Form
-from peftc.forms.projected import entries
 from peftc.forms.shapes import Shape, Tokens, Vector
 from peftc.planning.ir import Placed
 from peftc.semantics.arguments import Bound, bind
@@ -37,7 +36,7 @@ class Shared:
 
 class Member(NamedTuple):
     """A place of a shared set of parameters: the edit, the path of the site, the features it reads and writes there, and the
-    entries of the weight or bias that it changes.
+    entries of which some may be chosen, such as those of the weight or bias that it changes.
     """
 
     edit: str
@@ -124,7 +123,9 @@ def shared_members(places: Iterable[Placed], lets: Container[str]) -> dict[str, 
         for one in placed.instances:
             if one.owner is not None and (one.owner in lets or one.form.common(one.args) == "edit"):
                 features = (_features(one.dims.input), _features(one.dims.target))
-                found[one.owner].append(Member(placed.edit, placed.site.path, features, entries(one.dims.target)))
+                found[one.owner].append(
+                    Member(placed.edit, placed.site.path, features, one.form.entries(one.args, one.dims))
+                )
     return dict(found)
 
 

@@ -126,6 +126,10 @@ CASES = (
     Case("lines", W, None, {"density": 0.4, "select": "random"}),
     Case("lines", W, None, {"density": 0.3, "select": "random", "by": "column", "seed": 1}),
     Case("lines", Vector(9), None, {"density": 0.5, "select": "random"}),
+    Case("sparse_adapter", T8, T12, {"r": 4, "density": 0.6, "select": "random"}),
+    Case(
+        "sparse_adapter", T12, T12, {"reduction": 3, "density": 0.5, "select": "random", "act": "none", "bias": False}
+    ),
     Case("svd", T8, T12, {"r": 4, "alpha": 16}),
     Case("svd", T12, T8, {"r": 4, "target": 2, "total": 10, "dropout": 0.1}),
     Case("phm", T12, T12, {"r": 8, "n": 2}, sites=2),

@@ -46,6 +46,9 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             return (reference.sparse(w, tuple(x.shape)),)
         case "lines":
             return (reference.lines(w, tuple(x.shape), str(args["by"])),)
+        case "sparse_adapter":
+            d_out, r = case.target.d, 4  # type: ignore[union-attr]
+            return (reference.sparse_adapter(w, x, d_out, r, str(args["act"])),)
         case "linear":
             return (x @ w["weight"].T + w.get("bias", 0.0),)
         case "mixture":

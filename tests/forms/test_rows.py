@@ -152,6 +152,8 @@ REFUSED = [
     ("vector", {}, None, W, "P310", None),
     ("vector", {}, None, KV, "P310", None),
     ("gate", {}, Heads(2, 4), T, "P310", "input"),
+    ("sparse_adapter", {"density": 0.1}, T, T, "P312", None),
+    ("sparse_adapter", {"density": 0.1, "r": 2}, T, W, "P310", None),
     ("lines", {"density": 0.1}, None, T, "P310", None),
     ("lines", {"density": 0.1, "by": "column"}, None, Vector(8), "P310", "by"),
 ]

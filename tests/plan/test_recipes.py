@@ -92,6 +92,7 @@ COUNTS = {
     "fishmask": round(0.005 * WEIGHTS),
     "lt_sft": round(0.08 * WEIGHTS),
     "far": FFN * (round(0.1 * F) * (D + 1) + round(0.1 * D) * (F + 1)),
+    "sparse_adapter": round(0.6 * (ATTN + FFN) * 2 * 64 * D) + (ATTN + FFN) * (64 + D),
     "unipelt": 43_914_372,  # measured in AdapterHub
 }
 

@@ -178,6 +178,14 @@ def lines(w: Weights, size: tuple[int, ...], by: str) -> Tensor:
     return whole
 
 
+def sparse_adapter(w: Weights, x: Tensor, d_out: int, r: int, act: str) -> Tensor:
+    """The adapter with what was pruned written as zeros."""
+    whole = torch.zeros(r * (x.shape[-1] + d_out), dtype=x.dtype)
+    whole[w["places"]] = w["values"]
+    down, up = whole[: r * x.shape[-1]].view(r, -1), whole[r * x.shape[-1] :].view(d_out, r)
+    return adapter({**w, "down": down, "up": up}, x, act)
+
+
 def svd(w: Weights, x: Tensor, alpha: float) -> Tensor:
     return x @ (alpha / (len(w["values"]) + 1e-5) * (w["P"] @ torch.diag(w["values"]) @ w["Q"])).T
 
