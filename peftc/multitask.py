@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from peftc.compiler import analysed, checked_tasks, parameters, planned
+from peftc.compiler import analysed, checked_tasks, parameters, planned, states
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.module import FormModule
 from peftc.rewriting.record import acting, installed, spec_of_parts
 from peftc.rewriting.reinstall import Done, reinstall
 from peftc.syntax.parser import parse_text
@@ -64,10 +66,14 @@ def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Modu
 
     @torch.no_grad()
     def copied(model: nn.Module) -> None:
-        found = parameters(model)
-        for saved, parameter in found.items():
-            if f".tasks.{name}." in saved:
-                parameter.copy_(found[saved.replace(f".tasks.{name}.", f".tasks.{source}.")])
+        found = parameters(model) | states(model)
+        own = re.compile(rf"(\.tasks\.){re.escape(name)}(?=[./])")
+        for saved, value in found.items():
+            if own.search(saved):
+                value.copy_(found[own.sub(rf"\g<1>{source}", saved)])
+        for module in model.modules():
+            if isinstance(module, FormModule):
+                module.loaded()
 
     return _with_tasks(model, (*present, name), None if source is None else copied)
 

@@ -117,6 +117,12 @@ REWRITE: dict[str, CodeInfo] = {
         "output that cannot be written",
         "The folder given by `-o` holds other files, or cannot be written. Nothing of it has been changed.",
     ),
+    "P421": CodeInfo(
+        "checkpoint that loses a gradient",
+        "A rung of a ladder runs again for its gradients, and what it was handed from the layer below has none: reentrant "
+        "gradient checkpointing runs a layer without gradients first, and cannot see a state that does not go through the "
+        "layer's arguments. `use_reentrant=False`, the default of transformers and PyTorch, keeps it.",
+    ),
     "P900": CodeInfo(
         "unexpected error",
         "Something in peftc failed in a way that nobody thought of. That is a bug: please report it with the command, the spec, "

@@ -2,7 +2,9 @@
 
 from peftc.forms import (
     adapter,
+    hyper,
     kron,
+    ladder,
     linear,
     lora,
     magnitude,
@@ -31,7 +33,9 @@ __all__ = [
     "Param",
     "Value",
     "adapter",
+    "hyper",
     "kron",
+    "ladder",
     "linear",
     "lora",
     "magnitude",

@@ -55,6 +55,7 @@ class FormModule(nn.Module):
         self._options: tuple[torch.dtype, torch.device | str | None] = (dtype, device)
         self.__dict__["owner_module"] = None
         self.index = 0
+        self.task: str | None = None
         self._states: tuple[str, ...] = ()
 
     @classmethod
@@ -62,10 +63,15 @@ class FormModule(nn.Module):
         """The module that holds the parameters of several sites, or their common part."""
         return cls(args, dims, dtype, device)
 
-    def join(self, owner: FormModule, index: int) -> None:
-        """Makes this the site numbered `index` of those that have `owner` in common."""
+    @classmethod
+    def of_all(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
+        """What the owners of all tasks have in common, where `Form.all_count` says so."""
+        raise TypeError(f"{cls.__name__} has nothing that all tasks have in common")
+
+    def join(self, owner: FormModule, index: int, task: str | None = None) -> None:
+        """Makes this the site numbered `index` of those that have `owner` in common; of edits `per task`, for one task."""
         self.__dict__["owner_module"] = owner
-        self.index = index
+        self.index, self.task = index, task
 
     def parameter(self, name: str, *size: int) -> nn.Parameter:
         """Registers an uninitialised parameter."""
@@ -179,6 +185,12 @@ def build_owner(instance: Placement, *, dtype: torch.dtype, device: torch.device
     """The module that holds what all sites of `instance.owner` have in common, uninitialised; registered once, at the root."""
     args = instance.form.fill(instance.args)
     return _class_of(instance.form).owner(args, instance.dims, parameter_dtype(args, dtype), device)
+
+
+def build_of_all(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
+    """The module that holds what all tasks have in common (`instance.of_all`), uninitialised; registered once, at the root."""
+    args = instance.form.fill(instance.args)
+    return _class_of(instance.form).of_all(args, instance.dims, parameter_dtype(args, dtype), device)
 
 
 def member(owner: FormModule, index: int) -> Member:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from peftc.forms.arguments import DTYPE, hidden_width, integer
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import KeyValue, Shape
@@ -21,7 +23,7 @@ def _shape(args: Args, dims: Dims) -> Shape:
         raise Illegal("P312", "`keep` stores the MLP of `reparam`; this prefix has none", "keep")
     if width is not None and args["std"] is not None:
         raise Illegal("P312", "`std` is for direct prefixes; the rows of this one come from an MLP", "std")
-    return dims.target
+    return replace(dims.target, rows=integer(args, "len"))
 
 
 def _count(args: Args, dims: Dims) -> Count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from peftc.forms.shapes import Shape, entries
 
@@ -27,6 +27,17 @@ class Param:
     choices: tuple[str, ...] = ()  # of a choice, or the functions of a call
 
 
+class Spot(NamedTuple):
+    """One of the sites that have something in common: the path of its layer and that within it ("" where there is none), and
+    the features that it reads and writes (0 where there are none).
+    """
+
+    layer: str
+    part: str
+    d_in: int
+    d_out: int
+
+
 @dataclass(frozen=True)
 class Dims:
     """What a form sees of the place where it stands.
@@ -34,7 +45,9 @@ class Dims:
     `input` is the shape of its argument (None for a form without one), `target` of the state that the equation writes;
     `d_model` is the width of the residual stream; `sites` how many sites share this set of parameters, and `widest` the
     largest number of features that any of them reads and writes; `spread` how many entries (`Form.entries`) the sites before
-    this one have, and all of them; `positions` how many tokens the model takes, where it says so.
+    this one have, and all of them; `positions` how many tokens the model takes, where it says so. `spots`: the sites that
+    share, in their order; `index`: which of them this is; `depth`: how many layers its stack has; `runs`: how often one
+    forward runs its layer.
     """
 
     input: Shape | None
@@ -44,6 +57,10 @@ class Dims:
     widest: tuple[int, int] = (0, 0)
     spread: tuple[int, int] = (0, 0)
     positions: int | None = None
+    spots: tuple[Spot, ...] = ()
+    index: int = 0
+    depth: int = 0
+    runs: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,8 +100,9 @@ class Form:
 
     `common` says, from the arguments, who shares the common part of the form (a reparametrised prefix has one for each
     attention group, VeRA one for the edit). `common_count` counts it where a site has parameters of its own besides, which
-    `count` then counts; without it the common part is everything. `anywhere`: it suits sites of different shapes. `apart`: tasks have no part in common. `entries`: those of a site that
-    `Dims.spread` counts.
+    `count` then counts; without it the common part is everything. Of edits `per task`, each task has the common part where
+    the sites have nothing of their own, or where `apart` says so; `all_count` counts what all tasks have in common besides.
+    `anywhere`: it suits sites of different shapes. `entries`: those of a site that `Dims.spread` counts.
     """
 
     name: str
@@ -99,6 +117,7 @@ class Form:
     paper: str
     common: Callable[[Args], Scope | None] = field(default=lambda args: None)
     common_count: Callable[[Args, Dims], Count] | None = None
+    all_count: Callable[[Args, Dims], Count] | None = None
     anywhere: bool = False
     apart: bool = False
     entries: Callable[[Args, Dims], int] = field(default=lambda args, dims: entries(dims.target))

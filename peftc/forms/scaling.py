@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import DTYPE, features, number
+from peftc.forms.arguments import DTYPE, features, integer, number
 from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param, register
-from peftc.forms.shapes import Heads, Rows, Scalar, Shape, Tokens, Vector
+from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector
 
 INIT_VALUE = Param("init", "float", "first value of every entry", 1.0)
 
@@ -70,27 +70,35 @@ register(
 )
 
 
+def gates(args: Args) -> int:
+    """How many numbers a gate has for an example."""
+    return 1 if args["rows"] is None else integer(args, "rows")
+
+
 def _gate_shape(args: Args, dims: Dims) -> Shape:
     features("gate", dims.input, "reads")
-    return Scalar(per_example=True)
+    if args["rows"] is not None and not isinstance(dims.target, KeyValue):
+        help_ = "write `kv = concat(gate(x, rows=l) * prefix(len=l), kv)`"
+        raise Illegal("P310", f"`rows` of `gate` are those of a prefix, here {dims.target}", "rows", help=help_)
+    return Scalar(per_example=True, rows=0 if args["rows"] is None else integer(args, "rows"))
 
 
 def _gate_count(args: Args, dims: Dims) -> Count:
-    d = features("gate", dims.input, "reads")
-    return Count(d + 1, d + 1)
+    total = gates(args) * (features("gate", dims.input, "reads") + 1)
+    return Count(total, total)
 
 
 register(
     Form(
         name="gate",
-        equation="f(x) = mean over tokens of σ(x w + b), one number for each example",
+        equation="f(x) = mean over tokens of σ(x w + b), one number for each example; with rows, one for each row of a prefix, too",
         takes_input=True,
-        params=(DTYPE,),
+        params=(Param("rows", "int", "numbers for each example, as many as the prefix has rows", low=1), DTYPE),
         shape=_gate_shape,
         count=_gate_count,
         at_init=lambda args: None,
         affine=lambda args: "it depends on the input",
         module="peftc.forms.scaling_module:Gate",
-        paper="Mao et al. 2022, arXiv:2110.07577, section 3.2 (UniPELT)",
+        paper="Mao et al. 2022, arXiv:2110.07577, section 3.2 (UniPELT); Zhang et al. 2023, arXiv:2305.15212, Eq. 2 (rows)",
     )
 )

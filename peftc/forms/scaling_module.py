@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from peftc.forms.arguments import features, number
 from peftc.forms.module import Draw, FormModule, constant, normal
 from peftc.forms.registry import Args, Dims
-from peftc.forms.scaling import vector_size
+from peftc.forms.scaling import gates, vector_size
 from peftc.forms.shapes import Heads, Rows
 
 
@@ -53,19 +53,21 @@ class Scalar(FormModule):
 class Gate(FormModule):
     """f(x) = mean over tokens of σ(x w + b).
 
-    Shapes: x (batch, tokens, d); f (batch, 1, 1), or (batch, 1, 1, 1) where the target has heads; weight (1, d); bias (1,).
-    Source: Mao et al. 2022, arXiv:2110.07577, section 3.2; as AdapterHub computes it, padding included.
+    Shapes: x (batch, tokens, d); f (batch, 1, 1), or (batch, 1, 1, 1) where the target has heads; weight (1, d); bias (1,). With
+    `rows`: f (batch, rows, 1), weight (rows, d), bias (rows,).
+    Source: Mao et al. 2022, arXiv:2110.07577, section 3.2; as AdapterHub computes it, padding included. Rows: Zhang et al. 2023,
+    arXiv:2305.15212, Eq. 2.
     """
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__(args, dims, dtype, device)
-        self.weight = self.parameter("weight", 1, features("gate", dims.input, "reads"))
-        self.bias = self.parameter("bias", 1)
+        self.weight = self.parameter("weight", gates(args), features("gate", dims.input, "reads"))
+        self.bias = self.parameter("bias", gates(args))
         self.has_heads = isinstance(dims.target, Heads | Rows)
 
     def forward(self, x: Tensor) -> Tensor:
         g = torch.sigmoid(F.linear(x.to(self.weight.dtype), self.weight, self.bias)).mean(dim=1, keepdim=True)
-        return (g.unsqueeze(-1) if self.has_heads else g).to(x.dtype)
+        return (g.unsqueeze(-1) if self.has_heads else g.transpose(1, 2)).to(x.dtype)
 
     def draws(self) -> Mapping[str, Draw]:
         return {"weight": normal(0.02), "bias": constant(0.0)}

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number, or one number an example where `per_example` (batch, 1, 1)."""
+    """A number, or one number an example where `per_example` (batch, 1, 1); one for each of so many `rows` of a prefix, too
+    (batch, rows, 1).
+    """
 
     per_example: bool = False
+    rows: int = 0
 
     def __str__(self) -> str:
-        return "[batch, 1, 1]" if self.per_example else "scalar"
+        return f"[batch, {self.rows or 1}, 1]" if self.per_example else "scalar"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class KeyValue:
     kv_heads: int
     d_head: int
     d_value: int | None = None  # where it differs from d_head
+    rows: int = 0  # of a prefix: how many, in the place of the tokens
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -64,7 +68,7 @@ class KeyValue:
 
     def __str__(self) -> str:
         d = f"{self.d_head}" if self.d_value is None else f"{self.d_head} and {self.d_value}"
-        return f"keys and values [{self.kv_heads} heads, tokens, {d}]"
+        return f"keys and values [{self.kv_heads} heads, {f'{self.rows} rows' if self.rows else 'tokens'}, {d}]"
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ from peftc.forms.shapes import KeyValue, Scalar, Shape, Tokens, Vector, Weight
 def combine(op: str, left: Shape, right: Shape) -> Shape | None:
     """The shape of `left op right`, None where they do not go together.
 
-    A scalar goes with everything (one for each example: with hidden states); a vector [d] with hidden states [..., d];
+    A scalar goes with everything (one for each example: with hidden states; one for each row: with as many rows of keys and
+    values); a vector [d] with hidden states [..., d];
     keys and values are pairs, which can only be scaled; all else only with its own shape.
     """
     if isinstance(left, Scalar) and isinstance(right, Scalar):
-        return Scalar(left.per_example or right.per_example)
+        if left.rows and right.rows and left.rows != right.rows:
+            return None
+        return Scalar(left.per_example or right.per_example, left.rows or right.rows)
     if isinstance(left, Scalar):
         return right if _scales(op, left, right) and op != "/" else _divided(op, left, right)
     if isinstance(right, Scalar):
@@ -24,7 +27,9 @@ def combine(op: str, left: Shape, right: Shape) -> Shape | None:
 
 def _scales(op: str, scalar: Scalar, other: Shape) -> bool:
     if isinstance(other, KeyValue):
-        return op in ("*", "/")
+        return op in ("*", "/") and scalar.rows in (0, other.rows)
+    if scalar.rows:
+        return False
     if isinstance(other, Weight | Vector):
         return not scalar.per_example  # a weight is one for the whole batch
     return True

@@ -16,7 +16,7 @@ def count(places: Iterable[Placed]) -> Count:
             for task, _ in one.copies() if one.owns else ():
                 found.setdefault((placed.edit, placed.site.path, one.key, task), one.form.count(one.args, one.dims))
             for owner in one.owners():
-                found.setdefault(owner, (one.form.common_count or one.form.count)(one.args, one.dims))
+                found.setdefault(owner, one.common_count(owner))
     return Count(sum(one.trained for one in found.values()), sum(one.stored for one in found.values()))
 
 

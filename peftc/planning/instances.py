@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from peftc.forms import Args, Dims, Form
 from peftc.planning.ir import Instance
-from peftc.planning.scope import Scope
+from peftc.planning.scope import Scope, spot, width_of
 from peftc.tracing.sites import Site
 
 
@@ -29,6 +29,7 @@ class Instances:
             return self.shared[owner]
         self.keys[form.name] += 1
         number = self.keys[form.name]
+        dims = replace(dims, runs=self.site.runs)
         plain = Instance(form.name if number == 1 else f"{form.name}_{number}", form, args, dims, tasks=self.tasks)
         instance = self._owned(plain, target, owner)
         if owner is not None:
@@ -55,12 +56,16 @@ class Instances:
         widest = (max(m.features[0] for m in members), max(m.features[1] for m in members))
         index = places.index((self.edit, self.site.path))
         spread = (sum(m.entries for m in members[:index]), sum(m.entries for m in members))
-        dims = replace(made.dims, sites=len(members), widest=widest, spread=spread)
+        spots = tuple(member.spot for member in members)
+        dims = replace(made.dims, sites=len(members), widest=widest, spread=spread, spots=spots, index=index)
         return replace(made, dims=dims, index=index)
 
     def _grouped(self, plain: Instance, target: str) -> Instance:
         """One set for the attention group of the site."""
         group, sites = self.scope.group_of(self.edit, self.site, target)
-        dims = replace(plain.dims, sites=len(sites))
+        features, index = (width_of(plain.dims.input), width_of(plain.dims.target)), list(sites).index(self.site.path)
+        spots = tuple(spot(path, *features) for path in sites)
+        depth = self.scope.depth(self.site)
+        dims = replace(plain.dims, sites=len(sites), spots=spots, index=index, depth=depth)
         owner = f"{self.edit}.{plain.key}.{group}"
-        return replace(plain, owner=owner, dims=dims, index=list(sites).index(self.site.path))
+        return replace(plain, owner=owner, dims=dims, index=index)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from peftc.forms.registry import Args, Dims, Form
+from peftc.forms.registry import Args, Count, Dims, Form
 from peftc.forms.shapes import Shape
 from peftc.syntax import ast
 from peftc.tracing.sites import Site
@@ -50,11 +50,22 @@ class Instance:
         if self.form.apart:
             return f"{self.owner}.{task}"
         trains = self.owns and self.form.count(self.args, self.dims).trained
-        return self.owner if trains else f"{self.owner}.{task}"
+        return self.owner if trains else f"{self.owner}.tasks.{task}"
+
+    @property
+    def of_all(self) -> str | None:
+        """The name of what all tasks have in common, where each of them has a common part of its own besides."""
+        return None if self.owner is None or self.form.all_count is None else f"{self.owner}.all"
 
     def owners(self) -> list[str]:
         """The names of all that the sites have in common."""
-        return list(dict.fromkeys(o for task, _ in self.copies() if (o := self.owner_of(task)) is not None))
+        names = [*(self.owner_of(task) for task, _ in self.copies()), self.of_all]
+        return list(dict.fromkeys(name for name in names if name is not None))
+
+    def common_count(self, owner: str) -> Count:
+        """The parameters of that part of what they have in common."""
+        form = self.form
+        return ((form.all_count if owner == self.of_all else form.common_count) or form.count)(self.args, self.dims)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import Dims, Form
+from peftc.forms.registry import Spot
 from peftc.forms.shapes import Shape, Tokens, Vector
 from peftc.planning.ir import Placed
 from peftc.semantics.arguments import Bound, bind
@@ -44,6 +46,10 @@ class Member(NamedTuple):
     features: tuple[int, int]
     entries: int
 
+    @property
+    def spot(self) -> Spot:
+        return spot(self.path, *self.features)
+
 
 ONE = "default"  # the task of edits `per task` where none are named
 
@@ -62,6 +68,7 @@ class Scope:
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)
     bindings: dict[tuple[int, int], tuple[ast.Call, Bound]] = field(default_factory=dict)
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
+    depths: dict[str, int] = field(default_factory=dict[str, int])
 
     def bound(self, call: ast.Call, form: Form) -> Bound:
         key = (id(call), id(form))
@@ -81,6 +88,14 @@ class Scope:
         name = site.group if len(alike) == 1 else f"{site.group}.{list(alike).index((site.group, state, shape)) + 1}"
         return name, alike[site.group, state, shape]
 
+    def depth(self, site: Site) -> int:
+        """How many layers there are in the stack of a site; 0 outside of layers."""
+        stack = spot(site.path, 0, 0).layer.rpartition("[")[0]
+        if stack not in self.depths:
+            layers = (spot(other.path, 0, 0).layer for other in self.table.sites)
+            self.depths[stack] = len({layer for layer in layers if stack and layer.rpartition("[")[0] == stack})
+        return self.depths[stack]
+
     def agree(self, name: str, form: Form, dims: Dims, span: ast.Expr) -> None:
         """Raises: P305 where a shared set of parameters would need another shape than at its first place."""
         if form.anywhere:
@@ -99,6 +114,15 @@ class Scope:
                     help="let each shape have its own `shared`",
                 )
             )
+
+
+LAYER = re.compile(r"(.*?\blayer\[\d+\])\.?(.*)")
+
+
+def spot(path: str, d_in: int, d_out: int) -> Spot:
+    """`decoder.layer[3].attn.cross` is `attn.cross` of `decoder.layer[3]`."""
+    layer, part = found.groups() if (found := LAYER.fullmatch(path)) else ("", path)
+    return Spot(layer, part, d_in, d_out)
 
 
 def _mapping(source: Shape | None, target: Shape) -> str:
@@ -122,12 +146,13 @@ def shared_members(places: Iterable[Placed], lets: Container[str]) -> dict[str, 
     for placed in places:
         for one in placed.instances:
             if one.owner is not None and (one.owner in lets or one.form.common(one.args) == "edit"):
-                features = (_features(one.dims.input), _features(one.dims.target))
+                features = (width_of(one.dims.input), width_of(one.dims.target))
                 found[one.owner].append(
                     Member(placed.edit, placed.site.path, features, one.form.entries(one.args, one.dims))
                 )
     return dict(found)
 
 
-def _features(shape: Shape | None) -> int:
+def width_of(shape: Shape | None) -> int:
+    """The features of hidden states or of a bias; 0 for anything else."""
     return shape.d if isinstance(shape, Tokens | Vector) else 0

@@ -175,7 +175,7 @@ def rows(term: ir.Term) -> int:
         case ir.Applied(input=value) if value is not None:
             return rows(value)
         case ir.Applied(instance=instance):
-            length = instance.args["len"]
+            length = instance.args.get("len", 0)  # a factor has none
             assert isinstance(length, int)
             return length
         case ir.Arithmetic(left=left, right=right):

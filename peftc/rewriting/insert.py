@@ -311,7 +311,7 @@ class _Assignment:
         instance = term.instance
         return (
             instance.form.adds
-            and instance.owner is None
+            and instance.owns
             and not instance.tasks
             and term.shape == to.shape
             and id(term) not in self.memo

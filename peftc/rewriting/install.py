@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.module import FormModule, build, build_owner, member, seeded
+from peftc.forms.module import FormModule, build, build_of_all, build_owner, member, seeded
 from peftc.forms.tasked_module import Chosen, Tasked
 from peftc.planning import ir
 from peftc.rewriting.anchors import contains, relative
@@ -153,7 +153,7 @@ class Surgery:
             return member(owner, instance.index)
         form = kept or self.made(build, name, placed, instance, module, placed.site.path)
         if owner is not None:
-            form.join(owner, instance.index)
+            form.join(owner, instance.index, task)
         return form
 
     def common(self, owner: str, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
@@ -161,8 +161,11 @@ class Surgery:
         if owner not in self.owners:
             name = f"{placed.edit}/{owner}/{instance.key}"
             old = self.kept.get(f"{SHARED}.{identifier(owner)}")  # its edit may be gone, and another one be the first
-            self.owners[owner] = old or self.made(build_owner, name, placed, instance, module, "")
+            make = build_of_all if owner == instance.of_all else build_owner
+            self.owners[owner] = made = old or self.made(make, name, placed, instance, module, "")
             self.places[name] = f"{SHARED}.{identifier(owner)}"
+            if instance.of_all not in (None, owner):
+                made.join(self.common(instance.of_all, placed, instance, module), 0)
         return self.owners[owner]
 
     def made(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peftc.compiler import added, analysed, checked_tasks, parameters, planned, states, tasks_of
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.module import FormModule, build, build_owner
+from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.planning.plan import Planned
 from peftc.rewriting.beside import free_name, prefixed
 from peftc.rewriting.install import regions_of
@@ -127,7 +127,8 @@ def _forms(found: Planned, analysis: Analysis) -> Iterator[tuple[str, FormModule
             for owner in one.owners():
                 if owner not in owners:
                     owners.add(owner)
-                    yield f"{placed.edit}/{owner}/{one.key}", build_owner(one, dtype=torch.float32, device="meta")
+                    make = build_of_all if owner == one.of_all else build_owner
+                    yield f"{placed.edit}/{owner}/{one.key}", make(one, dtype=torch.float32, device="meta")
             if one.owns:
                 for _, tail in one.copies():
                     name = f"{placed.edit}/{placed.site.path}/{one.key}{tail}"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from peftc.forms import FORMS, Args, Dims, Form
-from peftc.forms.module import FormModule, build, build_owner, member
+from peftc.forms.module import FormModule, build, build_of_all, build_owner, member
+from peftc.forms.registry import Spot
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
 
 BATCH, TOKENS = 3, 5
@@ -35,7 +36,10 @@ class Case:
 
     @property
     def dims(self) -> Dims:
-        return Dims(self.input, self.target, self.d_model, self.sites)
+        spots = tuple(Spot(f"encoder.layer[{i}]", ("attn", "ffn")[i % 2], 12, 12) for i in range(self.sites))
+        return Dims(
+            self.input, self.target, self.d_model, self.sites, spots=spots, index=self.sites - 1, depth=self.sites
+        )
 
     @property
     def grouped(self) -> bool:
@@ -142,7 +146,24 @@ CASES = (
     Case("prompt", T12, None, {"len": 1, "std": 1.0}),
     Case("prompt", T12, None, {"len": 4, "reparam": MLP}),
     Case("prompt", T8, None, {"len": 3, "reparam": MLP, "intrinsic": 2, "keep": True}),
+    Case("ladder", T12, T12, {"r": 3}),
+    Case(
+        "ladder",
+        T12,
+        T12,
+        {"reduction": 4, "expand": 1, "bias": False, "init": "lora", "act": "tanh", "dropout": 0.2},
+        sites=2,
+    ),
+    Case("hyper", T12, T12, {"r": 3, "t": 5, "m": 4}, sites=3),
+    Case(
+        "hyper",
+        T12,
+        T12,
+        {"reduction": 6, "t": 4, "nets": "positions", "norm": False, "act": "none", "dropout": 0.2},
+    ),
+    Case("hyper", T12, T12, {"r": 3, "t": 4, "bias": False, "norm": False, "act": "tanh"}, sites=2),
     Case("gate", T12, T12),
+    Case("gate", KeyValue(2, 4), T12, {"rows": 4}),
     Case("gate", H, T8),
 )
 
@@ -171,6 +192,10 @@ def made(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
         common.initialise(seeded, base(case, dtype))
         common.fix("")
         module.join(common, case.sites - 1)
+        if case.form.all_count is not None:
+            everywhere = build_of_all(case, dtype=dtype)
+            everywhere.initialise(seeded, base(case, dtype))
+            common.join(everywhere, 0)
     return member(module, case.sites - 1) if case.grouped else module
 
 
@@ -178,7 +203,7 @@ def parameters(module: FormModule) -> dict[str, Tensor]:
     """Those that are its own, and those that it has in common with others."""
     common = module.owner_module
     own = dict(module.named_parameters())
-    return own if common is None else own | dict(common.named_parameters())
+    return own if common is None else own | parameters(common)
 
 
 def buffers(module: FormModule) -> dict[str, Tensor]:

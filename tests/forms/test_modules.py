@@ -75,6 +75,14 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             return (reference.phm(w, x, str(args["act"])),)
         case "reft":
             return (reference.reft(w, x, bool(args["orthogonal"]), bool(args["subtract"])),)
+        case "ladder":
+            return (reference.ladder_end(w, reference.rung(w, x, None, str(args["act"]))),)
+        case "hyper":
+            at = (case.sites - 1, (case.sites - 1) % 2)
+            net = at[1] if args["nets"] == "positions" else 0
+            return (reference.hyper(w, x, *at, net, str(args["act"])),)
+        case "gate" if args["rows"] is not None:
+            return (reference.gate(w, x),)
         case "gate":
             return (reference.gate(w, x).view(-1, *[1] * (len(case.like().shape) - 1 + ("heads" in str(case.target)))),)
         case _:

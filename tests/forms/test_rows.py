@@ -60,8 +60,8 @@ def test_value_fits_the_promised_shape(case: Case) -> None:
         assert tuple(tuple(part.shape) for part in value) == (want, want)
     elif isinstance(promised, Scalar) and promised.per_example:
         assert value.shape[0] == BATCH
-        assert value.numel() == BATCH
-        assert value.ndim == len(size(case.target))
+        assert value.numel() == BATCH * (promised.rows or 1)
+        assert value.ndim == (3 if isinstance(case.target, KeyValue) else len(size(case.target)))
     elif isinstance(promised, Scalar):
         assert value.numel() == 1
     elif case.name == "prompt":

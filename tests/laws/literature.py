@@ -128,6 +128,34 @@ LAYERS = (
         on=("bart", "gpt2"),
     ),
     Recipe(
+        "ladder",
+        at("layer[*]", "ladder(h, r=3, expand=2, act=tanh, init=lora)"),
+        by_hand.ladder("e", "tanh"),
+        identity=True,
+        on=("bart", "bert", "t5", "llama"),
+    ),
+    Recipe(
+        "hyper",
+        at("layer[*].attn | layer[*].ffn", "hyper(h, r=4, t=5, m=6, act=gelu)"),
+        by_hand.hyper("e", "attn ffn", "gelu"),
+        identity=False,
+        on=("bart", "gpt2"),
+    ),
+    Recipe(
+        "hyper-positions",
+        at("layer[*].attn | layer[*].ffn", "hyper(h, r=3, t=4, m=6, act=tanh, nets=positions, bias=false, norm=false)"),
+        by_hand.hyper("e", "attn ffn", "tanh", nets=True),
+        identity=False,
+        on=("bert", "t5"),
+    ),
+    Recipe(
+        "adaptive-prefix",
+        "edit e at layer[*].attn { kv = concat(scalar(init=1) * gate(x, rows=3) * prefix(len=3), kv) }",
+        by_hand.adaptive_prefix("e"),
+        identity=False,
+        on=("bart", "bert", "llama"),
+    ),
+    Recipe(
         "difffit",
         "edit g at layer[*].attn | layer[*].ffn { h *= scalar(init=1) }\n"
         "train b = [b] at layer[*].attn.** | layer[*].ffn.**\n"

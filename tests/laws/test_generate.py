@@ -16,7 +16,13 @@ GENERATING = ("bart", "t5", "gpt2", "llama")
 METHODS = ("mam", "everything", "dora", "scaled-states", "interpolated", "seq-bn", "prefix-mlp")
 PAIRS = [(method, name) for name in GENERATING for method in METHODS]
 PAIRS += [("loreft", "bart"), ("krona-res", "t5"), ("vera", "gpt2"), ("compacter", "gpt2"), ("oft", "llama")]
-PAIRS += [("said-scaled", "llama"), ("glora", "bart"), ("difffit", "gpt2")]
+PAIRS += [
+    ("said-scaled", "llama"),
+    ("glora", "bart"),
+    ("difffit", "gpt2"),
+    ("ladder", "bart"),
+    ("adaptive-prefix", "llama"),
+]
 TOKENS = 7
 
 

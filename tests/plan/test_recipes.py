@@ -1,11 +1,14 @@
 """The shipped recipes on real configurations: all of them plan and keep what they promise, or say why they cannot stand."""
 
 from functools import cache
+from math import prod
 
 import pytest
+import torch
 
 import peftc
 from peftc import resources
+from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.planning.plan import Planned, make_plan
 from peftc.semantics import expand, read_spec
 from peftc.tracing.sites import SiteTable
@@ -40,7 +43,23 @@ def test_a_recipe_plans(name: str, model: str) -> None:
     found = planned(name, model)
     assert not found.findings
     assert all(expectation.holds for expectation in found.plan.expectations)
-    assert found.plan.totals.trained > 0
+    assert found.plan.totals.trained == entries(found, model) > 0
+
+
+def entries(found: Planned, model: str) -> int:
+    """How many entries the tensors have that would be trained: those of forms, and of the base."""
+    base = {f"{m.name}.{a}": prod(size) for m in table(model).modules for a, size in m.parameters.items()}
+    forms: dict[object, FormModule] = {}
+    for placed in found.placed:
+        for one in placed.instances:
+            for owner in one.owners():
+                if owner not in forms:
+                    make = build_of_all if owner == one.of_all else build_owner
+                    forms[owner] = make(one, dtype=torch.float32, device="meta")
+            if one.owns:
+                forms[placed.edit, placed.site.path, one.key] = build(one, dtype=torch.float32, device="meta")
+    own = sum(p.numel() for form in forms.values() for p in form.parameters())
+    return own + sum(base[name] for name in set(found.trained.values()))
 
 
 # What each recipe trains on BART-large: d = 1024, 4096 in the ffn, 12 attentions and ffns in the encoder, 24 and 12 in the decoder.
@@ -93,6 +112,10 @@ COUNTS = {
     "lt_sft": round(0.08 * WEIGHTS),
     "far": FFN * (round(0.1 * F) * (D + 1) + round(0.1 * D) * (F + 1)),
     "sparse_adapter": round(0.6 * (ATTN + FFN) * 2 * 64 * D) + (ATTN + FFN) * (64 + D),
+    "ladder": FFN * (D * 128 + 1 + 2 * 128 + 8 * 128**2 + 6 * 128) + 2 * (128 * D + D + 2 * 128),
+    "adaptive_prefix": 3 * (20 * D + D * 512 + 512 + 24 * D * 513) + ATTN * (1 + 20 * (D + 1)),
+    "hypernetwork": (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64 + 64 * (2 * D * 64 + 64 + 3 * D),
+    "hypernetwork_adaptbert": (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64 + 3 * 64 * (2 * D * 16 + 2 * D),
     "unipelt": 43_914_372,  # measured in AdapterHub
 }
 

@@ -60,8 +60,8 @@ def magnitude(w: Weights, weight: Tensor) -> Tensor:
 
 
 def gate(w: Weights, x: Tensor) -> Tensor:
-    """mean over tokens of sigmoid(x Wᵀ + b): (batch, 1, 1)."""
-    return torch.sigmoid(linear(x, w["weight"], w["bias"])).mean(1, keepdim=True)
+    """mean over tokens of sigmoid(x Wᵀ + b): (batch, 1, 1), or (batch, rows, 1)."""
+    return torch.sigmoid(linear(x, w["weight"], w["bias"])).mean(1)[:, :, None]
 
 
 def bottleneck(w: Weights, q: Tensor, act: str = "relu") -> Tensor:
@@ -216,3 +216,28 @@ def orthonormal(matrix: Tensor) -> Tensor:
             row = row - (row @ before) * before
         rows.append(row / row.norm())
     return torch.stack(rows)
+
+
+def rung(w: Weights, h: Tensor, below: Tensor | None, act: str = "relu") -> Tensor:
+    """One layer of a ladder: s ← σ(a) s + (1 − σ(a)) (h W_down + b), s ← s + act(LN(s) U + c) V + e."""
+    g = torch.sigmoid(w["gate"])
+    s = (1 - g) * linear(h.detach(), w["down"], w.get("down_bias"))
+    s = s if below is None else s + g * below
+    hidden = ACTIVATIONS[act](linear(_norm(w, "norm", s), w["block_in"], w.get("block_in_bias")))
+    return s + linear(hidden, w["block_out"], w.get("block_out_bias"))
+
+
+def ladder_end(w: Weights, s: Tensor) -> Tensor:
+    return linear(_norm(w, "end_norm", s), w["up"], w.get("up_bias"))
+
+
+def hyper(w: Weights, x: Tensor, layer: int, position: int, net: int, act: str = "relu") -> Tensor:
+    """γ ⊙ LN(act(x D + b) U + c) + β, all made of I = LN(P₂ ReLU(P₁ [task; layer; position]))."""
+    z = torch.cat([w["embedding"], w["layers"][layer], w["positions"][position]])
+    z = linear(torch.relu(linear(z, w["p1"], w["p1_bias"])), w["p2"], w["p2_bias"])
+    i = layer_norm(z, z.shape, w["norm_weight"], w["norm_bias"], 1e-6)
+    made = {name.removesuffix(f"_{net}"): value @ i for name, value in w.items() if name.endswith(f"_{net}")}
+    down = made["down"].view(-1, x.shape[-1])
+    up = made["up"].view(-1, len(down))
+    y = linear(ACTIVATIONS[act](linear(x, down, made.get("down_bias"))), up, made.get("up_bias"))
+    return layer_norm(y, y.shape[-1:], made["scale"], made["shift"]) if "scale" in made else y

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from tests.reference import forms
 from tests.reference.methods import Method, Weights, at_sublayers, linears, sublayers
 from tests.reference.reference import Reference, part
+from tests.reference.table import Attention, Layer
 
 
 def whole(weights: Weights, edit: str, path: str, form: str) -> dict[str, Tensor]:
@@ -170,6 +171,62 @@ def reft(edit: str, orthogonal: bool = True, subtract: bool = True) -> Method:
         for layer in ref.layers:
             w = part(weights, edit, layer.path, "reft")
             ref.output(layer.module, lambda h, x, w=w: h + forms.reft(w, h, orthogonal, subtract))
+
+    return apply
+
+
+def ladder(edit: str, act: str = "relu") -> Method:
+    """A side network of each stack reads h of every layer, and is added to the last."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        states = dict[str, Tensor]()
+        last = {layer.stack: layer.index for layer in ref.layers}
+        for layer in ref.layers:
+            w = part(weights, edit, layer.path, "ladder")
+            end = part(weights, edit, f"{edit}.ladder.{layer.stack}", "ladder")
+
+            def change(h: Tensor, x: Tensor, at: Layer = layer, w: Weights = w, end: Weights = end) -> Tensor:
+                states[at.stack] = forms.rung(w, h, states[at.stack] if at.index else None, act)
+                return h + forms.ladder_end(end, states[at.stack]) if at.index == last[at.stack] else h
+
+            ref.output(layer.module, change)
+
+    return apply
+
+
+def hyper(edit: str, which: str, act: str = "relu", nets: bool = False) -> Method:
+    """h ← h + f(h), f an adapter whose weights one network makes; or one for each place in a layer."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        sites = list(sublayers(ref, which))
+        split = [(head, tail) for head, _, tail in (site.path.partition("].") for site in sites)]
+        layers, places = (list(dict.fromkeys(names)) for names in zip(*split, strict=True))
+        common = part(weights, edit, f"{edit}.hyper", "hyper") | part(weights, edit, f"{edit}.hyper.all", "hyper")
+        for site, (layer, place) in zip(sites, split, strict=True):
+            at = layers.index(layer), places.index(place)
+            ref.h(site, lambda a, i=at: a.h + forms.hyper(common, a.h, *i, i[1] if nets else 0, act))
+
+    return apply
+
+
+def adaptive_prefix(edit: str, which: str = "attn") -> Method:
+    """K ← [λ g ⊙ P_k; K], V ← [λ g ⊙ P_v; V], g of each row from the input of the attention."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for site in sublayers(ref, which):
+            assert isinstance(site, Attention)
+            w, g, s = (part(weights, edit, site.path, form) for form in ("prefix", "gate", "scalar"))
+            seen: list[Tensor] = []
+            ref.input(site.q, lambda x, seen=seen: seen.append(x) or x)
+
+            def rows(
+                w: Weights = w, g: Weights = g, s: Weights = s, seen: list[Tensor] = seen
+            ) -> tuple[Tensor, Tensor]:
+                by = s["scale"] * forms.gate(g, seen[-1])[:, None]
+                key, value = forms.prefix(w)
+                return by * key, by * value
+
+            ref.prefix(site, rows)
 
     return apply
 

@@ -1,0 +1,78 @@
+"""A small network beside the layers, which reads their states and changes only the last of them (ladder side-tuning)."""
+
+from __future__ import annotations
+
+from peftc.forms.adapter import width
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, features, integer, over
+from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
+from peftc.forms.shapes import Shape
+
+
+def sizes(args: Args, dims: Dims) -> tuple[int, int, int]:
+    """d, r, and the hidden features of a block."""
+    d = features("ladder", dims.input, "reads")
+    r = width(args, d, "ladder")
+    return d, r, r * integer(args, "expand")
+
+
+def _shape(args: Args, dims: Dims) -> Shape:
+    d, _, _ = sizes(args, dims)
+    if features("ladder", dims.target, "writes") != d:
+        raise Illegal("P301", f"`ladder` reads {dims.input} but writes {dims.target}", "input")
+    if dims.spots:
+        _check_depth(dims)
+    return over(dims)
+
+
+def _check_depth(dims: Dims) -> None:
+    """Raises: Illegal P315 where the last layer has no rung, or one forward passes a rung more than once."""
+    stack, _, last = dims.spots[-1].layer.rpartition("[")
+    if dims.runs > 1:
+        message = f"the layers of `{stack}` share weights and run {dims.runs} times: a ladder has one rung for each"
+        raise Illegal("P315", message)
+    if not last or int(last[:-1]) != dims.depth - 1:
+        where = f"its last rung is at layer {last[:-1]} of {dims.depth}" if last else "it has no rung in a layer"
+        help_ = f"let the selector reach `layer[{dims.depth - 1}]`" if last else "write it at `layer[*]`"
+        raise Illegal("P315", f"a ladder ends at the last layer of its stack, and {where}", help=help_)
+
+
+def _count(args: Args, dims: Dims) -> Count:
+    d, r, hidden = sizes(args, dims)
+    biases = 2 * r + hidden if args["bias"] else 0
+    total = d * r + 1 + 2 * r + 2 * r * hidden + biases
+    return Count(total, total)
+
+
+def _common_count(args: Args, dims: Dims) -> Count:
+    d, r, _ = sizes(args, dims)
+    total = 2 * r + r * d + (d if args["bias"] else 0)
+    return Count(total, total)
+
+
+register(
+    Form(
+        name="ladder",
+        equation="s ← σ(a) s + (1 − σ(a)) (h W_down + b_down), s ← s + act(LN(s) U + c) V + e in every layer, from s = 0; "
+        "f = LN(s) W_up + b_up in the last layer, 0 in the others; no gradient enters h",
+        takes_input=True,
+        params=(
+            Param("r", "int", "width of the side network, in features", low=1),
+            Param("reduction", "int", "instead of r: r = d // reduction", low=1),
+            Param("expand", "int", "hidden features of a block, in multiples of r", 4, low=1),
+            ACT,
+            Param("bias", "bool", "whether the projections have biases", True),
+            DROPOUT,
+            INIT,
+            DTYPE,
+        ),
+        shape=_shape,
+        count=_count,
+        at_init=lambda args: 0.0 if args["init"] == "lora" else None,
+        affine=lambda args: "it depends on the states of all layers",
+        module="peftc.forms.ladder_module:Ladder",
+        paper="Sung et al. 2022, arXiv:2206.06522 (LST), with blocks that are applied token by token",
+        common=lambda args: "group",
+        common_count=_common_count,
+        adds=True,
+    )
+)

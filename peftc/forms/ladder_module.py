@@ -1,0 +1,135 @@
+"""A small network beside the layers, as modules: one rung in each layer, which hands its state to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.adapter_module import ACTIVATION, EPSILON
+from peftc.forms.arguments import number
+from peftc.forms.ladder import sizes
+from peftc.forms.module import Draw, FormModule, constant, kaiming, projections
+from peftc.forms.registry import Args, Dims
+
+
+class Handed:
+    """The states of the present forward, by task and rung. Belongs to one model: copies and pickles begin without any."""
+
+    def __init__(self) -> None:
+        self.states: dict[str | None, dict[int, Tensor]] = {}
+
+    def __deepcopy__(self, memo: Any) -> Handed:
+        return Handed()
+
+    def __reduce__(self) -> Any:
+        return Handed, ()
+
+    def before(self, task: str | None, rung: int, again: bool) -> Tensor | None:
+        """The state of the rung below; None for the first of a forward. A layer that was dropped hands on what it was given.
+
+        `again`: the rung is computed once more, for the gradients of a forward that is over.
+        """
+        states = self.states.setdefault(task, {})
+        below: Tensor | None = None
+        other = rung == 0
+        for reached, state in states.items():  # in ascending order
+            if reached < rung:
+                below = state
+            else:
+                other = True  # reached already: by another forward
+        if again or not other:
+            return below
+        states.clear()
+        return None
+
+
+class LadderEnd(FormModule):
+    """What the rungs of a stack have in common: the way back to d features, and the states of the present forward.
+
+    Shapes: up (d, r); up_bias (d,); end_norm_weight, end_norm_bias (r,).
+    """
+
+    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__(args, dims, dtype, device)
+        d, r, _ = sizes(args, dims)
+        self.end_norm_weight = self.parameter("end_norm_weight", r)
+        self.end_norm_bias = self.parameter("end_norm_bias", r)
+        self.up = self.parameter("up", d, r)
+        self.up_bias = self.optional("up_bias", args["bias"], d)
+        self.handed = Handed()
+
+    def forward(self, s: Tensor) -> Tensor:
+        normed = F.layer_norm(s, s.shape[-1:], self.end_norm_weight, self.end_norm_bias, EPSILON)
+        return F.linear(normed, self.up, self.up_bias)
+
+    def draws(self) -> Mapping[str, Draw]:
+        _, up = projections(str(self.form_args["init"]), self.up.shape[1])
+        zero: dict[str, Draw] = {name: constant(0.0) for name, _ in self.named_parameters()}
+        return zero | {"up": up, "end_norm_weight": constant(1.0)}
+
+
+class Ladder(FormModule):
+    """s ← σ(a) s + (1 − σ(a)) (h W_down + b_down), s ← s + act(LN(s) U + c) V + e; the value is LN(s) W_up + b_up at the last rung,
+    0 at the others. No gradient enters h. Blocks see one token at a time, so that a cache of keys and values changes nothing.
+
+    Shapes: h, f (batch, tokens, d); s (batch, tokens, r); down (r, d); gate (1,); block_in (hidden, r); block_out (r, hidden).
+    Raises: P421 where the gradient would be lost on the way (checkpoints that run a layer without gradients first).
+    Source: Sung et al. 2022, arXiv:2206.06522, section 3.2; a begins as 0.
+    """
+
+    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__(args, dims, dtype, device)
+        d, r, hidden = sizes(args, dims)
+        self.gate = self.parameter("gate", 1)
+        self.down = self.parameter("down", r, d)
+        self.norm_weight = self.parameter("norm_weight", r)
+        self.norm_bias = self.parameter("norm_bias", r)
+        self.block_in = self.parameter("block_in", hidden, r)
+        self.block_out = self.parameter("block_out", r, hidden)
+        self.down_bias = self.optional("down_bias", args["bias"], r)
+        self.block_in_bias = self.optional("block_in_bias", args["bias"], hidden)
+        self.block_out_bias = self.optional("block_out_bias", args["bias"], r)
+        self.act, self.p = str(args["act"]), number(args, "dropout")
+
+    @classmethod
+    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
+        return LadderEnd(args, dims, dtype, device)
+
+    def forward(self, h: Tensor, plus: Tensor | None = None) -> Tensor:
+        end = self.owner_module
+        assert isinstance(end, LadderEnd)
+        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # pyright: ignore
+        below = end.handed.before(self.task, self.index, again)
+        if again and below is not None and self.down.requires_grad and not below.requires_grad:
+            message = "the side network has no gradient: this layer ran without gradients, and runs again for them"
+            help_ = 'use `gradient_checkpointing_kwargs={"use_reentrant": False}`'
+            raise PeftcError(Diagnostic("P421", message, help=help_))
+        s = self.rung(h.detach().to(self.down.dtype), below)
+        if self.index + 1 < self.form_dims.sites:
+            if not again:
+                end.handed.states[self.task][self.index] = s
+            return h.new_zeros(()).expand_as(h) if plus is None else plus
+        if not (self.training or torch.is_grad_enabled()):
+            end.handed.states.pop(self.task, None)
+        value = end(s).to(h.dtype)
+        return value if plus is None else plus + value
+
+    def rung(self, h: Tensor, below: Tensor | None) -> Tensor:
+        """The state of this layer, from its hidden state and the state of the layer below."""
+        gate = torch.sigmoid(self.gate)
+        s = (1 - gate) * F.linear(h, self.down, self.down_bias)
+        s = s if below is None else gate * below + s
+        z = F.layer_norm(s, s.shape[-1:], self.norm_weight, self.norm_bias, EPSILON)
+        z = ACTIVATION[self.act](F.linear(z, self.block_in, self.block_in_bias))
+        return s + F.linear(F.dropout(z, self.p, self.training), self.block_out, self.block_out_bias)
+
+    def draws(self) -> Mapping[str, Draw]:
+        drawn: dict[str, Draw] = {name: constant(0.0) for name, _ in self.named_parameters()}
+        r, d = self.down.shape
+        drawn |= {"down": kaiming(d), "norm_weight": constant(1.0)}
+        return drawn | {"block_in": kaiming(r), "block_out": kaiming(self.block_out.shape[1])}

@@ -1,0 +1,137 @@
+"""Ladder side-tuning: a state handed from layer to layer, beside them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AlbertConfig
+
+import peftc
+from peftc.forms.ladder_module import Handed
+from tests import zoo
+from tests.laws.harness import close, randomise
+from tests.laws.recipe import at
+from tests.survival.test_checkpointing import switch_on
+
+SPEC = "peft 1\n" + at("layer[*]", "ladder(h, r=3)")
+
+
+def compiled(name: str, spec: str = SPEC, **options: Any) -> Any:
+    model = peftc.compile(spec, zoo.build(name, torch.float64), seed=0, **options).eval()
+    randomise(peftc.parameters(model))
+    return model
+
+
+def gradients(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**given).loss.backward()
+    return {key: p.grad.clone() for key, p in peftc.parameters(model).items()}
+
+
+def test_no_gradient_enters_the_layers() -> None:
+    model = compiled("llama")
+    states = model(**zoo.inputs("llama", model), output_hidden_states=True).hidden_states
+    assert [state.requires_grad for state in states] == [False] * (len(states) - 1) + [True]
+
+
+def test_only_the_last_layer_changes() -> None:
+    model, base = compiled("llama"), zoo.build("llama", torch.float64).eval()
+    given = zoo.inputs("llama", model)
+    now, before = (m(**given, output_hidden_states=True).hidden_states for m in (model, base))
+    assert [torch.equal(a, b) for a, b in zip(now, before, strict=True)] == [True] * (len(now) - 1) + [False]
+
+
+def test_checkpoints_that_keep_hooks_give_the_same_gradients() -> None:
+    model = compiled("llama").train()
+    given = zoo.inputs("llama", model, labels=True)
+    want = gradients(model, given)
+    switch_on(model)
+    got = gradients(model, given)
+    for key, grad in want.items():
+        close(got[key], grad, key)
+    close(gradients(model, given)[key], want[key], "again")  # nothing of the last step is left
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    """They would lose the gradient of all rungs but the last, silently."""
+    model = compiled("llama").train()
+    switch_on(model, reentrant=True)
+    model.enable_input_require_grads()
+    with pytest.raises(peftc.PeftcError, match="P421"):
+        model(**zoo.inputs("llama", model, labels=True)).loss.backward()
+
+
+def test_compiled_by_torch_it_computes_the_same() -> None:
+    model = compiled("bert")
+    given = zoo.inputs("bert", model)
+    with torch.no_grad():
+        want = model(**given)[0]
+        torch.compiler.reset()
+        fast = torch.compile(model, backend="eager", fullgraph=True)
+        for _ in range(2):
+            close(fast(**given)[0], want, "compiled")
+
+
+def test_states_belong_to_one_model_and_one_forward() -> None:
+    model = compiled("bert").train()
+    given = zoo.inputs("bert", model)
+    want = model(**given)[0]  # its states are kept, for checkpoints
+    twin = copy.deepcopy(model)
+    shorter = {key: value[:1] for key, value in given.items()}
+    close(twin(**shorter)[0], model(**shorter)[0], "of another batch")
+    close(model(**given)[0], want, "again")
+
+
+def test_a_dropped_layer_hands_on_what_it_was_given() -> None:
+    handed, one = Handed(), torch.ones(1)
+    handed.before(None, 0, again=False)
+    handed.states[None][0] = one
+    assert handed.before(None, 2, again=False) is one
+    handed.states[None][2] = 2 * one
+    assert handed.before(None, 2, again=True) is one  # computed once more
+    assert handed.before(None, 1, again=False) is None  # another forward, whose first layer was dropped
+    assert handed.before("task", 3, again=False) is None
+
+
+def test_rows_of_several_tasks_climb_ladders_of_their_own() -> None:
+    model = compiled("llama", SPEC.replace("layer[*]", "layer[*] per task"), tasks=("a", "b"))
+    given = zoo.inputs("llama", model)
+    with torch.no_grad():
+        alone = []
+        for task in ("a", "b"):
+            with peftc.task(model, task):
+                alone.append(model(**given).logits)
+        for ids in ([0, 1], [1, 0]):
+            with peftc.task(model, task_ids=torch.tensor(ids)):
+                close(model(**given).logits, torch.stack([alone[t][row] for row, t in enumerate(ids)]), "mixed")
+
+
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        ("layer[0]", "its last rung is at layer 0 of 3"),
+        ("layer[0].ffn", "layer[2]"),
+        ("embed", "it has no rung in a layer"),
+    ],
+)
+def test_a_ladder_without_a_matching_depth_is_refused(site: str, said: str) -> None:
+    with pytest.raises(peftc.PeftcError, match="P315") as found:
+        peftc.plan("peft 1\n" + at(site, "ladder(h, r=3)"), zoo.config("llama"))
+    assert said in str(found.value)
+    assert found.value.diagnostics[0].span is not None
+
+
+def test_layers_that_are_one_layer_have_no_rungs() -> None:
+    config = AlbertConfig(
+        vocab_size=61,
+        embedding_size=8,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=20,
+    )
+    with pytest.raises(peftc.PeftcError, match="run 3 times"):
+        peftc.plan(SPEC, config)
