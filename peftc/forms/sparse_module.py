@@ -38,7 +38,7 @@ class SparseValues(FormModule):
         self.total = dims.spread[1] or self.form.entries(args, dims)
         count = chosen(args, self.total)
         self.values = self.parameter("values", count)
-        self.state("places", torch.full((count,), UNCHOSEN, dtype=torch.int64))
+        self.state("places", torch.full((count,), UNCHOSEN, dtype=torch.int64, device=device))
         self.bounds: dict[tuple[int, int], tuple[int, int]] = {}
         self.chosen = False  # known to be
 

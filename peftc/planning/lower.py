@@ -69,6 +69,14 @@ def _assign(equation: ast.Equation, terms: Terms) -> Assign:
     if equation.op != "=":
         read = terms.read(equation.target, equation.target_span)
         value = terms.arithmetic("+" if equation.op == "+=" else "*", read, value, equation.value)
+    if isinstance(target.shape, KeyValue) and isinstance(value.shape, KeyValue) and not isinstance(value, Concat):
+        raise error(
+            "P303",
+            "keys and values are changed by `concat` only",
+            equation.value.span,
+            label="not a `concat`",
+            help="write `kv = concat(prefix(…), kv)`; `k` and `v` can be scaled one by one",
+        )
     if value.shape != target.shape:
         raise error(
             "P301",
@@ -76,13 +84,5 @@ def _assign(equation: ast.Equation, terms: Terms) -> Assign:
             equation.value.span,
             label=f"{value.shape}",
             notes=(f"`{target.name}` is {target.shape}", f"`{quoted(value.source)}` is {value.shape}"),
-        )
-    if isinstance(target.shape, KeyValue) and not isinstance(value, Concat):
-        raise error(
-            "P303",
-            "keys and values are changed by `concat` only",
-            equation.value.span,
-            label="not a `concat`",
-            help="write `kv = concat(prefix(…), kv)`; `k` and `v` can be scaled one by one",
         )
     return Assign(target.name, value, equation)
