@@ -47,9 +47,7 @@ class Instance:
         """Where all that is trained is in common, each task has it once."""
         if self.owner is None or task is None:
             return self.owner
-        if self.form.apart:
-            return f"{self.owner}.{task}"
-        trains = self.owns and self.form.count(self.args, self.dims).trained
+        trains = self.owns and not self.form.apart and self.form.count(self.args, self.dims).trained
         return self.owner if trains else f"{self.owner}.tasks.{task}"
 
     @property
