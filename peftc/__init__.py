@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from peftc.explore import rewrite, trace
     from peftc.multitask import add_task, drop_task, task, tasks
     from peftc.training import StepCallback, losses, step
-    from peftc.weights import fold, load, save
+    from peftc.weights import fold, load, save, warm_start
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ _HOMES = {
     "peftc.explore": ("rewrite", "trace"),
     "peftc.multitask": ("add_task", "drop_task", "task", "tasks"),
     "peftc.training": ("StepCallback", "losses", "step"),
-    "peftc.weights": ("fold", "load", "save"),
+    "peftc.weights": ("fold", "load", "save", "warm_start"),
 }
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "task",
     "tasks",
     "trace",
+    "warm_start",
 ]
 
 

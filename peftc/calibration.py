@@ -17,7 +17,7 @@ from peftc.forms.module import FormModule
 from peftc.forms.pruned_module import PrunedValues
 from peftc.forms.sparse_module import SparseValues
 from peftc.planning import ir
-from peftc.rewriting.install import SHARED, identifier, view_of
+from peftc.rewriting.install import SHARED, identifier, refuse_quantised, view_of
 from peftc.rewriting.record import Installation, acting
 from peftc.tracing.sites import WeightRef
 
@@ -163,6 +163,7 @@ def key(ref: WeightRef) -> str:
 def differentiable(model: nn.Module, leaves: Leaves, training: bool) -> Generator[dict[str, Tensor]]:
     """What is scored, with gradients of its own, and the model as it was afterwards. Nothing is pruned meanwhile."""
     parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in leaves.base}
+    refuse_quantised(parameters, leaves.base)
     for name, module in leaves.pruned.items():
         parameters[name] = module.dense = module.first().requires_grad_()
     flags = {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()}

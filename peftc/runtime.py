@@ -44,8 +44,19 @@ def replaced(result: Any, path: tuple[Any, ...], value: Any) -> Any:
     return parts if isinstance(result, list) else tuple(parts)
 
 
+def is_quantised(weight: torch.Tensor) -> bool:
+    """Whether a parameter is stored in few bits, by a tensor class that says how to undo it (torchao)."""
+    return type(weight).dequantize is not torch.Tensor.dequantize
+
+
+def dense(weight: torch.Tensor) -> torch.Tensor:
+    """The values of a parameter, where it is quantised as others are."""
+    return weight.dequantize() if is_quantised(weight) else weight
+
+
 def full_precision(weight: torch.Tensor) -> torch.Tensor:
     """A parameter to compute with: float32 where it is stored in half precision, so that small changes are not lost."""
+    weight = dense(weight)
     return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
 
 

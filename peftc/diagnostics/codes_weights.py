@@ -104,6 +104,11 @@ WEIGHTS: dict[str, CodeInfo] = {
         "`peftc.calibrate` chooses what selective edits train by what batches say of it: gradients, or the changes that training "
         "makes. There is no such edit, there are no batches, or they give no loss or no gradient.",
     ),
+    "P542": CodeInfo(
+        "quantised weight that would be trained",
+        "A weight that is stored in few bits has no gradient that a step of training could follow. Edits beside it can be trained, "
+        "as in QLoRA; so can edits of `w`, which see the values that it stands for.",
+    ),
     "P539": CodeInfo(
         "step without gradients",
         "`peftc.step` reads how important entries are from their gradients. It is called after `backward()` and before they are set to "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from peftc.rewriting.prompts import is_prompt, prompt_regions
 from peftc.rewriting.record import RECORD, Installation, acting, installed
 from peftc.rewriting.regions import LayerRegions, module_region
 from peftc.rewriting.warm import prepare
-from peftc.runtime import rows_of, slab_of
+from peftc.runtime import dense, is_quantised, rows_of, slab_of
 from peftc.tracing.kinds import Anatomy
 from peftc.tracing.sites import WeightRef
 
@@ -192,8 +192,7 @@ class Surgery:
             return seeded(f"{seed}/{name}.{parameter}")
 
         weights = {n: s.weight for n, s in placed.site.states.items() if s.weight is not None}
-        base = {n: weight_view(self.model, ref).detach() for n, ref in weights.items()}
-        form.initialise(generator, _Readable(base, name))
+        form.initialise(generator, _Readable(self.model, weights, name))
 
     def apply(self, record: Callable[[Surgery], Installation]) -> None:
         """Registers the parameters and exchanges the classes."""
@@ -248,18 +247,23 @@ def identifier(name: str) -> str:
     return module_name("".join(c if c.isalnum() else "_" for c in name))
 
 
-class _Readable(dict[str, torch.Tensor]):
-    """Weights of the base that initial values may depend on."""
+class _Readable(Mapping[str, torch.Tensor]):
+    """Weights of the base that initial values may depend on; read where a form asks."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], form: str) -> None:
-        super().__init__(weights)
-        self.form = form
+    def __init__(self, model: nn.Module, weights: Mapping[str, WeightRef], form: str) -> None:
+        self.model, self.weights, self.form = model, weights, form
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        found = super().__getitem__(key)
+        found = weight_view(self.model, self.weights[key]).detach()
         if found.is_meta:
             raise PeftcError(no_values([f"{key} of {self.form}"], "the initial values are computed from it"))
         return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
 
 
 def no_values(names: Sequence[str], why: str) -> Diagnostic:
@@ -267,6 +271,15 @@ def no_values(names: Sequence[str], why: str) -> Diagnostic:
     said = f"`{names[0]}` and {len(names) - 1} more have" if len(names) > 1 else f"`{names[0]}` has"
     help_ = "load the weights of the model first; planning needs none"
     return Diagnostic("P527", f"{said} no values, only a shape", notes=(why,), help=help_)
+
+
+def refuse_quantised(parameters: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+    """Raises: P542 for those of these names that are stored in few bits: no step of training can change them."""
+    for name in names:
+        if is_quantised(parameters[name]) or not parameters[name].is_floating_point():
+            kind = type(parameters[name].data).__name__ if is_quantised(parameters[name]) else parameters[name].dtype
+            help_ = "change it by an edit, such as `h += lora(x, r=8)`, and leave it as it is"
+            raise PeftcError(Diagnostic("P542", f"`{name}` is quantised ({kind}) and cannot be trained", help=help_))
 
 
 def options(module: nn.Module, model: nn.Module) -> tuple[torch.dtype, torch.device]:
@@ -281,7 +294,7 @@ def options(module: nn.Module, model: nn.Module) -> tuple[torch.dtype, torch.dev
 
 def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
     """A parameter as nn.Linear stores it: (out, in), the rows of the site alone."""
-    return view_of(getattr(model.get_submodule(ref.module), ref.attribute), ref)
+    return view_of(dense(getattr(model.get_submodule(ref.module), ref.attribute)), ref)
 
 
 def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:

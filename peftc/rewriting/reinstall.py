@@ -12,7 +12,7 @@ from peftc.diagnostics import PeftcError
 from peftc.forms.module import FormModule
 from peftc.planning.plan import Planned
 from peftc.rewriting.container import CONTAINER
-from peftc.rewriting.install import SHARED, Surgery, clear, no_values, regions_of, restore, warm
+from peftc.rewriting.install import SHARED, Surgery, clear, no_values, refuse_quantised, regions_of, restore, warm
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import RECORD, Installation, Part, acting, is_installed
 from peftc.tracing.kinds import Anatomy
@@ -89,6 +89,7 @@ class _Trained:
         self.dropped = [n for n in known if n not in names]
         if meta := [n for n in self.new if self.parameters[n].is_meta]:
             raise PeftcError(no_values(meta, "what `train` names is kept as it is before training"))
+        refuse_quantised(self.parameters, self.new)
         now = {n: self.parameters[n].detach().clone() for n in self.new}
         self.originals = {n: known[n] if n in known else now[n] for n in names}
 

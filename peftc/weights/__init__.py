@@ -4,6 +4,7 @@ from peftc.weights.folding import fold
 from peftc.weights.loading import load
 from peftc.weights.report import FoldReport
 from peftc.weights.saving import save
+from peftc.weights.start import warm_start
 from peftc.weights.state import State
 
-__all__ = ["FoldReport", "State", "fold", "load", "save"]
+__all__ = ["FoldReport", "State", "fold", "load", "save", "warm_start"]

@@ -13,7 +13,7 @@ from peftc.forms.module import FormModule
 from peftc.planning.affine import FoldTarget
 from peftc.planning.ir import Placed
 from peftc.rewriting.insert import layout
-from peftc.runtime import blocks_of, slab_of
+from peftc.runtime import blocks_of, dense, slab_of
 from peftc.tracing.sites import WeightRef
 from peftc.weights.affine import Refusal, folded_terms
 from peftc.weights.report import Change
@@ -87,7 +87,7 @@ class Wide:
     def blocks(self, ref: WeightRef) -> Tensor:
         """The rows of a site as (blocks, rows of a block, in); what is written into them is kept."""
         if ref.attribute not in self.values:
-            stored: Tensor = getattr(self.model.get_submodule(self.module), ref.attribute).detach()
+            stored = dense(getattr(self.model.get_submodule(self.module), ref.attribute).detach())
             self.values[ref.attribute] = stored.to(_wide(stored.dtype), copy=True)
         tensor = self.values[ref.attribute]
         if ref.slab is not None:
@@ -116,7 +116,7 @@ class Wide:
         for attribute, value in self.values.items():
             old = getattr(own, attribute)
             created = old is None
-            like: Tensor = own.get_parameter("weight") if created else old
+            like = dense(own.get_parameter("weight") if created else old)
             before = torch.zeros_like(value, dtype=like.dtype) if created else like.detach()
             name = f"{self.module}.{attribute}".lstrip(".")
             new = value.to(like.dtype)

@@ -22,13 +22,14 @@ from peftc.rewriting.edits import slug
 from peftc.rewriting.install import strip
 from peftc.rewriting.record import Installation, Part, acting, spec_of_parts
 from peftc.rewriting.reinstall import reinstall
+from peftc.runtime import is_quantised
 from peftc.semantics.walk import names
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 from peftc.tracing.analysis import Analysis
 from peftc.tracing.calls import signature_of
-from peftc.weights.combine import CannotFold, Fold, NewValue, combine
+from peftc.weights.combine import CannotFold, Fold, NewValue, combine, is_linear
 from peftc.weights.compiled import require_values
 from peftc.weights.report import Change, Folded, FoldReport, Refused
 
@@ -45,6 +46,7 @@ def fold(
     into: Literal["weights"] = "weights",
     only: Iterable[str] | None = None,
     name: str | None = None,
+    dequantize: bool = False,
     sample: Mapping[str, Any] | None = None,
 ) -> FoldReport: ...
 @overload
@@ -62,6 +64,7 @@ def fold(
     into: Literal["weights", "state"] = "weights",
     only: Iterable[str] | None = None,
     name: str | None = None,
+    dequantize: bool = False,
     sample: Mapping[str, Any] | None = None,
 ) -> FoldReport | State:
     """Folds what folds into the weights of the base, in place; the other edits go on working.
@@ -74,7 +77,8 @@ def fold(
     arguments of `generate` with them, and the model is without that edit.
 
     Args: `only`: the names of the edits to fold, all of which must fold. `name`: of one spec of the model; the edits of
-    others stay. `sample`: as in `compile`.
+    others stay. `dequantize`: a weight that is quantised (torchao) is written out in full and folded into; without it, what would
+    change it is refused. `sample`: as in `compile`.
     Returns: what was folded, what became of each parameter, and what was refused, with the sub-expression that prevents it.
     Raises: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529 (switched off), P530 (NaN or infinite entries), P531 and P532
     (`only`), P538 (no state). After an error the model is as it was.
@@ -83,16 +87,21 @@ def fold(
         from peftc.weights.state import fold_into_state  # which is made of the same steps
 
         return fold_into_state(model, only, name, sample)
-    return Folding(model, only, name, sample).run()
+    return Folding(model, only, name, sample, dequantize).run()
 
 
 class Folding:
     """A fold in the making: nothing of the model changes before `commit`."""
 
     def __init__(
-        self, model: nn.Module, only: Iterable[str] | None, name: str | None, sample: Mapping[str, Any] | None
+        self,
+        model: nn.Module,
+        only: Iterable[str] | None,
+        name: str | None,
+        sample: Mapping[str, Any] | None,
+        dequantize: bool = False,
     ) -> None:
-        self.model, self.record = model, acting(model)
+        self.model, self.record, self.dequantize = model, acting(model), dequantize
         self.sample = sample or self.record.sample
         asked = [edit for part in self.record.chosen(name) for edit in part.edits]
         require_values(model.named_parameters())
@@ -141,7 +150,8 @@ class Folding:
         for placed in self.record.placed:
             for name in _parameters(self.target(placed)):
                 parameter = self.parameter(name)
-                if (reason := _unwritable(name, parameter)) is not None:
+                whole = self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0]))
+                if (reason := _unwritable(name, parameter, whole)) is not None:
                     found.setdefault(placed.edit, reason)
                 elif trained.get(name) in stays:
                     found.setdefault(placed.edit, f"`{name}` is trained by `{trained[name]}`, which stays")
@@ -251,6 +261,9 @@ class _Written:
             self.swapped.append(name)
             if name in self.created:
                 owner.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
+            elif is_quantised(old := owner.get_parameter(attribute)):
+                owner.register_parameter(attribute, nn.Parameter(value, requires_grad=old.requires_grad))
+                self.kept[name] = old
             else:
                 self.kept[name] = _exchanged(owner.get_parameter(attribute), value)
 
@@ -260,8 +273,10 @@ class _Written:
             owner, attribute = self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             if name in self.created:
                 owner.register_parameter(attribute, None)
+            elif isinstance(old := self.kept[name], nn.Parameter):
+                owner.register_parameter(attribute, old)
             else:
-                owner.get_parameter(attribute).copy_(self.kept[name])
+                owner.get_parameter(attribute).copy_(old)
 
 
 def _exchanged(parameter: nn.Parameter, value: Tensor) -> Tensor:
@@ -300,9 +315,12 @@ def _module(target: FoldTarget) -> str:
     return ref.module
 
 
-def _unwritable(name: str, parameter: nn.Parameter | None) -> str | None:
+def _unwritable(name: str, parameter: nn.Parameter | None, dequantize: bool) -> str | None:
     if parameter is None:
         return f"`{name}` is computed from other parameters"
+    if is_quantised(parameter):
+        reason = f"`{name}` is quantised ({type(parameter.data).__name__}): `dequantize=True` writes it out in full"
+        return None if dequantize else reason
     dtype = str(parameter.dtype).removeprefix("torch.")
     if not parameter.is_floating_point() or parameter.element_size() < 2:
         return f"`{name}` is quantised ({dtype})"

@@ -112,6 +112,8 @@ COUNTS = {
     "lt_sft": round(0.08 * WEIGHTS),
     "far": FFN * (round(0.1 * F) * (D + 1) + round(0.1 * D) * (F + 1)),
     "sparse_adapter": round(0.6 * (ATTN + FFN) * 2 * 64 * D) + (ATTN + FFN) * (64 + D),
+    "qlora": QKVO * 64 * 2 * D + 2 * FFN * 64 * (D + F),
+    "spot": 2 * 100 * D,
     "ladder": FFN * (D * 128 + 1 + 2 * 128 + 8 * 128**2 + 6 * 128) + 2 * (128 * D + D + 2 * 128),
     "adaptive_prefix": 3 * (20 * D + D * 512 + 512 + 24 * D * 513) + ATTN * (1 + 20 * (D + 1)),
     "hypernetwork": (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64 + 64 * (2 * D * 64 + 64 + 3 * D),

@@ -1,0 +1,91 @@
+"""Edits of a base that is stored in few bits (torchao): beside its weights, of what they stand for, and folded into them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import peftc
+from tests import zoo
+from tests.laws.harness import randomise
+
+pytest.importorskip("torchao")
+Q = "model.layers.0.self_attn.q_proj"
+EQUATIONS = ("h += lora(x, r=2)", "w = magnitude(w + lowrank(r=2))")
+
+
+@cache
+def _quantised() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        model = zoo.build("llama", torch.float32).eval()
+        quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def quantised() -> Any:
+    return copy.deepcopy(_quantised())
+
+
+def spec(equation: str) -> str:
+    return f"peft 1\nedit e at layer[*].attn.q | layer[*].ffn.down {{ {equation} }}"
+
+
+def logits(model: Any) -> torch.Tensor:
+    return model(**zoo.inputs("llama", model)).logits
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_trained_beside_and_folded_on_demand(equation: str) -> None:
+    """Equal to the same edits of a base whose weights are what the quantised ones stand for."""
+    model, plain = quantised(), quantised()
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(module.weight.dequantize())
+    for one in (model, plain):
+        peftc.compile(spec(equation), one, seed=0)
+        randomise(peftc.parameters(one))
+    want = logits(plain)
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+    logits(model).pow(2).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in peftc.parameters(model).values())
+
+    with torch.no_grad():
+        before = logits(model)
+        report = peftc.fold(model)  # is not asked to write out weights
+        assert [(one.edit, "quantised" in one.reason) for one in report.refused] == [("e", True)]
+        assert torch.equal(logits(model), before)
+        peftc.fold(model, dequantize=True)
+        torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+    assert type(model.get_parameter(f"{Q}.weight")) is torch.nn.Parameter
+    assert type(model.get_parameter(f"{Q.replace('q_proj', 'k_proj')}.weight")) is not torch.nn.Parameter
+
+
+def test_the_recipe_changes_nothing_at_first_and_is_saved(tmp_path: Path) -> None:
+    model = quantised()
+    with torch.no_grad():
+        base = logits(model)
+        peftc.compile(Path("specs/qlora.peft"), model, seed=0, settings={"r": 4})
+        assert torch.equal(logits(model.eval()), base)
+        randomise(peftc.parameters(model))
+        peftc.save(model, tmp_path)
+        loaded = peftc.load(tmp_path, quantised())
+        assert torch.equal(logits(loaded.eval()), logits(model))
+        assert torch.equal(logits(peftc.remove(model)), base)
+
+
+def test_what_would_train_the_weight_itself_is_refused() -> None:
+    model = quantised()
+    with pytest.raises(peftc.PeftcError, match="P542"):
+        peftc.compile("peft 1\ntrain e = [w] at layer[*].attn.q", model)
+    peftc.compile("peft 1\nedit e at layer[*].attn.q { w += sparse(density=0.1) }", model)
+    with pytest.raises(peftc.PeftcError, match="P542"):
+        peftc.calibrate(model, [zoo.inputs("llama", model, labels=True)])
