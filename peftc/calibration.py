@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.lines_module import Lines
+from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import FormModule
 from peftc.forms.pruned_module import PrunedValues
 from peftc.forms.sparse_module import SparseValues
@@ -22,6 +23,7 @@ from peftc.rewriting.record import Installation, acting
 from peftc.tracing.sites import WeightRef
 
 Batch = Mapping[str, Any]
+CHOOSERS = (SparseValues, Lines, MaskedSites)
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
@@ -30,7 +32,8 @@ def calibrate(
 ) -> dict[str, int]:
     """Chooses what is trained: the entries of every `sparse` edit, among those of all its sites at once; the rows (columns) of every
     `lines`, at each site. Their values begin with zero. And what of every `sparse_adapter` is not pruned, among all its sites; it
-    begins with what it was drawn with.
+    begins with what it was drawn with. And what is kept of every `masked` of what it has trained, the largest |z Δ| among all its
+    sites; training may go on with these.
 
     `select=fisher`: of the largest Σ (∂loss)² over the batches (Sung et al. 2021, Eq. 3, with the labels of the data). `change`:
     of the largest |θ₁ − θ₀|, θ₁ after one pass of AdamW over the batches (Ansell et al. 2022), which is undone. `magnitude`:
@@ -49,14 +52,14 @@ def calibrate(
         raise PeftcError(Diagnostic("P541", "the model has no edit of which something is to be chosen"))
     batches = list(data)
     ways = {choice.module.way for choice in found}
-    if not batches and ways - {"magnitude"}:
+    if not batches and ways - {"magnitude", "value"}:
         raise PeftcError(Diagnostic("P541", "there are no batches to choose from", help="calibrate(model, batches)"))
     places: list[Tensor] = []
-    scores = {w: SCORES[w](model, leaves_of(found, w), batches, loss or own_loss, lr) for w in sorted(ways)}
+    scores = {w: SCORES[w](model, leaves_of(found, w), batches, loss or own_loss, lr) for w in sorted(ways - {"value"})}
     for choice in found:
-        units = choice.units(scores[choice.module.way])
+        units = choice.units(scores.get(choice.module.way, {}))
         if not bool(torch.isfinite(units).all()) or not bool(units.any()):
-            raise PeftcError(Diagnostic("P541", f"`{choice.edit}`: the batches tell nothing from the rest"))
+            raise PeftcError(Diagnostic("P541", f"`{choice.edit}`: nothing tells some of it from the rest"))
         places.append(units.topk(choice.module.count)[1])
     chosen = Counter[str]()
     for choice, where in zip(found, places, strict=True):  # all of them, or none
@@ -81,11 +84,13 @@ class Choice:
 
     edit: str
     place: str
-    module: SparseValues | Lines
+    module: SparseValues | Lines | MaskedSites
     own: list[WeightRef] = field(default_factory=list[WeightRef])
     refs: list[WeightRef] = field(default_factory=list[WeightRef])
 
     def units(self, scores: Mapping[str, Tensor]) -> Tensor:
+        if isinstance(self.module, MaskedSites):
+            return self.module.flat().abs()
         if isinstance(self.module, PrunedValues):
             return scores[self.place]
         return self.module.units([view_of(scores[key(ref)], ref) for ref in self.refs])
@@ -102,11 +107,11 @@ def choices_of(model: nn.Module, record: Installation) -> list[Choice]:
                     continue
                 place = chooser(model, record, placed, one, task, tail)
                 module = None if place is None else model.get_submodule(place)
-                if place is None or not isinstance(module, SparseValues | Lines) or module.way == "random":
+                if place is None or not isinstance(module, CHOOSERS) or module.way == "random":
                     continue
                 choice = found.setdefault(place, Choice(placed.edit, place, module))
                 own = placed.site.states[assign.state].weight
-                if own is not None and not isinstance(module, PrunedValues):
+                if own is not None and not isinstance(module, PrunedValues | MaskedSites):
                     ref = placed.site.states[leading(placed, assign)].weight if isinstance(module, Lines) else own
                     choice.own.append(own)
                     choice.refs.append(ref or own)
@@ -137,7 +142,7 @@ def chooser(
     name = f"{placed.edit}/{placed.site.path}/{one.key}"
     places = [f"{record.places[name]}{tail}"] if one.owns else []
     places += [f"{SHARED}.{identifier(owner)}"] if owner is not None else []
-    return next((place for place in places if isinstance(model.get_submodule(place), SparseValues | Lines)), None)
+    return next((place for place in places if isinstance(model.get_submodule(place), CHOOSERS)), None)
 
 
 @dataclass(frozen=True)

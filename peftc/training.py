@@ -11,10 +11,12 @@ from torch.nn import functional as F
 from transformers import TrainerCallback
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.masked_module import MaskedSites
 from peftc.forms.mixture_module import Mixture
 from peftc.forms.module import FormModule, seeded
 from peftc.forms.svd_module import SVD
 from peftc.forms.tasked_module import Tasked
+from peftc.rewriting.install import SHARED, identifier
 from peftc.rewriting.record import Installation, acting
 
 
@@ -50,7 +52,8 @@ def losses(
     """The terms that methods add to the loss, by name; to be added up by whoever trains.
 
     `<edit>.orthogonality` of an `svd`: w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖ over its sites (Frobenius), as PEFT has it.
-    `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second forward with another route;
+    `<edit>.l0` of a `masked`: penalty · the expected number of entries that are not zero, over its sites; of the present task (Guo et
+    al. 2021), and none once `peftc.calibrate` has pruned. `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second forward with another route;
     only where both arguments are given.
 
     Args: `inputs`, `logits`: the arguments of the forward that was made, and its logits (…, classes).
@@ -66,6 +69,8 @@ def losses(
         elif isinstance(form, Mixture):
             routed.append(form)
     terms = {name: torch.stack(values).mean() for name, values in found.items()}
+    for name, sites in counted(model, record).items():
+        terms[f"{name}.l0"] = torch.stack([one.expected() for one in sites]).sum()
     if inputs is not None and logits is not None and routed:
         before = [form.get_buffer("route").clone() for form in routed]
         for form in routed:
@@ -75,6 +80,27 @@ def losses(
             form.get_buffer("route").copy_(route)
         terms["consistency"] = consistency(logits, again)
     return terms
+
+
+def counted(model: nn.Module, record: Installation) -> dict[str, list[MaskedSites]]:
+    """What is penalised for its entries, by edit: of the present task where one is, and not pruned yet."""
+    found: dict[str, list[MaskedSites]] = {}
+    present, seen = record.task.present, set[str]()
+    for placed in record.placed:
+        for one in placed.instances:
+            for task, _ in one.copies():
+                owner = one.owner_of(task)
+                if (
+                    owner is None
+                    or owner in seen
+                    or (task is not None and isinstance(present, str) and task != present)
+                ):
+                    continue
+                seen.add(owner)
+                module = model.get_submodule(f"{SHARED}.{identifier(owner)}")
+                if isinstance(module, MaskedSites) and not bool(module.get_buffer("pruned")):
+                    found.setdefault(placed.edit, []).append(module)
+    return found
 
 
 def consistency(logits: Tensor, others: Tensor) -> Tensor:

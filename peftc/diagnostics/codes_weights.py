@@ -109,6 +109,11 @@ WEIGHTS: dict[str, CodeInfo] = {
         "A weight that is stored in few bits has no gradient that a step of training could follow. Edits beside it can be trained, "
         "as in QLoRA; so can edits of `w`, which see the values that it stands for.",
     ),
+    "P543": CodeInfo(
+        "change that has not been pruned",
+        "A `masked` edit trains all entries of the weights, and few of them are saved: those that `peftc.calibrate(model)` keeps when it "
+        "is called after training. `keep=true` saves everything, so that training can go on.",
+    ),
     "P539": CodeInfo(
         "step without gradients",
         "`peftc.step` reads how important entries are from their gradients. It is called after `backward()` and before they are set to "

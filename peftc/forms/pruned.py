@@ -59,8 +59,8 @@ SPARSE_ADAPTER = register(
             DROPOUT,
             replace(
                 INIT,
-                doc="first values: bert N(0, 0.02), houlsby N(0, 0.01) cut at two deviations",
-                choices=("bert", "houlsby"),
+                doc="first values, as those of `adapter`",
+                choices=tuple(choice for choice in INIT.choices if choice != "lora"),  # under which all scores are zero
             ),
             SEED,
             DTYPE,

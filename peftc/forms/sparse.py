@@ -26,7 +26,8 @@ def lines(args: Args, dims: Dims) -> tuple[int, int]:
     return max(1, round(number(args, "density") * count)), length
 
 
-def _of_weight(form: str, dims: Dims) -> Shape:
+def of_weight(form: str, dims: Dims) -> Shape:
+    """The weight or bias that a form changes. Raises: Illegal P310 for other states."""
     if not isinstance(dims.target, Weight | Vector):
         raise Illegal(
             "P310", f"`{form}` is a change of a weight or a bias, here {dims.target}", help="assign it to `w`"
@@ -37,7 +38,7 @@ def _of_weight(form: str, dims: Dims) -> Shape:
 def _lines_shape(args: Args, dims: Dims) -> Shape:
     if args["by"] == "column" and isinstance(dims.target, Vector):
         raise Illegal("P310", f"only a weight has columns, here {dims.target}", "by", help="leave `by` out")
-    return _of_weight("lines", dims)
+    return of_weight("lines", dims)
 
 
 def _lines_count(args: Args, dims: Dims) -> Count:
@@ -70,7 +71,7 @@ SPARSE = register(
             SEED,
             DTYPE,
         ),
-        shape=lambda args, dims: _of_weight("sparse", dims),
+        shape=lambda args, dims: of_weight("sparse", dims),
         count=lambda args, dims: Count(0, 0),
         at_init=lambda args: 0.0,
         affine=lambda args: None,

@@ -6,7 +6,8 @@ is `peftc.planning.affine`; this module does the arithmetic for edits that do.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -66,11 +67,25 @@ def folded_terms(
         return refused
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     try:
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(modules.values()):
             w, b = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
             return _fold(placed, modules, w, b, side)
     except NotAffine as found:
         return Refusal(found.reason)
+
+
+@contextmanager
+def evaluating(modules: Iterable[FormModule]) -> Generator[None]:
+    """Forms as they are when nothing is trained."""
+    inner = [one for module in modules for one in module.modules()]
+    flags = [one.training for one in inner]
+    for one in inner:
+        one.training = False
+    try:
+        yield
+    finally:
+        for one, flag in zip(inner, flags, strict=True):
+            one.training = flag
 
 
 def side_of(placed: Placed) -> Side:

@@ -1,7 +1,7 @@
 """What is saved of a compiled model: its tensors by name, and the spec whose parameters they are.
 
-A reparametrised prefix or prompt is saved as the rows it makes, a mixture of adapters as their mean; the spec that is saved has
-a direct prefix, or an adapter, in its place.
+A reparametrised prefix or prompt is saved as the rows it makes, a mixture of adapters as their mean, a masked change as
+what is kept of it; the spec that is saved has a direct prefix, an adapter or a sparse change in its place.
 """
 
 from __future__ import annotations
@@ -46,18 +46,20 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     edits = {edit for part in record.chosen(name) for edit in part.edits}
     placed = [p for p in record.placed if p.edit in edits]
     found = [one for p in placed for one in _collapsed(record, p)]
+    collapsed = {one.place: one for one in found}  # sites that are saved together have one place
     before = tuple(one.before for one in found)
     kept = {**parameters(model, name), **states(model, name)}
     names = {old: new for p in placed for old, new in _renamed(p).items()}
     tensors = {_under(n, names): p.detach() for n, p in kept.items() if not n.startswith(before)}
-    for one in found:
+    for one in collapsed.values():
         module = cast(FormModule, model.get_submodule(one.module))
         tensors |= {f"{one.place}.{name}": made for name, made in module.collapsed_at(one.index).items()}
     return tensors
 
 
 def stored_spec(text: str) -> str:
-    """The spec whose parameters `stored_tensors` are: direct rows, and no expectations, which were held before.
+    """The spec whose parameters `stored_tensors` are: direct rows, and no expectations, which were held before. What is shared stays
+    so where its simpler form has a part in common, too.
 
     Raises: P528 where shared rows are used twice in one edit.
     """
@@ -65,10 +67,17 @@ def stored_spec(text: str) -> str:
     shared = {
         let.name: _form(let)
         for let in spec.statements
-        if isinstance(let, ast.Let) and _saved_as(_form(let)) is not None
+        if isinstance(let, ast.Let) and (name := _saved_as(_form(let))) is not None and not _together(name)
     }
     statements = [s for s in spec.statements if not isinstance(s, ast.Expect) and getattr(s, "name", "") not in shared]
-    direct = tuple(_direct_edit(s, shared) if isinstance(s, ast.Edit) else s for s in statements)
+    direct = tuple(
+        _direct_edit(s, shared)
+        if isinstance(s, ast.Edit)
+        else replace(s, value=_direct(s.value, shared))
+        if isinstance(s, ast.Let)
+        else s
+        for s in statements
+    )
     return print_spec(replace(spec, statements=direct))
 
 
@@ -76,7 +85,8 @@ def _collapsed(record: Installation, placed: Placed) -> Iterator[Collapsed]:
     """The forms of an edit at a site that are saved as what they make, those of each task by themselves."""
     names = _renamed(placed)
     for one in placed.instances:
-        if one.form.collapses(one.form.fill(one.args)) is None:
+        form = one.form.collapses(one.form.fill(one.args))
+        if form is None:
             continue
         name = f"{placed.edit}/{placed.site.path}/{one.key}"
         for task, tail in one.copies():
@@ -86,7 +96,19 @@ def _collapsed(record: Installation, placed: Placed) -> Iterator[Collapsed]:
             else:
                 where = f"{SHARED}.{identifier(owner)}"
                 before = next(saved for saved, place in record.places.items() if place == where)
-                yield Collapsed(names[name] + tail, f"{before}.", where, one.index)
+                if not _together(form):
+                    yield Collapsed(names[name] + tail, f"{before}.", where, one.index)
+                    continue
+                key = names[name].rpartition("/")[2]
+                named = f"{placed.edit}.{key}" if one.owner == f"{placed.edit}.{one.key}" else one.owner
+                place = f"{before.partition('/')[0]}/{replace(one, form=FORMS[form], owner=named).owner_of(task)}/{key}"
+                yield Collapsed(place, f"{before}.", where, one.index)
+                yield Collapsed(place, f"{name}{tail}.", where, one.index)
+
+
+def _together(form: str) -> bool:
+    """Whether a form is saved once for all sites of an edit."""
+    return FORMS[form].common_count is not None and FORMS[form].common(FORMS[form].fill({})) is not None
 
 
 def _renamed(placed: Placed) -> dict[str, str]:

@@ -134,6 +134,9 @@ CASES = (
     Case(
         "sparse_adapter", T12, T12, {"reduction": 3, "density": 0.5, "select": "random", "act": "none", "bias": False}
     ),
+    Case("masked", W, None, {"density": 0.2, "alpha": 0.5, "lower": -0.2, "upper": 1.2}),
+    Case("masked", Vector(9), None, {"density": 0.5, "alpha": 0.5, "structured": False, "lower": -0.5, "upper": 1.2}),
+    Case("masked", W, None, {"density": 0.2, "alpha": 0.5, "lower": -0.2, "keep": True}),
     Case("svd", T8, T12, {"r": 4, "alpha": 16}),
     Case("svd", T12, T8, {"r": 4, "target": 2, "total": 10, "dropout": 0.1}),
     Case("phm", T12, T12, {"r": 8, "n": 2}, sites=2),

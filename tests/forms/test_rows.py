@@ -11,6 +11,7 @@ from peftc.forms import FORMS, Args, Dims, Illegal
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.arguments import ACTIVATIONS
 from peftc.forms.lora import scale
+from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import build
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
 from tests.forms.cases import BATCH, CASES, Case, every, made, owner, parameters, shaken, size
@@ -45,7 +46,13 @@ def test_trained_count_is_the_number_of_entries(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stored_count_is_what_is_left_after_collapsing(case: Case) -> None:
     count = case.form.count(case.args, case.dims)
-    if case.form.collapses(case.args) is not None:
+    if case.form.collapses(case.args) is not None and case.in_part:
+        owner = made(case).owner_module
+        assert isinstance(owner, MaskedSites)
+        owner.choose(torch.arange(owner.count))
+        assert case.form.common_count is not None
+        assert count.stored + case.form.common_count(case.args, case.dims).stored == owner.collapsed()["values"].numel()
+    elif case.form.collapses(case.args) is not None:
         assert count.stored == case.sites * sum(rows.numel() for rows in made(case).collapsed().values())
     else:
         assert count.stored == count.trained
@@ -154,6 +161,7 @@ REFUSED = [
     ("gate", {}, Heads(2, 4), T, "P310", "input"),
     ("sparse_adapter", {"density": 0.1}, T, T, "P312", None),
     ("sparse_adapter", {"density": 0.1, "r": 2}, T, W, "P310", None),
+    ("masked", {"density": 0.1}, None, T, "P310", None),
     ("lines", {"density": 0.1}, None, T, "P310", None),
     ("lines", {"density": 0.1, "by": "column"}, None, Vector(8), "P310", "by"),
 ]

@@ -186,6 +186,12 @@ def sparse_adapter(w: Weights, x: Tensor, d_out: int, r: int, act: str) -> Tenso
     return adapter({**w, "down": down, "up": up}, x, act)
 
 
+def masked(w: Weights, lower: float, upper: float) -> Tensor:
+    """Δ under gates without draws: σ(α) stretched to (lower, upper) and cut to [0, 1]; once more for the whole."""
+    gates = [torch.clip(lower + (upper - lower) / (1 + torch.exp(-w[n])), 0, 1) for n in ("alpha", "group") if n in w]
+    return w["delta"] * gates[0] * (gates[1] if len(gates) > 1 else 1.0)
+
+
 def svd(w: Weights, x: Tensor, alpha: float) -> Tensor:
     return x @ (alpha / (len(w["values"]) + 1e-5) * (w["P"] @ torch.diag(w["values"]) @ w["Q"])).T
 

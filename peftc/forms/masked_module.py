@@ -1,0 +1,124 @@
+"""Changes of all entries of weights under a mask that is learnt, as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import log
+
+import torch
+from torch import Tensor
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.arguments import number
+from peftc.forms.module import Draw, FormModule, constant
+from peftc.forms.registry import Args, Dims
+from peftc.forms.shapes import Weight, entries
+from peftc.forms.sparse import chosen
+
+EDGE = 1e-4  # draws are this far from 0 and 1
+OPEN = 30.0  # α of a gate that is one, whatever is drawn
+
+
+class MaskedSites(FormModule):
+    """The sites of a `masked`, in their order: what is kept of them is one choice. `pruned`: whether it has been made."""
+
+    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__(args, dims, dtype, device)
+        self.count = chosen(args, dims.spread[1] or entries(dims.target))
+        self.members: dict[int, Masked] = {}
+        self.state("pruned", torch.zeros((), dtype=torch.bool))
+
+    @property
+    def way(self) -> str:
+        return "value"
+
+    @torch.no_grad()
+    def flat(self) -> Tensor:
+        """The present values of all entries, one site after the other."""
+        return torch.cat([self.members[i].value(drawn=False).flatten() for i in sorted(self.members)])
+
+    def choose(self, places: Tensor) -> None:
+        """Keeps these entries: their gates stay open, the others are zero from now on."""
+        start = 0
+        for member in (self.members[i] for i in sorted(self.members)):
+            inside = places[(places >= start) & (places < start + member.delta.numel())] - start
+            member.prune(inside)
+            start += member.delta.numel()
+        self.get_buffer("pruned").fill_(True)
+
+    def expected(self) -> Tensor:
+        """penalty · E‖f‖₀, over all sites."""
+        found = [self.members[i].expected() for i in sorted(self.members)]
+        return number(self.form_args, "penalty") * torch.stack(found).sum()
+
+    def collapsed(self) -> Mapping[str, Tensor]:
+        if not bool(self.get_buffer("pruned")):
+            message = f"`masked` has not been cut down to the {self.count} entries that are saved"
+            raise PeftcError(Diagnostic("P543", message, help="peftc.calibrate(model) keeps the largest"))
+        kept = torch.cat([self.members[i].get_buffer("kept").flatten() for i in sorted(self.members)])
+        places = kept.nonzero()[:, 0]
+        return {"values": self.flat()[places], "places": places}
+
+
+class Masked(FormModule):
+    """f = kept ⊙ z ⊙ Δ; z = min(1, max(0, s (upper − lower) + lower)), s = σ(log u − log(1 − u) + α) with u drawn by torch's
+    generator in each forward while training, else s = σ(α). With `structured`, times the same of one α for the whole weight.
+
+    Shapes: f, Δ and α as the weight (out, in) or the bias (d,) that it changes; group (1,). `kept` is all at first.
+    Source: Guo et al. 2021, arXiv:2012.07463, section 3; s without draws: Louizos et al. 2018, Eq. 13.
+    """
+
+    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__(args, dims, dtype, device)
+        target = dims.target
+        size = (target.d_out, target.d_in) if isinstance(target, Weight) else (entries(target),)
+        self.delta, self.alpha = self.parameter("delta", *size), self.parameter("alpha", *size)
+        self.group = self.optional("group", args["structured"], 1)
+        self.lower, self.upper = number(args, "lower"), number(args, "upper")
+        self.state("kept", torch.ones(size, dtype=torch.bool))
+
+    @classmethod
+    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
+        return MaskedSites(args, dims, dtype, device)
+
+    def join(self, owner: FormModule, index: int, task: str | None = None) -> None:
+        super().join(owner, index, task)
+        assert isinstance(owner, MaskedSites)
+        owner.members[index] = self
+
+    def forward(self, like: Tensor) -> Tensor:
+        return self.value(drawn=self.training).to(like.dtype)
+
+    def value(self, drawn: bool) -> Tensor:
+        z = self.gates(self.alpha, drawn)
+        z = z if self.group is None else z * self.gates(self.group, drawn)
+        return self.get_buffer("kept") * z * self.delta
+
+    def gates(self, alpha: Tensor, drawn: bool) -> Tensor:
+        """Hard-concrete gates in [0, 1]: drawn, or without a draw."""
+        if drawn:
+            u = torch.rand_like(alpha).clamp(EDGE, 1 - EDGE)
+            alpha = u.log() - (1 - u).log() + alpha
+        return (alpha.sigmoid() * (self.upper - self.lower) + self.lower).clamp(0.0, 1.0)
+
+    def expected(self) -> Tensor:
+        """E‖f‖₀ = Σ P(z > 0), P = σ(α − log(−lower / upper))."""
+        shift = log(-self.lower / self.upper)
+        total = (self.alpha - shift).sigmoid().sum()
+        return total if self.group is None else total * (self.group - shift).sigmoid()[0]
+
+    @torch.no_grad()
+    def prune(self, kept: Tensor) -> None:
+        """Keeps these of the entries, as they are without a draw; all gates are one from now on."""
+        value = self.value(drawn=False)
+        mask = torch.zeros_like(value, dtype=torch.bool)
+        mask.view(-1)[kept] = True
+        self.get_buffer("kept").copy_(mask)
+        self.delta.copy_(value * mask)
+        for alpha in (self.alpha, self.group):
+            if alpha is not None:
+                alpha.fill_(OPEN)
+
+    def draws(self) -> Mapping[str, Draw]:
+        open_ = constant(number(self.form_args, "alpha"))
+        return {"delta": constant(0.0)} | {name: open_ for name, _ in self.named_parameters() if name != "delta"}

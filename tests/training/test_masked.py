@@ -1,0 +1,215 @@
+"""Diff Pruning: gates as its paper draws them, the penalty, what is kept, and that it is saved and folded as what it is."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import peftc
+from peftc.compiler import states
+from tests import zoo
+from tests.laws.harness import Before, close, randomise
+
+SITES = {"llama": "layer[*].attn.q | layer[*].ffn.down", "gpt2": "layer[*].attn.v", "bert": "layer[*].ffn.up"}
+DENSITY = 0.02
+
+
+def spec(name: str, more: str = "") -> str:
+    return f"peft 1\nedit m at {SITES[name]} {{ w += masked(density={DENSITY}{more}) }}"
+
+
+def compiled(name: str, more: str = "", moved: bool = True) -> Any:
+    """A model whose gates are open, half open and closed."""
+    model = peftc.compile(spec(name, more), zoo.build(name, torch.float64), seed=0)
+    if moved:
+        randomise({k: p for k, p in peftc.parameters(model).items() if k.endswith("delta")})
+        with torch.no_grad():
+            for key, parameter in peftc.parameters(model).items():
+                if not key.endswith("delta"):
+                    generator = torch.Generator().manual_seed(len(key))
+                    parameter.copy_(torch.rand(parameter.shape, generator=generator) * 3 - 0.5)
+                    parameter.abs_() if key.endswith("group") else None
+    return model
+
+
+def values(model: nn.Module, u: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """z ⊙ Δ of every site by hand, from the draws `u`, or as it is without."""
+    found: dict[str, Tensor] = {}
+    parameters = peftc.parameters(model)
+    for key, delta in parameters.items():
+        if key.endswith("delta"):
+            value = delta
+            for name in ("alpha", "group"):
+                if (a := parameters.get(key.replace("delta", name))) is not None:
+                    noise = 0.0 if u is None else torch.logit(u[key.replace("delta", name)].clamp(1e-4, 1 - 1e-4))
+                    value = value * (3 * torch.sigmoid(noise + a) - 1.5).clamp(0, 1)
+            found[key.removesuffix(".delta")] = value
+    return found
+
+
+def llama_with(changes: dict[str, Tensor], given: dict[str, Tensor], base: nn.Module) -> Tensor:
+    """The logits of the base with these changes of its weights."""
+    modules = {site.path: site.module for site in peftc.sites(zoo.build("llama")).sites}
+    weights = {f"{modules[k.split('/')[1]]}.weight": v for k, v in changes.items()}
+    moved = {k: base.get_parameter(k).detach() + v for k, v in weights.items()}
+    return functional_call(base, moved, args=(), kwargs=given).logits
+
+
+@pytest.mark.parametrize("more", ["", ", structured=false"])
+def test_equals_the_paper_with_and_without_draws(more: str) -> None:
+    model, base = compiled("llama", more), zoo.build("llama", torch.float64)
+    given = zoo.inputs("llama", model)
+    parameters = peftc.parameters(model)
+    close(model.eval()(**given).logits, llama_with(values(model), given, base.eval()), "without draws")
+    torch.manual_seed(3)
+    got = model.train()(**given).logits
+    torch.manual_seed(3)
+    u: dict[str, Tensor] = {}
+    for i in range(base.config.num_hidden_layers):  # in the order in which the weights are used
+        for path in (f"decoder.layer[{i}].attn.self.q", f"decoder.layer[{i}].ffn.down"):
+            for name in ("alpha", "group"):
+                if (key := f"m/{path}/masked.{name}") in parameters:
+                    u[key] = torch.rand_like(parameters[key])
+    want = llama_with(values(model, u), given, base.train())
+    close(got, want, "drawn")
+    grads = [torch.autograd.grad(x.sin().sum(), list(parameters.values()), allow_unused=True) for x in (got, want)]
+    moved = set[str]()  # a gate of a whole weight may be closed at some site, or open
+    for key, mine, theirs in zip(parameters, *grads, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        close(mine, theirs, key)
+        moved |= {key.rpartition(".")[2]} if bool((mine != 0).any()) else set()
+    assert moved == {key.rpartition(".")[2] for key in parameters}
+
+
+def test_the_penalty_is_the_expected_number_of_entries() -> None:
+    model = compiled("llama", ", penalty=0.5")
+    parameters = peftc.parameters(model)
+    want = torch.zeros((), dtype=torch.float64)
+    for key, alpha in parameters.items():
+        if key.endswith(".alpha"):
+            want += 0.5 * alpha.sigmoid().sum() * parameters[key.replace("alpha", "group")].sigmoid()[0]
+    found = peftc.losses(model)
+    assert set(found) == {"m.l0"}
+    close(found["m.l0"], want, "l0")
+    found["m.l0"].backward()
+    assert all((p.grad is not None) == (not k.endswith("delta")) for k, p in parameters.items())
+    narrow = peftc.compile(
+        "peft 1\nedit m at layer[0].attn.q { w += masked(density=1%, lower=-0.1, upper=1.1) }", zoo.build("llama")
+    )
+    alpha = next(p for k, p in peftc.parameters(narrow).items() if k.endswith("alpha"))
+    one = torch.sigmoid(torch.tensor(5.0) - torch.log(torch.tensor(0.1 / 1.1)))
+    assert float(peftc.losses(narrow)["m.l0"].detach()) == pytest.approx(
+        1.25e-7 * alpha.numel() * float(one) ** 2, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_the_largest_are_kept_saved_trained_on_and_folded(name: str, tmp_path: Path) -> None:
+    fresh, base = compiled(name, moved=False), zoo.build(name, torch.float64).eval()
+    given = zoo.inputs(name, base, labels=True)
+    plain = base(**given).logits
+    for training in (False, True):
+        assert torch.equal(fresh.train(training)(**given).logits, plain)
+    with pytest.raises(peftc.PeftcError, match="P541"):
+        peftc.calibrate(fresh)
+    model = compiled(name)
+    with pytest.raises(peftc.PeftcError, match="P543"):
+        peftc.save(model, tmp_path / "a")
+    before, dense = Before.of(model), torch.cat([v.detach().flatten() for v in values(model).values()])
+    count = round(DENSITY * len(dense))
+    assert peftc.calibrate(model) == {"m": count}
+    assert peftc.losses(model) == {}
+    assert {k: p.requires_grad for k, p in model.named_parameters()} == before.requires_grad
+    optimizer = torch.optim.AdamW(peftc.parameters(model).values(), lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.train()(**given).loss.backward()
+        optimizer.step()
+    want = model.eval()(**given).logits
+    assert torch.equal(model.train()(**given).logits, want)  # gates that are kept are open
+    peftc.save(model.eval(), tmp_path / "a")
+    loaded = peftc.load(tmp_path / "a", zoo.build(name, torch.float64)).eval()
+    assert torch.equal(loaded(**given).logits, want)
+    ((key, places),) = states(loaded).items()
+    assert key == "m/m.sparse/sparse.places"
+    assert set(places.tolist()) == set(dense.abs().topk(count)[1].tolist())
+    plan = peftc.plan(spec(name), zoo.build(name))
+    assert plan.totals.stored == count == sum(p.numel() for p in peftc.parameters(loaded).values())
+    assert plan.totals.trained == sum(p.numel() for p in peftc.parameters(model).values())
+    assert plan.totals.trained == 2 * len(dense) + len(values(model))
+    loaded.train()(**given).loss.backward()
+    again = copy.deepcopy(model)
+    peftc.fold(model.train())
+    close(model.eval()(**given).logits, want, "folded")
+    twin = compiled(name, moved=False)
+    twin.load_state_dict(again.state_dict())
+    assert torch.equal(twin.eval()(**given).logits, want)
+    peftc.save(twin, tmp_path / "b")
+
+
+def test_everything_is_kept_where_training_goes_on(tmp_path: Path) -> None:
+    model = compiled("llama", ", keep=true")
+    given = zoo.inputs("llama", model)
+    peftc.save(model, tmp_path / "a")
+    loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64))
+    assert torch.equal(loaded.eval()(**given).logits, model.eval()(**given).logits)
+    close(peftc.losses(loaded)["m.l0"], peftc.losses(model)["m.l0"], "l0")
+    plan = peftc.plan(spec("llama", ", keep=true"), zoo.build("llama"))
+    assert plan.totals.stored == sum(p.numel() for p in peftc.parameters(loaded).values())
+
+
+def test_checkpointing_draws_what_the_forward_drew() -> None:
+    found: list[list[Tensor]] = []
+    for checkpointing in (False, True):
+        model = compiled("llama").train()
+        if checkpointing:
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
+        torch.manual_seed(7)
+        model(**zoo.inputs("llama", model, labels=True), use_cache=False).loss.backward()
+        found.append([p.grad for p in peftc.parameters(model).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_each_task_prunes_and_pays_for_its_own(tmp_path: Path) -> None:
+    text = spec("llama").replace(" {", " per task {", 1)
+    model = peftc.compile(text, zoo.build("llama", torch.float64), seed=0, tasks=("a", "b"))
+    randomise({k: p for k, p in peftc.parameters(model).items() if k.endswith("delta")})
+    both = peftc.losses(model)["m.l0"]
+    with peftc.task(model, "a"):
+        close(peftc.losses(model)["m.l0"] * 2, both, "of one task")
+        peftc.calibrate(model)
+        assert peftc.losses(model) == {}
+    with pytest.raises(peftc.PeftcError, match="P543"):
+        peftc.save(model, tmp_path / "a")
+    with peftc.task(model, "b"):
+        peftc.calibrate(model)
+    plan = peftc.plan(text, zoo.build("llama"), tasks=("a", "b"))
+    assert plan.totals.trained == sum(p.numel() for p in peftc.parameters(model).values())
+    peftc.save(model.eval(), tmp_path / "a")
+    loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
+    assert plan.totals.stored == sum(p.numel() for p in peftc.parameters(loaded).values())
+    given = zoo.inputs("llama", model)
+    for task in "ab":
+        with peftc.task(model, task), peftc.task(loaded, task), torch.no_grad():
+            assert torch.equal(model(**given).logits, loaded(**given).logits)
+
+
+def test_what_is_shared_stays_shared(tmp_path: Path) -> None:
+    text = "peft 1\nlet s = shared(masked(density=0.01))\nedit a at layer[*].attn.q { w += s() }\nedit b at layer[0].ffn.up { w += s() }"
+    model = peftc.compile(text, zoo.build("llama", torch.float64), seed=0)
+    randomise({k: p for k, p in peftc.parameters(model).items() if k.endswith("delta")})
+    peftc.calibrate(model)
+    peftc.save(model.eval(), tmp_path / "a")
+    loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
+    given = zoo.inputs("llama", model)
+    assert torch.equal(loaded(**given).logits, model(**given).logits)
+    assert len(peftc.parameters(loaded)) == 1
+    assert peftc.plan(text, zoo.build("llama")).totals.stored == len(next(iter(peftc.parameters(loaded).values())))
