@@ -169,8 +169,8 @@ def differentiable(model: nn.Module, leaves: Leaves, training: bool) -> Generato
     """What is scored, with gradients of its own, and the model as it was afterwards. Nothing is pruned meanwhile."""
     parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in leaves.base}
     refuse_quantised(parameters, leaves.base)
-    for name, module in leaves.pruned.items():
-        parameters[name] = module.dense = module.first().requires_grad_()
+    dense = {name: module.first().requires_grad_() for name, module in leaves.pruned.items()}
+    parameters |= dense
     flags = {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()}
     modes = {n: m.training for n, m in model.named_modules()}
     model.train(training)
@@ -180,6 +180,8 @@ def differentiable(model: nn.Module, leaves: Leaves, training: bool) -> Generato
     for name, parameter in model.named_parameters():
         parameter.grad = None
         parameter.requires_grad_(name in parameters)
+    for name, module in leaves.pruned.items():
+        module.dense = dense[name]
     try:
         yield parameters
     finally:

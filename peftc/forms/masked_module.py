@@ -16,7 +16,6 @@ from peftc.forms.shapes import Weight, entries
 from peftc.forms.sparse import chosen
 
 EDGE = 1e-4  # draws are this far from 0 and 1
-OPEN = 30.0  # α of a gate that is one, whatever is drawn
 
 
 class MaskedSites(FormModule):
@@ -38,7 +37,7 @@ class MaskedSites(FormModule):
         return torch.cat([self.members[i].value(drawn=False).flatten() for i in sorted(self.members)])
 
     def choose(self, places: Tensor) -> None:
-        """Keeps these entries: their gates stay open, the others are zero from now on."""
+        """Keeps these entries: the others are zero from now on, and there are no gates any more."""
         start = 0
         for member in (self.members[i] for i in sorted(self.members)):
             inside = places[(places >= start) & (places < start + member.delta.numel())] - start
@@ -64,7 +63,8 @@ class Masked(FormModule):
     """f = kept ⊙ z ⊙ Δ; z = min(1, max(0, s (upper − lower) + lower)), s = σ(log u − log(1 − u) + α) with u drawn by torch's
     generator in each forward while training, else s = σ(α). With `structured`, times the same of one α for the whole weight.
 
-    Shapes: f, Δ and α as the weight (out, in) or the bias (d,) that it changes; group (1,). `kept` is all at first.
+    Shapes: f, Δ and α as the weight (out, in) or the bias (d,) that it changes; group (1,). `kept` is all at first; once it has been
+    chosen, z is one.
     Source: Guo et al. 2021, arXiv:2012.07463, section 3; s without draws: Louizos et al. 2018, Eq. 13.
     """
 
@@ -92,7 +92,9 @@ class Masked(FormModule):
     def value(self, drawn: bool) -> Tensor:
         z = self.gates(self.alpha, drawn)
         z = z if self.group is None else z * self.gates(self.group, drawn)
-        return self.get_buffer("kept") * z * self.delta
+        owner = self.owner_module
+        assert isinstance(owner, MaskedSites)
+        return self.get_buffer("kept") * torch.where(owner.get_buffer("pruned"), 1.0, z) * self.delta
 
     def gates(self, alpha: Tensor, drawn: bool) -> Tensor:
         """Hard-concrete gates in [0, 1]: drawn, or without a draw."""
@@ -109,15 +111,12 @@ class Masked(FormModule):
 
     @torch.no_grad()
     def prune(self, kept: Tensor) -> None:
-        """Keeps these of the entries, as they are without a draw; all gates are one from now on."""
+        """Keeps these of the entries, as they are without a draw."""
         value = self.value(drawn=False)
         mask = torch.zeros_like(value, dtype=torch.bool)
         mask.view(-1)[kept] = True
         self.get_buffer("kept").copy_(mask)
         self.delta.copy_(value * mask)
-        for alpha in (self.alpha, self.group):
-            if alpha is not None:
-                alpha.fill_(OPEN)
 
     def draws(self) -> Mapping[str, Draw]:
         open_ = constant(number(self.form_args, "alpha"))

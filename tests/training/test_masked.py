@@ -16,7 +16,7 @@ from peftc.compiler import states
 from tests import zoo
 from tests.laws.harness import Before, close, randomise
 
-SITES = {"llama": "layer[*].attn.q | layer[*].ffn.down", "gpt2": "layer[*].attn.v", "bert": "layer[*].ffn.up"}
+SITES = {"llama": "layer[*].attn.q | layer[*].ffn.down", "gpt2": "layer[*].attn.v"}
 DENSITY = 0.02
 
 
@@ -127,13 +127,13 @@ def test_the_largest_are_kept_saved_trained_on_and_folded(name: str, tmp_path: P
     assert peftc.calibrate(model) == {"m": count}
     assert peftc.losses(model) == {}
     assert {k: p.requires_grad for k, p in model.named_parameters()} == before.requires_grad
-    optimizer = torch.optim.AdamW(peftc.parameters(model).values(), lr=1e-2)
+    optimizer = torch.optim.AdamW(peftc.parameters(model).values(), lr=1e-2, weight_decay=20.0)
     for _ in range(2):
         optimizer.zero_grad()
         model.train()(**given).loss.backward()
         optimizer.step()
     want = model.eval()(**given).logits
-    assert torch.equal(model.train()(**given).logits, want)  # gates that are kept are open
+    assert torch.equal(model.train()(**given).logits, want)  # nothing is drawn any more
     peftc.save(model.eval(), tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build(name, torch.float64)).eval()
     assert torch.equal(loaded(**given).logits, want)
