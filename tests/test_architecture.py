@@ -24,6 +24,7 @@ STAGES = (
     "peftc.tracing",
     "peftc.runtime",
     "peftc.prompting",
+    "peftc.positioning",
     "peftc.rewriting",
     "peftc.compiler",
     "peftc.multitask",

@@ -123,6 +123,18 @@ REWRITE: dict[str, CodeInfo] = {
         "gradient checkpointing runs a layer without gradients first, and cannot see a state that does not go through the "
         "layer's arguments. `use_reentrant=False`, the default of transformers and PyTorch, keeps it.",
     ),
+    "P422": CodeInfo(
+        "positions that nothing tells",
+        "A form with `first` or `last` acts on some tokens of a sequence. The stack that takes the tokens tells it which: it must have "
+        "a module that takes `inputs_embeds`, the same for all sites that share the form, without a prompt joined to its tokens, and "
+        "the site must have the tokens of this stack.",
+    ),
+    "P423": CodeInfo(
+        "call whose positions are not known",
+        "A form with `first` or `last` acts on some tokens of a sequence. From this call it cannot be told which: the mask was made for "
+        "the layers, a row holds several sequences, the layer was run outside of its stack (as gradient checkpointing does), or the "
+        "call has a cache, so that its last token is not that of the sequence. Nothing wrong has been computed.",
+    ),
     "P900": CodeInfo(
         "unexpected error",
         "Something in peftc failed in a way that nobody thought of. That is a bug: please report it with the command, the spec, "

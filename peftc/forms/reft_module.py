@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from peftc.forms.arguments import features, integer
 from peftc.forms.module import Draw, FormModule, kaiming
+from peftc.forms.reft import picks
 from peftc.forms.registry import Args, Dims
+from peftc.forms.sequence_module import Sequence, picked
 
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
@@ -22,9 +24,18 @@ class ReFT(FormModule):
 
     Where R is orthonormal, its rows are those of the stored matrix made so (Gram-Schmidt), which is itself orthonormal at
     first. W and b as in `nn.Linear`.
+
+    With `first` or `last` it is zero but for the first or the last tokens of each sequence. Padding is no token of it, on
+    either side: the stack tells the form which columns of the mask it is given (`peftc.positioning`). With a cache, tokens
+    count from the start of the cache, so that generation with and without one give the same; the first `first` tokens are
+    edited even where the prompt has fewer. `last` counts from the end of what a call is given, and a call with a cache is
+    refused: pyreft edits the end of the prompt in the first call, which without a cache would be at another place with every
+    token. AdapterHub edits the first tokens of every call with a cache, so that all that is generated is edited.
     Shapes: h (batch, tokens, d); f (batch, tokens, d_out); R (r, d_out); W (r, d); b (r,).
     Source: Wu et al. 2024, arXiv:2404.03592, Eq. 2 and 3.
     """
+
+    sequence: Sequence | None = None
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__(args, dims, dtype, device)
@@ -38,7 +49,10 @@ class ReFT(FormModule):
         inner = F.linear(z, self.W, self.b)
         if self.form_args["subtract"]:
             inner = inner - F.linear(z, rotation)
-        return (inner @ rotation).to(h.dtype)
+        made = inner @ rotation
+        if picks(self.form_args):
+            made = made.masked_fill(~picked(self.form_args, self.sequence, h), 0.0)
+        return made.to(h.dtype)
 
     def rotation(self) -> Tensor:
         """R, (r, d_out)."""

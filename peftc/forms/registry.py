@@ -129,6 +129,9 @@ class Form:
         None  # what it computes of an input, as tables of the literature have it
     )
     adds: bool = False  # its module can be given what its value is added to, `f(x, plus=h)`, and does both in one step
+    picks: Callable[[Args], bool] = field(
+        default=lambda args: False
+    )  # acts at some positions, which its stack tells it
     passes: bool = False  # at initialisation its value is its input, bit for bit, where that is the base's own weight
 
     def __reduce__(self) -> Any:

@@ -25,7 +25,7 @@ class Anchor:
     (the embedding in it, whether its result has those of a prompt); `context`: what a stack attends to.
     """
 
-    kind: Literal["in", "out", "node", "argument", "tokens", "context"]
+    kind: Literal["in", "out", "node", "argument", "tokens", "context", "positions"]
     module: str
     key: tuple[Any, ...] = ()
 

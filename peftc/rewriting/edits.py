@@ -73,6 +73,7 @@ class Region:
     inline: frozenset[str]  # relative names; "" is the region itself; empty: nothing but its boundary is touched
     edits: list[RegionEdit]
     placed: list[ir.Placed] = field(default_factory=list[ir.Placed])
+    serves: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (edit, site) that it tells positions
 
 
 def describe(assign: ir.Assign) -> object:

@@ -15,6 +15,7 @@ from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import STREAM, Bound, RegionEdit, contains_state, heads_of, rows
+from peftc.rewriting.positions import located_call, tells
 from peftc.rewriting.prompts import prompted_call, set_tokens
 from peftc.rewriting.slabs import Slabs, layout
 from peftc.runtime import as_image, full_precision, rows_of, stored_as, tokens_of, unflattened, with_rows
@@ -42,6 +43,8 @@ class Inserter:
 
     def insert(self, edit: RegionEdit) -> None:
         memo: dict[int, Any] = {}
+        if tells(edit):
+            located_call(self.graph)
         for i, assign in enumerate(edit.assigns):
             lets = [term for at, term in edit.lets if at == i]
             _Assignment(self, edit, assign, memo, lets).run()

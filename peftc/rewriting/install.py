@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member, seeded
+from peftc.forms.sequence_module import Sequence
 from peftc.forms.tasked_module import Chosen, Tasked
 from peftc.planning import ir
 from peftc.rewriting.anchors import contains, relative
@@ -18,6 +19,7 @@ from peftc.rewriting.container import CONTAINER, Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
 from peftc.rewriting.insert import layout
 from peftc.rewriting.kind import Kind
+from peftc.rewriting.positions import SEQUENCE, picks, position_regions, refuse_prompts
 from peftc.rewriting.prompts import is_prompt, prompt_regions
 from peftc.rewriting.record import RECORD, Installation, acting, installed
 from peftc.rewriting.regions import LayerRegions, module_region
@@ -34,6 +36,8 @@ def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
     layers = {n: k for s in anatomy.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
     by_root: dict[str, list[ir.Placed]] = {}
     found: list[Region] = []
+    placed = tuple(placed)
+    found += position_regions(placed, anatomy)
     for p in placed:
         if is_prompt(p):
             found += prompt_regions(p, anatomy)
@@ -59,8 +63,11 @@ def joined(regions: list[Region]) -> list[Region]:
             first.edits += region.edits
             first.placed += region.placed
             first.inline |= region.inline
+            first.serves += region.serves
         else:
             found[region.module] = region
+    for region in found.values():
+        refuse_prompts(region)
     return list(found.values())
 
 
@@ -85,6 +92,8 @@ class Surgery:
         self.owners: dict[str, FormModule] = {}
         self.prepared: list[tuple[str, nn.Module, Kind, nn.Module]] = []
         self.places: dict[str, str] = {}
+        self.sequences: dict[tuple[str, str], Sequence] = {}  # by edit and site
+        self.told: dict[int, Sequence] = {}  # by form
 
     def prepare(self, regions: list[Region]) -> None:
         """Makes classes and parameters.
@@ -92,6 +101,8 @@ class Surgery:
         Raises: P411 for a module with something called `peftc`, P527 for one without weights in a model that has some.
         """
         in_part = len({p.is_meta for p in self.model.parameters()}) > 1
+        for region in regions:
+            self.sequences |= dict.fromkeys(region.serves, Sequence())
         for region in regions:
             module = self.model.get_submodule(region.module)
             if in_part:
@@ -113,6 +124,8 @@ class Surgery:
     def container(self, region: Region, module: nn.Module) -> nn.Module:
         """The region's own modules: `peftc.<edit>.<site>.<form>`."""
         root = Container()
+        if region.serves:
+            vars(root)[SEQUENCE] = self.sequences[region.serves[0]]
         for edit, placed in zip(region.edits, region.placed, strict=True):
             for instance in placed.instances:
                 path = f"{edit.edit_name}.{edit.slug}.{instance.key}"
@@ -150,11 +163,23 @@ class Surgery:
         named = instance.owner_of(task)
         owner = None if named is None else self.common(named, placed, instance, module)
         if owner is not None and not instance.owns:
+            self.tell(owner, placed, instance)
             return member(owner, instance.index)
         form = kept or self.made(build, name, placed, instance, module, placed.site.path)
+        self.tell(form, placed, instance)
         if owner is not None:
             form.join(owner, instance.index, task)
         return form
+
+    def tell(self, form: FormModule, placed: ir.Placed, instance: ir.Instance) -> None:
+        """Lets a form that picks positions know the calls of its stack. Raises: P422 for one that is shared by stacks."""
+        if not picks(instance):
+            return
+        sequence = self.sequences[placed.edit, placed.site.path]
+        if self.told.setdefault(id(form), sequence) is not sequence:
+            message = f"`{placed.edit}` shares a form that picks positions between stacks, each with its own"
+            raise PeftcError(Diagnostic("P422", message, help="write an edit for each stack"))
+        vars(form)[SEQUENCE] = sequence
 
     def common(self, owner: str, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
         """What several sites have in common."""
@@ -266,9 +291,9 @@ class _Readable(Mapping[str, torch.Tensor]):
         return len(self.weights)
 
 
-def no_values(names: Sequence[str], why: str) -> Diagnostic:
+def no_values(names: Collection[str], why: str) -> Diagnostic:
     """P527: tensors of the base that are needed and only have shapes."""
-    said = f"`{names[0]}` and {len(names) - 1} more have" if len(names) > 1 else f"`{names[0]}` has"
+    said = f"`{next(iter(names))}` and {len(names) - 1} more have" if len(names) > 1 else f"`{next(iter(names))}` has"
     help_ = "load the weights of the model first; planning needs none"
     return Diagnostic("P527", f"{said} no values, only a shape", notes=(why,), help=help_)
 

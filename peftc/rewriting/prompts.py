@@ -38,7 +38,7 @@ def prompt_regions(placed: ir.Placed, anatomy: Anatomy) -> Iterator[Region]:
         message = f"`{placed.edit}` joins tokens and does something else"
         raise PeftcError(Diagnostic("P418", message, span, help="write two edits"))
     stack = _stack(placed, anatomy)
-    module = _taking((EMBEDS,), placed.site.module, stack, anatomy)
+    module = taking((EMBEDS,), placed.site.module, stack, anatomy)
     if module is None:
         message = f"no module takes the tokens of `{placed.site.path}` as `{EMBEDS}`, so none can be joined to them"
         raise PeftcError(Diagnostic("P418", message, span))
@@ -46,7 +46,7 @@ def prompt_regions(placed: ir.Placed, anatomy: Anatomy) -> Iterator[Region]:
     keys = (relative(placed.site.module, module), bool(readers))
     yield _region(placed, module, Anchor("tokens", "", keys))
     for other in readers:
-        reader = _taking((CONTEXT, CONTEXT_MASK), other.layers[0], other, anatomy)
+        reader = taking((CONTEXT, CONTEXT_MASK), other.layers[0], other, anatomy)
         if reader is not None:
             yield _region(replace(placed, instances=()), reader, Anchor("context", "", ()))
 
@@ -88,7 +88,7 @@ def _stack(placed: ir.Placed, anatomy: Anatomy) -> Stack:
     return (found or anatomy.stacks)[0]
 
 
-def _taking(parameters: tuple[str, ...], inner: str, stack: Stack, anatomy: Anatomy) -> str | None:
+def taking(parameters: tuple[str, ...], inner: str, stack: Stack, anatomy: Anatomy) -> str | None:
     """The innermost module around `inner` and the layers of a stack whose forward has these parameters."""
     for name in (*enclosing(inner), ""):
         module: nn.Module = anatomy.model.get_submodule(name)

@@ -14,6 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, Pair
 from peftc.forms.shapes import KeyValue, Tokens
 from peftc.planning import ir
+from peftc.rewriting.positions import picks
 from peftc.weights.folding import Folding
 
 PAST, MASK, POSITIONS, EMBEDS = "past_key_values", "attention_mask", "position_ids", "inputs_embeds"
@@ -102,6 +103,9 @@ def _why_not(found: list[ir.Placed], folding: Folding) -> str | None:
             return "it does more than to put trained rows before `kv`, or before the tokens"
         if any(one.tasks for one in placed.instances):
             return "it has parameters for each task"
+    counting = next((p.edit for p in folding.record.placed if any(map(picks, p.instances))), None)
+    if counting is not None:
+        return f"`{counting}` counts the tokens before those of the input, too"
     config = getattr(folding.model, "config", None)
     if _is_prompt(found[0]):
         return None if len(found) == 1 else "it stands before the tokens of two stacks"

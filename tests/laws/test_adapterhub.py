@@ -14,7 +14,7 @@ import torch
 import peftc
 from tests import zoo
 from tests.reference import adapterhub
-from tests.reference.adapterhub import LENGTH, PHM, RANK, REDUCTION, REFT, WIDTH
+from tests.reference.adapterhub import FIRST, LAST, LENGTH, PHM, RANK, REDUCTION, REFT, WIDTH
 from tests.reference.reference import Reference
 from tests.reference.test_adapterhub import CASES, MEASURED, PRE_NORM, SLOPES, TOLERANCE, places
 
@@ -24,6 +24,8 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "compacter++-paper": ("compacter-pp", {"reduction": PHM}),
     "unipelt-paper": ("unipelt", {"l": LENGTH, "r": RANK, "alpha": RANK, "reparam": f"mlp({WIDTH})"}),
     "loreft": ("loreft", {"r": REFT}),
+    "loreft-first": ("loreft", {"r": REFT, "first": FIRST}),
+    "loreft-ends": ("loreft", {"r": REFT, "first": FIRST, "last": LAST}),
     "direft": ("direft", {"r": REFT}),
 }
 UNIPELT = f"""

@@ -10,7 +10,10 @@ columns a position bias, where ours is zero. T5's softmax, which is in float32 w
 
 Its `compacter++` and the adapter of its `unipelt` read norm(h + res) (h + res in pre-norm models), where the papers read h:
 beside each stands one as in its paper, `-paper`. A LoRA with a gate is never times α / r, as the papers have it: the tests give
-ours α = r. Gradients are kept as slopes along directions drawn like the values: what `measured` returns.
+ours α = r. Its ReFTs count the tokens of a decoder by the mask of the encoder: of such models there are first tokens only, which
+are right as long as no padding is on the left.
+
+Gradients are kept as slopes along directions that are drawn like the values: what `measured` returns.
 """
 
 from __future__ import annotations
@@ -73,11 +76,14 @@ METHODS: dict[str, tuple[str, ...]] = {  # method: the zoo models it is run on
     "unipelt": ("bert-base",),
     "unipelt-paper": THREE,
     "loreft": ("bert-base", "gpt2"),
+    "loreft-first": ("bart", "t5"),
+    "loreft-ends": ("bert-base", "gpt2"),
     "noreft": ("gpt2",),
     "direft": ("bert-base",),
 }
 LENGTH, WIDTH, REDUCTION = 3, 5, 8  # of the prefix and its MLP; of mam's adapter
 PHM, RANK, REFT = 4, 4, 2  # reduction of compacter's adapter; ranks of unipelt's LoRA and of the ReFTs
+FIRST, LAST = 2, 1  # tokens
 ALPHA = 2  # of unipelt's LoRA, where it has none
 FUSED = "c_attn.loras.a."  # of q, and then of v
 
@@ -165,6 +171,8 @@ def main() -> None:
         "unipelt": adapters.UniPELTConfig(prefix_tuning=prefix, lora=lora),
         "unipelt-paper": adapters.UniPELTConfig(prefix_tuning=prefix, adapter=reads_h, lora=lora),
         "loreft": adapters.LoReftConfig(**everywhere),
+        "loreft-first": adapters.LoReftConfig(r=REFT, prefix_positions=FIRST, tied_weights=True),
+        "loreft-ends": adapters.LoReftConfig(r=REFT, prefix_positions=FIRST, suffix_positions=LAST, tied_weights=True),
         "noreft": adapters.NoReftConfig(**everywhere),
         "direft": adapters.DiReftConfig(**everywhere),
     }

@@ -6,7 +6,8 @@ among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tests.reference import forms
@@ -164,13 +165,28 @@ def compacter_after(edit: str, which: str, act: str, norm: bool) -> Method:
     return apply
 
 
-def reft(edit: str, orthogonal: bool = True, subtract: bool = True) -> Method:
-    """h ← h + Rᵀ (W h + b − R h) of whole layers."""
+def reft(
+    edit: str, orthogonal: bool = True, subtract: bool = True, first: int | None = None, last: int | None = None
+) -> Method:
+    """h ← h + Rᵀ (W h + b − R h) of whole layers; with `first` or `last` only at so many tokens of either end."""
 
     def apply(ref: Reference, weights: Weights) -> None:
+        masks: dict[str, Tensor | None] = {}
+
+        def remember(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            masks["encoder"] = masks["decoder"] = kwargs.get("attention_mask")
+            if ref.model.config.is_encoder_decoder:
+                masks["decoder"] = None
+
+        ref.model.register_forward_pre_hook(remember, with_kwargs=True)
         for layer in ref.layers:
             w = part(weights, edit, layer.path, "reft")
-            ref.output(layer.module, lambda h, x, w=w: h + forms.reft(w, h, orthogonal, subtract))
+
+            def changed(h: Tensor, _: Tensor, w: dict[str, Tensor] = w, stack: str = layer.stack) -> Tensor:
+                f = forms.reft(w, h, orthogonal, subtract)
+                return h + (f if first is last is None else f * ends(h, masks[stack], first or 0, last or 0))
+
+            ref.output(layer.module, changed)
 
     return apply
 
@@ -229,6 +245,15 @@ def adaptive_prefix(edit: str, which: str = "attn") -> Method:
             ref.prefix(site, rows)
 
     return apply
+
+
+def ends(h: Tensor, mask: Tensor | None, first: int, last: int) -> Tensor:
+    """1 at the first and last tokens of each row, 0 elsewhere: (batch, tokens, 1)."""
+    found = torch.zeros(*h.shape[:2], 1, dtype=h.dtype)
+    for row, seen in zip(found, torch.ones(h.shape[:2]) if mask is None else mask, strict=True):
+        tokens = seen.nonzero().flatten().tolist()
+        row[[*tokens[:first], *(tokens[-last:] if last else [])]] = 1
+    return found
 
 
 def gammas(edit: str, which: str) -> Method:

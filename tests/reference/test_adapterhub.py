@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests import zoo
 from tests.reference import adapterhub, literature, methods
-from tests.reference.adapterhub import LENGTH, RANK, REDUCTION, REFT, WIDTH
+from tests.reference.adapterhub import FIRST, LAST, LENGTH, RANK, REDUCTION, REFT, WIDTH
 from tests.reference.reference import Reference
 from tests.reference.table import Attention
 
@@ -44,6 +44,8 @@ PARTS: dict[str, tuple[tuple[str, str, str], ...]] = {  # method: (edit, form, w
     "unipelt": UNIPELT,
     "unipelt-paper": UNIPELT,
     "loreft": (("layers", "reft", "layer"),),
+    "loreft-first": (("layers", "reft", "layer"),),
+    "loreft-ends": (("layers", "reft", "layer"),),
     "noreft": (("layers", "reft", "layer"),),
     "direft": (("layers", "reft", "layer"),),
 }
@@ -71,6 +73,8 @@ def method_of(method: str, name: str) -> methods.Method:
         "unipelt": unipelt(methods.gated_after("ffn", "ffn", norm=not pre)),
         "unipelt-paper": unipelt(methods.gated("ffn", "ffn")),
         "loreft": literature.reft("layers"),
+        "loreft-first": literature.reft("layers", first=FIRST),
+        "loreft-ends": literature.reft("layers", first=FIRST, last=LAST),
         "noreft": literature.reft("layers", orthogonal=False),
         "direft": literature.reft("layers", orthogonal=False, subtract=False),
     }[method]

@@ -1,0 +1,61 @@
+"""Where the tokens of a call stand in their sequences: told by the stack that takes them, read by forms that pick positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.arguments import integer
+from peftc.forms.registry import Args
+
+
+@dataclass(frozen=True)
+class Where:
+    """The places of the tokens of one call, (batch or 1, tokens) each.
+
+    `ahead`: how many tokens of the sequence come before, those of a cache too; negative for padding on the left. `behind`: how
+    many come after; negative for padding on the right; None where the call has a cache, since more are to come.
+    """
+
+    ahead: Tensor
+    behind: Tensor | None
+
+
+class Sequence:
+    """What the forms of a stack know of the call that the stack is running; `present` is None outside of one."""
+
+    def __init__(self) -> None:
+        self.present: Where | None = None
+
+
+def picked(args: Args, sequence: Sequence | None, h: Tensor) -> Tensor:
+    """Which tokens of h (batch, tokens, d) are among the first or the last of their sequence: (batch or 1, tokens, 1).
+
+    Raises: P423 outside of a call of the stack, for tokens that are not the stack's, and for `last` with a cache.
+    """
+    where = None if sequence is None else sequence.present
+    if where is None:
+        raise unknown(
+            "the layer is run outside of a call of its stack",
+            "gradient checkpointing does so; train without it, or edit all positions",
+        )
+    if h.ndim != 3 or h.shape[1] != where.ahead.shape[1]:
+        raise unknown(f"the site has the shape {tuple(h.shape)}, and the stack {where.ahead.shape[1]} tokens")
+    keep = torch.zeros_like(where.ahead, dtype=torch.bool)
+    if args["first"] is not None:
+        keep = keep | ((where.ahead >= 0) & (where.ahead < integer(args, "first")))
+    if args["last"] is not None:
+        if where.behind is None:
+            raise unknown(
+                "the call has a cache, so its last token is not the last of the sequence",
+                "use `first=`, edit the encoder, or call the model without a cache",
+            )
+        keep = keep | ((where.behind >= 0) & (where.behind < integer(args, "last")))
+    return keep.unsqueeze(-1)
+
+
+def unknown(message: str, help: str | None = None) -> PeftcError:
+    return PeftcError(Diagnostic("P423", message, help=help))
