@@ -11,6 +11,7 @@ write the docstring's first words. Rates are those of a short run, by the kind o
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EncoderDecoderModel
 
 import peftc
-from benchmarks.common import machine, save, table
+from benchmarks.common import RESULTS, machine, save, table
 from peftc import resources
+
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from docstrings import docstrings  # beside this folder, no package
 
@@ -36,6 +38,10 @@ STEPS, BATCH, TOKENS, HELD_OUT = 40, 16, 32, 200
 HEAD = 'train classifier = [w, b] at "classifier"'
 RATE = 2e-3
 RATES = {
+    1e-4: (
+        "hypernetwork",
+        "hypernetwork_adaptbert",
+    ),  # each entry of an embedding moves every weight that is made of it
     5e-4: ("cross_attention", "far", "fishmask", "lt_sft", "layernorm", "difffit", "bitfit", "diff_pruning"),
     1e-2: (
         *(
@@ -230,7 +236,9 @@ def main(options: list[str] | None = None) -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--only", type=lambda text: text.split(","), default=None)
     asked.add_argument("--steps", type=int, default=STEPS)
-    asked.add_argument("--keep", action="store_true", help="write the results, even of some")
+    asked.add_argument(
+        "--keep", action="store_true", help="put the results of some in the place of those that are there"
+    )
     said = asked.parse_args(options)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -240,6 +248,11 @@ def main(options: list[str] | None = None) -> int:
     for recipe in said.only or [ALONE, *sorted(resources.recipes())]:
         rows.append(measured(recipe, said.steps, learn, test))
         print(" | ".join(shown(rows[-1])), flush=True)
+    if said.keep:
+        there = {row["recipe"]: Row(**row) for row in json.loads((RESULTS / "training.json").read_text())["rows"]}
+        rows = sorted(
+            (there | {row.recipe: row for row in rows}).values(), key=lambda row: (row.recipe != ALONE, row.recipe)
+        )
     fell = [row.recipe for row in rows if row.after < row.before]
     head = ["recipe", "loss", "accuracy", "trained", "stored", "seconds"]
     text = table(head, [shown(row) for row in rows])

@@ -47,7 +47,7 @@ METHODS: Mapping[str, Method] = {
         "edit own at layer[*].attn | layer[*].ffn per task { h += adapter(h, r=32, act=gelu) }", TASKS
     ),
     "LoRA + adapter": Method("use lora_adapter from std\napply lora_adapter(r=16, a=32)", TASKS),
-    "hypernetwork a=32": Method("use hypernetwork_adaptbert from std\napply hypernetwork_adaptbert(a=32)", TASKS),
+    "hypernetwork a=32": Method("use hypernetwork_adaptbert from std\napply hypernetwork_adaptbert(a=32)", TASKS, 1e-4),
     "full fine-tuning": Method("train all = [w, b] at **", rate=2e-4),
 }
 

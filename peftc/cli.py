@@ -234,6 +234,15 @@ def add_model(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tasks(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--tasks",
+        type=lambda text: text.split(","),
+        metavar="NAME,…",
+        help="those that edits `per task` have parameters for; one without it",
+    )
+
+
 def add_sites(command: argparse.ArgumentParser) -> None:
     add_model(command)
     command.add_argument("--output-format", choices=("text", "json"), default="text", help="of diagnostics")
@@ -244,6 +253,7 @@ def add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("spec", metavar="SPEC")
     add_model(command)
     add_settings(command)
+    add_tasks(command)
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.add_argument("--output-format", choices=("text", "json"), default="text", help="of diagnostics")
     command.set_defaults(run=about_a_model("run_plan"))
@@ -253,6 +263,7 @@ def add_compile(command: argparse.ArgumentParser) -> None:
     command.add_argument("spec", metavar="SPEC")
     add_model(command)
     add_settings(command)
+    add_tasks(command)
     command.add_argument(
         "-o", "--output", metavar="DIR", help="where to write the generated code, the plan and the spec"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console, RenderableType
 
-from peftc.compiler import planned_on, sites
+from peftc.compiler import checked_tasks, planned_on, sites, used
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.formats import render_json
 from peftc.diagnostics.render import render_text, wants_color
@@ -36,7 +36,10 @@ def run_plan(args: Namespace) -> int:
     """`peftc plan SPEC --model M`: exit 1 where an expectation does not hold. Raises: everything wrong with the spec."""
     spec = parsed(args)
     flat = expand(spec, parse_settings(args.set))
-    planned = planned_on(flat, sites(args.model, trust_remote_code=args.trust_remote_code), spec.source)
+    names = checked_tasks(args.tasks, ())
+    planned = used(
+        args.tasks, planned_on(flat, sites(args.model, trust_remote_code=args.trust_remote_code), spec.source, names)
+    )
     records_only = bool(planned.findings) and args.output_format == "json" and not args.json
     if args.json:
         print(planned.plan.model_dump_json(indent=2))
@@ -54,7 +57,12 @@ def run_compile(args: Namespace) -> int:
     spec = parsed(args)
     settings = parse_settings(args.set)
     compiled = compile_skeleton(
-        spec, args.model, args.seed, settings=settings, trust_remote_code=args.trust_remote_code
+        spec,
+        args.model,
+        args.seed,
+        settings=settings,
+        tasks=args.tasks,
+        trust_remote_code=args.trust_remote_code,
     )
     show(lambda _: render_plan(compiled.planned.plan, compiled.planned.placed))
     report(compiled.planned.warnings, args)

@@ -103,10 +103,10 @@ def plan(
 
     Args: `settings`: parameters of the spec's method to override, as `--set` does. `tasks`: those of edits `per task` (one
     without it). `sample`, `trust_remote_code`: as in `sites`.
-    Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model.
+    Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model, P537 (tasks).
     """
     names = checked_tasks(tasks, ())
-    return planned(flat_of(spec, settings), analysed(model, sample, trust_remote_code), names).plan
+    return used(tasks, planned(flat_of(spec, settings), analysed(model, sample, trust_remote_code), names)).plan
 
 
 def design(
@@ -210,11 +210,9 @@ def compile(
     analysis = analysed(model, sample)
     record = installed(model) if is_installed(model) else None
     names = checked_tasks(tasks, tasks_of(record))
-    found = planned(flat, analysis, names)
+    found = used(tasks, planned(flat, analysis, names))
     if found.findings:
         raise PeftcError(found.findings)
-    if tasks is not None and not has_tasks(found):
-        raise PeftcError(Diagnostic("P537", "no edit is `per task`, so there is nothing to have for tasks"))
     named = free_name(record, name or prefix, name_of(spec))
     part = Part(named, print_spec(flat), found.plan, torch.initial_seed() if seed is None else seed)
     return added(model, part, flat, found, analysis, sample, tasks=names)
@@ -279,6 +277,13 @@ def tasks_of(record: Installation | None) -> tuple[str, ...]:
 def has_tasks(found: Planned) -> bool:
     """Whether an edit is `per task`."""
     return any(one.tasks for placed in found.placed for one in placed.instances)
+
+
+def used(tasks: Sequence[str] | None, found: Planned) -> Planned:
+    """Raises: P537 where tasks are asked for and no edit is `per task`."""
+    if tasks is not None and not has_tasks(found):
+        raise PeftcError(Diagnostic("P537", "no edit is `per task`, so there is nothing to have for tasks"))
+    return found
 
 
 def checked_tasks(tasks: Sequence[str] | None, present: tuple[str, ...]) -> tuple[str, ...]:

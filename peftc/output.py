@@ -6,13 +6,14 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 from torch import nn
 
-from peftc.compiler import Settings, SpecLike, added, analysed, flat_of, name_of, planned
+from peftc.compiler import Settings, SpecLike, added, analysed, checked_tasks, flat_of, name_of, planned, used
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_mode
 from peftc.planning.plan import Planned
@@ -39,6 +40,7 @@ def compile_skeleton(
     seed: int | None = None,
     *,
     settings: Settings | None = None,
+    tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
 ) -> Compiled:
     """Compiles onto a model without weights, for its code and its plan.
@@ -47,14 +49,15 @@ def compile_skeleton(
     """
     flat = flat_of(spec, settings)
     analysis = analysed(model, trust_remote_code=trust_remote_code)
-    found = planned(flat, analysis)
+    names = checked_tasks(tasks, ())
+    found = used(tasks, planned(flat, analysis, names))
     if found.findings:
         raise PeftcError(found.findings)
     skeleton = analysis.anatomy.model
     with fake_mode(skeleton):
         part = Part(name_of(spec), print_spec(flat), found.plan, 0 if seed is None else seed)
-        added(skeleton, part, flat, found, analysis)
-    files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: part.text, README: readme(part)}
+        added(skeleton, part, flat, found, analysis, tasks=names)
+    files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: part.text, README: readme(part, names)}
     return Compiled(found, files | forwards(skeleton))
 
 
@@ -84,7 +87,7 @@ def kind_source(kind: Kind, modules: list[str]) -> str:
     return "\n".join([*note, "", *imports, *unseen, "", "", kind.source, ""])
 
 
-def readme(part: Part) -> str:
+def readme(part: Part, tasks: Sequence[str]) -> str:
     plan = part.plan
     total, base = plan.totals, plan.totals.base
     rows = [
@@ -101,7 +104,7 @@ Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the bas
 {chr(10).join(rows)}
 
     import peftc
-    peftc.compile("{SPEC}", model, seed={part.seed})
+    peftc.compile("{SPEC}", model, seed={part.seed}{f", tasks={list(tasks)}" if tasks else ""})
 
 * `{SPEC}`: the spec, expanded: nothing is left to a default.
 * `{PLAN}`: the plan, with every site.

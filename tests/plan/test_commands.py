@@ -56,6 +56,16 @@ def test_settings(capsys, spec):
     assert "P110" in err
 
 
+def test_tasks(capsys, spec):
+    path = spec("edit own at layer[*].ffn per task { h += adapter(x, r=2, bias=false) }")
+    _, out, _ = run(capsys, "plan", path, *MODEL, "--json", "--tasks", "sst,sts,para")
+    assert json.loads(out)["totals"]["trained"] == 3 * 12 * 2 * 768 * 2
+    code, _, err = run(capsys, "plan", path, *MODEL, "--tasks", "sst,sst")
+    assert (code, "P537" in err) == (1, True)
+    code, _, err = run(capsys, "plan", spec("edit e at layer[*].ffn { h *= vector(init=1) }"), *MODEL, "--tasks", "sst")
+    assert (code, "P537" in err) == (1, True)
+
+
 def test_a_failed_expectation_is_a_finding(capsys, spec):
     path = spec("edit ffn at layer[*].ffn { h += adapter(x, r=64) }\nexpect stored <= 1%")
     code, out, err = run(capsys, "plan", path, *MODEL)
