@@ -16,6 +16,7 @@ import random
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,6 +59,11 @@ RATES = {
     ),
 }
 ALONE = "head alone"
+SIMPLER: dict[str, Callable[[str], int]] = {  # tasks: has a docstring many words, a sentence's end, an argument?
+    "long": lambda text: int(len(text.split()) > 12),
+    "sentence": lambda text: int("." in text),
+    "argument": lambda text: int("`" in text or "*" in text),
+}
 Batch = dict[str, Tensor]
 
 
@@ -179,6 +185,13 @@ def started(model: nn.Module, recipe: str, words: Words, learn: list[tuple[str, 
             train(other, "spot", words, [(text, int(len(text.split()) > 12)) for text, _ in learn], steps // 2)
             peftc.save(other, folder)
             peftc.warm_start(model, folder, edits={name: name for name in edits(model) if name != "classifier"})
+    if recipe == "adapterfusion":  # of three simpler tasks
+        with TemporaryDirectory() as folder:
+            for name, question in SIMPLER.items():
+                other = prepared("pfeiffer", spec("pfeiffer"))
+                train(other, "pfeiffer", words, [(text, question(text)) for text, _ in learn], steps // 2)
+                peftc.save(other, Path(folder) / name)
+            peftc.fuse(model, [Path(folder) / name for name in SIMPLER])
 
 
 def edits(model: nn.Module) -> list[str]:

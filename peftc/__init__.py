@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from peftc.explore import rewrite, trace
     from peftc.multitask import add_task, drop_task, task, tasks
     from peftc.training import StepCallback, losses, step
-    from peftc.weights import fold, load, save, warm_start
+    from peftc.weights import fold, fuse, load, save, warm_start
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ _HOMES = {
     "peftc.explore": ("rewrite", "trace"),
     "peftc.multitask": ("add_task", "drop_task", "task", "tasks"),
     "peftc.training": ("StepCallback", "losses", "step"),
-    "peftc.weights": ("fold", "load", "save", "warm_start"),
+    "peftc.weights": ("fold", "fuse", "load", "save", "warm_start"),
 }
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "disabled",
     "drop_task",
     "fold",
+    "fuse",
     "graphs",
     "load",
     "losses",

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import TrainerCallback
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.fusion_module import Fusion
 from peftc.forms.masked_module import MaskedSites
 from peftc.forms.mixture_module import Mixture
 from peftc.forms.module import FormModule, seeded
@@ -53,7 +54,8 @@ def losses(
 
     `<edit>.orthogonality` of an `svd`: w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖ over its sites (Frobenius), as PEFT has it.
     `<edit>.l0` of a `masked`: penalty · the expected number of entries that are not zero, over its sites; of the present task (Guo et
-    al. 2021), and none once `peftc.calibrate` has pruned. `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second forward with another route;
+    al. 2021), and none once `peftc.calibrate` has pruned. `<edit>.identity` of a `fusion`: penalty · Σ ‖I − V‖² over its sites, of the
+    present task (AdapterHub). `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second forward with another route;
     only where both arguments are given.
 
     Args: `inputs`, `logits`: the arguments of the forward that was made, and its logits (…, classes).
@@ -61,6 +63,7 @@ def losses(
     """
     record = acting(model)
     found: dict[str, list[Tensor]] = {}
+    sums: dict[str, list[Tensor]] = {}
     routed: list[Mixture] = []
     for name, form in forms_of(model, record):
         edit = name.partition("/")[0]
@@ -68,7 +71,10 @@ def losses(
             found.setdefault(f"{edit}.orthogonality", []).append(form.orthogonality())
         elif isinstance(form, Mixture):
             routed.append(form)
+        elif isinstance(form, Fusion) and (penalty := form.penalty()) is not None and of_present(name, record):
+            sums.setdefault(f"{edit}.identity", []).append(penalty)
     terms = {name: torch.stack(values).mean() for name, values in found.items()}
+    terms |= {name: torch.stack(values).sum() for name, values in sums.items()}
     for name, sites in counted(model, record).items():
         terms[f"{name}.l0"] = torch.stack([one.expected() for one in sites]).sum()
     if inputs is not None and logits is not None and routed:
@@ -125,6 +131,13 @@ def forms_of(model: nn.Module, record: Installation) -> Iterator[tuple[str, Form
             yield from ((f"{name}.tasks.{task}", form.form(task)) for task in form.tasks)
         else:
             yield name, form
+
+
+def of_present(name: str, record: Installation) -> bool:
+    """Whether a form, by its saved name, is not of a task beside the present one."""
+    present = record.task.present
+    _, _, task = name.rpartition("/")[2].partition(".tasks.")
+    return not task or not isinstance(present, str) or task == present
 
 
 @torch.no_grad()

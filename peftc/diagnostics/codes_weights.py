@@ -114,6 +114,11 @@ WEIGHTS: dict[str, CodeInfo] = {
         "A `masked` edit trains all entries of the weights, and few of them are saved: those that `peftc.calibrate(model)` keeps when it "
         "is called after training. `keep=true` saves everything, so that training can go on.",
     ),
+    "P544": CodeInfo(
+        "fusion without its adapters",
+        "A `fusion` mixes adapters that were trained before, one for each of other tasks. `peftc.fuse(model, directories)` reads them, as "
+        "many as its `n` says; until then there is nothing that could be trained to mix them.",
+    ),
     "P539": CodeInfo(
         "step without gradients",
         "`peftc.step` reads how important entries are from their gradients. It is called after `backward()` and before they are set to "

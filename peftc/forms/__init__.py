@@ -2,6 +2,7 @@
 
 from peftc.forms import (
     adapter,
+    fusion,
     hyper,
     kron,
     ladder,
@@ -34,6 +35,7 @@ __all__ = [
     "Param",
     "Value",
     "adapter",
+    "fusion",
     "hyper",
     "kron",
     "ladder",

@@ -57,7 +57,7 @@ def load(
     analysis = analysed(model, sample)
     record = installed(model) if is_installed(model) else None
     tasks = checked_tasks(adapter.tasks or None, tasks_of(record))
-    flat, found = _planned(adapter, Path(directory), analysis, tasks)
+    flat, found = planned_saved(adapter, Path(directory), analysis, tasks)
     shapes = dict(wanted(found, analysis, model))
     check_tensors(tensors, shapes)
     if prefix is not None:
@@ -135,7 +135,9 @@ def _forms(found: Planned, analysis: Analysis) -> Iterator[tuple[str, FormModule
                     yield name, build(one, dtype=torch.float32, device="meta")
 
 
-def _planned(adapter: Adapter, directory: Path, analysis: Analysis, tasks: tuple[str, ...]) -> tuple[ast.Spec, Planned]:
+def planned_saved(
+    adapter: Adapter, directory: Path, analysis: Analysis, tasks: tuple[str, ...]
+) -> tuple[ast.Spec, Planned]:
     """The spec of the adapter, planned on the model. Raises: P525 where it cannot be, with the reason."""
     try:
         flat = expand(parse_text(adapter.spec, f"{directory / METADATA}: spec"))

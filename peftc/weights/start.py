@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def warm_start(
     check_base(adapter, model, other_weights)
     own = {edit for part in record.parts for edit in part.edits}
     there = dict.fromkeys(saved.partition("/")[0] for saved in tensors)
-    pairs = _checked(edits, own, there) if edits is not None else {name: name for name in there if name in own}
+    pairs = checked_names(edits, own, there) if edits is not None else {name: name for name in there if name in own}
     if not pairs:
         message = "the adapter has no edit by the name of one of the model"
         help_ = f"the adapter has {listed(list(there))}, the model {listed(sorted(own))}: say which with `edits`"
@@ -67,8 +67,9 @@ def warm_start(
     return tuple(pairs)
 
 
-def _checked(edits: Mapping[str, str], own: set[str], there: Mapping[str, None]) -> Mapping[str, str]:
-    for names, known, where in ((edits, own, "model"), (edits.values(), there, "adapter")):
+def checked_names(edits: Mapping[str, str], own: Iterable[str], there: Iterable[str]) -> Mapping[str, str]:
+    """From edits of a model to those of an adapter. Raises: P532 where one of them is not there."""
+    for names, known, where in ((edits, tuple(own), "model"), (edits.values(), tuple(there), "adapter")):
         for name in names:
             if name not in known:
                 help_ = did_you_mean(name, known) or f"the {where} has {listed(sorted(known))}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from peftc.forms import FORMS, Args, Dims, Form
+from peftc.forms.fusion_module import Fusion
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member
 from peftc.forms.registry import Spot
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
@@ -157,6 +158,8 @@ CASES = (
         {"reduction": 4, "expand": 1, "bias": False, "init": "lora", "act": "tanh", "dropout": 0.2},
         sites=2,
     ),
+    Case("fusion", T12, T12, {"n": 3, "r": 4}),
+    Case("fusion", T12, T12, {"n": 2, "reduction": 3, "act": "gelu", "bias": False, "value": False, "dropout": 0.2}),
     Case("hyper", T12, T12, {"r": 3, "t": 5, "m": 4}, sites=3),
     Case(
         "hyper",
@@ -190,6 +193,8 @@ def made(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
     module = owner(case, dtype)
     module.initialise(seeded, base(case, dtype))
     module.fix("a")
+    if isinstance(module, Fusion):
+        fill(module)
     if case.in_part:
         common = build_owner(case, dtype=dtype)
         common.initialise(seeded, base(case, dtype))
@@ -200,6 +205,14 @@ def made(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
             everywhere.initialise(seeded, base(case, dtype))
             common.join(everywhere, 0)
     return member(module, case.sites - 1) if case.grouped else module
+
+
+def fill(module: Fusion) -> None:
+    """Gives it adapters."""
+    for name in module.adapter():
+        buffer = module.get_buffer(name)
+        buffer.copy_(torch.randn(buffer.shape, generator=seeded(name)))
+    module.get_buffer("filled").fill_(True)
 
 
 def parameters(module: FormModule) -> dict[str, Tensor]:

@@ -49,6 +49,8 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
         case "sparse_adapter":
             d_out, r = case.target.d, 4  # type: ignore[union-attr]
             return (reference.sparse_adapter(w, x, d_out, r, str(args["act"])),)
+        case "fusion":
+            return (reference.fusion(w, x, str(args["act"])),)
         case "masked":
             return (reference.masked(w, float(str(args["lower"])), float(str(args["upper"]))),)
         case "linear":

@@ -10,6 +10,7 @@ import torch
 from peftc.forms import FORMS, Args, Dims, Illegal
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.arguments import ACTIVATIONS
+from peftc.forms.fusion_module import Fusion
 from peftc.forms.lora import scale
 from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import build
@@ -47,15 +48,17 @@ def test_trained_count_is_the_number_of_entries(case: Case) -> None:
 def test_stored_count_is_what_is_left_after_collapsing(case: Case) -> None:
     count = case.form.count(case.args, case.dims)
     if case.form.collapses(case.args) is not None and case.in_part:
-        owner = made(case).owner_module
-        assert isinstance(owner, MaskedSites)
-        owner.choose(torch.arange(owner.count))
+        sites = made(case).owner_module
+        assert isinstance(sites, MaskedSites)
+        sites.choose(torch.arange(sites.count))
         assert case.form.common_count is not None
-        assert count.stored + case.form.common_count(case.args, case.dims).stored == owner.collapsed()["values"].numel()
+        assert count.stored + case.form.common_count(case.args, case.dims).stored == sites.collapsed()["values"].numel()
     elif case.form.collapses(case.args) is not None:
         assert count.stored == case.sites * sum(rows.numel() for rows in made(case).collapsed().values())
     else:
-        assert count.stored == count.trained
+        module = owner(case)
+        others = [module.get_buffer(name) for name in module.adapter()] if isinstance(module, Fusion) else []
+        assert count.stored == count.trained + sum(tensor.numel() for tensor in others)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -162,6 +165,8 @@ REFUSED = [
     ("sparse_adapter", {"density": 0.1}, T, T, "P312", None),
     ("sparse_adapter", {"density": 0.1, "r": 2}, T, W, "P310", None),
     ("masked", {"density": 0.1}, None, T, "P310", None),
+    ("fusion", {"n": 2}, T, T, "P312", None),
+    ("fusion", {"n": 2, "r": 2}, Tokens(4), T, "P301", "input"),
     ("lines", {"density": 0.1}, None, T, "P310", None),
     ("lines", {"density": 0.1, "by": "column"}, None, Vector(8), "P310", "by"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -71,6 +72,17 @@ class Case:
         self.own = peftc.parameters(self.model)
         if recipe in CHOSEN:
             peftc.calibrate(self.model, [self.given])
+        if recipe == "adapterfusion":
+            self.fuse(settings)
+
+    def fuse(self, settings: Mapping[str, Any]) -> None:
+        """Gives a fusion the adapters of three tasks."""
+        with TemporaryDirectory() as folder:
+            for i in range(3):
+                other = small(self.family, self.recipe)
+                peftc.compile(RECIPES["pfeiffer"], other, seed=i, settings=settings)
+                peftc.save(other, Path(folder) / str(i))
+            peftc.fuse(self.model, [Path(folder) / str(i) for i in range(3)])
 
     def logits(self, model: nn.Module) -> torch.Tensor:
         return model.eval()(**self.given).logits

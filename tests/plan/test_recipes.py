@@ -119,6 +119,7 @@ COUNTS = {
     "hypernetwork": (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64 + 64 * (2 * D * 64 + 64 + 3 * D),
     "hypernetwork_adaptbert": (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64 + 3 * 64 * (2 * D * 16 + 2 * D),
     "diff_pruning": 2 * WEIGHTS + QKVO + 2 * FFN + 5 * 12,
+    "adapterfusion": FFN * (3 * D * D + D),
     "unipelt": 43_914_372,  # measured in AdapterHub
 }
 

@@ -178,6 +178,17 @@ def lines(w: Weights, size: tuple[int, ...], by: str) -> Tensor:
     return whole
 
 
+def fusion(w: Weights, x: Tensor, act: str) -> Tensor:
+    """Σᵢ aᵢ zᵢ V, a = softmax((x Q + b) · zᵢ K), zᵢ what the adapter i makes of x."""
+    parts = ("down", "up", "down_bias", "up_bias")
+    count = len(w["down"])
+    z = torch.stack([adapter({p: w[p][i] for p in parts if p in w}, x, act) for i in range(count)])
+    asked = x @ w["query"].T + w["query_bias"]
+    a = torch.stack([(asked * (z[i] @ w["key"].T)).sum(-1, keepdim=True) for i in range(count)]).softmax(0)
+    mixed = (a * z).sum(0)
+    return mixed @ w["value"].T if "value" in w else mixed
+
+
 def sparse_adapter(w: Weights, x: Tensor, d_out: int, r: int, act: str) -> Tensor:
     """The adapter with what was pruned written as zeros."""
     whole = torch.zeros(r * (x.shape[-1] + d_out), dtype=x.dtype)
