@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, listed
@@ -146,8 +146,8 @@ class Terms:
     def frozen(self, call: ast.Call, module: str) -> Frozen:
         if len(call.args) != 1 or call.kwargs:
             raise error("P108", f"`{call.function}` is a module of the model and takes one value", call.span)
-        value = self.term(call.args[0])
         size = self.scope.weight_of(module)
+        value = self.inside(call.args[0], Tokens(size[-1])) if size else self.term(call.args[0])
         if not isinstance(value.shape, Tokens) or (size and size[-1] != value.shape.d):
             expected = f"[…, {size[-1]}]" if size else "hidden states"
             raise error(
@@ -159,6 +159,15 @@ class Terms:
             )
         shape = Tokens(size[0], value.shape.of) if len(size) == 2 else value.shape
         return Frozen(call.function, module, value, shape=shape, source=call)
+
+    def inside(self, source: ast.Expr, shape: Tokens) -> Term:
+        """An argument of a frozen module: its forms give what that module reads."""
+        assert self.target is not None
+        outside, self.target = self.target, replace(self.target, shape=shape)
+        try:
+            return self.term(source)
+        finally:
+            self.target = outside
 
     def applied(self, call: ast.Call, form: Form, owner: str | None = None, at: ast.Call | None = None) -> Applied:
         bound = self.scope.bound(call, form)

@@ -15,6 +15,7 @@ from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import STREAM, Bound, RegionEdit, contains_state, heads_of, rows
+from peftc.rewriting.emit import base_call
 from peftc.rewriting.positions import located_call, tells
 from peftc.rewriting.prompts import prompted_call, set_tokens
 from peftc.rewriting.slabs import Slabs, layout
@@ -35,8 +36,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 class Inserter:
     """Inserts edits one after the other. A later edit reads what an earlier one wrote."""
 
-    def __init__(self, traced: Traced) -> None:
-        self.traced, self.graph = traced, traced.graph
+    def __init__(self, traced: Traced, base: type | None = None) -> None:
+        self.traced, self.graph, self.base = traced, traced.graph, base
         self.latest: dict[fx.Node, fx.Node] = {}
         self.made = 0
         self.weights: dict[tuple[str, str], fx.Node] = {}  # the parameter reads that have been rewritten
@@ -299,8 +300,10 @@ class _Assignment:
             case ir.Applied():
                 return self.applied(term, like=None)
             case ir.Frozen(function=function, input=value):
-                argument = self.term(value)
-                return self.module(self.edit.functions[function], argument)
+                argument, name = self.term(value), self.edit.functions[function]
+                if not name:  # the region itself, as it is without edits
+                    return self.function(base_call, self.inserter.base, argument)
+                return self.module(name, argument)
             case ir.Arithmetic(op="+", left=left, right=ir.Applied() as form) if self.adds(form, left):
                 return self.applied(form, like=None, plus=self.term(left))
             case ir.Arithmetic(op=op, left=left, right=right):

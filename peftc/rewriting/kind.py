@@ -224,7 +224,7 @@ class Kind:
         return found
 
     def rewrite(self, traced: Traced) -> None:
-        inserter = Inserter(traced)
+        inserter = Inserter(traced, self.base)
         for edit in self.edits:
             inserter.insert(edit)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peftc.forms import shapes
+from peftc.semantics.vocabulary import FROZEN
 from peftc.tracing import graphs
 from peftc.tracing.kinds import Anatomy, Stack, example_width
 from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, WeightRef
@@ -70,7 +72,13 @@ def module_site(name: str, steps: Steps, anatomy: Anatomy, group: str = "") -> S
         shape = seen.get(name)
         if shape and (state == "h" or not isinstance(module, nn.Embedding)):
             states[state] = State(state, shapes.Tokens(shape[-1]), Place(node))
-    return Site(path_of(steps), steps, name, name, type(module).__name__, states, {}, group)
+    own = {steps[-1][0]: name} if steps[-1][0] in FROZEN and callable_on_one(module) else {}
+    return Site(path_of(steps), steps, name, name, type(module).__name__, states, own, group)
+
+
+def callable_on_one(module: nn.Module) -> bool:
+    """Whether the forward of a module takes one value and nothing else."""
+    return len(inspect.signature(type(module).forward).parameters) == 2
 
 
 def qualified(stack: str | None, steps: Steps) -> Steps:

@@ -65,6 +65,15 @@ ELSEWHERE = (  # sites and states that no published recipe needs, but the langua
         identity=False,
     ),
     Recipe(
+        "head-of",
+        "edit e at head { h = 0.5 * h + 0.5 * head(x + adapter(x, r=3, act=tanh)) }\nedit s at head { h *= scalar(init=1) }",
+        elsewhere.head_of_changed("e"),
+        identity=False,
+        folds=None,
+        on=("bart", "gpt2", "llama"),
+        edits=("e", "s"),
+    ),
+    Recipe(
         "embeddings",
         at("embed", "vector(init=1)", "*="),
         elsewhere.embeddings("e"),

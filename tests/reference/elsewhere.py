@@ -76,6 +76,19 @@ def embeddings(edit: str) -> Method:
     return apply
 
 
+def head_of_changed(edit: str, act: str = "tanh") -> Method:
+    """h ← ½ h + ½ head(x + f(x)), and then γ h: the head as it is without edits, of another value."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        head = ref.model.get_output_embeddings()
+        name = next(n for n, m in ref.model.named_modules() if m is head)
+        w, s = part(weights, edit, "head", "adapter"), part(weights, "s", "head", "scalar")["scale"]
+        own = type(head).forward
+        ref.output(name, lambda h, x: s * (0.5 * h + 0.5 * own(head, x + forms.adapter(w, x, act))))
+
+    return apply
+
+
 def scaled_heads(edit: str) -> Method:
     """head ← l ⊙ head, l (heads, d_head)."""
 
