@@ -43,10 +43,10 @@ CODES: dict[str, CodeInfo] = {
         "The tokens of a prompt take positions of the model, and at least one has to be left for the input.",
     ),
     "P315": CodeInfo(
-        "ladder without a matching depth",
-        "The side network of a ladder has one rung for each layer, and its value enters the last layer of the stack: the "
+        "form that ends before its stack",
+        "`ladder` and `layer_attention` hand a state from layer to layer, and their value enters the last layer of the stack: the "
         "selector must reach that layer. A stack whose layers are one layer that runs several times has no place for the "
-        "rungs between.",
+        "states between.",
     ),
     # P5xx: the model, its weights, saved adapters
     "P501": CodeInfo(

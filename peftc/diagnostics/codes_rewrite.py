@@ -119,7 +119,7 @@ REWRITE: dict[str, CodeInfo] = {
     ),
     "P421": CodeInfo(
         "checkpoint that loses a gradient",
-        "A rung of a ladder runs again for its gradients, and what it was handed from the layer below has none: reentrant "
+        "A layer with a `ladder` or a `layer_attention` runs again for its gradients, and what it was handed from below has none: reentrant "
         "gradient checkpointing runs a layer without gradients first, and cannot see a state that does not go through the "
         "layer's arguments. `use_reentrant=False`, the default of transformers and PyTorch, keeps it.",
     ),

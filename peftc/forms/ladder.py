@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peftc.forms.adapter import width
 from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, features, integer, over
+from peftc.forms.handed import check_depth
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape
 
@@ -19,21 +20,8 @@ def _shape(args: Args, dims: Dims) -> Shape:
     d, _, _ = sizes(args, dims)
     if features("ladder", dims.target, "writes") != d:
         raise Illegal("P301", f"`ladder` reads {dims.input} but writes {dims.target}", "input")
-    if dims.spots:
-        _check_depth(dims)
+    check_depth("ladder", dims)
     return over(dims)
-
-
-def _check_depth(dims: Dims) -> None:
-    """Raises: Illegal P315 where the last layer has no rung, or one forward passes a rung more than once."""
-    stack, _, last = dims.spots[-1].layer.rpartition("[")
-    if dims.runs > 1:
-        message = f"the layers of `{stack}` share weights and run {dims.runs} times: a ladder has one rung for each"
-        raise Illegal("P315", message)
-    if not last or int(last[:-1]) != dims.depth - 1:
-        where = f"its last rung is at layer {last[:-1]} of {dims.depth}" if last else "it has no rung in a layer"
-        help_ = f"let the selector reach `layer[{dims.depth - 1}]`" if last else "write it at `layer[*]`"
-        raise Illegal("P315", f"a ladder ends at the last layer of its stack, and {where}", help=help_)
 
 
 def _count(args: Args, dims: Dims) -> Count:

@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.adapter_module import ACTIVATION, EPSILON
 from peftc.forms.arguments import number
+from peftc.forms.handed_module import Handed, lost_gradient, runs_again
 from peftc.forms.ladder import sizes
 from peftc.forms.module import Draw, FormModule, constant, kaiming, projections
 from peftc.forms.registry import Args, Dims
-
-
-class Handed:
-    """The states of the present forward, by task and rung. Belongs to one model: copies and pickles begin without any."""
-
-    def __init__(self) -> None:
-        self.states: dict[str | None, dict[int, Tensor]] = {}
-
-    def __deepcopy__(self, memo: Any) -> Handed:
-        return Handed()
-
-    def __reduce__(self) -> Any:
-        return Handed, ()
-
-    def before(self, task: str | None, rung: int, again: bool) -> Tensor | None:
-        """The state of the rung below; None for the first of a forward. A layer that was dropped hands on what it was given.
-
-        `again`: the rung is computed once more, for the gradients of a forward that is over.
-        """
-        states = self.states.setdefault(task, {})
-        below: Tensor | None = None
-        other = rung == 0
-        for reached, state in states.items():  # in ascending order
-            if reached < rung:
-                below = state
-            else:
-                other = True  # reached already: by another forward
-        if again or not other:
-            return below
-        states.clear()
-        return None
 
 
 class LadderEnd(FormModule):
@@ -61,7 +29,7 @@ class LadderEnd(FormModule):
         self.end_norm_bias = self.parameter("end_norm_bias", r)
         self.up = self.parameter("up", d, r)
         self.up_bias = self.optional("up_bias", args["bias"], d)
-        self.handed = Handed()
+        self.handed = Handed[Tensor]()
 
     def forward(self, s: Tensor) -> Tensor:
         normed = F.layer_norm(s, s.shape[-1:], self.end_norm_weight, self.end_norm_bias, EPSILON)
@@ -103,12 +71,10 @@ class Ladder(FormModule):
     def forward(self, h: Tensor, plus: Tensor | None = None) -> Tensor:
         end = self.owner_module
         assert isinstance(end, LadderEnd)
-        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # pyright: ignore
+        again = runs_again()
         below = end.handed.before(self.task, self.index, again)
         if again and below is not None and self.down.requires_grad and not below.requires_grad:
-            message = "the side network has no gradient: this layer ran without gradients, and runs again for them"
-            help_ = 'use `gradient_checkpointing_kwargs={"use_reentrant": False}`'
-            raise PeftcError(Diagnostic("P421", message, help=help_))
+            raise lost_gradient("the side network")
         s = self.rung(h.detach().to(self.down.dtype), below)
         if self.index + 1 < self.form_dims.sites:
             if not again:

@@ -160,6 +160,7 @@ CASES = (
     ),
     Case("fusion", T12, T12, {"n": 3, "r": 4}),
     Case("fusion", T12, T12, {"n": 2, "reduction": 3, "act": "gelu", "bias": False, "value": False, "dropout": 0.2}),
+    Case("layer_attention", T12, T12, sites=2),
     Case("hyper", T12, T12, {"r": 3, "t": 5, "m": 4}, sites=3),
     Case(
         "hyper",
@@ -235,6 +236,11 @@ def shaken(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
         for name, parameter in parameters(module).items():
             parameter.add_(torch.randn(parameter.shape, generator=seeded(name + "!")).to(dtype))
     return module.eval()
+
+
+def alone(case: Case) -> bool:
+    """Whether a form does something where it stands at one site: a mixture of one layer is that layer's state."""
+    return case.name != "layer_attention"
 
 
 def every(keep: Callable[[Case], bool] = lambda case: True) -> list[Case]:

@@ -12,7 +12,7 @@ from peftc.forms.kron import scale as kron_scale
 from peftc.forms.lora import scale
 from peftc.forms.module import FormModule, build, build_owner, parameter_dtype
 from peftc.forms.shapes import Tokens
-from tests.forms.cases import CASES, Case, base, buffers, every, made, owner, parameters, seeded, shaken
+from tests.forms.cases import CASES, Case, alone, base, buffers, every, made, owner, parameters, seeded, shaken
 from tests.reference import forms as reference
 
 TOLERANCE = 1e-12
@@ -81,6 +81,8 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             return (reference.reft(w, x, bool(args["orthogonal"]), bool(args["subtract"])),)
         case "ladder":
             return (reference.ladder_end(w, reference.rung(w, x, None, str(args["act"]))),)
+        case "layer_attention":
+            return (reference.layer_attention(w, [x]),)
         case "hyper":
             at = (case.sites - 1, (case.sites - 1) % 2)
             net = at[1] if args["nets"] == "positions" else 0
@@ -165,7 +167,7 @@ def test_deviation_of_first_values(given: dict[str, object], name: str, low: flo
     assert low <= float(module.get_parameter(name).detach().std()) <= high
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", every(alone), ids=str)
 def test_every_parameter_gets_a_gradient(case: Case) -> None:
     module = shaken(case)
     values = parts(module(case.like()))
@@ -191,7 +193,7 @@ def test_dropout_follows_the_training_flag(case: Case) -> None:
     assert not torch.equal(module(x), module(x))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", every(alone), ids=str)
 def test_copies_and_pickles(case: Case) -> None:
     module, x = shaken(case), case.like()
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

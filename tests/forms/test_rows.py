@@ -15,7 +15,7 @@ from peftc.forms.lora import scale
 from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import build
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
-from tests.forms.cases import BATCH, CASES, Case, every, made, owner, parameters, shaken, size
+from tests.forms.cases import BATCH, CASES, Case, alone, every, made, owner, parameters, shaken, size
 
 NUMERICAL = 1e-12
 PASSING: list[tuple[str, Args]] = [
@@ -115,7 +115,7 @@ def test_scale_of_low_rank_forms() -> None:
     assert [scale(form.fill({"r": 4, **given})) for given, _ in said] == [want for _, want in said]
 
 
-@pytest.mark.parametrize("case", every(lambda c: c.form.takes_input), ids=str)
+@pytest.mark.parametrize("case", every(lambda c: c.form.takes_input and alone(c)), ids=str)
 def test_affine_where_the_row_says_so_and_nowhere_else(case: Case) -> None:
     module, x, y = shaken(case), case.like(), case.like().flip(-1)
     mixed, apart = module(0.3 * x + 0.7 * y), 0.3 * module(x) + 0.7 * module(y)
@@ -165,6 +165,7 @@ REFUSED = [
     ("sparse_adapter", {"density": 0.1}, T, T, "P312", None),
     ("sparse_adapter", {"density": 0.1, "r": 2}, T, W, "P310", None),
     ("masked", {"density": 0.1}, None, T, "P310", None),
+    ("layer_attention", {}, Tokens(4), T, "P301", "input"),
     ("fusion", {"n": 2}, T, T, "P312", None),
     ("fusion", {"n": 2, "r": 2}, Tokens(4), T, "P301", "input"),
     ("lines", {"density": 0.1}, None, T, "P310", None),

@@ -135,6 +135,13 @@ LAYERS = (
         on=("bart", "bert", "t5", "llama"),
     ),
     Recipe(
+        "layer-attention",
+        at("layer[*]", "layer_attention(h)", "="),
+        by_hand.layer_attention("e"),
+        identity=False,
+        on=("bart", "bert", "t5", "llama"),
+    ),
+    Recipe(
         "hyper",
         at("layer[*].attn | layer[*].ffn", "hyper(h, r=4, t=5, m=6, act=gelu)"),
         by_hand.hyper("e", "attn ffn", "gelu"),

@@ -120,6 +120,7 @@ COUNTS = {
     "hypernetwork_adaptbert": (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64 + 3 * 64 * (2 * D * 16 + 2 * D),
     "diff_pruning": 2 * WEIGHTS + QKVO + 2 * FFN + 5 * 12,
     "adapterfusion": FFN * (3 * D * D + D),
+    "attention_fusion": 2 * D,
     "unipelt": 43_914_372,  # measured in AdapterHub
 }
 

@@ -178,6 +178,12 @@ def lines(w: Weights, size: tuple[int, ...], by: str) -> Tensor:
     return whole
 
 
+def layer_attention(w: Weights, states: list[Tensor]) -> Tensor:
+    """Σ aₗ hₗ, a = softmaxₗ(hₗ · q)."""
+    scores = torch.stack([state @ w["query"] for state in states]).softmax(0)
+    return torch.stack([a[..., None] * state for a, state in zip(scores, states, strict=True)]).sum(0)
+
+
 def fusion(w: Weights, x: Tensor, act: str) -> Tensor:
     """Σᵢ aᵢ zᵢ V, a = softmax((x Q + b) · zᵢ K), zᵢ what the adapter i makes of x."""
     parts = ("down", "up", "down_bias", "up_bias")

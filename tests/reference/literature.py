@@ -210,6 +210,24 @@ def ladder(edit: str, act: str = "relu") -> Method:
     return apply
 
 
+def layer_attention(edit: str) -> Method:
+    """The last state of each stack becomes a mixture of those of all its layers."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        states = dict[str, list[Tensor]]()
+        last = {layer.stack: layer.index for layer in ref.layers}
+        for layer in ref.layers:
+            w = part(weights, edit, f"{edit}.layer_attention.{layer.stack}", "layer_attention")
+
+            def change(h: Tensor, x: Tensor, at: Layer = layer, w: Weights = w) -> Tensor:
+                states[at.stack] = [*(states[at.stack] if at.index else []), h]
+                return forms.layer_attention(w, states[at.stack]) if at.index == last[at.stack] else h
+
+            ref.output(layer.module, change)
+
+    return apply
+
+
 def hyper(edit: str, which: str, act: str = "relu", nets: bool = False) -> Method:
     """h ← h + f(h), f an adapter whose weights one network makes; or one for each place in a layer."""
 

@@ -1,4 +1,4 @@
-"""Ladder side-tuning: a state handed from layer to layer, beside them."""
+"""Ladder side-tuning and attention fusion: states handed from layer to layer, beside them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import torch
 from transformers import AlbertConfig
 
 import peftc
-from peftc.forms.ladder_module import Handed
+from peftc.forms.handed_module import Handed
 from tests import zoo
 from tests.laws.harness import close, randomise
 from tests.laws.recipe import at
 from tests.survival.test_checkpointing import switch_on
 
 SPEC = "peft 1\n" + at("layer[*]", "ladder(h, r=3)")
+ATTENTION = "peft 1\n" + at("layer[*]", "layer_attention(h)", "=")
+BELOW = "\nedit below at layer[*].attn.q { h += lora(x, r=2) }"
+
+both = pytest.mark.parametrize("spec", [SPEC, ATTENTION], ids=["ladder", "layer_attention"])
 
 
 def compiled(name: str, spec: str = SPEC, **options: Any) -> Any:
@@ -37,15 +41,17 @@ def test_no_gradient_enters_the_layers() -> None:
     assert [state.requires_grad for state in states] == [False] * (len(states) - 1) + [True]
 
 
-def test_only_the_last_layer_changes() -> None:
-    model, base = compiled("llama"), zoo.build("llama", torch.float64).eval()
+@both
+def test_only_the_last_layer_changes(spec: str) -> None:
+    model, base = compiled("llama", spec), zoo.build("llama", torch.float64).eval()
     given = zoo.inputs("llama", model)
     now, before = (m(**given, output_hidden_states=True).hidden_states for m in (model, base))
     assert [torch.equal(a, b) for a, b in zip(now, before, strict=True)] == [True] * (len(now) - 1) + [False]
 
 
-def test_checkpoints_that_keep_hooks_give_the_same_gradients() -> None:
-    model = compiled("llama").train()
+@pytest.mark.parametrize("spec", [SPEC, ATTENTION, ATTENTION + BELOW], ids=["ladder", "layer_attention", "below"])
+def test_checkpoints_that_keep_hooks_give_the_same_gradients(spec: str) -> None:
+    model = compiled("llama", spec).train()
     given = zoo.inputs("llama", model, labels=True)
     want = gradients(model, given)
     switch_on(model)
@@ -55,17 +61,19 @@ def test_checkpoints_that_keep_hooks_give_the_same_gradients() -> None:
     close(gradients(model, given)[key], want[key], "again")  # nothing of the last step is left
 
 
-def test_reentrant_checkpoints_are_refused() -> None:
-    """They would lose the gradient of all rungs but the last, silently."""
-    model = compiled("llama").train()
+@both
+def test_reentrant_checkpoints_are_refused(spec: str) -> None:
+    """They would lose the gradient of all states but the last, silently."""
+    model = compiled("llama", spec).train()
     switch_on(model, reentrant=True)
     model.enable_input_require_grads()
     with pytest.raises(peftc.PeftcError, match="P421"):
         model(**zoo.inputs("llama", model, labels=True)).loss.backward()
 
 
-def test_compiled_by_torch_it_computes_the_same() -> None:
-    model = compiled("bert")
+@both
+def test_compiled_by_torch_it_computes_the_same(spec: str) -> None:
+    model = compiled("bert", spec)
     given = zoo.inputs("bert", model)
     with torch.no_grad():
         want = model(**given)[0]
@@ -75,8 +83,9 @@ def test_compiled_by_torch_it_computes_the_same() -> None:
             close(fast(**given)[0], want, "compiled")
 
 
-def test_states_belong_to_one_model_and_one_forward() -> None:
-    model = compiled("bert").train()
+@both
+def test_states_belong_to_one_model_and_one_forward(spec: str) -> None:
+    model = compiled("bert", spec).train()
     given = zoo.inputs("bert", model)
     want = model(**given)[0]  # its states are kept, for checkpoints
     twin = copy.deepcopy(model)
@@ -85,8 +94,22 @@ def test_states_belong_to_one_model_and_one_forward() -> None:
     close(model(**given)[0], want, "again")
 
 
+@torch.no_grad()
+def test_a_query_along_one_state_finds_it() -> None:
+    """All attention on the first layer: the head sees its state."""
+    model = compiled("llama", ATTENTION)
+    given = zoo.inputs("llama", model)
+    states = model.model(**given, output_hidden_states=True).hidden_states[1:-1]
+    token = torch.stack([state[0, 0] for state in states])
+    (query,) = peftc.parameters(model).values()
+    query.copy_(1e4 * (token[0] - token[1]))  # of two; the last state is as far from it
+    model.eval()
+    want = model.lm_head(model.model.norm(token[0]))
+    close(model(**given).logits[0, 0], want, "the first")
+
+
 def test_a_dropped_layer_hands_on_what_it_was_given() -> None:
-    handed, one = Handed(), torch.ones(1)
+    handed, one = Handed[torch.Tensor](), torch.ones(1)
     handed.before(None, 0, again=False)
     handed.states[None][0] = one
     assert handed.before(None, 2, again=False) is one
@@ -96,8 +119,9 @@ def test_a_dropped_layer_hands_on_what_it_was_given() -> None:
     assert handed.before("task", 3, again=False) is None
 
 
-def test_rows_of_several_tasks_climb_ladders_of_their_own() -> None:
-    model = compiled("llama", SPEC.replace("layer[*]", "layer[*] per task"), tasks=("a", "b"))
+@both
+def test_rows_of_several_tasks_have_states_of_their_own(spec: str) -> None:
+    model = compiled("llama", spec.replace("layer[*]", "layer[*] per task"), tasks=("a", "b"))
     given = zoo.inputs("llama", model)
     with torch.no_grad():
         alone = []
@@ -112,19 +136,21 @@ def test_rows_of_several_tasks_climb_ladders_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("site", "said"),
     [
-        ("layer[0]", "its last rung is at layer 0 of 3"),
+        ("layer[0]", "its last place is layer 0 of 3"),
         ("layer[0].ffn", "layer[2]"),
-        ("embed", "it has no rung in a layer"),
+        ("embed", "it has no place in a layer"),
     ],
 )
-def test_a_ladder_without_a_matching_depth_is_refused(site: str, said: str) -> None:
+@both
+def test_without_the_last_layer_it_is_refused(spec: str, site: str, said: str) -> None:
     with pytest.raises(peftc.PeftcError, match="P315") as found:
-        peftc.plan("peft 1\n" + at(site, "ladder(h, r=3)"), zoo.config("llama"))
+        peftc.plan(spec.replace("layer[*]", site), zoo.config("llama"))
     assert said in str(found.value)
     assert found.value.diagnostics[0].span is not None
 
 
-def test_layers_that_are_one_layer_have_no_rungs() -> None:
+@both
+def test_layers_that_are_one_layer_have_no_places(spec: str) -> None:
     config = AlbertConfig(
         vocab_size=61,
         embedding_size=8,
@@ -134,4 +160,4 @@ def test_layers_that_are_one_layer_have_no_rungs() -> None:
         intermediate_size=20,
     )
     with pytest.raises(peftc.PeftcError, match="run 3 times"):
-        peftc.plan(SPEC, config)
+        peftc.plan(spec, config)
