@@ -74,3 +74,34 @@ def test_the_same_numbers_and_gradients(method: str, name: str) -> None:
     numbers, slopes = adapterhub.measured(model, name, labels)
     assert numbers == pytest.approx(MEASURED[method][name], rel=TOLERANCE, abs=TOLERANCE)
     assert slopes == pytest.approx(SLOPES[method][name], rel=TOLERANCE, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", adapterhub.FUSION)
+def test_the_same_fusion(name: str, tmp_path: Path) -> None:
+    """Two saved adapters, mixed. A bias of the keys, which theirs has, changes nothing."""
+    modules = {
+        layer.ffn.path: adapterhub.adapter_module(name, layer.stack, layer.index, "ffn")
+        for layer in Reference(name, zoo.build(name, torch.float64)).layers
+    }
+    text = "peft 1\nedit e at layer[*].ffn { h += %s }"
+
+    def compiled(form: str, part: str, names: dict[str, str]) -> tuple[Any, dict[str, torch.Tensor]]:
+        model = peftc.compile(text % form, zoo.build(name, torch.float64), seed=0)
+        found: dict[str, torch.Tensor] = {}
+        for key, parameter in peftc.parameters(model).items():
+            _, path, tensor = key.split("/")
+            label = f"{modules[path]}.{part}.{names[tensor.rpartition('.')[2]]}"
+            found[label] = parameter
+            with torch.no_grad():
+                parameter.copy_(adapterhub.draw(label, tuple(parameter.shape)))
+        return model, found
+
+    for one in "ab":
+        model, _ = compiled("adapter(h, reduction=16)", f"adapters.{one}", adapterhub.NAMES["adapter"])
+        peftc.save(model, tmp_path / one)
+    part = adapterhub.FUSED_BY.rstrip(".")
+    model, labels = compiled("fusion(h, n=2, reduction=16)", part, adapterhub.FUSION_NAMES)
+    peftc.fuse(model, [tmp_path / "a", tmp_path / "b"])
+    numbers, slopes = adapterhub.measured(model.eval(), name, labels)
+    assert numbers == pytest.approx(MEASURED["fusion"][name], rel=TOLERANCE, abs=TOLERANCE)
+    assert slopes == pytest.approx(SLOPES["fusion"][name], rel=TOLERANCE, abs=TOLERANCE)

@@ -81,10 +81,18 @@ METHODS: dict[str, tuple[str, ...]] = {  # method: the zoo models it is run on
     "noreft": ("gpt2",),
     "direft": ("bert-base",),
 }
+FUSION = ("bert-base", "gpt2")  # the zoo models on which adapters `a` and `b` are fused
+FUSION_NAMES = {  # our names of its tensors; a bias of the keys is the same in all scores, and we have none
+    "query": "query.weight",
+    "query_bias": "query.bias",
+    "key": "key.weight",
+    "value": "value.weight",
+}
 LENGTH, WIDTH, REDUCTION = 3, 5, 8  # of the prefix and its MLP; of mam's adapter
 PHM, RANK, REFT = 4, 4, 2  # reduction of compacter's adapter; ranks of unipelt's LoRA and of the ReFTs
 FIRST, LAST = 2, 1  # tokens
 ALPHA = 2  # of unipelt's LoRA, where it has none
+FUSED_BY = "adapter_fusion_layer.a,b."
 FUSED = "c_attn.loras.a."  # of q, and then of v
 
 
@@ -149,7 +157,7 @@ def measured(
 
 def kind(label: str) -> str:
     """What a tensor is, whatever the layer: `adapter_down.0.weight`."""
-    return label.rpartition(".a.")[2]
+    return label.rpartition(FUSED_BY if FUSED_BY in label else ".a.")[2]
 
 
 def main() -> None:
@@ -193,7 +201,33 @@ def main() -> None:
                 found, slopes = _measured(model, name, own)
             outputs.setdefault(method, {})[name] = found
             gradients.setdefault(method, {})[name] = slopes
+    for name in FUSION:
+        model = zoo.build(name, torch.float64, attn_implementation="eager")
+        found, slopes = _fused(model, name, reads_h)
+        outputs.setdefault("fusion", {})[name] = found
+        gradients.setdefault("fusion", {})[name] = slopes
     json.dump({"outputs": outputs, "gradients": gradients}, sys.stdout, indent=1)
+
+
+def _fused(model: nn.Module, name: str, config: Any) -> tuple[list[float], dict[str, float]]:
+    """Two adapters, and their fusion, whose tensors alone have slopes."""
+    import adapters
+
+    own = set(model.state_dict())
+    adapters.init(model)
+    for one in "ab":
+        model.add_adapter(one, config=config)
+    both = adapters.Fuse("a", "b")
+    model.add_adapter_fusion(both)
+    model.set_active_adapters(both)
+    model.double().eval().requires_grad_(True)
+    added = {key: p for key, p in model.named_parameters() if key not in own}
+    with torch.no_grad():
+        for key, parameter in added.items():
+            parameter.copy_(draw(key, tuple(parameter.shape)))
+    asked = {key: p for key, p in added.items() if key.endswith(tuple(FUSION_NAMES.values())) and FUSED_BY in key}
+    with _exact():
+        return measured(model, name, asked)
 
 
 @contextmanager
