@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from peftc.forms.adapter import width
 from peftc.forms.arguments import features, integer, number
-from peftc.forms.module import Draw, FormModule, constant, projections
+from peftc.forms.module import Draw, FormModule, HiddenUnits, constant, projections
 from peftc.forms.registry import Args, Dims
 from peftc.forms.shapes import Heads, Rows
 
@@ -73,6 +73,11 @@ class Adapter(FormModule):
 
     def fold(self, value: Affine) -> Affine:
         return value.through(self.down, self.down_bias).through(self.up, self.up_bias)
+
+    def hidden_units(self) -> HiddenUnits | None:
+        if self.norm_in_weight is not None or self.norm_out_weight is not None:
+            return None
+        return self.down, self.down_bias, self.up, self.up_bias, self.act
 
 
 class Bottleneck(FormModule):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from peftc.forms.arguments import features, integer, number
 from peftc.forms.lora import scale
-from peftc.forms.module import Draw, FormModule, constant, kaiming
+from peftc.forms.module import Draw, FormModule, HiddenUnits, constant, kaiming
 from peftc.forms.registry import Args, Dims
 from peftc.forms.shapes import Weight
 
@@ -53,6 +53,9 @@ class LoRA(FormModule):
 
     def fold(self, value: Affine) -> Affine:
         return value.through(self.A).through(self.B).scaled(self.scale)
+
+    def hidden_units(self) -> HiddenUnits | None:
+        return self.A, None, self.scale * self.B, None, "none"
 
 
 class LowRank(FormModule):

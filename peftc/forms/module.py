@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Generators = Callable[[str], torch.Generator]  # from the name of a parameter to the CPU generator of its values
 Draw = Callable[[Tensor, torch.Generator], object]  # fills a float32 tensor in place
 Pair = tuple[Tensor, Tensor]
+HiddenUnits = tuple[Tensor, Tensor | None, Tensor, Tensor | None, str]
 
 
 class Placement(Protocol):
@@ -147,6 +148,10 @@ class FormModule(nn.Module):
     def fold(self, value: Affine) -> Affine:
         """This form of an affine value; only where `Form.affine` says None."""
         raise TypeError(f"{type(self).__name__} is not affine")  # the planner's verdict comes first
+
+    def hidden_units(self) -> HiddenUnits | None:
+        """Of U act(D x + b) + c the parts D (r, d_in), b (r,), U (d_out, r), c (d_out,), and the name of act; None for another form."""
+        return None
 
     def extra_repr(self) -> str:
         said = (f"{k}={v}" for k, v in self.form_args.items() if v is not None)

@@ -47,6 +47,7 @@ def fold(
     only: Iterable[str] | None = None,
     name: str | None = None,
     dequantize: bool = False,
+    widen: bool = False,
     sample: Mapping[str, Any] | None = None,
 ) -> FoldReport: ...
 @overload
@@ -65,6 +66,7 @@ def fold(
     only: Iterable[str] | None = None,
     name: str | None = None,
     dequantize: bool = False,
+    widen: bool = False,
     sample: Mapping[str, Any] | None = None,
 ) -> FoldReport | State:
     """Folds what folds into the weights of the base, in place; the other edits go on working.
@@ -78,7 +80,10 @@ def fold(
 
     Args: `only`: the names of the edits to fold, all of which must fold. `name`: of one spec of the model; the edits of
     others stay. `dequantize`: a weight that is quantised (torchao) is written out in full and folded into; without it, what would
-    change it is refused. `sample`: as in `compile`.
+    change it is refused. `widen`: a bottleneck that reads `x` beside an ffn without a gate, with the ffn's own activation or none, becomes
+    hidden units of the ffn, r of them (2r without an activation: act(z) − act(−z) = z for relu, gelu and silu); the
+    configuration follows where all ffns grow alike. Asked for together with `only`, what does not fold is reported, not raised.
+    `sample`: as in `compile`.
     Returns: what was folded, what became of each parameter, and what was refused, with the sub-expression that prevents it.
     Raises: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529 (switched off), P530 (NaN or infinite entries), P531 and P532
     (`only`), P538 (no state). After an error the model is as it was.
@@ -87,6 +92,10 @@ def fold(
         from peftc.weights.state import fold_into_state  # which is made of the same steps
 
         return fold_into_state(model, only, name, sample)
+    if widen:
+        from peftc.weights.widening import fold_and_widen
+
+        return fold_and_widen(model, only, name, sample, dequantize)
     return Folding(model, only, name, sample, dequantize).run()
 
 
@@ -112,9 +121,9 @@ class Folding:
         self.sites = {site.path: site for site in self.analysis.table.sites}
         self.regions = _regions(self.record)
 
-    def run(self) -> FoldReport:
+    def run(self, strict: bool = True) -> FoldReport:
         refused, values = self.decided()
-        if self.only is not None and (wrong := [name for name in refused if name in self.only]):
+        if strict and self.only is not None and (wrong := [name for name in refused if name in self.only]):
             message = f"`{wrong[0]}` does not fold: {refused[wrong[0]]}"
             raise PeftcError(Diagnostic("P531", message, help="fold without `only` to fold what folds"))
         folded = [name for name in self.names if name not in refused]
@@ -151,7 +160,7 @@ class Folding:
             for name in _parameters(self.target(placed)):
                 parameter = self.parameter(name)
                 whole = self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0]))
-                if (reason := _unwritable(name, parameter, whole)) is not None:
+                if (reason := unwritable(name, parameter, whole)) is not None:
                     found.setdefault(placed.edit, reason)
                 elif trained.get(name) in stays:
                     found.setdefault(placed.edit, f"`{name}` is trained by `{trained[name]}`, which stays")
@@ -206,7 +215,7 @@ class Folding:
         flags = self.record.requires_grad | written.created_flags(self.record.requires_grad)
         try:
             written.swap()
-            rest = [(part, spec) for part in self.record.parts if (spec := _without(part, folded)) is not None]
+            rest = [(part, spec) for part in self.record.parts if (spec := without(part, folded)) is not None]
             if rest:
                 analysis = analysed(self.model, self.sample) if written.created else self.analysis
                 self.keep(rest, analysis, flags)
@@ -315,7 +324,8 @@ def _module(target: FoldTarget) -> str:
     return ref.module
 
 
-def _unwritable(name: str, parameter: nn.Parameter | None, dequantize: bool) -> str | None:
+def unwritable(name: str, parameter: nn.Parameter | None, dequantize: bool) -> str | None:
+    """Why nothing can be written into a parameter; None where it can."""
     if parameter is None:
         return f"`{name}` is computed from other parameters"
     if is_quantised(parameter):
@@ -329,7 +339,7 @@ def _unwritable(name: str, parameter: nn.Parameter | None, dequantize: bool) -> 
     return None
 
 
-def _without(part: Part, folded: Collection[str]) -> ast.Spec | None:
+def without(part: Part, folded: Collection[str]) -> ast.Spec | None:
     """The statements that are left, and the shared parameters that they use. What was expected held before."""
     spec = parse_text(part.text)
     kept = [s for s in spec.statements if isinstance(s, ast.Edit | ast.Train) and s.name not in folded]
