@@ -43,7 +43,17 @@ RATES = {
         "hypernetwork",
         "hypernetwork_adaptbert",
     ),  # each entry of an embedding moves every weight that is made of it
-    5e-4: ("cross_attention", "far", "fishmask", "lt_sft", "layernorm", "difffit", "bitfit", "diff_pruning"),
+    5e-4: (
+        "adapterfusion",
+        "cross_attention",
+        "far",
+        "fishmask",
+        "lt_sft",
+        "layernorm",
+        "difffit",
+        "bitfit",
+        "diff_pruning",
+    ),
     1e-3: ("adaptive_prefix", "p_tuning", "ipt"),
     1e-2: ("prefix", "prefix_ungated", "multi_head_parallel", "said", "vera", "ia3", "krona", "lokr"),
     3e-2: ("prompt_tuning", "spot"),
@@ -179,7 +189,7 @@ def started(model: nn.Module, recipe: str, words: Words, learn: list[tuple[str, 
         with TemporaryDirectory() as folder:
             for name, question in SIMPLER.items():
                 other = prepared("pfeiffer", spec("pfeiffer"))
-                train(other, "pfeiffer", words, [(text, question(text)) for text, _ in learn], steps // 2)
+                train(other, recipe, words, [(text, question(text)) for text, _ in learn], steps)
                 peftc.save(other, Path(folder) / name)
             peftc.fuse(model, [Path(folder) / name for name in SIMPLER])
 
