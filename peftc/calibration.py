@@ -183,7 +183,8 @@ def differentiable(model: nn.Module, leaves: Leaves, training: bool) -> Generato
     for name, module in leaves.pruned.items():
         module.dense = dense[name]
     try:
-        yield parameters
+        with torch.enable_grad():
+            yield parameters
     finally:
         for module in leaves.pruned.values():
             module.dense = None
@@ -195,6 +196,16 @@ def differentiable(model: nn.Module, leaves: Leaves, training: bool) -> Generato
             module.training = modes[name]
 
 
+def backward(found: Tensor) -> None:
+    """Raises: P541 where the loss does not depend on what is scored."""
+    if not found.requires_grad:
+        message = "the loss of a batch has no gradient"
+        raise PeftcError(
+            Diagnostic("P541", message, help="give the loss as it was computed, outside of inference mode")
+        )
+    found.backward()
+
+
 def gradients(
     model: nn.Module, parameters: Mapping[str, Tensor], batches: list[Batch], loss: Loss
 ) -> Iterator[dict[str, Tensor]]:
@@ -202,7 +213,7 @@ def gradients(
     for batch in batches:
         for parameter in parameters.values():
             parameter.grad = None
-        loss(model, batch).backward()
+        backward(loss(model, batch))
         yield {n: torch.zeros_like(p) if p.grad is None else p.grad.float() for n, p in parameters.items()}
 
 
@@ -234,7 +245,7 @@ def change(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, l
         try:
             for batch in batches:
                 optimizer.zero_grad()
-                loss(model, batch).backward()
+                backward(loss(model, batch))
                 optimizer.step()
             return {name: (p.detach() - before[name]).abs().float() for name, p in parameters.items()}
         finally:

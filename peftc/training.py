@@ -136,8 +136,9 @@ def forms_of(model: nn.Module, record: Installation) -> Iterator[tuple[str, Form
 def of_present(name: str, record: Installation) -> bool:
     """Whether a form, by its saved name, is not of a task beside the present one."""
     present = record.task.present
-    _, _, task = name.rpartition("/")[2].partition(".tasks.")
-    return not task or not isinstance(present, str) or task == present
+    place, _, key = name.rpartition("/")
+    task = key.partition(".tasks.")[2] or place.rpartition(".tasks.")[2]  # of what sites have in common
+    return task not in record.task.names or not isinstance(present, str) or task == present
 
 
 @torch.no_grad()

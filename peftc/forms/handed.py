@@ -10,6 +10,11 @@ def check_depth(form: str, dims: Dims) -> None:
     if not dims.spots:
         return
     stack, _, last = dims.spots[-1].layer.rpartition("[")
+    if last and not dims.depth:
+        message = (
+            f"`{form}` cannot be `shared`: its places are not alike, and those of a stack have a part in common already"
+        )
+        raise Illegal("P315", message, help=f"write `{form}(…)` in the equation")
     if dims.runs > 1:
         message = f"the layers of `{stack}` share weights and run {dims.runs} times: `{form}` has one place for each"
         raise Illegal("P315", message)

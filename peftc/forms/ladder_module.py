@@ -46,7 +46,8 @@ class Ladder(FormModule):
     0 at the others. No gradient enters h. Blocks see one token at a time, so that a cache of keys and values changes nothing.
 
     Shapes: h, f (batch, tokens, d); s (batch, tokens, r); down (r, d); gate (1,); block_in (hidden, r); block_out (r, hidden).
-    Raises: P421 where the gradient would be lost on the way (checkpoints that run a layer without gradients first).
+    Raises: P421 where the gradient would be lost on the way (checkpoints that run a layer without gradients first), or be that of
+    another forward.
     Source: Sung et al. 2022, arXiv:2206.06522, section 3.2; a begins as 0.
     """
 
@@ -75,6 +76,7 @@ class Ladder(FormModule):
         below = end.handed.before(self.task, self.index, again)
         if again and below is not None and self.down.requires_grad and not below.requires_grad:
             raise lost_gradient("the side network")
+        end.handed.check(self.task, self.index, h, self.training or torch.is_grad_enabled(), again)
         s = self.rung(h.detach().to(self.down.dtype), below)
         if self.index + 1 < self.form_dims.sites:
             if not again:

@@ -39,7 +39,8 @@ class LayerAttention(FormModule):
     that a cache of keys and values changes nothing. A layer that was dropped is not among them.
 
     Shapes: h, f (batch, tokens, d).
-    Raises: P421 where the gradient of a state would be lost on the way (checkpoints that run a layer without gradients first).
+    Raises: P421 where the gradient of a state would be lost on the way (checkpoints that run a layer without gradients first), or be
+    that of another forward.
     Source: Cao et al. 2022, Findings of NAACL, Eq. 1 and 2. That q begins with zero, a mean of all layers, is of here.
     """
 
@@ -54,6 +55,7 @@ class LayerAttention(FormModule):
         below = common.handed.before(self.task, self.index, again) or ()
         if again and h.requires_grad and not all(state.requires_grad for state in below):
             raise lost_gradient("the attention over layers")
+        common.handed.check(self.task, self.index, h, self.training or torch.is_grad_enabled(), again)
         if self.index + 1 < self.form_dims.sites:
             if not again:
                 # Without gradients, not h itself: it is an output of the layer, and a checkpoint gives it one afterwards.

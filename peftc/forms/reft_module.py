@@ -58,8 +58,11 @@ class ReFT(FormModule):
         """R, (r, d_out)."""
         if not self.form_args["orthogonal"]:
             return self.R
-        q, upper = torch.linalg.qr(self.R.t())
-        return (q * upper.diagonal().sign()).t()
+        rows = (
+            self.R.float() if self.R.dtype in (torch.float16, torch.bfloat16) else self.R
+        )  # torch has no `qr` of these
+        q, upper = torch.linalg.qr(rows.t())
+        return (q * upper.diagonal().sign()).t().to(self.R.dtype)
 
     def draws(self) -> Mapping[str, Draw]:
         d = self.W.shape[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +25,28 @@ class Where:
     ahead: Tensor
     behind: Tensor | None
 
+    def of(self, rows: Tensor) -> Where:
+        """Those of some rows of the batch, by their numbers."""
+        ahead, behind = (p if p is None or len(p) == 1 else p[rows] for p in (self.ahead, self.behind))
+        assert ahead is not None
+        return Where(ahead, behind)
+
 
 class Sequence:
     """What the forms of a stack know of the call that the stack is running; `present` is None outside of one."""
 
     def __init__(self) -> None:
         self.present: Where | None = None
+
+    @contextmanager
+    def narrowed(self, rows: Tensor) -> Generator[None]:
+        """Inside of the block the call has these rows of its batch alone."""
+        before = self.present
+        self.present = None if before is None else before.of(rows.to(before.ahead.device))
+        try:
+            yield
+        finally:
+            self.present = before
 
 
 def picked(args: Args, sequence: Sequence | None, h: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule, Pair, has_values
+from peftc.forms.sequence_module import Sequence as Positions
 from peftc.forms.shapes import Heads, Rows, Vector, Weight
 
 
@@ -61,6 +63,7 @@ class Tasked(FormModule):
         self.__dict__["chosen"] = chosen
 
     chosen: Chosen
+    sequence: Positions | None = None  # where the forms pick positions
 
     def form(self, task: str) -> FormModule:
         return cast(FormModule, self.tasks[task])
@@ -89,15 +92,18 @@ class Tasked(FormModule):
             message = f"task_ids are for {len(numbers)} examples, and the batch has {like.shape[0]}"
             raise PeftcError(Diagnostic("P536", message))
         rows = numbers.to(like.device).repeat_interleave(like.shape[0] // len(numbers))
-        found = [
-            (where, self.form(name)(like[where]))
-            for i, name in enumerate(self.chosen.names)
-            if len(where := (rows == i).nonzero()[:, 0])
-        ]
+        found: list[tuple[Tensor, Tensor | Pair]] = []
+        for i, name in enumerate(self.chosen.names):
+            if len(where := (rows == i).nonzero()[:, 0]):
+                with self.of_rows(where):
+                    found.append((where, self.form(name)(like[where])))
         if isinstance(found[0][1], tuple):
             key, value = (self.joined([(where, part[i]) for where, part in found], len(rows)) for i in (0, 1))
             return key, value
         return self.joined(cast("list[tuple[Tensor, Tensor]]", found), len(rows))
+
+    def of_rows(self, where: Tensor) -> AbstractContextManager[None]:
+        return nullcontext() if self.sequence is None else self.sequence.narrowed(where)
 
     def joined(self, found: list[tuple[Tensor, Tensor]], count: int) -> Tensor:
         """The values of all rows in their order; one that is the same for all rows of a task is repeated for them."""

@@ -96,12 +96,10 @@ class Scope:
             self.depths[stack] = len({layer for layer in layers if stack and layer.rpartition("[")[0] == stack})
         return self.depths[stack]
 
-    def agree(self, name: str, form: Form, dims: Dims, span: ast.Expr) -> None:
-        """Raises: P305 where a shared set of parameters would need another shape than at its first place."""
-        if form.anywhere:
-            return
+    def agree(self, name: str, place: str, form: Form, dims: Dims, span: ast.Expr) -> None:
+        """Raises: P305 where a shared set of parameters would need another shape than where it was used first in `place`."""
         found = (form, dims.target, dims.input)
-        first = self.owners.setdefault(name, found)
+        first = self.owners.setdefault(place, found)
         if first != found:
             before, now = ((shapes[2], shapes[1]) for shapes in (first, found))
             raise PeftcError(

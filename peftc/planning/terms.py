@@ -182,7 +182,10 @@ class Terms:
         except Illegal as illegal:
             raise self.illegal(illegal, at or call, bound.input) from None
         if owner is not None:
-            self.scope.agree(owner, form, dims, at or call)
+            place = (
+                f"{owner} at {self.site.path}" if form.anywhere else owner
+            )  # each site has its own, used once or twice
+            self.scope.agree(owner, place, form, dims, at or call)
         return Applied(instance, value, shape=shape, source=at or call)
 
     def illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:

@@ -148,7 +148,10 @@ class Surgery:
             for task, tail in instance.copies()
             if task is not None
         }
-        return Tasked(self.chosen, forms)
+        made = Tasked(self.chosen, forms)
+        if picks(instance):
+            vars(made)[SEQUENCE] = self.sequences[placed.edit, placed.site.path]
+        return made
 
     def one_form(
         self,

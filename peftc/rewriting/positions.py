@@ -18,6 +18,7 @@ from peftc.rewriting.prompts import EMBEDS, taking
 from peftc.tracing.kinds import Anatomy
 
 KIND = "positions"  # of the anchor
+NAME = "<positions>"  # in the place of an edit's, and no edit can have it
 SEQUENCE = "sequence"  # the name in a region's container under which the forms' knowledge stands
 
 
@@ -40,7 +41,7 @@ def position_regions(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Regi
             span = next(iter(p.assigns)).source.span
             note = f"known are those of layers in a module that takes `{EMBEDS}`, but not of the context they attend to"
             raise PeftcError(Diagnostic("P422", message, span, notes=(note,), help="leave out `first` and `last`"))
-        edit = RegionEdit(KIND, KIND, (), {KIND: Bound(anchor=Anchor(KIND, "", ()))}, {}, ())
+        edit = RegionEdit(NAME, KIND, (), {KIND: Bound(anchor=Anchor(KIND, "", ()))}, {}, ())
         first = Region(module, frozenset(), [edit], [replace(p, instances=())])
         found.setdefault(module, first).serves.append((p.edit, p.site.path))
     return list(found.values())

@@ -14,6 +14,7 @@ from peftc.planning.plan import Planned
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.install import SHARED, Surgery, clear, no_values, refuse_quantised, regions_of, restore, warm
 from peftc.rewriting.kind import Kind
+from peftc.rewriting.positions import SEQUENCE
 from peftc.rewriting.record import RECORD, Installation, Part, acting, is_installed
 from peftc.tracing.kinds import Anatomy
 
@@ -117,6 +118,10 @@ class _Before:
         places = self.record.places if self.record else {}
         named = [*places.items(), *((place, place) for place in places.values() if place.startswith(f"{SHARED}."))]
         self.forms = {name: cast(FormModule, model.get_submodule(place)) for name, place in named}
+        inner = {id(m): m for form in self.forms.values() for m in form.modules()}.values()
+        self.told = [
+            (m, vars(m)[SEQUENCE]) for m in inner if SEQUENCE in vars(m)
+        ]  # of forms that stay in the new model
         self.regions = [_Region(model.get_submodule(name), kind) for name, kind in regions]
         self.shared = vars(model)["_modules"].get(SHARED)
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -134,6 +139,8 @@ class _Before:
         for region in self.regions:
             region.module.__class__ = region.kind.cls
             vars(region.module)["_modules"][CONTAINER] = region.container
+        for form, sequence in self.told:
+            vars(form)[SEQUENCE] = sequence
         if self.shared is not None:
             vars(self.model)["_modules"][SHARED] = self.shared
         if self.record is not None:

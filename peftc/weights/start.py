@@ -47,7 +47,7 @@ def warm_start(
         help_ = f"the adapter has {listed(list(there))}, the model {listed(sorted(own))}: say which with `edits`"
         raise PeftcError(Diagnostic("P532", message, help=help_))
     part = re.compile("(?!)" if task is None else rf"\.tasks\.{re.escape(record.task.of(task))}(?=[./])")
-    wanted: dict[str, Tensor] = {}
+    wanted: dict[str, list[Tensor]] = {}  # several edits may begin as one
     for saved, value in {**parameters(model), **states(model)}.items():
         name, _, rest = saved.partition("/")
         if name in pairs and task is not None and ".tasks." not in rest:
@@ -55,12 +55,14 @@ def warm_start(
             raise PeftcError(Diagnostic("P525", message, help="leave it out of `edits`"))
         if name in pairs and (task is None or part.search(rest)):
             rest = re.sub(rf"^{re.escape(name)}(?=\.[^/]*/)", pairs[name], part.sub("", rest))
-            wanted[f"{pairs[name]}/{rest}"] = value
+            wanted.setdefault(f"{pairs[name]}/{rest}", []).append(value)
     found = {saved: tensor for saved, tensor in tensors.items() if saved.partition("/")[0] in pairs.values()}
-    check_tensors(found, {saved: value.shape for saved, value in wanted.items()})
+    for i in range(max(map(len, wanted.values()), default=1)):
+        check_tensors(found, {saved: values[min(i, len(values) - 1)].shape for saved, values in wanted.items()})
     with torch.no_grad():
-        for saved, value in wanted.items():
-            value.copy_(found[saved])
+        for saved, values in wanted.items():
+            for value in values:
+                value.copy_(found[saved])
     for form in model.modules():
         if isinstance(form, FormModule):
             form.loaded()

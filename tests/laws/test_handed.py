@@ -161,3 +161,28 @@ def test_layers_that_are_one_layer_have_no_places(spec: str) -> None:
     )
     with pytest.raises(peftc.PeftcError, match="run 3 times"):
         peftc.plan(spec, config)
+
+
+@pytest.mark.parametrize("between", ["of training", "of evaluation"])
+@both
+def test_a_forward_between_a_checkpointed_one_and_its_backward_is_refused(spec: str, between: str) -> None:
+    """The layers that run again would be handed the states of the other forward, silently."""
+    model = compiled("llama", spec).train()
+    switch_on(model)
+    given = zoo.inputs("llama", model, labels=True)
+    loss = model(**given).loss
+    if between == "of training":
+        loss = loss + model(**{**given, "input_ids": given["input_ids"].flip(1)}).loss
+    else:
+        with torch.no_grad():
+            model.eval()(**given)
+        model.train()
+    with pytest.raises(peftc.PeftcError, match="P421"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("form", ["ladder(r=3)", "layer_attention()"])
+def test_what_is_handed_on_is_not_shared(form: str) -> None:
+    spec = f"peft 1\nlet s = shared({form})\nedit e at layer[*] {{ h += s(h) }}"
+    with pytest.raises(peftc.PeftcError, match="cannot be `shared`"):
+        peftc.plan(spec, zoo.build("llama"))

@@ -143,3 +143,45 @@ def test_a_prefix_is_no_seed_of_a_cache_whose_tokens_are_counted() -> None:
 def test_what_acts_at_some_positions_does_not_fold() -> None:
     verdict = str(peftc.plan(FIRST, zoo.build("gpt2")))
     assert "it acts on some positions only" in verdict
+
+
+@pytest.mark.parametrize("padding", ["left", None])
+def test_rows_of_several_tasks_have_their_own_positions(padding: zoo.Padding | None) -> None:
+    model = zoo.build("llama", torch.float64)
+    spec = ENDS.replace("layer[*] {", "layer[*] per task {")
+    peftc.compile(spec, model, seed=0, tasks=("a", "b"))
+    given = zoo.inputs("llama", model) if padding is None else zoo.inputs("llama", model, padding=padding)
+    with peftc.task(model, task_ids=["b", "a"]):
+        mixed = output(model, given)
+    for row, task in enumerate("ba"):
+        with peftc.task(model, task):
+            assert (mixed[row] - output(model, given)[row]).abs().max() < 1e-10
+
+
+def test_a_second_spec_that_fails_leaves_the_forms_their_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled("llama")
+    given = zoo.inputs("llama", model)
+    before = output(model, given)
+
+    def warm(*_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr("peftc.rewriting.reinstall.warm", warm)
+    with pytest.raises(RuntimeError):
+        peftc.compile("peft 1\nedit f at layer[*].ffn { h += adapter(h, r=2) }", model)
+    assert torch.equal(output(model, given), before)
+
+
+def test_an_edit_may_be_called_positions() -> None:
+    model = compiled("llama")
+    given = zoo.inputs("llama", model)
+    before = output(model, given)
+    peftc.compile("peft 1\nedit positions at layer[*].ffn { h += adapter(h, r=2) }", model, name="two")
+    with peftc.disabled(model, "two"):
+        assert torch.equal(output(model, given), before)
+
+
+def test_rows_stay_orthonormal_in_half_precision() -> None:
+    """torch has no `qr` for it."""
+    model = compiled("llama").to(torch.bfloat16)
+    assert bool(output(model, zoo.inputs("llama", model)).isfinite().all())

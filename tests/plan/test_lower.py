@@ -215,6 +215,14 @@ def test_shared_parameters_need_one_shape():
     assert found.notes[0] == "first used with […, 1024] to […, 4096]"
 
 
+@pytest.mark.parametrize("form", ["hyper(r=2, nets=positions)", "vera(r=2)"])
+def test_what_is_shared_by_any_shapes_has_one_at_a_site(form: str):
+    (found,) = refused(f"let s = shared({form})\nedit e at layer[*].ffn.down {{ h += s(h) + s(x) }}", BART)
+    assert found.code == "P305"
+    (found,) = refused("let s = shared(sparse(density=1%))\nedit e at layer[*].ffn.down { w += s()\n b += s() }", BART)
+    assert found.code == "P305"
+
+
 def test_grouped_queries_have_narrow_keys():
     placed = planned("edit p at layer[*].attn { kv = concat(prefix(len=3), kv) }", LLAMA)
     assert placed.plan.totals.trained == 4 * 2 * 3 * 16

@@ -166,3 +166,18 @@ def test_each_task_chooses_its_own() -> None:
     first, second = (set(places.tolist()) for places in peftc.compiler.states(model).values())
     assert first != second
     assert -1 not in first | second
+
+
+def test_gradients_are_asked_for_where_they_are_off() -> None:
+    model, alike = compiled("llama", "fisher"), compiled("llama", "fisher")
+    with torch.no_grad():
+        peftc.calibrate(model, batches("llama", model))
+    peftc.calibrate(alike, batches("llama", alike))
+    for key, value in alike.named_buffers():
+        assert torch.equal(model.get_buffer(key), value)
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    model = compiled("llama", "change")
+    with pytest.raises(peftc.PeftcError, match="P541"):
+        peftc.calibrate(model, batches("llama", model), loss=lambda model, batch: model(**batch).loss.detach())

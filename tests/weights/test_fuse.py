@@ -112,6 +112,17 @@ def test_the_penalty_is_that_of_all_sites(fused: Any) -> None:
     assert peftc.losses(compiled(FUSION.replace("r=3", "r=3, value=false"))) == {}
 
 
+def test_the_penalty_of_a_shared_fusion_is_that_of_the_present_task() -> None:
+    spec = "peft 1\nlet s = shared(fusion(n=2, r=2))\nedit ffn at layer[*].ffn per task { h += s(h) }"
+    model = compiled(spec, tasks=("a", "b"))
+    randomise(peftc.parameters(model))
+    found: list[Tensor] = []
+    for task in "ab":
+        with peftc.task(model, task):
+            found.append(peftc.losses(model)["ffn.identity"])
+    torch.testing.assert_close(found[0] + found[1], peftc.losses(model)["ffn.identity"])
+
+
 def test_tasks_have_fusions_of_their_own(fused: Any, directories: list[Path]) -> None:
     model = compiled(FUSION.replace(".ffn {", ".ffn per task {"), tasks=("s", "t"))
     alone, base = fused, logits(zoo.build("llama", torch.float64).eval())

@@ -81,3 +81,14 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(
         peftc.warm_start(model, tmp_path, **options)
     assert said in str(found.value)
     assert all(torch.equal(p, before[key]) for key, p in peftc.parameters(model).items())
+
+
+def test_two_edits_begin_as_one(tmp_path: Path) -> None:
+    lora = "edit {} at layer[*].attn.q {{ h += lora(x, r=2) }}"
+    first = saved(f"peft 1\n{lora.format('lora')}", tmp_path)
+    model = compiled(f"peft 1\n{lora.format('a')}\n{lora.format('b')}", 1)
+    assert peftc.warm_start(model, tmp_path, edits={"a": "lora", "b": "lora"}) == ("a", "b")
+    wanted, found = peftc.parameters(first), peftc.parameters(model)
+    for key, value in wanted.items():
+        assert torch.equal(found[key.replace("lora", "a", 1)], value)
+        assert torch.equal(found[key.replace("lora", "b", 1)], value)
