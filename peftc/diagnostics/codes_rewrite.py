@@ -122,7 +122,7 @@ REWRITE: dict[str, CodeInfo] = {
         "A layer with a `ladder` or a `layer_attention` runs again for its gradients, and what it was handed from below has none: reentrant "
         "gradient checkpointing runs a layer without gradients first, and cannot see a state that does not go through the "
         "layer's arguments. `use_reentrant=False`, the default of transformers and PyTorch, keeps it. Or another forward has run "
-        "before `backward`: what a rung was handed in the first one is gone.",
+        "before `backward`: what the layer was handed in the first one is gone.",
     ),
     "P422": CodeInfo(
         "positions that nothing tells",
