@@ -39,24 +39,26 @@ STEPS, BATCH, TOKENS, HELD_OUT = 60, 16, 32, 200
 HEAD = 'train classifier = [w, b] at "classifier"'
 RATE = 3e-3
 RATES = {
-    1e-4: (
-        "hypernetwork",
-        "hypernetwork_adaptbert",
-    ),  # each entry of an embedding moves every weight that is made of it
+    # each entry of a small vector moves everything that is made of it
+    1e-4: ("hypernetwork", "hypernetwork_adaptbert", "ipt"),
     5e-4: (
+        *("cross_attention", "far", "fishmask", "lt_sft", "layernorm", "difffit", "bitfit", "diff_pruning"),
+        *(
+            "scaled_parallel",
+            "parallel_res",
+            "learned_scale",
+            "mam",
+            "lora_ffn",
+            "prefix_lora_ffn",
+        ),  # four times as much
         "adapterfusion",
-        "cross_attention",
-        "far",
-        "fishmask",
-        "lt_sft",
-        "layernorm",
-        "difffit",
-        "bitfit",
-        "diff_pruning",
     ),
-    1e-3: ("adaptive_prefix", "p_tuning", "ipt"),
-    1e-2: ("prefix", "prefix_ungated", "multi_head_parallel", "said", "vera", "ia3", "krona", "lokr"),
-    3e-2: ("prompt_tuning", "spot"),
+    1e-3: ("adaptive_prefix", "p_tuning"),
+    1e-2: (
+        *("prompt_tuning", "spot", "prefix", "prefix_ungated", "multi_head_parallel"),
+        *("said", "vera", "ia3", "krona", "lokr"),
+    ),
+    3e-2: ("attention_fusion",),
 }
 ALONE = "head alone"
 SIMPLER: dict[str, Callable[[str], int]] = {  # tasks: has a docstring many words, a sentence's end, an argument?
