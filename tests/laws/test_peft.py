@@ -157,3 +157,52 @@ def test_layer_norm_tuning(name: str) -> None:
     case = Case(Recipe("peft", spec, _never, True), name).at_random()
     model, found = peers.norms(Reference(name, zoo.build(name, torch.float64)), case.parameters)
     assert_same(case, model, found)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers for an old name
+@pytest.mark.parametrize(("name", "width"), [("gpt2", None), ("gpt2", 5), ("llama", None), ("opt", None)])
+def test_prefix_tuning_of_decoders(name: str, width: int | None) -> None:
+    """PEFT gives the rows as a cache of earlier tokens, so that those of the input stand `len` positions later: here they are told to."""
+    rows, made = 3, "" if width is None else f", reparam=mlp({width}), keep=true"
+    spec = f"edit e at layer[*].attn {{ kv = concat(prefix(len={rows}{made}), kv) }}"
+    case = Case(Recipe("peft", spec, _never, False), name).at_random()
+    config = peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=rows,
+        prefix_projection=width is not None,
+        encoder_hidden_size=width,
+    )
+    theirs = peft.get_peft_model(zoo.build(name, torch.float64), config).eval()
+    encoder = theirs.prompt_encoder["default"].double()
+    own = case.parameters
+    with torch.no_grad():
+        if width is None:
+            pairs = [own[key] for key in own]  # the key and the value of each layer, in order
+            assert [key.rpartition(".")[2] for key in own] == ["key", "value"] * (len(own) // 2)
+            encoder.embedding.weight.copy_(torch.cat([rows_of(p) for p in pairs], 1))
+        else:
+            named = {key.rpartition(".")[2]: p for key, p in own.items()}
+            encoder.embedding.weight.copy_(named["embedding"])
+            for at, part in ((0, "down"), (2, "up")):
+                encoder.transform[at].weight.copy_(named[part])
+                encoder.transform[at].bias.copy_(named[f"{part}_bias"])
+    for given in case.batches:
+        later = rows + torch.arange(given["input_ids"].shape[1])[None]
+        mine, total = loss(case.model, {**given, "position_ids": later})
+        total.backward()
+        other, total = loss(theirs, given)
+        total.backward()
+        close(mine, other, "outputs")
+    grad = encoder.embedding.weight.grad
+    assert grad is not None
+    if width is None:
+        close(torch.cat([rows_of(p.grad) for p in own.values()], 1), grad, "rows")
+    else:
+        close(named["embedding"].grad, grad, "embedding")
+        close(named["up"].grad, encoder.transform[2].weight.grad, "up")
+
+
+def rows_of(pair: torch.Tensor | None) -> torch.Tensor:
+    """(heads, rows, d_head) as (rows, heads · d_head)."""
+    assert pair is not None
+    return pair.permute(1, 0, 2).flatten(1)
