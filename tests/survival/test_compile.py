@@ -16,7 +16,7 @@ from transformers import EncoderDecoderCache, StaticCache
 
 import peftc
 from tests import zoo
-from tests.survival.harness import GENERATING, SPECIES, SPECS, close, compiled, text
+from tests.survival.harness import GENERATING, SPECS, close, compiled, text
 
 Step = tuple[str, Callable[[nn.Module], Any]]
 SHALLOW: dict[str, dict[str, int]] = {  # compiling takes long, and a second layer is compiled as the first
@@ -86,7 +86,9 @@ def run(name: str, model: Any, compiler: Callable[..., Any]) -> Iterator[tuple[s
         yield label, call(fast), counter.frame_count
 
 
-@pytest.mark.parametrize(("name", "spec"), [(n, ("mam", "weights")[i % 2]) for i, n in enumerate(SPECIES)])
+@pytest.mark.parametrize(
+    ("name", "spec"), [("bart", "mam"), ("t5", "weights"), ("llama", "mam"), ("vit", "mam"), ("mixtral", "weights")]
+)
 def test_one_graph_the_same_numbers_and_no_more_compilations(name: str, spec: str) -> None:
     model = compiled(name, spec, torch.float32, **SHALLOW.get(name, {}))
     expected = base_frames(name)

@@ -10,7 +10,7 @@ import torch
 import peftc
 from tests import zoo
 from tests.laws.harness import close
-from tests.multitask.test_tasks import TASKS, compiled, one_by_one, three
+from tests.tasks.test_tasks import TASKS, compiled, one_by_one, three
 
 T = 5
 SPEC = f"peft 1\nedit e at layer[*].attn | layer[*].ffn per task {{ h += hyper(h, r=2, t={T}, m=4, nets=positions) }}"
