@@ -43,7 +43,8 @@ def calibrate(
     Args: `data`: batches, keyword arguments of a forward. `loss`: of the model and a batch; the `loss` of its result without
     it. `lr`: of AdamW. `name`: of one spec. Edits `per task` choose for the task that is present (`peftc.task`), or for all.
     Returns: how many entries (rows, columns) were chosen, by edit.
-    Raises: P410 (not compiled), P413, P529, P541 where there is nothing to choose or the batches give no gradients.
+    Raises: P410 (not compiled), P413, P529, P541 where there is nothing to choose or the batches give no gradients, P542 for
+    weights of the base that are quantised.
     """
     record = acting(model)
     edits = {edit for part in record.chosen(name) for edit in part.edits}
