@@ -41,13 +41,12 @@ def test_two_processes_are_one(directory: tuple[str, Path], name: str, spec: str
     assert (loaded(**batch).loss - model(**batch).loss).abs() < 1e-7
 
 
-def test_an_adapter_of_shards_is_an_adapter(directory: tuple[str, Path]) -> None:
+@pytest.mark.parametrize(("name", "spec"), CASES)
+def test_an_adapter_of_shards_is_an_adapter(directory: tuple[str, Path], name: str, spec: str, tmp_path: Path) -> None:
     """The same names and shapes as of one process, the base's values among them to tell it by."""
     way, where = directory
-    for name, spec in (("llama", "mam"), ("bart", "weights")):
-        model = freshly_compiled(name, spec)
-        peftc.save(model, where / f"one-{way}-{name}")
-        one, two = (read(where / file)[0] for file in (f"one-{way}-{name}", f"adapter-{way}-{name}-{spec}"))
-        assert one.tensors == two.tensors
-        assert one.base == two.base
-        assert one.spec == two.spec
+    peftc.save(freshly_compiled(name, spec), tmp_path)
+    one, two = (read(path)[0] for path in (tmp_path, where / f"adapter-{way}-{name}-{spec}"))
+    assert one.tensors == two.tensors
+    assert one.base == two.base
+    assert one.spec == two.spec
