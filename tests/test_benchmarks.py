@@ -62,7 +62,7 @@ def test_recipes_are_trained_and_counted(capsys: pytest.CaptureFixture[str], mon
 
     learn, test = training.corpus()
     assert not {text for text, _ in learn} & {text for text, _ in test}
-    monkeypatch.setattr(training, "corpus", lambda: (learn[:32], test[:8]))
+    monkeypatch.setattr(training, "corpus", lambda *modules: (learn[:32], test[:8]))
     threads, verbosity = torch.get_num_threads(), transformers.logging.get_verbosity()
     training.main(["--only", "head alone,spot", "--steps", "2"])
     torch.set_num_threads(threads)
