@@ -100,11 +100,10 @@ class Choice:
 def choices_of(model: nn.Module, record: Installation) -> list[Choice]:
     """What is to be chosen, but at random; of the present task alone where one is."""
     found: dict[str, Choice] = {}
-    present = record.task.present
     for placed in record.placed:
         for assign, one in applied(placed):
             for task, tail in one.copies():
-                if task is not None and isinstance(present, str) and task != present:
+                if not record.task.concerns(task):
                     continue
                 place = chooser(model, record, placed, one, task, tail)
                 module = None if place is None else model.get_submodule(place)

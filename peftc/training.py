@@ -53,10 +53,10 @@ def losses(
     """The terms that methods add to the loss, by name; to be added up by whoever trains.
 
     `<edit>.orthogonality` of an `svd`: w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖ over its sites (Frobenius), as PEFT has it.
-    `<edit>.l0` of a `masked`: penalty · the expected number of entries that are not zero, over its sites; of the present task (Guo et
-    al. 2021), and none once `peftc.calibrate` has pruned. `<edit>.identity` of a `fusion`: penalty · Σ ‖I − V‖² over its sites, of the
-    present task (AdapterHub). `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second forward with another route;
-    only where both arguments are given.
+    `<edit>.l0` of a `masked`: penalty · the expected number of entries that are not zero, over its sites; of the present task (Guo
+    et al. 2021), and none once `peftc.calibrate` has pruned. `<edit>.identity` of a `fusion`: penalty · Σ ‖I − V‖² over its sites,
+    of the present task (AdapterHub). `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second
+    forward with another route; only where both arguments are given.
 
     Args: `inputs`, `logits`: the arguments of the forward that was made, and its logits (…, classes).
     Raises: P410 (not compiled), P529 (switched off).
@@ -91,16 +91,12 @@ def losses(
 def counted(model: nn.Module, record: Installation) -> dict[str, list[MaskedSites]]:
     """What is penalised for its entries, by edit: of the present task where one is, and not pruned yet."""
     found: dict[str, list[MaskedSites]] = {}
-    present, seen = record.task.present, set[str]()
+    seen = set[str]()
     for placed in record.placed:
         for one in placed.instances:
             for task, _ in one.copies():
                 owner = one.owner_of(task)
-                if (
-                    owner is None
-                    or owner in seen
-                    or (task is not None and isinstance(present, str) and task != present)
-                ):
+                if owner is None or owner in seen or not record.task.concerns(task):
                     continue
                 seen.add(owner)
                 module = model.get_submodule(f"{SHARED}.{identifier(owner)}")
@@ -135,10 +131,9 @@ def forms_of(model: nn.Module, record: Installation) -> Iterator[tuple[str, Form
 
 def of_present(name: str, record: Installation) -> bool:
     """Whether a form, by its saved name, is not of a task beside the present one."""
-    present = record.task.present
     place, _, key = name.rpartition("/")
     task = key.partition(".tasks.")[2] or place.rpartition(".tasks.")[2]  # of what sites have in common
-    return task not in record.task.names or not isinstance(present, str) or task == present
+    return task not in record.task.names or record.task.concerns(task)
 
 
 @torch.no_grad()

@@ -33,6 +33,10 @@ class Chosen:
             raise PeftcError(Diagnostic("P534", f"the model has no task `{task}`", help=help_))
         return task
 
+    def concerns(self, task: str | None) -> bool:
+        """Whether what belongs to `task` (to none of them, where it is None) is at work, as far as one task is present."""
+        return task is None or not isinstance(self.present, str) or task == self.present
+
     def numbers(self, tasks: Sequence[str] | Tensor) -> Tensor:
         """The number of the task of each row, (batch,).
 

@@ -41,8 +41,9 @@ class Installation:
     """All that was done to a model.
 
     `trained`: from saved names to base parameters, whose first values are `originals`. `places`: from saved names, without
-    the parameter, to dotted names of forms. `task`: the tasks, and which of them is at work. `sample`: what the model was fed with to find its sites. `off`: the edits
-    that do not act for the moment; `partial`: the kinds that stand in then, one for each region.
+    the parameter, to dotted names of forms. `task`: the tasks, and which of them is at work. `sample`: what the model was fed
+    with to find its sites. `off`: the edits that do not act for the moment; `partial`: the kinds that stand in then, one for each
+    region.
     """
 
     parts: tuple[Part, ...]
