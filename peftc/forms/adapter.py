@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, describe, features, integer, over
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, WIDTH, describe, features, integer, over
 from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Heads, Rows, Shape
 
@@ -70,8 +70,8 @@ register(
         equation="f(x) = act(x W_down + b_down) W_up + b_up",
         takes_input=True,
         params=(
-            Param("r", "int", "width of the bottleneck, in features", low=1),
-            Param("reduction", "int", "instead of r: r = d_in // reduction", low=1),
+            WIDTH,
+            REDUCTION,
             ACT,
             Param("bias", "bool", "whether the two projections have biases", True),
             DROPOUT,

@@ -8,6 +8,8 @@ from peftc.forms.shapes import Shape, Tokens
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "leaky_relu", "tanh", "sigmoid", "none")
 
 ACT = Param("act", "choice", "activation between the two projections", "relu", choices=ACTIVATIONS)
+WIDTH = Param("r", "int", "width of the bottleneck, in features", low=1)
+REDUCTION = Param("reduction", "int", "instead of r: r = d_in // reduction", low=1)
 DROPOUT = Param(
     "dropout", "float", "probability of zeroing a feature while training", 0.0, low=0.0, high=1.0, open="high"
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peftc.forms.adapter import activated, width
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, features, integer, over
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, REDUCTION, features, integer, over
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape
 
@@ -36,7 +36,7 @@ register(
         params=(
             Param("n", "int", "how many adapters", required=True, low=1),
             Param("r", "int", "width of their bottlenecks, in features", low=1),
-            Param("reduction", "int", "instead of r: r = d // reduction", low=1),
+            REDUCTION,
             ACT,
             Param("bias", "bool", "whether their projections have biases", True),
             Param("value", "bool", "whether there is V, which begins next to the identity", True),

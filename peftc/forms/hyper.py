@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peftc.forms.adapter import affine, width
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, features, integer, over
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, REDUCTION, WIDTH, features, integer, over
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, Spot, register
 from peftc.forms.shapes import Shape
 
@@ -71,8 +71,8 @@ register(
         "one embedding for each task, layer and position, one set of networks for the sites of the edit and all tasks",
         takes_input=True,
         params=(
-            Param("r", "int", "width of the bottleneck, in features", low=1),
-            Param("reduction", "int", "instead of r: r = d_in // reduction", low=1),
+            WIDTH,
+            REDUCTION,
             Param("t", "int", "features of the embeddings, and of I", 64, low=1),
             Param("m", "int", "hidden features between P₁ and P₂", 128, low=1),
             Param(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peftc.forms.adapter import width
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, features, integer, over
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, features, integer, over
 from peftc.forms.handed import check_depth
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape
@@ -45,7 +45,7 @@ register(
         takes_input=True,
         params=(
             Param("r", "int", "width of the side network, in features", low=1),
-            Param("reduction", "int", "instead of r: r = d // reduction", low=1),
+            REDUCTION,
             Param("expand", "int", "hidden features of a block, in multiples of r", 4, low=1),
             ACT,
             Param("bias", "bool", "whether the projections have biases", True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peftc.forms.adapter import affine, width
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, features, integer, over
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, WIDTH, features, integer, over
 from peftc.forms.registry import Args, Count, Dims, Form, Param, register
 from peftc.forms.shapes import Shape
 
@@ -40,8 +40,8 @@ register(
         takes_input=True,
         params=(
             Param("n", "int", "bottlenecks", 4, low=2),
-            Param("r", "int", "width of each bottleneck, in features", low=1),
-            Param("reduction", "int", "instead of r: r = d_in // reduction", low=1),
+            WIDTH,
+            REDUCTION,
             Param(
                 "share",
                 "choice",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peftc.forms.adapter import affine, width
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, divides, features, integer, over
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, REDUCTION, divides, features, integer, over
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape
 
@@ -55,7 +55,7 @@ register(
         takes_input=True,
         params=(
             Param("r", "int", "width of the bottleneck, in features; n divides it", low=1),
-            Param("reduction", "int", "instead of r: r = d_in // reduction", low=1),
+            REDUCTION,
             Param("n", "int", "number and size of the Aᵢ; it divides all features", 4, low=1),
             Param("rank", "int", "rank of Lᵢ Rᵢ", 1, low=1),
             Param("factorised", "bool", "whether Lᵢ Rᵢ is such a product, else one matrix", True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peftc.forms.adapter import activated, affine, width
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, features, over
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, WIDTH, features, over
 from peftc.forms.projected import SEED
 from peftc.forms.registry import Args, Count, Dims, Form, Param, register
 from peftc.forms.shapes import Shape
@@ -44,8 +44,8 @@ SPARSE_ADAPTER = register(
         equation="f(x) = act(x W_down + b_down) W_up + b_up, the W zero but at the entries that are chosen among those of all sites",
         takes_input=True,
         params=(
-            Param("r", "int", "width of each bottleneck, in features", low=1),
-            Param("reduction", "int", "instead of r: r = d_in // reduction", low=1),
+            WIDTH,
+            REDUCTION,
             density("entries of W_down and W_up"),
             Param(
                 "select",
