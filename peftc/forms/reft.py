@@ -9,6 +9,14 @@ from peftc.forms.shapes import Shape, Tokens
 
 def _shape(args: Args, dims: Dims) -> Shape:
     d, d_out = features("reft", dims.input, "reads"), features("reft", dims.target, "writes")
+    if args["subtract"] and d != d_out:
+        raise Illegal(
+            "P301",
+            f"`reft` reads {dims.input} but writes {dims.target}",
+            "input",
+            ("R h is taken off, and R has the features that are written",),
+            "write `subtract=false`, or read what is written",
+        )
     bounded_rank("reft", integer(args, "r"), d_out, d)
     made = over(dims)
     if picks(args) and any(isinstance(shape, Tokens) and shape.of for shape in (dims.input, dims.target)):

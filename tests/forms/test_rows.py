@@ -166,6 +166,7 @@ REFUSED = [
     ("sparse_adapter", {"density": 0.1, "r": 2}, T, W, "P310", None),
     ("masked", {"density": 0.1}, None, T, "P310", None),
     ("layer_attention", {}, Tokens(4), T, "P301", "input"),
+    ("reft", {"r": 2}, Tokens(4), T, "P301", "input"),
     ("fusion", {"n": 2}, T, T, "P312", None),
     ("fusion", {"n": 2, "r": 2}, Tokens(4), T, "P301", "input"),
     ("lines", {"density": 0.1}, None, T, "P310", None),
@@ -181,6 +182,11 @@ def test_refused_with_a_code_and_the_argument_to_underline(
     with pytest.raises(Illegal) as caught:
         form.shape(form.fill(given), Dims(source, target, 8))  # type: ignore[arg-type]
     assert (caught.value.code, caught.value.argument) == (code, argument)
+
+
+def test_an_intervention_that_takes_nothing_off_may_change_the_width() -> None:
+    form = FORMS["reft"]
+    assert form.shape(form.fill({"r": 2, "subtract": False}), Dims(Tokens(4), T, 8)) == T
 
 
 def test_numbers_have_ranges() -> None:
