@@ -65,8 +65,15 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
 
 
 def positions(model: nn.Module) -> int | None:
-    """How many tokens a model takes, as its configuration has it."""
+    """How many tokens a model takes: as its configuration has it, less those rows of a table of so many positions that none
+    is at. A table with a row for padding counts from the one after it.
+    """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(text, "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    if not isinstance(found, int):
+        return None
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == found]
+    if found == getattr(text, "vocab_size", None):
+        return found  # these tables may be of words
+    return found - max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)

@@ -160,6 +160,18 @@ def test_beside_other_edits() -> None:
     peftc.remove(model)
 
 
+@pytest.mark.parametrize("name", [n for n in EVERY if n != "t5"])
+def test_as_many_rows_as_leave_one_position_for_the_input(name: str) -> None:
+    """A table of positions with a row for padding has fewer than its size, one with rows before the first has them besides."""
+    model = zoo.build(name, max_position_embeddings=16)
+    limit = 16 - (model.config.pad_token_id + 1 if name == "roberta" else 0)
+    with pytest.raises(peftc.PeftcError, match="P314"):
+        peftc.plan(spec(name, f"h = concat(prompt(len={limit}), h)"), model)
+    peftc.compile(spec(name, f"h = concat(prompt(len={limit - 1}), h)"), model)
+    one = torch.tensor([[5]])
+    assert model(one, **({"decoder_input_ids": one} if name in ENCODER_DECODERS else {})).logits.isfinite().all()
+
+
 def test_two_prompts_stand_in_the_order_of_the_text() -> None:
     text = "h = concat(prompt(len=2), prompt(len=1), h)"
     one, inputs = compiled("llama", text), given("llama", zoo.build("llama"), None)
