@@ -29,9 +29,9 @@ CODES: dict[str, CodeInfo] = {
     ),
     "P312": CodeInfo(
         "arguments that do not go together",
-        "`adapter` takes its width as `r` or as `reduction`, exactly one of them; `keep` belongs to a prefix with `reparam`, "
-        "`std` to one without; the MLP of `reparam` has at least one hidden feature. An `svd` that gives up ranks has a `target` "
-        "and a `total`.",
+        "`adapter` takes its width as `r` or as `reduction`, exactly one of them, and `reduction` leaves at least one "
+        "feature; `keep` belongs to a prefix with `reparam`, `std` to one without; the MLP of `reparam` has at least one hidden "
+        "feature. An `svd` that gives up ranks has a `target` and a `total`.",
     ),
     "P313": CodeInfo(
         "size that does not divide",

@@ -12,9 +12,9 @@ NAMES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # of activations, as p
 
 
 def width(args: Args, d_in: int, form: str = "adapter") -> int:
-    """r, or d_in // reduction (at least 1).
+    """r, or d_in // reduction.
 
-    Raises: Illegal P312 unless exactly one of the two is given.
+    Raises: Illegal P312 unless exactly one of the two is given, or where no feature is left.
     """
     r, reduction = args["r"], args["reduction"]
     if (r is None) == (reduction is None):
@@ -22,7 +22,13 @@ def width(args: Args, d_in: int, form: str = "adapter") -> int:
         raise Illegal(
             "P312", f"`{form}` takes either `r` or `reduction`, here it has {said}", "reduction" if r else None
         )
-    return integer(args, "r") if r is not None else max(1, d_in // integer(args, "reduction"))
+    if r is not None:
+        return integer(args, "r")
+    by = integer(args, "reduction")
+    if by > d_in:
+        message = f"`reduction` of `{form}` is {by}, which leaves no feature of {d_in}"
+        raise Illegal("P312", message, "reduction", help=f"use reduction <= {d_in}, or `r`")
+    return d_in // by
 
 
 def _shape(args: Args, dims: Dims) -> Shape:

@@ -189,6 +189,16 @@ def test_an_intervention_that_takes_nothing_off_may_change_the_width() -> None:
     assert form.shape(form.fill({"r": 2, "subtract": False}), Dims(Tokens(4), T, 8)) == T
 
 
+@pytest.mark.parametrize("name", [form.name for form in FORMS.values() if form.param("reduction")])
+def test_a_reduction_leaves_a_feature(name: str) -> None:
+    form = FORMS[name]
+    given = {n: value for n, value in {"n": 1, "density": 0.5, "factorised": False}.items() if form.param(n)}
+    assert form.shape(form.fill({**given, "reduction": 8}), Dims(T, T, 8)) == T
+    with pytest.raises(Illegal) as caught:
+        form.shape(form.fill({**given, "reduction": 9}), Dims(T, T, 8))
+    assert (caught.value.code, caught.value.argument) == ("P312", "reduction")
+
+
 def test_numbers_have_ranges() -> None:
     ranges = {
         (form.name, p.name): (p.low, p.high, p.open)
