@@ -119,6 +119,11 @@ WEIGHTS: dict[str, CodeInfo] = {
         "A `fusion` mixes adapters that were trained before, one for each of other tasks. `peftc.fuse(model, directories)` reads them, as "
         "many as its `n` says; until then there is nothing that could be trained to mix them.",
     ),
+    "P545": CodeInfo(
+        "argument of another kind",
+        "A function of peftc was called with an argument of a type, shape or value that it does not take, or with two that exclude each "
+        "other; the message says which. Nothing of the model has changed.",
+    ),
     "P539": CodeInfo(
         "step without gradients",
         "`peftc.step` reads how important entries are from their gradients. It is called after `backward()` and before they are set to "

@@ -86,8 +86,16 @@ def fold(
     `sample`: as in `compile`.
     Returns: what was folded, what became of each parameter, and what was refused, with the sub-expression that prevents it.
     Raises: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529 (switched off), P530 (NaN or infinite entries), P531 and P532
-    (`only`), P538 (no state). After an error the model is as it was.
+    (`only`), P538 (no state), P545 (arguments). After an error the model is as it was.
     """
+    if into not in ("weights", "state"):
+        message = f'edits are folded into "weights" or into a "state", not into {into!r}'
+        raise PeftcError(Diagnostic("P545", message, help="what is folded into the weights cannot be taken out again"))
+    if into == "state" and (dequantize or widen):
+        message = (
+            f"`{'widen' if widen else 'dequantize'}` is of folds into weights, and none is touched by one into a state"
+        )
+        raise PeftcError(Diagnostic("P545", message, help="leave it out, or fold the other edits in a second call"))
     if into == "state":
         from peftc.weights.state import fold_into_state  # which is made of the same steps
 
@@ -158,13 +166,16 @@ class Folding:
         found: dict[str, str] = {}
         for placed in self.record.placed:
             for name in _parameters(self.target(placed)):
-                parameter = self.parameter(name)
-                whole = self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0]))
-                if (reason := unwritable(name, parameter, whole)) is not None:
+                if (reason := self.unfit(name)) is not None:
                     found.setdefault(placed.edit, reason)
                 elif trained.get(name) in stays:
                     found.setdefault(placed.edit, f"`{name}` is trained by `{trained[name]}`, which stays")
         return found
+
+    def unfit(self, name: str) -> str | None:
+        """Why nothing can be written into this parameter; None where it can."""
+        whole = self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0]))
+        return unwritable(name, self.parameter(name), whole)
 
     def target(self, placed: Placed) -> FoldTarget | None:
         found = fold_target(placed, self.sites)
@@ -295,8 +306,16 @@ def _exchanged(parameter: nn.Parameter, value: Tensor) -> Tensor:
     return old
 
 
+def listed_names(only: Iterable[str]) -> tuple[str, ...]:
+    """The names in `only`; one may stand alone. Raises: P545 for anything else."""
+    names = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, Iterable) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if names is None or not all(isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        raise PeftcError(Diagnostic("P545", f"`only` takes names of edits, not {only!r}", help='only=["name"]'))
+    return names
+
+
 def _checked(only: Iterable[str], known: Collection[str]) -> frozenset[str]:
-    wanted = (only,) if isinstance(only, str) else tuple(only)
+    wanted = listed_names(only)
     for name in wanted:
         if name not in known:
             help_ = did_you_mean(name, known) or f"the model has {listed(list(known))}"

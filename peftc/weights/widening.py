@@ -20,11 +20,12 @@ from peftc.planning.affine import is_linear
 from peftc.planning.ir import Placed
 from peftc.rewriting.install import strip
 from peftc.rewriting.record import installed, is_installed
+from peftc.runtime import dense
 from peftc.tracing.graphs import passes_through
 from peftc.tracing.kinds import LayerKind
 from peftc.tracing.sites import Site, WeightRef
 from peftc.weights.bottlenecks import NotWider, bottleneck_of, factor_of, is_sum
-from peftc.weights.folding import Folding, unwritable, without
+from peftc.weights.folding import Folding, listed_names, without
 from peftc.weights.report import Change, Folded, FoldReport, Refused
 
 GRID = torch.linspace(-8, 8, 161, dtype=torch.float64)  # where activations are compared
@@ -52,7 +53,7 @@ def fold_and_widen(
     dequantize: bool,
 ) -> FoldReport:
     """Folds what folds, widens what can be, and folds what could not be before."""
-    asked = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
+    asked = None if only is None else listed_names(only)
     folded: list[Folded] = []
     while True:
         report = Folding(model, asked, name, sample, dequantize).run(strict=False)
@@ -63,7 +64,7 @@ def fold_and_widen(
         if left == ():
             return FoldReport(tuple(folded), report.refused)
         names = {part.name for part in installed(model).parts}
-        widened, why = Widening(model, left, name if name in names else None, sample).widened()
+        widened, why = Widening(model, left, name if name in names else None, sample, dequantize).widened()
         if not widened:
             refused = tuple(
                 Refused(r.edit, f"{r.reason}; not wider: {why[r.edit]}" if r.edit in why else r.reason)
@@ -153,7 +154,7 @@ class Widening(Folding):
                     raise NotWider(f"`{name}` is used elsewhere, too")
                 if name in trained:
                     raise NotWider(f"`{name}` is trained by `{trained[name]}`, which stays")
-                if (reason := unwritable(name, self.parameter(name), dequantize=False)) is not None:
+                if (reason := self.unfit(name)) is not None:
                     raise NotWider(reason)
 
     def activation(self, site: Site, up: Site, hidden: Site) -> Callable[[Tensor], Tensor]:
@@ -216,7 +217,7 @@ class Wider:
         module, weight = self.modules[at], site.states["w"].weight
         assert weight is not None
         attribute = weight.attribute if state == "w" else "bias"
-        old, like = getattr(module, attribute, None), getattr(module, weight.attribute).detach()
+        old, like = getattr(module, attribute, None), dense(getattr(module, weight.attribute).detach())
         name = f"{site.module}.{attribute}"
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         more = more.detach().to(like.device, wide)

@@ -26,7 +26,7 @@ EQUATIONS = ("h += lora(x, r=2)", "w = magnitude(w + lowrank(r=2))")
 
 
 @cache
-def _quantised() -> Any:
+def _quantised(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sys.path.append(str(APART))
@@ -34,13 +34,13 @@ def _quantised() -> Any:
             torchao = import_module("torchao.quantization")
         finally:
             sys.path.remove(str(APART))
-        model = zoo.build("llama", torch.float32).eval()
+        model = zoo.build(name, torch.float32).eval()
         torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     return model
 
 
-def quantised() -> Any:
-    return copy.deepcopy(_quantised())
+def quantised(name: str = "llama") -> Any:
+    return copy.deepcopy(_quantised(name))
 
 
 def spec(equation: str) -> str:
@@ -75,6 +75,23 @@ def test_trained_beside_and_folded_on_demand(equation: str) -> None:
         torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
     assert type(model.get_parameter(f"{Q}.weight")) is torch.nn.Parameter
     assert type(model.get_parameter(f"{Q.replace('q_proj', 'k_proj')}.weight")) is not torch.nn.Parameter
+
+
+def test_wider_on_demand() -> None:
+    """Weights that become wider are written out in full, and only where that is asked for."""
+    model, given = quantised("bert"), zoo.inputs("bert", _quantised("bert"))
+    peftc.compile("peft 1\nedit e at layer[*].ffn { h += adapter(x, r=3, act=gelu) }", model, seed=0).eval()
+    randomise(peftc.parameters(model))
+    with torch.no_grad():
+        want = model(**given)[0]
+        report = peftc.fold(model, widen=True)
+        assert [(one.edit, "`dequantize=True`" in one.reason) for one in report.refused] == [("e", True)]
+        report = peftc.fold(model, widen=True, dequantize=True)
+        assert [one.edit for one in report.folded] == ["e"]
+        torch.testing.assert_close(model(**given)[0], want, rtol=1e-5, atol=1e-5)
+    layer: Any = model.get_submodule("bert.encoder.layer.0")
+    assert type(layer.intermediate.dense.weight) is type(layer.output.dense.weight) is torch.nn.Parameter
+    assert layer.intermediate.dense.weight.dtype == torch.float32
 
 
 def test_the_recipe_changes_nothing_at_first_and_is_saved(tmp_path: Path) -> None:

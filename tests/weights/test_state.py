@@ -90,3 +90,15 @@ def test_refused(name: str, spec: str, reason: str) -> None:
         peftc.fold(model, into="state")
     assert reason in str(caught.value)
     assert torch.equal(model(**zoo.inputs(name, model)).logits, before)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"into": "nonsense"}, {"into": None}, {"into": "state", "widen": True}, {"into": "state", "dequantize": True}],
+)
+def test_where_to_is_one_of_two(given: Any) -> None:
+    """What is folded into weights is not taken out again: it is not done by mistake."""
+    model = compiled("llama", "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }")
+    with pytest.raises(peftc.PeftcError, match="P545"):
+        peftc.fold(model, **given)
+    assert peftc.specs(model)
