@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -51,7 +52,13 @@ def calibrate(
     found = [choice for choice in choices_of(model, record) if choice.edit in edits]
     if not found:
         raise PeftcError(Diagnostic("P541", "the model has no edit of which something is to be chosen"))
-    batches = list(data)
+    batches = _batches(data)
+    if not isinstance(lr, int | float) or not 0 < lr < inf:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        message = f"`lr` is {lr!r}, and the steps of AdamW are of a positive, finite size"
+        raise PeftcError(Diagnostic("P541", message, help="leave it out for 1e-4"))
+    if loss is not None and not callable(loss):
+        message = f"`loss` is a {type(loss).__name__}, and nothing that can be called"
+        raise PeftcError(Diagnostic("P541", message, help="loss=lambda model, batch: …"))
     ways = {choice.module.way for choice in found}
     if not batches and ways - {"magnitude", "value"}:
         raise PeftcError(Diagnostic("P541", "there are no batches to choose from", help="calibrate(model, batches)"))
@@ -69,8 +76,19 @@ def calibrate(
     return dict(chosen)
 
 
+def _batches(data: Iterable[Batch]) -> list[Batch]:
+    """Raises: P541 for one batch, and for what is none."""
+    if isinstance(data, Iterable) and not isinstance(data, Mapping | str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        return list(data)
+    message = f"the batches are a list or a loader of them, not a {type(data).__name__}"
+    raise PeftcError(Diagnostic("P541", message, help="calibrate(model, [batch, …])"))
+
+
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The `loss` that a model gives with labels."""
+    if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        message = f"a batch is a dictionary of the forward's arguments, not a {type(batch).__name__}"
+        raise PeftcError(Diagnostic("P541", message, help='write {"input_ids": …, "labels": …}, or pass `loss=`'))
     found = getattr(model(**batch), "loss", None)
     if isinstance(found, Tensor):
         return found
@@ -197,7 +215,11 @@ def differentiable(model: nn.Module, leaves: Leaves, training: bool) -> Generato
 
 
 def backward(found: Tensor) -> None:
-    """Raises: P541 where the loss does not depend on what is scored."""
+    """Raises: P541 where the loss does not depend on what is scored, or is no loss."""
+    if not isinstance(found, Tensor) or found.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        said = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
+        message = f"the loss of a batch is one number that was computed by torch, not {said}"
+        raise PeftcError(Diagnostic("P541", message, help="`loss=` returns a tensor with one entry"))
     if not found.requires_grad:
         message = "the loss of a batch has no gradient"
         raise PeftcError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
@@ -60,7 +60,7 @@ def spec_of(spec: SpecLike) -> ast.Spec:
     if isinstance(spec, ast.Spec):
         return spec
     if not isinstance(spec, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
-        raise PeftcError(Diagnostic("P112", f"a spec is a path, a text or a parsed Spec, not a {type(spec).__name__}"))
+        raise PeftcError(Diagnostic("P545", f"a spec is a path, a text or a parsed Spec, not a {type(spec).__name__}"))
     return parse_text(fspath(spec)) if is_text(spec) else read_spec(fspath(spec))
 
 
@@ -293,10 +293,10 @@ def checked_tasks(tasks: Sequence[str] | None, present: tuple[str, ...]) -> tupl
     """
     if tasks is None:
         return present
-    names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
-    wrong = next((n for n in names if not TASK.fullmatch(str(n)) or hasattr(_DICT, n)), None)
-    if wrong is not None or not names:
-        message = f"`{wrong}` is no name of a task" if names else "no task is named"
+    names = (tasks,) if isinstance(tasks, str) or not isinstance(tasks, Iterable) else tuple(tasks)  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    wrong = [n for n in names if not isinstance(n, str) or not TASK.fullmatch(n) or hasattr(_DICT, n)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if wrong or not names:
+        message = f"`{wrong[0]}` is no name of a task" if names else "no task is named"
         raise PeftcError(Diagnostic("P537", message, help="names are of letters, digits, `_` and `-`"))
     if len(set(names)) < len(names):
         raise PeftcError(Diagnostic("P537", f"a task is named twice: {listed(names)}"))

@@ -28,14 +28,14 @@ def tasks(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def task(
-    model: nn.Module, name: str | None = None, *, task_ids: Sequence[str] | Tensor | None = None
+    model: nn.Module, name: str | None = None, *, task_ids: Sequence[str] | Sequence[int] | Tensor | None = None
 ) -> Generator[nn.Module]:
     """Inside the block the model works for one task, or for one in each row of a batch. Blocks may stand in each other.
 
     Rows of several tasks go through the edits of their own tasks in one forward; what is common to the tasks, and the base, is
     computed for all at once. `generate` may repeat rows (beams). An edit of a weight is one for the whole batch.
 
-    Args: `name`: of one task. `task_ids`: numbers of tasks (batch,), as `tasks` lists them, or their names.
+    Args: `name`: of one task. `task_ids`: numbers of tasks (batch,), as `tasks` lists them, or their names; a tensor or a sequence.
     Raises: P410 (not compiled), P534 (unknown), P535 (no numbers of tasks, or none and both given).
     """
     chosen = installed(model).task
@@ -81,9 +81,11 @@ def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Modu
 def drop_task(model: nn.Module, name: str) -> nn.Module:
     """Takes the parameters of a task out of the model; those of the others stay as they are.
 
-    Raises: P410 (not compiled), P529 (switched off), P534 (unknown), P537 for the last one.
+    Raises: P410 (not compiled), P529 (switched off), P534 (unknown), P537 for the last one, and where there is none.
     """
     chosen = acting(model).task
+    if not chosen.names:
+        raise PeftcError(Diagnostic("P537", "no edit of the model is `per task`, so it has no task to drop"))
     rest = tuple(task for task in chosen.names if task != chosen.of(name))
     if not rest:
         raise PeftcError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -29,9 +30,10 @@ def step(model: nn.Module, step: int) -> None:
     the step alone, so that processes and accumulated batches agree.
 
     Args: `step`: from 0 or 1 on, one more each time.
-    Raises: P410 (not compiled), P529 (switched off), P539 where an `svd` that gives up ranks has no gradients.
+    Raises: P410 (not compiled), P529 (switched off), P539 where an `svd` that gives up ranks has no gradients, P545 where `step` is no
+    number.
     """
-    record = acting(model)
+    record, step = acting(model), _number(step)
     groups: dict[str, list[tuple[str, SVD]]] = {}
     for name, form in forms_of(model, record):
         if isinstance(form, SVD) and form.form_args["target"] is not None:
@@ -47,6 +49,15 @@ def step(model: nn.Module, step: int) -> None:
         allocate([form for _, form in found], step)
 
 
+def _number(step: int) -> int:
+    """The number of a step. Raises: P545 for what is none."""
+    found = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else index(step)
+    if found < 0:
+        message = f"a step of training is told by its number, not by {step!r}"
+        raise PeftcError(Diagnostic("P545", message, help="peftc.step(model, 1), one more each time"))
+    return found
+
+
 def losses(
     model: nn.Module, *, inputs: Mapping[str, Any] | None = None, logits: Tensor | None = None
 ) -> dict[str, Tensor]:
@@ -59,9 +70,10 @@ def losses(
     forward with another route; only where both arguments are given.
 
     Args: `inputs`, `logits`: the arguments of the forward that was made, and its logits (…, classes).
-    Raises: P410 (not compiled), P529 (switched off).
+    Raises: P410 (not compiled), P529 (switched off), P545 (arguments that are none of a forward, or not its logits).
     """
     record = acting(model)
+    _check_forward(inputs, logits)
     found: dict[str, list[Tensor]] = {}
     sums: dict[str, list[Tensor]] = {}
     routed: list[Mixture] = []
@@ -81,11 +93,26 @@ def losses(
         before = [form.get_buffer("route").clone() for form in routed]
         for form in routed:
             form.get_buffer("route").fill_(-1)
-        again = model(**inputs).logits
-        for form, route in zip(routed, before, strict=True):
-            form.get_buffer("route").copy_(route)
+        try:
+            again = model(**inputs).logits
+        finally:
+            for form, route in zip(routed, before, strict=True):
+                form.get_buffer("route").copy_(route)
+        if again.shape != logits.shape:
+            message = f"`logits` are {list(logits.shape)}, and those of these inputs {list(again.shape)}"
+            raise PeftcError(Diagnostic("P545", message, help="give the logits of the forward of `inputs`"))
         terms["consistency"] = consistency(logits, again)
     return terms
+
+
+def _check_forward(inputs: Mapping[str, Any] | None, logits: Tensor | None) -> None:
+    """Raises: P545 where these are no arguments of a forward and its logits."""
+    if inputs is not None and not isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        message = f"`inputs` is a dictionary of the forward's arguments, not a {type(inputs).__name__}"
+        raise PeftcError(Diagnostic("P545", message))
+    if logits is not None and not (isinstance(logits, Tensor) and logits.is_floating_point() and logits.ndim > 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = f"{list(logits.shape)}, {logits.dtype}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PeftcError(Diagnostic("P545", f"`logits` are a tensor (…, classes) of fractions, not {found}"))
 
 
 def counted(model: nn.Module, record: Installation) -> dict[str, list[MaskedSites]]:

@@ -200,8 +200,8 @@ def test_a_plain_encoder_works_or_says_what_is_missing() -> None:
         ({"tokens": torch.zeros(2, 3, dtype=torch.long)}, "P509"),
         ({"ids": torch.zeros(2, 3)}, "P509"),
         ({}, "P509"),
-        (torch.zeros(2, 3, dtype=torch.long), "P112"),
-        ({3: torch.zeros(1)}, "P112"),
+        (torch.zeros(2, 3, dtype=torch.long), "P545"),
+        ({3: torch.zeros(1)}, "P545"),
     ],
     ids=str,
 )
@@ -219,7 +219,7 @@ def test_a_model_that_cannot_be_copied_is_told() -> None:
 
 def test_an_adapter_is_not_loaded_onto_a_name(tmp_path: Path) -> None:
     name: Any = "facebook/bart-large"
-    refused("P502", lambda: peftc.load(tmp_path, name))
+    refused("P545", lambda: peftc.load(tmp_path, name))
 
 
 # Without weights -----------------------------------------------------------------------------------------------------

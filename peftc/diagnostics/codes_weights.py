@@ -81,8 +81,9 @@ WEIGHTS: dict[str, CodeInfo] = {
         "Tasks are named where the spec is compiled, `peftc.compile(spec, model, tasks=[…])`, and by `peftc.add_task`.",
     ),
     "P535": CodeInfo(
-        "task_ids that are none",
-        "`task_ids` has one whole number for each example, the place of its task in `peftc.tasks(model)`, or one name for each.",
+        "tasks of rows that are not understood",
+        "`task_ids` has one whole number for each row of the batch, the place of its task in `peftc.tasks(model)`, or one name for "
+        "each: a tensor of integers, or a list. For one task of all rows there is `peftc.task(model, name)`.",
     ),
     "P536": CodeInfo(
         "batch that cannot be of several tasks",

@@ -80,7 +80,7 @@ ALIASES: Mapping[str, str] = {
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The name of `known` that `name` most likely stands for: an alias, another spelling, or a typing error."""
-    return _nearest(name, tuple(known))
+    return _nearest(name, tuple(known)) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
 
 
 @lru_cache(maxsize=1024)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -28,7 +28,7 @@ class Chosen:
 
     def of(self, task: str) -> str:
         """Raises: P534 for a task that the model does not have."""
-        if task not in self.names:
+        if not isinstance(task, str) or task not in self.names:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
             help_ = did_you_mean(task, self.names) or f"the model has {listed(self.names)}"
             raise PeftcError(Diagnostic("P534", f"the model has no task `{task}`", help=help_))
         return task
@@ -37,14 +37,21 @@ class Chosen:
         """Whether what belongs to `task` (to none of them, where it is None) is at work, as far as one task is present."""
         return task is None or not isinstance(self.present, str) or task == self.present
 
-    def numbers(self, tasks: Sequence[str] | Tensor) -> Tensor:
+    def numbers(self, tasks: Sequence[str] | Sequence[int] | Tensor) -> Tensor:
         """The number of the task of each row, (batch,).
 
         Raises: P534 for unknown names, P535 for what are no numbers of tasks.
         """
         if not isinstance(tasks, Tensor):
-            return torch.tensor([self.names.index(self.of(task)) for task in tasks])
-        if tasks.ndim != 1 or tasks.is_floating_point():
+            try:
+                if isinstance(tasks, str | bytes | Mapping | Set):
+                    raise TypeError
+                found = [self.names.index(self.of(task)) if isinstance(task, str) else task for task in tasks]
+                tasks = torch.as_tensor(found, dtype=None if found else torch.int64)
+            except (TypeError, ValueError, RuntimeError):  # as torch and Python say that they are no numbers
+                message = f"task_ids are whole numbers or names, one for each row; found {tasks!r}"
+                raise PeftcError(Diagnostic("P535", message, help="peftc.task(model, name) is for all rows")) from None
+        if tasks.ndim != 1 or tasks.dtype == torch.bool or tasks.is_floating_point() or tasks.is_complex():
             said = f"shape {tuple(tasks.shape)}, {str(tasks.dtype).removeprefix('torch.')}"
             raise PeftcError(Diagnostic("P535", f"task_ids are whole numbers (batch,), found {said}"))
         if len(tasks) and not 0 <= int(tasks.min()) <= int(tasks.max()) < len(self.names):

@@ -20,10 +20,10 @@ from peftc.model.skeleton import skeleton
 
 
 def checked(sample: object) -> None:
-    """Raises: P112 where a sample is not the keyword arguments of a forward."""
+    """Raises: P545 where a sample is not the keyword arguments of a forward."""
     if sample is not None and not (isinstance(sample, Mapping) and all(isinstance(k, str) for k in sample)):  # pyright: ignore[reportUnknownVariableType]
         message = f"a sample is a dictionary of the forward's arguments, not a {type(sample).__name__}"
-        raise PeftcError(Diagnostic("P112", message, help='write `sample={"name": tensor}`'))
+        raise PeftcError(Diagnostic("P545", message, help='write `sample={"name": tensor}`'))
 
 
 def refuse_what_does_not_run(source: ModelSource, sample: Mapping[str, Any] | None) -> None:

@@ -16,18 +16,22 @@ from peftc.syntax.parser import parse_text
 
 
 def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
-    """An expanded spec with `prefix.` before the names of its edits. Raises: P112 where that is no name."""
+    """An expanded spec with `prefix.` before the names of its edits. Raises: P545 where that is no name."""
     if prefix is None:
         return flat
-    if not all(word.isidentifier() and word.isascii() for word in prefix.split(".")):
-        raise PeftcError(Diagnostic("P112", f"`{prefix}` cannot stand before the name of an edit", help="use a word"))
+    if not isinstance(prefix, str) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        word.isidentifier() and word.isascii() for word in prefix.split(".")
+    ):
+        raise PeftcError(Diagnostic("P545", f"`{prefix}` cannot stand before the name of an edit", help="use a word"))
     statements = renamed(flat.statements, prefix)
     kept = tuple(s for s in statements if isinstance(s, ast.Let | ast.Edit | ast.Train | ast.Expect))
     return replace(flat, statements=kept)
 
 
 def free_name(record: Installation | None, wanted: str | None, default: str) -> str:
-    """A name that no spec of the model has. Raises: P412 where `wanted` is taken."""
+    """A name that no spec of the model has. Raises: P412 where `wanted` is taken, P545 where it is no text."""
+    if wanted is not None and not isinstance(wanted, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        raise PeftcError(Diagnostic("P545", f"the name of a spec is a text, not a {type(wanted).__name__}"))
     taken = {part.name for part in record.parts} if record else set[str]()
     if wanted is not None and wanted in taken:
         help_ = "give this one another `name`, or `peftc.remove` the other"

@@ -61,7 +61,7 @@ class Installation:
     def part(self, name: str) -> Part:
         """Raises: P413 where no spec of the model has that name."""
         found = {part.name: part for part in self.parts}
-        if name not in found:
+        if name not in tuple(found):
             help_ = did_you_mean(name, found) or f"the model has {listed(list(found))}"
             raise PeftcError(Diagnostic("P413", f"the model has no spec `{name}`", help=help_))
         return found[name]

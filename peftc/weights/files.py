@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -25,6 +26,13 @@ def listing(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
         name: StoredTensor(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
         for name, t in sorted(tensors.items())
     }
+
+
+def path_of(directory: str | PathLike[str]) -> Path:
+    """Raises: P545 where it is no path."""
+    if isinstance(directory, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        return Path(directory)
+    raise PeftcError(Diagnostic("P545", f"a directory is a path, not {directory!r}", help="give one path, as a text"))
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -18,7 +18,7 @@ from peftc.rewriting.install import SHARED, identifier, regions_of
 from peftc.rewriting.record import Installation, acting
 from peftc.syntax.print_expressions import expression
 from peftc.tracing.analysis import Analysis
-from peftc.weights.files import read
+from peftc.weights.files import path_of, read
 from peftc.weights.loading import check_base, check_tensors, planned_saved
 from peftc.weights.start import checked_names
 
@@ -49,12 +49,14 @@ def fuse(
     own = dict.fromkeys(placed.edit for placed, _ in fusions(record))
     if not own:
         raise PeftcError(Diagnostic("P532", "the model has no edit with a `fusion`"))
-    paths = [Path(d) for d in ([directories] if isinstance(directories, str | PathLike) else directories)]
-    pairs = edits if edits is not None else {edit: edit for edit in own}
+    many = isinstance(directories, Iterable) and not isinstance(
+        directories, str
+    )  # of what may be anything, from Python
+    paths = [path_of(d) for d in (directories if many else [cast(str, directories)])]
+    pairs = {edit: edit for edit in own} if edits is None else checked_names(edits, own)
     found = [(placed, one) for placed, one in fusions(record) if placed.edit in pairs]
     named = None if task is None else record.task.of(task)
     targets = {p: Target(cast(Fusion, model.get_submodule(p))) for one in found for p in places(record, *one, named)}
-    checked_names(pairs, own, pairs.values())
     for placed, one in found:
         if one.args["n"] != len(paths):
             message = f"`{placed.edit}` mixes {one.args['n']} adapters, and {len(paths)} are given"

@@ -25,7 +25,7 @@ from peftc.tracing.analysis import Analysis
 from peftc.weights.adapter import METADATA, Adapter
 from peftc.weights.base import differences, other_values
 from peftc.weights.compiled import require_values
-from peftc.weights.files import read
+from peftc.weights.files import path_of, read
 
 
 def load(
@@ -49,15 +49,16 @@ def load(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
-        raise PeftcError(Diagnostic("P502", message, help="build the model first"))
+        raise PeftcError(Diagnostic("P545", message, help="build the model first"))
     if is_installed(model):
         acting(model)
-    adapter, tensors = read(Path(directory))
+    path = path_of(directory)
+    adapter, tensors = read(path)
     check_base(adapter, model, other_weights)
     analysis = analysed(model, sample)
     record = installed(model) if is_installed(model) else None
     tasks = checked_tasks(adapter.tasks or None, tasks_of(record))
-    flat, found = planned_saved(adapter, Path(directory), analysis, tasks)
+    flat, found = planned_saved(adapter, path, analysis, tasks)
     shapes = dict(wanted(found, analysis, model))
     check_tensors(tensors, shapes)
     if prefix is not None:
@@ -65,7 +66,7 @@ def load(
         found = planned(flat, analysis, tasks)
         renamed = dict(zip((n for n, _ in wanted(found, analysis, model)), shapes, strict=True))
         tensors = {new: tensors[old] for new, old in renamed.items()}
-    named = free_name(record, name or prefix, Path(directory).resolve().name or "default")
+    named = free_name(record, name or prefix, path.resolve().name or "default")
     part = Part(named, print_spec(flat), found.plan, adapter.seed)
     return added(
         model, part, flat, found, analysis, sample, tasks=tasks, then=lambda model: _fill(model, named, tensors)

@@ -16,7 +16,7 @@ from peftc.weights.adapter import Adapter
 from peftc.weights.base import base_of
 from peftc.weights.collapse import stored_spec, stored_tensors
 from peftc.weights.compiled import require_values
-from peftc.weights.files import listing, write
+from peftc.weights.files import listing, path_of, write
 from peftc.weights.sharded import turn, whole
 
 
@@ -31,6 +31,7 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     to save it alone; else all specs are saved, as one.
     Raises: P410 (not compiled), P413 (no spec of that name), P526 (not there), P527 (no weights), P528 (prefix without rows), P529 (switched off).
     """
+    target = path_of(directory)
     record = acting(model)
     parts = record.chosen(name)
     chosen = parameters(model, name)
@@ -55,8 +56,8 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
 
     with turn(chosen.values()) as mine:
         if mine:
-            write(Path(directory), tensors, describe)
-    return Path(directory)
+            write(target, tensors, describe)
+    return target
 
 
 def _plan(model: nn.Module, parts: tuple[Part, ...]) -> Plan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from os import PathLike
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule
 from peftc.rewriting.record import acting
-from peftc.weights.files import read
+from peftc.weights.files import path_of, read
 from peftc.weights.loading import check_base, check_tensors
 
 
@@ -37,7 +36,7 @@ def warm_start(
     do not fit), P532 (no such edit), P534 (no such task). After an error the model is as it was.
     """
     record = acting(model)
-    adapter, tensors = read(Path(directory))
+    adapter, tensors = read(path_of(directory))
     check_base(adapter, model, other_weights)
     own = {edit for part in record.parts for edit in part.edits}
     there = dict.fromkeys(saved.partition("/")[0] for saved in tensors)
@@ -69,9 +68,15 @@ def warm_start(
     return tuple(pairs)
 
 
-def checked_names(edits: Mapping[str, str], own: Iterable[str], there: Iterable[str]) -> Mapping[str, str]:
-    """From edits of a model to those of an adapter. Raises: P532 where one of them is not there."""
-    for names, known, where in ((edits, tuple(own), "model"), (edits.values(), tuple(there), "adapter")):
+def checked_names(
+    edits: Mapping[str, str], own: Iterable[str], there: Iterable[str] | None = None
+) -> Mapping[str, str]:
+    """From edits of a model to those of an adapter. Raises: P532 where one of them is not there, P545 for anything else."""
+    if not isinstance(edits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        message = f"`edits` is a dictionary, from edits of the model to those of the adapter; found {edits!r}"
+        raise PeftcError(Diagnostic("P545", message, help='edits={"mine": "theirs"}'))
+    theirs = edits.values() if there is None else there  # not known yet
+    for names, known, where in ((edits, tuple(own), "model"), (edits.values(), tuple(theirs), "adapter")):
         for name in names:
             if name not in known:
                 help_ = did_you_mean(name, known) or f"the {where} has {listed(sorted(known))}"

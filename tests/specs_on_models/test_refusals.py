@@ -40,7 +40,7 @@ WRONG = {
     "an edit of that name": ("P412", "peft 1\nedit q at layer[*].ffn { h += 1 }", {}),
     "a train of that name": ("P412", "peft 1\nedit n at layer[*].ffn { h += 1 }", {}),
     "a spec of that name": ("P412", SECOND, {"name": "first"}),
-    "a prefix that is no word": ("P112", SECOND, {"prefix": "a b"}),
+    "a prefix that is no word": ("P545", SECOND, {"prefix": "a b"}),
     "trained twice": ("P414", "peft 1\ntrain m = [b] at layer[*].ffn.norm", {}),
     "assigned twice": ("P302", "peft 1\nedit k at layer[*].attn { kv = concat(prefix(len=3), kv) }", {}),
     "an expectation": ("P304", SECOND + "expect trained == 1", {}),
