@@ -5,7 +5,7 @@ from __future__ import annotations
 from peftc.forms.arguments import DTYPE
 from peftc.forms.registry import Args, Count, Dims, Form, Param, register
 from peftc.forms.shapes import entries
-from peftc.forms.sparse import chosen, of_weight
+from peftc.forms.sparse import changes, of_weight
 
 
 def _count(args: Args, dims: Dims) -> Count:
@@ -14,7 +14,7 @@ def _count(args: Args, dims: Dims) -> Count:
 
 
 def _common_count(args: Args, dims: Dims) -> Count:
-    return Count(0, 0 if args["keep"] else chosen(args, dims.spread[1] or entries(dims.target)))
+    return Count(0, 0 if args["keep"] else changes(args, dims))
 
 
 register(
@@ -61,6 +61,7 @@ register(
         common_count=_common_count,
         anywhere=True,
         apart=True,
+        changes=changes,
         collapses=lambda args: None if args["keep"] else "sparse",
     )
 )

@@ -102,7 +102,8 @@ class Form:
     attention group, VeRA one for the edit). `common_count` counts it where a site has parameters of its own besides, which
     `count` then counts; without it the common part is everything. Of edits `per task`, each task has the common part where
     the sites have nothing of their own, or where `apart` says so; `all_count` counts what all tasks have in common besides.
-    `anywhere`: it suits sites of different shapes. `entries`: those of a site that `Dims.spread` counts.
+    `anywhere`: it suits sites of different shapes. `entries`: those of a site that `Dims.spread` counts. `changes`: how many
+    entries of its value are not zero in the end, where they are chosen, over all sites that have the choice in common.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Form:
     anywhere: bool = False
     apart: bool = False
     entries: Callable[[Args, Dims], int] = field(default=lambda args, dims: entries(dims.target))
+    changes: Callable[[Args, Dims], int] | None = None
     collapses: Callable[[Args], str | None] = field(default=lambda args: None)  # the form that is saved in its place
     rank: Callable[[Args, Dims], int | None] = field(
         default=lambda args, dims: None

@@ -13,8 +13,13 @@ def chosen(args: Args, total: int) -> int:
     return max(1, round(number(args, "density") * total))
 
 
+def changes(args: Args, dims: Dims) -> int:
+    """How many entries of the weights and biases of all sites are chosen."""
+    return chosen(args, dims.spread[1] or entries(dims.target))
+
+
 def _count(args: Args, dims: Dims) -> Count:
-    count = chosen(args, dims.spread[1] or entries(dims.target))
+    count = changes(args, dims)
     return Count(count, count)
 
 
@@ -41,9 +46,14 @@ def _lines_shape(args: Args, dims: Dims) -> Shape:
     return of_weight("lines", dims)
 
 
-def _lines_count(args: Args, dims: Dims) -> Count:
+def _lines_changes(args: Args, dims: Dims) -> int:
     count, length = lines(args, dims)
-    return Count(count * length, count * length)
+    return count * length
+
+
+def _lines_count(args: Args, dims: Dims) -> Count:
+    count = _lines_changes(args, dims)
+    return Count(count, count)
 
 
 WAYS = (
@@ -80,6 +90,7 @@ SPARSE = register(
         common=lambda args: "edit",
         common_count=_count,
         anywhere=True,
+        changes=changes,
     )
 )
 
@@ -107,5 +118,6 @@ register(
         affine=lambda args: None,
         module="peftc.forms.lines_module:Lines",
         paper="Vucetic et al. 2022, arXiv:2205.01541 (FAR)",
+        changes=_lines_changes,
     )
 )

@@ -8,8 +8,8 @@ from typing import Literal
 
 from peftc.forms.shapes import Weight
 from peftc.planning.affine import FoldTarget, linear_states
-from peftc.planning.ir import Applied, Arithmetic, Constant, Placed, Read, Term
-from peftc.planning.regions import Parameters, Region
+from peftc.planning.ir import Applied, Arithmetic, Constant, Instance, Placed, Read, Term, parts_of
+from peftc.planning.regions import Chosen, Parameters, Region
 from peftc.tracing.sites import Slice
 
 Own = Literal["absent", "one", "other"]
@@ -36,15 +36,12 @@ class Parts:
         return self.own != "absent" or self.input
 
 
-def changed(placed: Placed, target: FoldTarget, parameters: Parameters) -> Iterable[Region]:
+def changed(placed: Placed, target: FoldTarget, parameters: Parameters) -> Iterable[Region | Chosen]:
     """The entries that differ after the fold. Shapes: w (out, in), b (out)."""
     site = target.site
     weight, bias = target.weight, target.bias
     if target.side == "weight":
-        for name in {assign.state for assign in placed.assigns}:
-            state = placed.site.states[name]
-            if state.weight:
-                yield from parameters.regions(state.weight, state.shape)
+        yield from _written_weights(placed, parameters)
         return
     parts = value_of(placed, linear_states(target, placed.site))
     shape = site.states["w"].shape
@@ -59,11 +56,63 @@ def changed(placed: Placed, target: FoldTarget, parameters: Parameters) -> Itera
     yield from _written_weights(placed, parameters)
 
 
-def _written_weights(placed: Placed, parameters: Parameters) -> Iterable[Region]:
-    for name in {assign.state for assign in placed.assigns} & {"w", "b"}:
-        state = placed.site.states[name]
-        if state.weight:
-            yield from parameters.regions(state.weight, state.shape)
+def _written_weights(placed: Placed, parameters: Parameters) -> Iterable[Region | Chosen]:
+    """All entries of what is written, or those that its equations choose."""
+    for assign in placed.assigns:
+        state = placed.site.states[assign.state]
+        if assign.state not in ("w", "b") or state.weight is None:
+            continue
+        regions = list(parameters.regions(state.weight, state.shape))
+        choices = _added_choices(assign.value, assign.state)
+        if choices is None:
+            yield from regions
+            continue
+        for one in choices:
+            assert one.form.changes is not None
+            count = one.form.changes(one.args, one.dims)
+            yield from (Chosen(_choice(placed, one), count, region) for region in regions)
+
+
+def _choice(placed: Placed, one: Instance) -> tuple[str, ...]:
+    """What tells one choice of entries from another: those who have their parameters in common need not choose together."""
+    together = one.owner is not None and one.form.common(one.args) is not None
+    return (str(one.owner),) if together else (placed.edit, placed.site.path, one.key)
+
+
+def _added_choices(term: Term, state: str) -> list[Instance] | None:
+    """Of `state + f + g` those that choose the entries at which they are not zero; None where it is no such sum."""
+    match term:
+        case Arithmetic(op="+", left=left, right=right):
+            own, other = (left, right) if _reads(left, state) else (right, left)
+            return _joined(_added_choices(own, state), _choices(other))
+        case Arithmetic(op="-", left=left, right=right):
+            return _joined(_added_choices(left, state), _choices(right))
+        case _:
+            return [] if isinstance(term, Read) and term.state == state else None
+
+
+def _choices(term: Term) -> list[Instance] | None:
+    """Those that choose the entries at which a term is not zero, None where it may be any."""
+    match term:
+        case Applied(instance=instance):
+            return [instance] if instance.form.changes is not None else None
+        case Arithmetic(op="*", left=left, right=right):
+            first = _choices(left)
+            return _choices(right) if first is None else first
+        case Arithmetic(op="/", left=left):
+            return _choices(left)
+        case Arithmetic(left=left, right=right):
+            return _joined(_choices(left), _choices(right))
+        case _:
+            return None
+
+
+def _joined(first: list[Instance] | None, second: list[Instance] | None) -> list[Instance] | None:
+    return None if first is None or second is None else [*first, *second]
+
+
+def _reads(term: Term, state: str) -> bool:
+    return any(isinstance(part, Read) and part.state == state for part in parts_of(term))
 
 
 def value_of(placed: Placed, linear: Collection[str]) -> Parts:

@@ -16,7 +16,7 @@ from peftc.planning.identity import is_identity
 from peftc.planning.ir import Placed
 from peftc.planning.lower import place, unused
 from peftc.planning.model import Plan, PlanEdit, PlanExpectation, PlanModel, PlanSite, PlanSpec, PlanTotals
-from peftc.planning.regions import Region, numel
+from peftc.planning.regions import Chosen, Region, numel
 from peftc.planning.scope import ONE, Scope, Shared, groups_of, shared_members
 from peftc.planning.select import coverage, resolve
 from peftc.planning.train import Trained, missing, trained
@@ -248,7 +248,7 @@ def _totals(
 ) -> PlanTotals:
     """Over the whole plan: shared sets of parameters and entries of the base once, however many edits name them."""
     own = frozenset[Region]().union(*(made.regions for made in trains))
-    changed = own.union(*(verdict.changed for verdict in judged))
+    changed = frozenset[Region | Chosen](own).union(*(verdict.changed for verdict in judged))
     all_of_them = counts.count(p for _, places in edits for p in places)
     stays = [p for (_, places), verdict in zip(edits, judged, strict=True) if not verdict.foldable for p in places]
     return PlanTotals(

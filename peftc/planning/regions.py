@@ -21,6 +21,15 @@ class Region:
     width: int = 1
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Some of the entries of a region. What has one `choice` has `count` of them in all."""
+
+    choice: tuple[str, ...]
+    count: int
+    among: Region
+
+
 class Parameters:
     """The base parameters of a model by name; tied ones under one name."""
 
@@ -48,8 +57,21 @@ class Parameters:
         return (Region(name, first + start, first + stop, width) for start, stop in rows.runs())
 
 
-def numel(regions: Iterable[Region]) -> int:
-    """Entries in the union of the regions."""
+def numel(found: Iterable[Region | Chosen]) -> int:
+    """Entries in the union of the regions and of what is chosen, where no two choices are of the same entries."""
+    found = set(found)
+    whole = {one for one in found if isinstance(one, Region)}
+    counts = {one.choice: one.count for one in found if isinstance(one, Chosen)}
+    among: dict[tuple[str, ...], set[Region]] = defaultdict(set)
+    for one in found:
+        if isinstance(one, Chosen):
+            among[one.choice].add(one.among)
+    total = _union(whole)
+    apart = sum(min(count, _union(whole | among[choice]) - total) for choice, count in counts.items())
+    return min(total + apart, _union(whole.union(*among.values())))
+
+
+def _union(regions: Iterable[Region]) -> int:
     spans: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for region in set(regions):
         spans[region.parameter, region.width].append((region.start, region.stop))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from peftc.planning import change
 from peftc.planning.affine import FoldTarget, fold_reason, fold_target
 from peftc.planning.ir import Applied, Arithmetic, Concat, Frozen, Placed, Read, Term
-from peftc.planning.regions import Parameters, Region
+from peftc.planning.regions import Chosen, Parameters, Region
 from peftc.tracing.sites import Site, SiteTable, WeightRef
 
 
@@ -19,7 +19,7 @@ class Verdict:
 
     foldable: bool
     reason: str
-    changed: frozenset[Region] = frozenset()
+    changed: frozenset[Region | Chosen] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)

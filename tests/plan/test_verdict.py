@@ -2,7 +2,7 @@
 
 import pytest
 
-from peftc.planning.regions import Region, numel
+from peftc.planning.regions import Chosen, Region, numel
 from tests.plan import tables
 from tests.plan.specs import only_edit, planned, refused
 
@@ -118,6 +118,14 @@ def test_regions():
     two = [Region("p", 0, 4, 3), Region("p", 2, 6, 3), Region("q", 0, 1)]
     assert numel(two) == 6 * 3 + 1
     assert numel([]) == 0
+
+
+def test_entries_that_are_chosen_are_counted_once_a_choice_and_never_above_what_there_is():
+    p, q = Region("p", 0, 4, 3), Region("q", 0, 1)
+    assert numel([Chosen(("a",), 5, p), Chosen(("a",), 5, q)]) == 5
+    assert numel([Chosen(("a",), 5, p), Chosen(("b",), 4, p)]) == 9
+    assert numel([Chosen(("a",), 9, p), Chosen(("b",), 9, p)]) == 12
+    assert numel([Chosen(("a",), 5, p), Chosen(("a",), 5, q), p]) == 13
 
 
 def test_tied_parameters_are_trained_once():
