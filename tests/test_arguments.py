@@ -74,7 +74,7 @@ def test_what_is_no_task(case: int) -> None:
 
 
 def test_a_model_without_tasks_has_none_to_drop() -> None:
-    with pytest.raises(peftc.PeftcError, match="P537.*no edit of the model is `per task`"):
+    with pytest.raises(peftc.PeftcError, match=r"P537.*no edit of the model is `per task`"):
         peftc.drop_task(model_of("plain"), "a")
 
 
@@ -110,7 +110,7 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     *(("plain", lambda m, v=v: peftc.load(v, m)) for v in (None, ["x"])),
     *(("fusion", lambda m, v=v: peftc.fuse(m, v)) for v in (None, [None], 5)),
     ("fusion", lambda m: peftc.fuse(m, "x", edits=["e"])),
-    *(("plain", lambda m, v=v: peftc.fold(m, only=v, widen=w)) for v in (5, [5]) for w in (False, True)),
+    *(("plain", lambda m, v=v, w=w: peftc.fold(m, only=v, widen=w)) for v in (5, [5]) for w in (False, True)),
     *(("plain", lambda m, v=v: peftc.compile(MORE, m, name=v)) for v in (5, ["x"])),
     ("plain", lambda m: peftc.compile(MORE, m, prefix=5)),
 ]

@@ -49,10 +49,9 @@ def fuse(
     own = dict.fromkeys(placed.edit for placed, _ in fusions(record))
     if not own:
         raise PeftcError(Diagnostic("P532", "the model has no edit with a `fusion`"))
-    many = isinstance(directories, Iterable) and not isinstance(
-        directories, str
-    )  # of what may be anything, from Python
-    paths = [path_of(d) for d in (directories if many else [cast(str, directories)])]
+    several = isinstance(directories, Iterable) and not isinstance(directories, str)
+    given: Any = directories if several else [directories]  # from Python it may be anything
+    paths = [path_of(directory) for directory in given]
     pairs = {edit: edit for edit in own} if edits is None else checked_names(edits, own)
     found = [(placed, one) for placed, one in fusions(record) if placed.edit in pairs]
     named = None if task is None else record.task.of(task)
