@@ -30,15 +30,15 @@ def prompted(
     Rows come first in a cache, too: a call that continues one is told where its tokens are. The attention mask shows the rows to
     every token; positions count from the first row. `keep`: the result has the rows, else only the tokens given.
 
-    Shapes: rows (len, d) each. Raises: P419 for masks that cannot be made longer, and caches without the rows.
+    Shapes: rows (len, d) each, or (batch, len, d). Raises: P419 for masks that cannot be made longer, and caches without the rows.
     """
     given = longer_context({**arguments, **rest}, context) if context else {**arguments, **rest}
-    count = sum(row.shape[0] for row in rows)
+    count = sum(row.shape[-2] for row in rows)
     if not count:
         return base.forward(module, **given)
     cache = given.get("past_key_values")
     past = 0 if cache is None else cache.get_seq_length()
-    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    tokens = tokens_of(given)
     if tokens is None:
         return base.forward(module, **given)  # says itself what is missing
     batch, first = tokens.shape[0], past == 0
@@ -60,6 +60,17 @@ def prompted(
     given |= {"input_ids": None, "inputs_embeds": torch.cat([*parts, embedded], 1)}
     result = base.forward(module, **given)
     return result if keep else without(result, count)
+
+
+def batch_of(arguments: dict[str, Any], rest: dict[str, Any], weight: Tensor) -> Tensor:
+    """Something with the batch of a call, and the features, dtype and device of its embedding: (batch, 1, d)."""
+    tokens = tokens_of({**arguments, **rest})
+    return weight[:1].expand(1 if tokens is None else tokens.shape[0], 1, -1)
+
+
+def tokens_of(given: dict[str, Any]) -> Tensor | None:
+    """The tokens of a call, (batch, tokens), or embedded as (batch, tokens, d)."""
+    return given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
 
 
 def longer_mask(mask: Any, batch: int, count: int, expected: int | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import TrainerCallback
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.arguments import integer
 from peftc.forms.fusion_module import Fusion
 from peftc.forms.masked_module import MaskedSites
 from peftc.forms.mixture_module import Mixture
@@ -27,26 +28,34 @@ def step(model: nn.Module, step: int) -> None:
 
     To be called after `loss.backward()` and `optimizer.step()`, and before the gradients are set to zero, as PEFT's
     `update_and_allocate`: importances are smoothed |p · ∂p|. What a step draws depends on the seed, the place and the number of
-    the step alone, so that processes and accumulated batches agree.
+    the step alone, so that processes and accumulated batches agree. Each task of an edit `per task` has a budget of its own, and
+    takes part in the steps of which the batch had examples of it.
 
     Args: `step`: from 0 or 1 on, one more each time.
-    Raises: P410 (not compiled), P529 (switched off), P539 where an `svd` that gives up ranks has no gradients, P545 where `step` is no
-    number.
+    Raises: P410 (not compiled), P529 (switched off), P539 where an `svd` that gives up ranks has no gradients, P545 where `step` is
+    no number.
     """
     record, step = acting(model), _number(step)
-    groups: dict[str, list[tuple[str, SVD]]] = {}
+    groups: dict[tuple[str, str | None], list[tuple[str, SVD]]] = {}
     for name, form in forms_of(model, record):
         if isinstance(form, SVD) and form.form_args["target"] is not None:
-            groups.setdefault(name.partition("/")[0], []).append((name, form))
+            groups.setdefault((name.partition("/")[0], task_of(name, record)), []).append((name, form))
         elif isinstance(form, Mixture):
             form.stepped(seeded(f"{record.owner(name.partition('/')[0]).seed}/{name}/{step}"))
-    for edit, found in groups.items():
-        missing = [n for n, form in found for p in form.parameters() if p.grad is None]
-        first = found[0][1]
-        if missing and step < first.last_round():
+    trained = {key for key, found in groups.items() if any(form.is_trained() for _, form in found)}
+    rounds: list[list[SVD]] = []
+    for (edit, task), found in groups.items():
+        forms = [form for _, form in found]
+        ended = step > forms[0].last_round() and is_finished(forms)
+        if not ended and task is not None and (edit, task) not in trained and any(name == edit for name, _ in trained):
+            continue  # the batch had no examples of the task
+        missing = [name for name, form in found if not form.has_gradients()]
+        if missing and (step < forms[0].last_round() or not (is_finished(forms) or is_smoothed(forms))):
             message = f"`{edit}` has no gradients at {missing[0]}, which say what is important"
             raise PeftcError(Diagnostic("P539", message, help="call `peftc.step` before `optimizer.zero_grad()`"))
-        allocate([form for _, form in found], step)
+        rounds.append(forms)
+    for forms in rounds:
+        allocate(forms, step)
 
 
 def _number(step: int) -> int:
@@ -63,7 +72,8 @@ def losses(
 ) -> dict[str, Tensor]:
     """The terms that methods add to the loss, by name; to be added up by whoever trains.
 
-    `<edit>.orthogonality` of an `svd`: w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖ over its sites (Frobenius), as PEFT has it.
+    `<edit>.orthogonality` of an `svd`: w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖ over its sites (Frobenius), as PEFT has it; of the
+    present task.
     `<edit>.l0` of a `masked`: penalty · the expected number of entries that are not zero, over its sites; of the present task (Guo
     et al. 2021), and none once `peftc.calibrate` has pruned. `<edit>.identity` of a `fusion`: penalty · Σ ‖I − V‖² over its sites,
     of the present task (AdapterHub). `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second
@@ -79,7 +89,7 @@ def losses(
     routed: list[Mixture] = []
     for name, form in forms_of(model, record):
         edit = name.partition("/")[0]
-        if isinstance(form, SVD) and form.form_args["orthogonality"]:
+        if isinstance(form, SVD) and form.form_args["orthogonality"] and of_present(name, record):
             found.setdefault(f"{edit}.orthogonality", []).append(form.orthogonality())
         elif isinstance(form, Mixture):
             routed.append(form)
@@ -158,28 +168,35 @@ def forms_of(model: nn.Module, record: Installation) -> Iterator[tuple[str, Form
 
 def of_present(name: str, record: Installation) -> bool:
     """Whether a form, by its saved name, is not of a task beside the present one."""
+    return record.task.concerns(task_of(name, record))
+
+
+def task_of(name: str, record: Installation) -> str | None:
+    """The task that a form is of, by its saved name."""
     place, _, key = name.rpartition("/")
     task = key.partition(".tasks.")[2] or place.rpartition(".tasks.")[2]  # of what sites have in common
-    return task not in record.task.names or record.task.concerns(task)
+    return task if task in record.task.names else None
 
 
 @torch.no_grad()
 def allocate(forms: list[SVD], step: int) -> None:
     """One round of AdaLoRA over all the sites of an edit (Zhang et al. 2023, algorithm 1): the budget falls with a cube from
-    all ranks to `target` a site; the least important triplets, over all sites, lose their λ.
+    all ranks to `target` a site; the least important triplets, over all sites, lose their λ. What was not there in the last
+    round has its own in the next step.
     """
     args = forms[0].form_args
-    target, every = (int(cast(int, args[name])) for name in ("target", "every"))
-    warmup, last = int(cast(int, args["warmup"])), forms[0].last_round()
-    if step > last:
+    target, every, warmup = (integer(args, name) for name in ("target", "every", "warmup"))
+    last = forms[0].last_round()
+    ranks, budget = sum(len(form.values) for form in forms), target * len(forms)
+    finished = is_finished(forms)
+    if step > last and finished:
         for form in forms:
             form.values.masked_fill_(~form.get_buffer("kept"), 0.0)
         return
-    if step < last:
+    if step < last or not (finished or is_smoothed(forms)):
         for form in forms:
             form.smooth()
-    ranks = sum(len(form.values) for form in forms)
-    budget, round_ = target * len(forms), step == last
+    round_ = step >= last
     if step <= warmup and not round_:
         return
     if step < last:
@@ -191,3 +208,15 @@ def allocate(forms: list[SVD], step: int) -> None:
         for form, score in zip(forms, scores, strict=True):
             form.get_buffer("kept").copy_(score > threshold)
             form.values.masked_fill_(score <= threshold, 0.0)
+
+
+def is_finished(forms: list[SVD]) -> bool:
+    """Whether no more than `target` ranks a site are left."""
+    return sum(int(form.get_buffer("kept").sum()) for form in forms) <= integer(forms[0].form_args, "target") * len(
+        forms
+    )
+
+
+def is_smoothed(forms: list[SVD]) -> bool:
+    """Whether any importance is known."""
+    return any(form.is_smoothed() for form in forms)

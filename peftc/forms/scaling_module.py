@@ -51,10 +51,10 @@ class Scalar(FormModule):
 
 
 class Gate(FormModule):
-    """f(x) = mean over tokens of σ(x w + b).
+    """f(x) = mean over tokens of σ(x w + b); of x without tokens, such as a pooled state, σ(x w + b).
 
-    Shapes: x (batch, tokens, d); f (batch, 1, 1), or (batch, 1, 1, 1) where the target has heads; weight (1, d); bias (1,). With
-    `rows`: f (batch, rows, 1), weight (rows, d), bias (rows,).
+    Shapes: x (batch, tokens, d) or (batch, d); f (batch, 1, 1), (batch, 1, 1, 1) where the target has heads, or (batch, 1);
+    weight (1, d); bias (1,). With `rows`: f (batch, rows, 1), weight (rows, d), bias (rows,).
     Source: Mao et al. 2022, arXiv:2110.07577, section 3.2; as AdapterHub computes it, padding included. Rows: Zhang et al. 2023,
     arXiv:2305.15212, Eq. 2.
     """
@@ -66,7 +66,10 @@ class Gate(FormModule):
         self.has_heads = isinstance(dims.target, Heads | Rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        g = torch.sigmoid(F.linear(x.to(self.weight.dtype), self.weight, self.bias)).mean(dim=1, keepdim=True)
+        g = torch.sigmoid(F.linear(x.to(self.weight.dtype), self.weight, self.bias))
+        if x.ndim == 2:
+            return g.to(x.dtype)
+        g = g.mean(dim=1, keepdim=True)
         return (g.unsqueeze(-1) if self.has_heads else g.transpose(1, 2)).to(x.dtype)
 
     def draws(self) -> Mapping[str, Draw]:

@@ -59,6 +59,16 @@ class SVD(FormModule):
         """The last step in which ranks are given up."""
         return integer(self.form_args, "total") - integer(self.form_args, "cooldown")
 
+    def has_gradients(self) -> bool:
+        return all(parameter.grad is not None for parameter in self.parameters())
+
+    def is_trained(self) -> bool:
+        """Whether the loss of the batch depends on it; not, where the batch had no example of its task."""
+        return self.values.grad is not None and bool(self.values.grad.any())
+
+    def is_smoothed(self) -> bool:
+        return any(bool(self.get_buffer(f"{name}_{IMPORTANCE}").any()) for name, _ in self.named_parameters())
+
     def smooth(self) -> None:
         """Takes the present |p · ∂p| of every entry into its importance, and how far off it is into its uncertainty."""
         beta1, beta2 = number(self.form_args, "beta1"), number(self.form_args, "beta2")

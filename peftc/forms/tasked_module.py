@@ -14,7 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule, Pair, has_values
 from peftc.forms.sequence_module import Sequence as Positions
-from peftc.forms.shapes import Heads, Rows, Vector, Weight
+from peftc.forms.shapes import Vector, Weight
 
 
 @dataclass
@@ -109,21 +109,19 @@ class Tasked(FormModule):
                 with self.of_rows(where):
                     found.append((where, self.form(name)(like[where])))
         if isinstance(found[0][1], tuple):
-            key, value = (self.joined([(where, part[i]) for where, part in found], len(rows)) for i in (0, 1))
+            key, value = (self.joined([(where, part[i]) for where, part in found], 4) for i in (0, 1))
             return key, value
-        return self.joined(cast("list[tuple[Tensor, Tensor]]", found), len(rows))
+        return self.joined(cast("list[tuple[Tensor, Tensor]]", found), like.ndim)
 
     def of_rows(self, where: Tensor) -> AbstractContextManager[None]:
         return nullcontext() if self.sequence is None else self.sequence.narrowed(where)
 
-    def joined(self, found: list[tuple[Tensor, Tensor]], count: int) -> Tensor:
-        """The values of all rows in their order; one that is the same for all rows of a task is repeated for them."""
-        ndim = 4 if isinstance(self.form_dims.target, Heads | Rows) else 3
-        whole: Tensor | None = None
-        for where, value in found:
-            if value.ndim < ndim:
-                value = value.view(*[1] * (ndim - value.ndim), *value.shape).expand(len(where), *[-1] * (ndim - 1))
-            whole = value.new_zeros(count, *value.shape[1:]) if whole is None else whole
-            whole = whole.index_copy(0, where, value)
-        assert whole is not None
-        return whole
+    def joined(self, found: list[tuple[Tensor, Tensor]], ndim: int) -> Tensor:
+        """The values of all rows in their order. Without an input, a task has one for all its rows, with fewer dimensions."""
+        values = [value for _, value in found]
+        if self.form_dims.input is None:
+            values = [
+                value.view(*[1] * (ndim - value.ndim), *value.shape).expand(len(where), *[-1] * (ndim - 1))
+                for where, value in found
+            ]
+        return torch.cat(values)[torch.cat([where for where, _ in found]).argsort()]

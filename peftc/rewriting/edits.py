@@ -124,10 +124,15 @@ def depth(placed: ir.Placed) -> int:
 
 
 def used_states(placed: ir.Placed) -> list[str]:
-    """The states that an edit reads or writes, and the stream where it needs the batch back."""
+    """The states that an edit reads or writes, and the stream where it needs the batch back: for a number an example, for the tasks
+    of the examples.
+    """
     terms = terms_of(placed)
     names = dict.fromkeys([*(t.state for t in terms if isinstance(t, ir.Read)), *(a.state for a in placed.assigns)])
-    if placed.site.stream is not None and any(isinstance(t.shape, Scalar) and t.shape.per_example for t in terms):
+    if placed.site.stream is not None and (
+        any(isinstance(t.shape, Scalar) and t.shape.per_example for t in terms)
+        or any(instance.tasks for instance in placed.instances)
+    ):
         names[STREAM] = None
     return list(names)
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
+from peftc.prompting import batch_of
 from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.container import CONTAINER
@@ -129,7 +130,7 @@ class _Assignment:
             return
         self.start_before(call)
         embedding, keep = anchor.key
-        self.like = self.add(self.graph.get_attr(f"{embedding}.weight"))
+        self.like = self.function(batch_of, *call.args[2:4], self.add(self.graph.get_attr(f"{embedding}.weight")))
         made = [self.term(part) for part in self.assign.value.parts[:-1]]
         set_tokens(call, made, embedding, keep)
 

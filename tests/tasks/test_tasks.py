@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import peftc
@@ -24,6 +25,11 @@ edit group at layer[*].attn.o per task { h += vera(x, r=3) }
 edit scaled at layer[*].ffn.hidden per task { h *= vector(init=1) }
 edit part at layer[*].attn per task { h += rule(h) }"""
 PREFIX = "peft 1\nedit p at layer[*].attn per task { kv = concat(prefix(len=2, reparam=mlp(3)), kv) }"
+PROMPT = "peft 1\nedit p at embed per task { h = concat(prompt(len=2, reparam=mlp(3)), h) }"
+FLAT = """peft 1
+edit a at layer[*].ffn per task { let g = gate(x)  h += g * adapter(x, r=2) }
+edit b at layer[*].ffn.up per task { h += lora(x, r=2) }
+edit c at layer[*].ffn.hidden per task { h *= vector(init=1) }"""  # OPT has (batch · tokens, d) there
 WEIGHT = "peft 1\nedit w at layer[*].attn.q per task { w += lowrank(r=2) }"
 
 
@@ -47,8 +53,17 @@ def one_by_one(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("spec", [SPEC, PREFIX], ids=["all", "prefix"])
-@pytest.mark.parametrize("name", ["bart", "llama", "bert"])
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        *((name, spec) for name in ("bart", "llama", "bert") for spec in (SPEC, PREFIX)),
+        *(("llama", PROMPT), ("bert", PROMPT), ("opt", PROMPT), ("opt", FLAT)),
+        (
+            "bart",
+            f"{PROMPT.replace(' at ', ' at encoder.')}\nedit q at decoder.embed {{ h = concat(prompt(len=1), h) }}",
+        ),
+    ],
+)
 def test_each_row_is_what_its_task_makes_of_it(name: str, spec: str) -> None:
     model = compiled(name, spec)
     given = three(name, model)
@@ -60,6 +75,37 @@ def test_each_row_is_what_its_task_makes_of_it(name: str, spec: str) -> None:
             close(model(**given).logits, want, "by number")
         with peftc.task(model, task_ids=[TASKS[i] for i in ids]):
             close(model(**given).logits, want, "by name")
+
+
+@pytest.mark.parametrize(
+    "equation",
+    [
+        "h = linear(x)",
+        "h += lora(x, r=2)",
+        "h *= vector(init=1)",
+        "h *= scalar(init=1)",
+        "let g = gate(x)  h = head(x + g * adapter(x, r=2))",
+    ],
+)
+def test_each_has_a_head_of_its_own(equation: str) -> None:
+    """Where the state of an example has no tokens: (batch, d)."""
+    model: Any = with_classifier()
+    peftc.compile(f"peft 1\nedit cls at head per task {{ {equation} }}", model, tasks=TASKS, seed=0)
+    randomise(peftc.parameters(model))
+    given = {"input_ids": torch.arange(3, 24).view(3, 7)}
+    alone = one_by_one(model, given)
+    assert alone[0].shape == (3, 5)
+    assert not torch.allclose(alone[0], alone[1])
+    with peftc.task(model, task_ids=torch.tensor([2, 0, 1])):
+        close(model(**given).logits, torch.stack([alone[2][0], alone[0][1], alone[1][2]]), "mixed")
+
+
+def with_classifier() -> nn.Module:
+    """BERT below a classifier of five classes that reads the pooled state."""
+    torch.manual_seed(0)
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16, "num_labels": 5}
+    config = transformers.BertConfig(vocab_size=32, hidden_size=8, intermediate_size=12, **small)
+    return transformers.BertForSequenceClassification(config).double().eval()
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -141,8 +187,9 @@ def test_saved_loaded_copied_and_beside_another_spec(tmp_path: Path) -> None:
         assert torch.equal(model(**given).logits, want)
 
 
-def test_beams_are_rows_of_their_example() -> None:
-    model = compiled("llama")
+@pytest.mark.parametrize("spec", [SPEC, PROMPT])
+def test_beams_are_rows_of_their_example(spec: str) -> None:
+    model = compiled("llama", spec)
     ids = three("llama", model)["input_ids"]
     options: dict[str, Any] = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
     options["attention_mask"] = torch.ones_like(ids)

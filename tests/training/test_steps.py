@@ -107,6 +107,36 @@ def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
+def test_each_task_gives_up_ranks_in_the_steps_that_it_is_in() -> None:
+    """As a model of its own that is trained in those steps; one that comes after the last round still ends."""
+    tasks, given = ("even", "odd", "late"), zoo.inputs("llama", zoo.build("llama"))
+    model = peftc.compile(ADALORA.replace(" {", " per task {"), zoo.build("llama", torch.float64), seed=0, tasks=tasks)
+    alone = {task: peftc.compile(ADALORA, zoo.build("llama", torch.float64), seed=0) for task in tasks}
+    with torch.no_grad():
+        for key, parameter in peftc.parameters(model).items():
+            parameter += 0.1 * key.endswith("values")
+            task = key.partition(".tasks.")[2].partition(".")[0]
+            peftc.parameters(alone[task])[key.replace(f".tasks.{task}", "")].copy_(parameter)
+    for step in range(TOTAL + 4):
+        task = "late" if step > TOTAL else ("even", "odd")[step % 2]
+        for one in (model, alone[task]):
+            one.zero_grad(set_to_none=step % 3 == 0)
+            with peftc.task(model, task):
+                extra = sum(peftc.losses(one).values())
+                (one(**given).logits.pow(2).sum() + extra).backward()
+            with torch.no_grad():
+                for parameter in peftc.parameters(one).values():
+                    if parameter.grad is not None:
+                        parameter -= 1e-4 * parameter.grad
+            peftc.step(one, step)
+    for task, plain in alone.items():
+        for key, parameter in peftc.parameters(plain).items():
+            site, _, part = key.rpartition(".")
+            close(peftc.parameters(model)[f"{site}.tasks.{task}.{part}"], parameter, f"{key} of {task}")
+        values = [p for key, p in peftc.parameters(plain).items() if key.endswith("values")]
+        assert sum(int((p != 0).sum()) for p in values) == 2 * len(values)
+
+
 def test_a_step_without_gradients_is_refused() -> None:
     model = peftc.compile(ADALORA, zoo.build("llama"))
     with pytest.raises(peftc.PeftcError, match="P539"):
