@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console, RenderableType
 
-from peftc.compiler import checked_tasks, planned_on, sites, used
+from peftc.compiler import analysed, checked_tasks, planned, sites, used
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.formats import render_json
 from peftc.diagnostics.render import render_text, wants_color
@@ -37,16 +37,16 @@ def run_plan(args: Namespace) -> int:
     spec = parsed(args)
     flat = expand(spec, parse_settings(args.set))
     names = checked_tasks(args.tasks, ())
-    planned = used(
-        args.tasks, planned_on(flat, sites(args.model, trust_remote_code=args.trust_remote_code), spec.source, names)
+    found = used(
+        args.tasks, planned(flat, analysed(args.model, trust_remote_code=args.trust_remote_code), names, spec.source)
     )
-    records_only = bool(planned.findings) and args.output_format == "json" and not args.json
+    records_only = bool(found.findings) and args.output_format == "json" and not args.json
     if args.json:
-        print(planned.plan.model_dump_json(indent=2))
+        print(found.plan.model_dump_json(indent=2))
     elif not records_only:
-        show(lambda _: render_plan(planned.plan, planned.placed))
-    report((*planned.findings, *planned.warnings), args, to_stdout=records_only)
-    return exit_code(planned)
+        show(lambda _: render_plan(found.plan, found.placed))
+    report((*found.findings, *found.warnings), args, to_stdout=records_only)
+    return exit_code(found)
 
 
 def run_compile(args: Namespace) -> int:

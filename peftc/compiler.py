@@ -29,9 +29,11 @@ from peftc.planning.plan import Plan, Planned, make_plan
 from peftc.planning.scope import ONE
 from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
 from peftc.rewriting.install import put_back, strip, uninstall
+from peftc.rewriting.positions import refused
 from peftc.rewriting.record import Installation, Part, acting, installed, is_installed, joint, spec_of_parts
 from peftc.rewriting.reinstall import Done, reinstall
 from peftc.rewriting.suspend import suspended
+from peftc.semantics.check_structure import said_of
 from peftc.semantics.expand import expand
 from peftc.semantics.load import read_spec
 from peftc.semantics.settings import settings_of
@@ -127,19 +129,23 @@ def design(
     return tuple(design_of([placed for placed in found.placed if placed.edit == edit]) for edit in edits)
 
 
-def planned(flat: ast.Spec, analysis: Analysis, tasks: tuple[str, ...] = ()) -> Planned:
-    """The plan of an expanded spec, and what it was made from."""
-    return planned_on(flat, analysis.table, tasks=tasks)
+def planned(flat: ast.Spec, analysis: Analysis, tasks: tuple[str, ...] = (), source: Source | None = None) -> Planned:
+    """The plan of an expanded spec on a model; where a selector matches nothing, what is odd about the model is said, too.
 
-
-def planned_on(flat: ast.Spec, table: SiteTable, source: Source | None = None, tasks: tuple[str, ...] = ()) -> Planned:
-    """As `make_plan`; where a selector matches nothing, what is odd about the model is said, too."""
+    Args: as `make_plan`. Raises: as `make_plan`; P418, P422 for tokens that nothing takes or tells.
+    """
     try:
-        return make_plan(flat, table, source=source, tasks=tasks or (ONE,))
+        found = make_plan(flat, analysis.table, source=source, tasks=tasks or (ONE,))
     except PeftcError as error:
+        notes = analysis.table.warnings
         raise PeftcError(
-            replace(d, notes=(*d.notes, *table.warnings)) if d.code == "P201" else d for d in error.diagnostics
+            replace(d, notes=(*d.notes, *notes)) if d.code == "P201" else d for d in error.diagnostics
         ) from error
+    statements = {s.name: s for s in flat.statements if isinstance(s, ast.Edit)}
+    wrong = [said_of(d, statements[edit], flat) for edit, d in refused(found.placed, analysis.anatomy)]
+    if wrong:
+        raise PeftcError(wrong)
+    return found
 
 
 def analysed(

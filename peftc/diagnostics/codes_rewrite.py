@@ -127,8 +127,8 @@ REWRITE: dict[str, CodeInfo] = {
     "P422": CodeInfo(
         "positions that nothing tells",
         "A form with `first` or `last` acts on some tokens of a sequence. The stack that takes the tokens tells it which: it must have "
-        "a module that takes `inputs_embeds`, the same for all sites that share the form, without a prompt joined to its tokens, and "
-        "the site must have the tokens of this stack.",
+        "a module that takes `inputs_embeds`, the same for all sites that share the form, without a prompt joined to its tokens or an edit "
+        "of what it takes or gives, and the site must have the tokens of this stack.",
     ),
     "P423": CodeInfo(
         "call whose positions are not known",

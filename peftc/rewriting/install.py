@@ -19,7 +19,7 @@ from peftc.rewriting.container import CONTAINER, Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
 from peftc.rewriting.insert import layout
 from peftc.rewriting.kind import Kind
-from peftc.rewriting.positions import SEQUENCE, picks, position_regions, refuse_prompts
+from peftc.rewriting.positions import SEQUENCE, picks, position_regions
 from peftc.rewriting.prompts import is_prompt, prompt_regions
 from peftc.rewriting.record import RECORD, Installation, acting, installed
 from peftc.rewriting.regions import LayerRegions, module_region
@@ -66,8 +66,6 @@ def joined(regions: list[Region]) -> list[Region]:
             first.serves += region.serves
         else:
             found[region.module] = region
-    for region in found.values():
-        refuse_prompts(region)
     return list(found.values())
 
 
@@ -93,7 +91,6 @@ class Surgery:
         self.prepared: list[tuple[str, nn.Module, Kind, nn.Module]] = []
         self.places: dict[str, str] = {}
         self.sequences: dict[tuple[str, str], Sequence] = {}  # by edit and site
-        self.told: dict[int, Sequence] = {}  # by form
 
     def prepare(self, regions: list[Region]) -> None:
         """Makes classes and parameters.
@@ -175,14 +172,9 @@ class Surgery:
         return form
 
     def tell(self, form: FormModule, placed: ir.Placed, instance: ir.Instance) -> None:
-        """Lets a form that picks positions know the calls of its stack. Raises: P422 for one that is shared by stacks."""
-        if not picks(instance):
-            return
-        sequence = self.sequences[placed.edit, placed.site.path]
-        if self.told.setdefault(id(form), sequence) is not sequence:
-            message = f"`{placed.edit}` shares a form that picks positions between stacks, each with its own"
-            raise PeftcError(Diagnostic("P422", message, help="write an edit for each stack"))
-        vars(form)[SEQUENCE] = sequence
+        """Lets a form that picks positions know the calls of its stack."""
+        if picks(instance):
+            vars(form)[SEQUENCE] = self.sequences[placed.edit, placed.site.path]
 
     def common(self, owner: str, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
         """What several sites have in common."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.planning import ir
 from peftc.positioning import located
 from peftc.rewriting.anchors import Anchor, contains
 from peftc.rewriting.edits import Bound, Region, RegionEdit
 from peftc.rewriting.emit import base_call
-from peftc.rewriting.prompts import EMBEDS, taking
+from peftc.rewriting.prompts import EMBEDS, is_prompt, prompt_regions, taking
 from peftc.tracing.kinds import Anatomy
 
 KIND = "positions"  # of the anchor
@@ -26,21 +26,64 @@ def picks(instance: ir.Instance) -> bool:
     return instance.form.picks(instance.form.fill(instance.args))
 
 
-def position_regions(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
-    """The stacks around the sites that have such forms; each once, with the sites that it serves.
+def refused(placed: Sequence[ir.Placed], anatomy: Anatomy) -> Iterator[tuple[str, Diagnostic]]:
+    """What stands against prompts and forms that pick positions, with its edit; of each edit the first.
 
-    Raises: P422 where no module takes the tokens of a site.
+    P418: what `prompt_regions` raises. P422: no module takes the tokens of a site, another edit changes what it takes or gives,
+    or sites of two such modules have one form.
     """
+    others: dict[str, tuple[str, str]] = {}  # by module: an edit of its boundary, and what that does
+    for p in placed:
+        if is_prompt(p):
+            try:
+                others |= {r.module: (p.edit, "joins a prompt to them") for r in prompt_regions(p, anatomy)}
+            except PeftcError as error:
+                yield from ((p.edit, found) for found in error.diagnostics)
+        elif any(p.site.states[assign.state].weight is None for assign in p.assigns):
+            others.setdefault(p.site.root, (p.edit, "changes what is around them"))
+    told: dict[str, str] = {}
+    seen = set[str]()
+    for p, one in ((q, one) for q in placed for one in q.instances if picks(one)):
+        module = _telling(p, anatomy)
+        found = _untold(p, one, module, others)
+        if found is None and one.owner is not None and told.setdefault(one.owner, str(module)) != module:
+            message = f"`{p.edit}` shares a form that picks positions between stacks, each with its own"
+            found = Diagnostic("P422", message, _call(p, one), help="write an edit for each stack")
+        if found is not None and p.edit not in seen:
+            seen.add(p.edit)
+            yield p.edit, found
+
+
+def _untold(
+    p: ir.Placed, one: ir.Instance, module: str | None, others: Mapping[str, tuple[str, str]]
+) -> Diagnostic | None:
+    """P422 for a form at a site, the tokens of which `module` takes."""
+    if module is None:
+        message = f"no stack tells the positions of the tokens at `{p.site.path}`"
+        note = f"known are those of layers in a module that takes `{EMBEDS}`, but not of the context they attend to"
+        return Diagnostic("P422", message, _call(p, one), notes=(note,), help="leave out `first` and `last`")
+    if module in others:
+        edit, does = others[module]
+        message = f"`{p.edit}` counts the tokens at `{p.site.path}`, and `{edit}` {does}"
+        return Diagnostic("P422", message, _call(p, one), help=f"leave out `first` and `last`, or `{edit}`")
+    return None
+
+
+def _call(placed: ir.Placed, one: ir.Instance) -> Span:
+    """Where a form stands in the text."""
+    terms = (*(a.value for a in placed.assigns), *(term for _, term in placed.lets))
+    parts = (part for term in terms for part in ir.parts_of(term))
+    return next(part.source.span for part in parts if isinstance(part, ir.Applied) and part.instance is one)
+
+
+def position_regions(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
+    """The stacks around the sites that have such forms; each once, with the sites that it serves."""
     found: dict[str, Region] = {}
     for p in placed:
         if not any(map(picks, p.instances)):
             continue
         module = _telling(p, anatomy)
-        if module is None:
-            message = f"no stack tells the positions of the tokens at `{p.site.path}`"
-            span = next(iter(p.assigns)).source.span
-            note = f"known are those of layers in a module that takes `{EMBEDS}`, but not of the context they attend to"
-            raise PeftcError(Diagnostic("P422", message, span, notes=(note,), help="leave out `first` and `last`"))
+        assert module is not None, p.site.path  # else it is `refused`
         edit = RegionEdit(NAME, KIND, (), {KIND: Bound(anchor=Anchor(KIND, "", ()))}, {}, ())
         first = Region(module, frozenset(), [edit], [replace(p, instances=())])
         found.setdefault(module, first).serves.append((p.edit, p.site.path))
@@ -62,15 +105,6 @@ def _telling(placed: ir.Placed, anatomy: Anatomy) -> str | None:
 def tells(edit: RegionEdit) -> bool:
     """Whether it stands for telling the positions of a call."""
     return any(bound.anchor is not None and bound.anchor.kind == KIND for bound in edit.states.values())
-
-
-def refuse_prompts(region: Region) -> None:
-    """Raises: P422 for a stack that takes a prompt, too."""
-    kinds = {b.anchor.kind for e in region.edits for b in e.states.values() if b.anchor is not None}
-    if KIND in kinds and len(kinds) > 1:
-        edit, path = region.serves[0]
-        message = f"`{edit}` counts the tokens at `{path}`, and another edit joins a prompt to them"
-        raise PeftcError(Diagnostic("P422", message, help="leave out `first` and `last`, or the prompt"))
 
 
 def located_call(graph: fx.Graph) -> None:

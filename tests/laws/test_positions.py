@@ -103,19 +103,29 @@ def test_calls_whose_positions_are_unknown_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"),
+    ("name", "spec", "underlined"),
     [
-        ("bart", "edit e at layer[*].attn.cross.k { h += reft(h, r=2, first=1) }"),
-        ("bart", "edit e at head { h += reft(h, r=2, first=1) }"),
-        ("bart", "let r = shared(reft(r=2, first=1))\nedit e at layer[*] { h += r(h) }"),
-        ("gpt2", f"{FIRST[7:]}\nedit p at embed {{ h = concat(prompt(len=2), h) }}"),
-        ("vit", FIRST[7:]),
+        ("bart", "edit e at layer[*].attn.cross.k { h += reft(h, r=2, first=1) }", "reft(h, r=2, first=1)"),
+        ("bart", "edit e at head { let f = reft(h, r=2, first=1)  h += f }", "reft(h, r=2, first=1)"),
+        ("bart", "let r = shared(reft(r=2, first=1))\nedit e at layer[*] { h += r(h) }", "r(h)"),
+        ("gpt2", f"{FIRST[7:]}\nedit p at embed {{ h = concat(prompt(len=2), h) }}", "reft(h, r=2, first=2)"),
+        ("gpt2", f'{FIRST[7:]}\nedit p at "transformer" {{ h += adapter(h, r=2) }}', "reft(h, r=2, first=2)"),
+        ("vit", FIRST[7:], "reft(h, r=2, first=2)"),
     ],
 )
-def test_places_whose_positions_nothing_tells_are_refused(name: str, spec: str) -> None:
+def test_places_whose_positions_nothing_tells_are_refused_as_soon_as_planned(
+    name: str, spec: str, underlined: str
+) -> None:
     model = zoo.build(name)
     before = type(model), list(model.state_dict())
-    assert refusal(lambda: peftc.compile(f"peft 1\n{spec}", model)) == "P422"
+    for act in (peftc.plan, peftc.compile):
+        with pytest.raises(peftc.PeftcError) as caught:
+            act(f"peft 1\n{spec}", model)
+        (found,) = caught.value.diagnostics
+        assert found.code == "P422"
+        assert found.source
+        assert found.span
+        assert found.source.text[found.span.start : found.span.end] == underlined
     assert (type(model), list(model.state_dict())) == before
 
 

@@ -56,6 +56,14 @@ def test_settings(capsys, spec):
     assert "P110" in err
 
 
+def test_what_nothing_tells_the_positions_of_is_shown_in_the_text(capsys, spec):
+    path = spec("edit e at layer[*] { h += reft(h, r=2, first=1) }\nedit p at embed { h = concat(prompt(len=2), h) }")
+    code, _, err = run(capsys, "plan", path, *MODEL)
+    assert code == 1
+    assert "P422" in err
+    assert f"--> {path}:2:27" in err
+
+
 def test_tasks(capsys, spec):
     path = spec("edit own at layer[*].ffn per task { h += adapter(x, r=2, bias=false) }")
     _, out, _ = run(capsys, "plan", path, *MODEL, "--json", "--tasks", "sst,sts,para")
