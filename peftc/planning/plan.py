@@ -197,7 +197,10 @@ class _Planner:
     def stop_at_errors(self) -> None:
         """Raises everything that is wrong so far, in the order of the text."""
         if self.errors:
-            raise PeftcError(sorted(self.errors, key=_position))
+            alike: dict[Diagnostic, list[Diagnostic]] = defaultdict(list)
+            for found in sorted(self.errors, key=_position):
+                alike[replace(found, span=None)].append(found)
+            raise PeftcError(map(_in_lines, alike.values()))
 
 
 def _position(found: Diagnostic) -> tuple[str, int]:
@@ -210,6 +213,15 @@ def _at_all(same: Sequence[Diagnostic]) -> Diagnostic:
     if not more:
         return first
     return replace(first, notes=(*first.notes, f"the same at {more} more site{'s' * (more > 1)} of this edit"))
+
+
+def _in_lines(same: Sequence[Diagnostic]) -> Diagnostic:
+    """One message for what is wrong at several places of the text in the same way."""
+    first, lines = same[0], dict.fromkeys(f"{found.span.line}" for found in same[1:] if found.span)
+    if len(same) == 1:
+        return first
+    times = f"the same {len(same) - 1} more time{'s' * (len(same) > 2)}"
+    return replace(first, notes=(*first.notes, f"{times}, in line{'s' * (len(lines) > 1)} {', '.join(lines)}"))
 
 
 def _entry(edit: ast.Edit, places: Sequence[Placed], verdict: Verdict) -> PlanEdit:

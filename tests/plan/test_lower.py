@@ -238,3 +238,10 @@ def test_a_hundred_layers_plan_fast():
     start = time.perf_counter()
     assert len(planned(text, table).placed) == 200
     assert time.perf_counter() - start < 2
+
+
+def test_the_same_mistake_at_several_places_is_told_once():
+    text = "edit e at layer[50].attn | layer[50].ffn { h += adapter(h, r=2) }\nedit f at layer[50].attn { h += adapter(h, r=2) }"
+    (found,) = refused(text, BART)
+    assert underlined(found) == "50"
+    assert found.notes[-1] == "the same 2 more times, in lines 2, 3"
