@@ -35,7 +35,8 @@ WEIGHTS: dict[str, CodeInfo] = {
     "P525": CodeInfo(
         "tensors that do not fit",
         "The spec of the adapter, planned on this model, wants other tensors than those saved: some are missing, left over or "
-        "of another shape; or it cannot be planned on this model at all.",
+        "of another shape; or it cannot be planned on this model at all. Where the model has edits already (`peftc.warm_start`, "
+        "`peftc.fuse`), what is saved is not what they have: another size, another equation, or parameters for each task.",
     ),
     "P526": CodeInfo(
         "cannot be saved there",

@@ -18,6 +18,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import FORMS
 from peftc.forms.module import FormModule
 from peftc.planning.ir import Placed
+from peftc.rewriting.beside import noted
 from peftc.rewriting.install import SHARED, identifier
 from peftc.rewriting.record import Installation
 from peftc.semantics.arguments import bind
@@ -53,7 +54,8 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     tensors = {_under(n, names): p.detach() for n, p in kept.items() if not n.startswith(before)}
     for one in collapsed.values():
         module = cast(FormModule, model.get_submodule(one.module))
-        tensors |= {f"{one.place}.{name}": made for name, made in module.collapsed_at(one.index).items()}
+        with noted(f"it is of the edit `{one.place.partition('/')[0]}`"):
+            tensors |= {f"{one.place}.{name}": made for name, made in module.collapsed_at(one.index).items()}
     return tensors
 
 

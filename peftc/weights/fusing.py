@@ -105,7 +105,10 @@ class Target:
             return
         wanted = {f"{name}.{part}": self.module.get_buffer(part).shape[1:] for part in self.module.adapter()}
         found = {saved: tensor for saved, tensor in source.tensors.items() if saved.startswith(f"{name}.")}
-        check_tensors(found, wanted)
+        edit = name.partition("/")[0]
+        check_tensors(
+            found, wanted, f"what is saved in {source.directory} does not fit the fusion: `{edit}` has other sizes"
+        )
         self.adapters.append({saved.removeprefix(f"{name}."): tensor for saved, tensor in found.items()})
         self.names.append(name)
 
@@ -149,6 +152,8 @@ class Source:
                 for which, where in (("the fusion has", placed), ("the adapter", other))
                 for a in where.assigns
             ]
+            if (pair := found.get(id(one))) is not None and pair.form.name == ADAPTER:
+                said = [*unlike(one, pair), *said]
             raise self.refusal("its equations are not those of the fusion, with `adapter` in its place", *said)
         twin = found[id(one)]
         return f"{edit}/{placed.site.path}/{twin.key}" if twin.owner is None else self.owners[twin.owner]
@@ -177,6 +182,12 @@ def same(one: ir.Term, other: ir.Term, found: dict[int, ir.Instance]) -> bool:
 
 def alike(fusion: ir.Instance, adapter: ir.Instance) -> bool:
     """Whether a form is an adapter as the fusion mixes them; sizes are compared with the tensors."""
-    args = adapter.form.fill(adapter.args)
-    plain = adapter.form.name == ADAPTER and not (args["norm_in"] or args["norm_out"])
-    return plain and args["act"] == fusion.form.fill(fusion.args)["act"]
+    return adapter.form.name == ADAPTER and not unlike(fusion, adapter)
+
+
+def unlike(fusion: ir.Instance, adapter: ir.Instance) -> list[str]:
+    """The arguments by which an adapter is not of those that the fusion mixes, as notes."""
+    has, wanted = adapter.form.fill(adapter.args), fusion.form.fill(fusion.args)
+    norms = [f"the adapter has `{n}`, and a fusion mixes adapters without" for n in ("norm_in", "norm_out") if has[n]]
+    acts = [f"`act` is {has['act']} in the adapter, and {wanted['act']} in the fusion"]
+    return norms + (acts if has["act"] != wanted["act"] else [])

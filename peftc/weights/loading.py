@@ -102,15 +102,20 @@ def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False) 
         )
 
 
-def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises: P525 where names or shapes differ."""
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    said: str = "the tensors of the adapter do not fit its spec",
+    help_: str | None = None,
+) -> None:
+    """Raises: P525 where names or shapes differ, in the words of who asks."""
     lost, more = [n for n in shapes if n not in tensors], [n for n in tensors if n not in shapes]
     other = [n for n in shapes if n in tensors and tensors[n].shape != shapes[n]]
     notes = [f"{len(lost)} are missing, such as `{lost[0]}`"] if lost else []
     notes += [f"{len(more)} belong nowhere, such as `{more[0]}`"] if more else []
     notes += [f"`{n}` is {list(tensors[n].shape)}, but {list(shapes[n])} is wanted" for n in other[:3]]
     if notes:
-        raise PeftcError(Diagnostic("P525", "the tensors of the adapter do not fit its spec", notes=tuple(notes)))
+        raise PeftcError(Diagnostic("P525", said, notes=tuple(notes), help=help_))
 
 
 def wanted(found: Planned, analysis: Analysis, model: nn.Module) -> Iterator[tuple[str, torch.Size]]:

@@ -9,8 +9,13 @@ from pathlib import Path
 from torch import nn
 
 from peftc.compiler import analysed, parameters, planned, tasks_of
+from peftc.diagnostics import PeftcError
+from peftc.forms.fusion_module import Fusion
+from peftc.forms.lines_module import Lines
+from peftc.forms.sparse_module import SparseValues, refuse_unchosen
 from peftc.planning.model import Plan
-from peftc.rewriting.record import Part, acting, installed, spec_of_parts
+from peftc.rewriting.beside import noted
+from peftc.rewriting.record import Installation, Part, acting, installed, spec_of_parts
 from peftc.syntax.printer import print_spec
 from peftc.weights.adapter import Adapter
 from peftc.weights.base import base_of
@@ -29,13 +34,16 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
 
     Args: `directory`: a new one, an empty one, or one with an adapter, which is replaced. `name`: of one spec of the model,
     to save it alone; else all specs are saved, as one.
-    Raises: P410 (not compiled), P413 (no spec of that name), P526 (not there), P527 (no weights), P528 (prefix without rows), P529 (switched off).
+    Raises: P410 (not compiled), P413 (no spec of that name), P526 (not there), P527 (no weights), P528 (prefix without rows), P529
+    (switched off), P540, P543 and P544 for edits that are nothing yet: not calibrated, not pruned, without the adapters they mix.
     """
     target = path_of(directory)
     record = acting(model)
     parts = record.chosen(name)
     chosen = parameters(model, name)
     require_values(chosen)
+    for edit in dict.fromkeys(edit for part in parts for edit in part.edits):
+        _require_begun(model, record, edit)
     source = parts[0].text if len(parts) == 1 else print_spec(spec_of_parts(parts))
     spec, base = stored_spec(source), base_of(model, record)
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
@@ -58,6 +66,29 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
         if mine:
             write(target, tensors, describe)
     return target
+
+
+def _require_begun(model: nn.Module, record: Installation, edit: str) -> None:
+    """Raises: P540 or P544 where nothing has been chosen for an edit, of no task, or it has none of the adapters that it mixes."""
+    missing: PeftcError | None = None
+    for place, where in record.places.items():
+        for form in model.get_submodule(where).modules() if place.partition("/")[0] == edit else ():
+            try:
+                if isinstance(form, SparseValues):
+                    form.require_chosen()
+                elif isinstance(form, Lines):
+                    refuse_unchosen("lines", form.way, form.get_buffer("places"))
+                elif isinstance(form, Fusion):
+                    form.require_filled()
+                else:
+                    continue
+            except PeftcError as error:
+                missing = missing or error
+            else:
+                return
+    if missing is not None:
+        with noted(f"`{edit}` is what it began as: there is nothing to save"):
+            raise missing
 
 
 def _plan(model: nn.Module, parts: tuple[Part, ...]) -> Plan:

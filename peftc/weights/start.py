@@ -57,7 +57,10 @@ def warm_start(
             wanted.setdefault(f"{pairs[name]}/{rest}", []).append(value)
     found = {saved: tensor for saved, tensor in tensors.items() if saved.partition("/")[0] in pairs.values()}
     for i in range(max(map(len, wanted.values()), default=1)):
-        check_tensors(found, {saved: values[min(i, len(values) - 1)].shape for saved, values in wanted.items()})
+        shapes = {saved: values[min(i, len(values) - 1)].shape for saved, values in wanted.items()}
+        alone = task is None and any(".tasks." in n for n in shapes) and not any(".tasks." in n for n in found)
+        help_ = f'say which task begins so: task="{record.task.names[0]}"' if alone else None
+        check_tensors(found, shapes, f"what is saved in {directory} does not fit {listed(pairs)} of the model", help_)
     with torch.no_grad():
         for saved, values in wanted.items():
             for value in values:

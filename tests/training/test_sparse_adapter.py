@@ -75,6 +75,8 @@ def test_trained_saved_and_pruned_stays_pruned(tmp_path: Path) -> None:
     given = batches("llama", model)[0]
     with pytest.raises(peftc.PeftcError, match="P540"):
         model.train()(**given)
+    with pytest.raises(peftc.PeftcError, match="P540"):
+        peftc.save(model, tmp_path / "a")
     with pytest.raises(peftc.PeftcError, match="P541"):
         peftc.calibrate(model)
     peftc.calibrate(model, batches("llama", model))

@@ -169,11 +169,13 @@ def refused(model: Any, directories: Sequence[Path], code: str, said: str, **opt
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_without_adapters_it_does_nothing_and_is_not_trained(fused: Any) -> None:
+def test_without_adapters_it_does_nothing_and_is_neither_trained_nor_saved(fused: Any, tmp_path: Path) -> None:
     model = compiled(FUSION)
     assert torch.equal(logits(model), logits(zoo.build("llama", torch.float64).eval()))
     with pytest.raises(peftc.PeftcError, match="P544"):
         logits_of_training(model.train())
+    with pytest.raises(peftc.PeftcError, match=r"P544[^$]*`ffn` is what it began as"):
+        peftc.save(model, tmp_path)
     model.load_state_dict(fused.state_dict())
     assert torch.isfinite(logits_of_training(model)).all()
 
@@ -182,9 +184,11 @@ def test_without_adapters_it_does_nothing_and_is_not_trained(fused: Any) -> None
     ("adapter", "code", "said"),
     [
         (ADAPTER.replace("r=3", "r=4"), "P525", "[3, 32]"),
+        (ADAPTER.replace("r=3", "r=5"), "P525", "does not fit the fusion: `ffn` has other sizes"),
+        (ADAPTER.replace("r=3", "r=3, act=silu"), "P525", "`act` is silu in the adapter, and relu in the fusion"),
         (ADAPTER.replace("r=3", "r=3, bias=false"), "P525", "missing"),
         (ADAPTER.replace("r=3", "r=3, act=gelu"), "P525", "h += adapter(h, r=3, act=gelu)"),
-        (ADAPTER.replace("r=3", "r=3, norm_in=true"), "P525", "equations"),
+        (ADAPTER.replace("r=3", "r=3, norm_in=true"), "P525", "`norm_in`"),
         (ADAPTER.replace("adapter(h", "adapter(x"), "P525", "equations"),
         (ADAPTER.replace("+= ", "+= 4 * "), "P525", "equations"),
         (ADAPTER.replace("adapter(h, r=3)", "scalar() * adapter(h, r=3)"), "P525", "equations"),

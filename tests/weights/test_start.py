@@ -51,6 +51,8 @@ def test_of_the_same_name_or_of_another(spec: str, tmp_path: Path) -> None:
 def test_one_task_of_several(tmp_path: Path) -> None:
     first = saved(ADAPTERS.replace(" per task", ""), tmp_path)
     model = compiled(ADAPTERS, seed=1, tasks=("a", "b"))
+    with pytest.raises(peftc.PeftcError, match=r"P525[^$]*say which task begins so"):
+        peftc.warm_start(model, tmp_path)
     with peftc.task(model, "a"):
         before = logits(model)
     peftc.warm_start(model, tmp_path, task="b")
@@ -64,6 +66,7 @@ def test_one_task_of_several(tmp_path: Path) -> None:
     ("spec", "options", "code", "said"),
     [
         (PROMPT.replace("len=3", "len=4"), {}, "P525", "[3, 32]"),
+        (PROMPT.replace("len=3", "len=2"), {}, "P525", "does not fit `tokens` of the model"),
         (PROMPT.replace("prompt(len=3", "prompt(len=3, reparam=mlp(2)"), {}, "P525", "missing"),
         (PROMPT.replace("edit tokens", "edit other"), {}, "P532", "the adapter has `tokens`, the model `other`"),
         (PROMPT, {"edits": {"token": "tokens"}}, "P532", "the model has no edit `token`"),
