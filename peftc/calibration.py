@@ -42,10 +42,11 @@ def calibrate(
     `random` edits have been chosen already. The base, gradients, modes and `requires_grad` are as before.
 
     Args: `data`: batches, keyword arguments of a forward. `loss`: of the model and a batch; the `loss` of its result without
-    it. `lr`: of AdamW. `name`: of one spec. Edits `per task` choose for the task that is present (`peftc.task`), or for all.
+    it. `lr`: of AdamW. `name`: of one spec. Edits `per task` choose for the task that is present (`peftc.task`); without
+    one, for all of them where no batch is run (`magnitude`, `masked`).
     Returns: how many entries (rows, columns) were chosen, by edit.
-    Raises: P410 (not compiled), P413, P529, P541 where there is nothing to choose or the batches give no gradients, P542 for
-    weights of the base that are quantised.
+    Raises: P410 (not compiled), P413, P529, P533 where batches are run and none of several tasks is present, P541 where
+    there is nothing to choose or the batches give no gradients, P542 for weights of the base that are quantised.
     """
     record = acting(model)
     edits = {edit for part in record.chosen(name) for edit in part.edits}
@@ -62,18 +63,36 @@ def calibrate(
     ways = {choice.module.way for choice in found}
     if not batches and ways - {"magnitude", "value"}:
         raise PeftcError(Diagnostic("P541", "there are no batches to choose from", help="calibrate(model, batches)"))
+    if ways - {"magnitude", "value"} and len(record.task.names) > 1 and record.task.present is None:
+        help_ = (
+            f'with peftc.task(model, "{record.task.names[0]}"): peftc.calibrate(model, batches), and so for each task'
+        )
+        raise PeftcError(Diagnostic("P533", "batches are of one task each, and none is chosen", help=help_))
     places: list[Tensor] = []
     scores = {w: SCORES[w](model, leaves_of(found, w), batches, loss or own_loss, lr) for w in sorted(ways - {"value"})}
     for choice in found:
         units = choice.units(scores.get(choice.module.way, {}))
         if not bool(torch.isfinite(units).all()) or not bool(units.any()):
-            raise PeftcError(Diagnostic("P541", f"`{choice.edit}`: nothing tells some of it from the rest"))
+            raise PeftcError(_alike(choice.edit, not bool(torch.isfinite(units).all())))
         places.append(units.topk(choice.module.count)[1])
     chosen = Counter[str]()
     for choice, where in zip(found, places, strict=True):  # all of them, or none
         choice.module.choose(where)
         chosen[choice.edit] += len(where)
     return dict(chosen)
+
+
+def _alike(edit: str, infinite: bool) -> Diagnostic:
+    """What is said where no entry has a larger score than another."""
+    message = f"`{edit}`: nothing tells some of it from the rest"
+    if infinite:
+        help_ = "the loss of each batch, and its gradients, must be finite"
+        return Diagnostic("P541", message, notes=("scores are NaN or infinite",), help=help_)
+    help_ = (
+        "write `w += …`: the change begins with zero, and as a factor it hides what it multiplies. Or the loss of these batches does "
+        "not depend on the sites"
+    )
+    return Diagnostic("P541", message, notes=("all scores are zero",), help=help_)
 
 
 def _batches(data: Iterable[Batch]) -> list[Batch]:

@@ -156,13 +156,27 @@ def test_refusals() -> None:
         peftc.compile("peft 1\nedit m at layer[*].ffn { h += sparse(density=0.1) }", zoo.build("llama"))
 
 
-def test_each_task_chooses_its_own() -> None:
+def test_a_factor_that_begins_with_zero_is_told_from_a_loss_that_is_not_finite() -> None:
+    model = peftc.compile("peft 1\nedit m at layer[*].attn.q { w *= sparse(density=0.1) }", zoo.build("llama"))
+    data = batches("llama", model)
+    with pytest.raises(peftc.PeftcError, match=r"P541[^$]*all scores are zero[^$]*write `w \+= …`"):
+        peftc.calibrate(model, data)
+    with pytest.raises(peftc.PeftcError, match=r"P541[^$]*scores are NaN or infinite"):
+        peftc.calibrate(compiled("llama", "fisher"), data, loss=lambda model, batch: model(**batch).loss * torch.inf)
+
+
+def test_each_task_chooses_its_own(tmp_path: Path) -> None:
     text = spec("llama", "fisher").replace(" {", " per task {", 1)
     model = peftc.compile(text, zoo.build("llama", torch.float64), tasks=("a", "b"))
     one, two = batches("llama", model)
+    with pytest.raises(peftc.PeftcError, match=r"P533[^$]*peftc.task\(model, \"a\"\)"):
+        peftc.calibrate(model, [one])
+    with pytest.raises(peftc.PeftcError, match="P540"):
+        peftc.save(model, tmp_path)
     for task, batch in (("a", one), ("b", two)):
         with peftc.task(model, task):
             peftc.calibrate(model, [batch])
+        peftc.save(model, tmp_path)  # one task after the other
     first, second = (set(places.tolist()) for places in peftc.compiler.states(model).values())
     assert first != second
     assert -1 not in first | second
