@@ -5,6 +5,7 @@ The task: which module of the standard library does a docstring come from? Nothi
 
 from __future__ import annotations
 
+import argparse
 import copy
 import random
 import tempfile
@@ -136,4 +137,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

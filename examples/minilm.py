@@ -5,6 +5,7 @@ The task: given the name of a function or class of the standard library, find it
 
 from __future__ import annotations
 
+import argparse
 import random
 import tempfile
 
@@ -95,4 +96,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -7,6 +7,7 @@ copy of the head. Then the base is gone; PEMA trains on the files, comes back to
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import tempfile
@@ -331,4 +332,5 @@ def main(effort: Effort | None = None) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

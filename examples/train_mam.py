@@ -6,6 +6,7 @@ alone learns to convert. `generate` runs with its cache, greedily and with beams
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import string
@@ -126,4 +127,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

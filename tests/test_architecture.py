@@ -38,6 +38,7 @@ STAGES = (
     "peftc.files",
     "peftc.commands",
     "peftc.cli",
+    "peftc.__main__",
 )
 
 TORCH_FREE = (

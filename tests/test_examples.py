@@ -1,5 +1,6 @@
 """The examples run, on less data and fewer steps than they show."""
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -31,6 +32,17 @@ def test_docstrings_are_different_and_long_enough(example: Callable[[str], Modul
     found = example("docstrings").docstrings("asyncio")
     assert len(found) == len(set(found)) > 100
     assert min(map(len, found)) >= 30
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_help_runs_nothing(name: str) -> None:
+    source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    if "__main__" not in source:
+        return
+    tail = ast.parse(source).body[-1]
+    assert isinstance(tail, ast.If)
+    assert "parse_args()" in ast.unparse(tail.body[0])  # before `main`
+    assert ast.unparse(tail.body[1]) == "main()"
 
 
 def test_plan_from_python(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,3 +233,8 @@ def test_color_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wants_color(Terminal())  # pyright: ignore[reportArgumentType]
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_color(Terminal())  # pyright: ignore[reportArgumentType]
+
+
+def test_as_a_module() -> None:
+    ran = subprocess.run([sys.executable, "-m", "peftc", "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"peftc {__version__}\n"
