@@ -147,6 +147,17 @@ def mixtures(model: Any) -> list[Any]:
     return [form for _, form in forms_of(model, peftc.rewriting.record.installed(model))]
 
 
+def test_adamix_keeps_its_routes_where_training_goes_on(tmp_path: Path) -> None:
+    how: Any = {"settings": {"n": 2, "r": 2, "keep": True}, "seed": 0}
+    model = peftc.compile(Path("specs/adamix.peft"), zoo.build("llama"), **how)
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter.normal_()
+    again = peftc.load(peftc.save(model, tmp_path / "a"), zoo.build("llama"))
+    kept = peftc.parameters(again)
+    assert all(torch.equal(kept[key], parameter) for key, parameter in peftc.parameters(model).items())
+
+
 def test_a_mixture_trains_one_route_and_is_the_mean_of_all(tmp_path: Path) -> None:
     model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0)
     given = zoo.inputs("llama", model)
