@@ -18,6 +18,7 @@ from peftc.rewriting.positions import picks
 from peftc.weights.folding import Folding
 
 PAST, MASK, POSITIONS, EMBEDS = "past_key_values", "attention_mask", "position_ids", "inputs_embeds"
+USE = "use_cache"
 
 
 @dataclass
@@ -46,7 +47,8 @@ class State:
         """The arguments of `generate` (or of one forward) for tokens: with them it computes what it computed with the edits.
 
         A cache is used up by one call: ask again for the next. With embedded tokens `generate` returns the new tokens alone,
-        and a forward gives the rows of the prompt, too.
+        and a forward gives the rows of the prompt, too. A seed is in the cache, so it is used, whatever the configuration says:
+        without `use_cache`, transformers would put all tokens into it again at each step.
 
         Args: `beams`: of `generate`, as `num_beams`.
         Shapes: input_ids and attention_mask (batch, tokens).
@@ -59,7 +61,7 @@ class State:
             return {EMBEDS: torch.cat([rows, embedded], 1), MASK: _longer(mask, len(self.tokens))}
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         count = self.seed[0][0].shape[1]
-        given = {"input_ids": input_ids, MASK: _longer(mask, count), POSITIONS: positions}
+        given = {"input_ids": input_ids, MASK: _longer(mask, count), POSITIONS: positions, USE: True}
         return {**given, PAST: self.cache(len(input_ids) * beams)}
 
 

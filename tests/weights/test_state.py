@@ -102,3 +102,13 @@ def test_where_to_is_one_of_two(given: Any) -> None:
     with pytest.raises(peftc.PeftcError, match="P545"):
         peftc.fold(model, **given)
     assert peftc.specs(model)
+
+
+def test_a_seed_is_used_whatever_the_configuration_says() -> None:
+    model = compiled("llama", PREFIX)
+    given = ids_and_mask(model, False)
+    want = model.generate(**given, max_new_tokens=4, do_sample=False)
+    state = peftc.fold(model, into="state")
+    model.generation_config.use_cache = model.config.use_cache = False
+    got = model.generate(**state.inputs(**given), max_new_tokens=4, do_sample=False)
+    assert torch.equal(got, want)
