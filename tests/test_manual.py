@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
+import peftc
 from peftc import resources
 from peftc.forms import FORMS
-from peftc.manual import page
+from peftc.manual import EXAMPLES, costs_of, folds_of, page
+from tests import zoo
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "forms.md"
 
@@ -18,3 +22,16 @@ def test_everything_is_on_it() -> None:
     for name in (*FORMS, *resources.recipes()):
         assert f"### `{name}`\n" in text
     assert all(f"| `{param.name}` |" in text for form in FORMS.values() for param in form.params)
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_its_equations_are_plans(text: str) -> None:
+    assert peftc.plan(f"peft 1\n{text}\n", zoo.build("bert-classifier")).edits
+
+
+def test_what_it_says_of_a_form_is_what_a_plan_says() -> None:
+    assert costs_of(FORMS["lora"]) == "with `r=8`, `[…, 768]` to `[…, 768]`: 12,288 trained and stored for each site"
+    assert folds_of(FORMS["adapter"]) == "no: its activation relu is not linear; yes with `act=none`"
+    assert folds_of(FORMS["magnitude"]) == "yes, it is a change of the weight"
+    plan = peftc.plan("peft 1\nedit e at layer[*].attn.q { h += lora(x, r=8) }\n", "bert-base-uncased")
+    assert plan.totals.trained == 12 * 12_288
