@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
-CORE := tests/model tests/tracing tests/rewriting tests/weights/test_saved.py tests/test_compiler.py
+CORE := tests/model tests/tracing tests/rewriting tests/weights/test_saved.py tests/test_compiler.py --ignore tests/rewriting/test_variants.py
 
 .PHONY: demo test oldest lint format types package check benchmarks coverage docs clean
 
@@ -13,12 +13,12 @@ demo: $(READY)
 
 # Two at a time: a test uses one core, and no two write the same file.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The core tests with the oldest transformers and the oldest of what reads and writes. Not with these: what asks PyTorch to warn of
-# torch.jit, and a layer drop that looks at a random number, which a tensor without data does not have.
+# torch.jit, a layer drop that looks at a random number, which a tensor without data does not have, and variants of one layer's forward.
 oldest: $(OLDEST)
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 -W 'ignore:`torch.jit.script`:DeprecationWarning' \
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -W 'ignore:`torch.jit.script`:DeprecationWarning' \
 		--deselect tests/model/test_fakes.py::test_flags_are_kept_and_hooks_stay_behind $(CORE)
 
 lint: $(READY)

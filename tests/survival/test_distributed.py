@@ -14,7 +14,10 @@ from tests.survival.harness import SPECIES, all_close, freshly_compiled
 from tests.survival.workers import halves, run, work
 
 WORLD = 2
-CASES = [(name, spec) for i, name in enumerate(SPECIES) for spec in ("weights", ("lora", "mam")[i % 2])]
+CASES = [(name, ("weights", "lora", "mam")[i % 3]) for i, name in enumerate(SPECIES)] + [
+    ("llama", "weights"),
+    ("bart", "mam"),
+]
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
