@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
 CORE := tests/model tests/tracing tests/rewriting tests/weights/test_saved.py tests/test_compiler.py --ignore tests/rewriting/test_variants.py
 
-.PHONY: demo test oldest lint format types package check benchmarks coverage docs clean
+.PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial verify mutants docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -14,6 +14,10 @@ demo: $(READY)
 # Two at a time: a test uses one core, and no two write the same file.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# All of every matrix of cases: what `make test` leaves out repeats an architecture.
+test-full: $(READY)
+	PEFTC_TESTS=full OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The core tests with the oldest transformers and the oldest of what reads and writes. Not with these: what asks PyTorch to warn of
 # torch.jit, a layer drop that looks at a random number, which a tensor without data does not have, and variants of one layer's forward.
@@ -49,6 +53,18 @@ benchmarks: $(READY)
 docs: $(READY)
 	mkdir -p docs
 	$(BIN)/python -m peftc.manual > docs/forms.md
+
+# Every recipe on every model of tests/zoo.py, against its equations: half an hour on one core.
+verify: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.verification
+
+# Mutated specs, malicious adapters and killed saves: some minutes.
+adversarial: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.adversarial
+
+# Small faults put into peftc, one at a time, against the tests that reach them: up to three hours.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants.run
 
 # Every model type of the installed transformers: hours on few cores.
 coverage: $(READY)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,23 @@ def llama(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabul
     )
 
 
+def commit() -> str:
+    """The commit of the checkout; "+" after it where files differ from it."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        command = ["git", "describe", "--always", "--dirty=+"]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Where and with what a benchmark ran."""
+    """Where, when and with what a benchmark ran."""
     gpu = {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda} if device == "cuda" else {}
     packages = {name: version(name) for name in ("torch", "transformers", "peft", "peftc")}
     return {
+        "date": date.today().isoformat(),
+        "commit": commit(),
         **gpu,
         "cpu": processor(),
         "cores": os.cpu_count(),
@@ -48,6 +62,16 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "python": platform.python_version(),
         **packages,
     }
+
+
+def provenance() -> dict[str, str]:
+    """When a benchmark ran, and on which commit; `+` where something was changed since."""
+    root = RESULTS.parent.parent
+    asked = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "peftc"]]
+    commit, changed = (
+        subprocess.run(["git", *a], cwd=root, capture_output=True, text=True).stdout.strip() for a in asked
+    )
+    return {"date": date.today().isoformat(), "commit": commit + ("+" if changed else "")}
 
 
 def processor() -> str:

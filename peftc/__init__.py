@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, PeftcWarning
 
 if TYPE_CHECKING:
     from peftc.calibration import calibrate
     from peftc.compiler import compile, design, disabled, graphs, parameters, parse, plan, remove, sites, specs
     from peftc.explore import rewrite, trace
-    from peftc.multitask import add_task, drop_task, task, tasks
+    from peftc.multitask import add_task, drop_task, set_task, task, tasks
+    from peftc.rewriting.suspend import set_enabled
     from peftc.training import StepCallback, losses, step
+    from peftc.verification import verify
     from peftc.weights import fold, fuse, load, save, warm_start
 
 __version__ = "0.1.0"
@@ -31,14 +33,17 @@ _HOMES = {
         "specs",
     ),
     "peftc.explore": ("rewrite", "trace"),
-    "peftc.multitask": ("add_task", "drop_task", "task", "tasks"),
+    "peftc.multitask": ("add_task", "drop_task", "set_task", "task", "tasks"),
+    "peftc.rewriting.suspend": ("set_enabled",),
     "peftc.training": ("StepCallback", "losses", "step"),
+    "peftc.verification": ("verify",),
     "peftc.weights": ("fold", "fuse", "load", "save", "warm_start"),
 }
 
 __all__ = [
     "Diagnostic",
     "PeftcError",
+    "PeftcWarning",
     "StepCallback",
     "add_task",
     "calibrate",
@@ -57,12 +62,15 @@ __all__ = [
     "remove",
     "rewrite",
     "save",
+    "set_enabled",
+    "set_task",
     "sites",
     "specs",
     "step",
     "task",
     "tasks",
     "trace",
+    "verify",
     "warm_start",
 ]
 

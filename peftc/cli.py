@@ -108,12 +108,16 @@ def parser() -> argparse.ArgumentParser:
     add_explain(commands.add_parser("explain", help="what a diagnostic code means; without one, list them"))
     add_sites(commands.add_parser("sites", help="print the places of a model that an edit can name"))
     add_plan(commands.add_parser("plan", help="print what compiling a spec onto a model would do"))
+    add_verify(
+        commands.add_parser("verify", help="compile a spec onto a model and show that it computes what the spec says")
+    )
     add_compile(commands.add_parser("compile", help="compile a spec onto a model and write what was generated"))
     return whole
 
 
 def add_check(command: argparse.ArgumentParser) -> None:
     command.add_argument("paths", nargs="+", metavar="PATH", help="a spec, a folder of specs, or - for standard input")
+    add_include(command)
     command.add_argument("--output-format", choices=FORMATS, default="text")
     command.set_defaults(run=run_check)
 
@@ -126,7 +130,7 @@ def run_check(args: argparse.Namespace) -> int:
     files = spec_files(args.paths)
     for path in files:
         try:
-            found += check_file(parse_text(read(path), shown(path)))
+            found += check_file(parse_text(read(path), shown(path)), args.include)
         except PeftcError as error:
             found += error.diagnostics
     found = list(dict.fromkeys(found))  # a file that several others use is told about once
@@ -191,9 +195,20 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_include(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--include",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder from which `use` may read, beside that of the spec (repeatable)",
+    )
+
+
 def add_expand(command: argparse.ArgumentParser) -> None:
     command.add_argument("spec", metavar="SPEC")
     add_settings(command)
+    add_include(command)
     command.add_argument("--output-format", choices=FORMATS, default="text", help="of diagnostics")
     command.set_defaults(run=run_expand)
 
@@ -204,7 +219,7 @@ def run_expand(args: argparse.Namespace) -> int:
     from peftc.syntax import parse_text, print_spec
 
     spec = parse_text(read(args.spec), shown(args.spec))
-    sys.stdout.write(print_spec(expand(spec, parse_settings(args.set))))
+    sys.stdout.write(print_spec(expand(spec, parse_settings(args.set), args.include)))
     return 0
 
 
@@ -253,19 +268,44 @@ def add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("spec", metavar="SPEC")
     add_model(command)
     add_settings(command)
+    add_include(command)
     add_tasks(command)
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.add_argument("--output-format", choices=("text", "json"), default="text", help="of diagnostics")
     command.set_defaults(run=about_a_model("run_plan"))
 
 
+def add_verify(command: argparse.ArgumentParser) -> None:
+    command.add_argument("spec", metavar="SPEC")
+    add_model(command)
+    add_settings(command)
+    add_include(command)
+    add_tasks(command)
+    command.add_argument(
+        "--sites",
+        choices=("sample", "all"),
+        default="sample",
+        help="which ones are changed alone: the first, a middle and the last of each kind, or all",
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of initial values, and of weights that are missing"
+    )
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    command.add_argument("--output-format", choices=("text", "json"), default="text", help="of diagnostics")
+    command.set_defaults(run=about_a_model("run_verify"))
+
+
 def add_compile(command: argparse.ArgumentParser) -> None:
     command.add_argument("spec", metavar="SPEC")
     add_model(command)
     add_settings(command)
+    add_include(command)
     add_tasks(command)
     command.add_argument(
         "-o", "--output", metavar="DIR", help="where to write the generated code, the plan and the spec"
+    )
+    command.add_argument(
+        "--force", action="store_true", help="with -o: overwrite files that were changed since peftc wrote them"
     )
     command.add_argument("--seed", type=int, metavar="N", help="of the initial values")
     command.add_argument("--output-format", choices=("text", "json"), default="text", help="of diagnostics")

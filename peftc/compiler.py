@@ -10,6 +10,7 @@ import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, cast
@@ -17,25 +18,28 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from peftc.context import Block
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import listed
-from peftc.forms.module import FormModule
+from peftc.forms.module import FormModule, checked_seed
 from peftc.model.fakes import fake_copy
 from peftc.model.load import load_model
+from peftc.model.offload import here
 from peftc.model.resolve import ModelSource, resolve
 from peftc.model.running import checked, refuse_what_does_not_run
 from peftc.planning.design import Design, design_of
 from peftc.planning.plan import Plan, Planned, make_plan
 from peftc.planning.scope import ONE
 from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
-from peftc.rewriting.install import put_back, strip, uninstall
+from peftc.rewriting.install import strip, uninstall
+from peftc.rewriting.overlay import put_back, true_parameter
 from peftc.rewriting.positions import refused
 from peftc.rewriting.record import Installation, Part, acting, installed, is_installed, joint, spec_of_parts
 from peftc.rewriting.reinstall import Done, reinstall
 from peftc.rewriting.suspend import suspended
 from peftc.semantics.check_structure import said_of
 from peftc.semantics.expand import expand
-from peftc.semantics.load import read_spec
+from peftc.semantics.load import Include, read_spec
 from peftc.semantics.settings import settings_of
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
@@ -76,9 +80,9 @@ def name_of(spec: SpecLike) -> str:
     return "default" if path.startswith("<") else Path(path).stem
 
 
-def flat_of(spec: SpecLike, settings: Settings | None = None) -> ast.Spec:
+def flat_of(spec: SpecLike, settings: Settings | None = None, include: Include = ()) -> ast.Spec:
     """A spec expanded: nothing but edits, `train`, `expect` and shared parameters is left."""
-    return expand(spec_of(spec), settings_of(settings or {}))
+    return expand(spec_of(spec), settings_of(settings or {}), include)
 
 
 def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None, trust_remote_code: bool = False) -> SiteTable:
@@ -97,18 +101,22 @@ def plan(
     model: ModelLike,
     *,
     settings: Settings | None = None,
+    include: Include = (),
     sample: Mapping[str, Any] | None = None,
     tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
     """What compiling `spec` onto `model` would do: sites, exact parameter counts, fold verdicts. No weight is read.
 
-    Args: `settings`: parameters of the spec's method to override, as `--set` does. `tasks`: those of edits `per task` (one
+    Args: `settings`: parameters of the spec's method to override, as `--set` does. `include`: folders from which `use`
+    may read beside that of the spec (of a text: the working directory), as `--include` does. `tasks`: those of edits `per task` (one
     without it). `sample`, `trust_remote_code`: as in `sites`.
     Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model, P537 (tasks).
     """
     names = checked_tasks(tasks, ())
-    return used(tasks, planned(flat_of(spec, settings), analysed(model, sample, trust_remote_code), names)).plan
+    return used(
+        tasks, planned(flat_of(spec, settings, include), analysed(model, sample, trust_remote_code), names)
+    ).plan
 
 
 def design(
@@ -116,6 +124,7 @@ def design(
     model: ModelLike,
     *,
     settings: Settings | None = None,
+    include: Include = (),
     sample: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Design, ...]:
@@ -124,7 +133,7 @@ def design(
 
     Args and Raises: as `plan`.
     """
-    found = planned(flat_of(spec, settings), analysed(model, sample, trust_remote_code))
+    found = planned(flat_of(spec, settings, include), analysed(model, sample, trust_remote_code))
     edits = dict.fromkeys(placed.edit for placed in found.placed)
     return tuple(design_of([placed for placed in found.placed if placed.edit == edit]) for edit in edits)
 
@@ -155,7 +164,7 @@ def analysed(
     checked(sample)
     if isinstance(model, nn.Module) and is_installed(model):
         record = installed(model)
-        model, sample = strip(fake_copy(model), record.requires_grad), sample or record.sample
+        model, sample = strip(fake_copy(model, whole=True), record.requires_grad), sample or record.sample
     source = model if isinstance(model, ModelSource) else resolve(model, trust_remote_code)
     try:
         return analyse(source, sample)
@@ -189,9 +198,11 @@ def compile(
     name: str | None = None,
     prefix: str | None = None,
     settings: Settings | None = None,
+    include: Include = (),
     sample: Mapping[str, Any] | None = None,
     tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
+    verify: bool = False,
 ) -> nn.Module:
     """Changes `model` in place as `spec` says, and returns it. A name is loaded with its weights, a config gets random ones.
 
@@ -205,14 +216,15 @@ def compile(
     Args: `seed`: of the initial values, which depend on it, the edit, the site and the parameter alone (default: torch's
     initial seed). `name`: of this spec among those on the model (default: that of its file, else "default"; with a number
     where that is taken). `tasks`: the names of those for which edits `per task` have parameters; `peftc.task` chooses.
-    `prefix`: put before the names of its edits, as `apply … as` does; the default of `name`, too. `settings`, `sample`,
-    `trust_remote_code`: as in `plan`.
-    Raises: as `plan`; P537 for names of tasks that cannot be; P304 for an expectation that does not hold; P412 for names that
-    the model has already, P414 for parameters that another spec trains. After an error the model is as it was.
+    `prefix`: put before the names of its edits, as `apply … as` does; the default of `name`, too. `settings`, `include`, `sample`,
+    `trust_remote_code`: as in `plan`. `verify`: run `peftc.verify` on the result, and undo the compilation where it finds something.
+    Raises: as `plan`; P304 for an expectation that does not hold; P412 for names that the model has already, P414 for parameters
+    that another spec trains; P537 for names of tasks that cannot be, P560 for a seed that is none; with `verify`, P601-P611. After an
+    error the model is as it was.
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
-    flat = prefixed(flat_of(spec, settings), prefix)
+    flat = prefixed(flat_of(spec, settings, include), prefix)
     analysis = analysed(model, sample)
     record = installed(model) if is_installed(model) else None
     names = checked_tasks(tasks, tasks_of(record))
@@ -220,8 +232,10 @@ def compile(
     if found.findings:
         raise PeftcError(found.findings)
     named = free_name(record, name or prefix, name_of(spec))
-    part = Part(named, print_spec(flat), found.plan, torch.initial_seed() if seed is None else seed)
-    return added(model, part, flat, found, analysis, sample, tasks=names)
+    part = Part(named, print_spec(flat), found.plan, torch.initial_seed() if seed is None else checked_seed(seed))
+    # Verification is a later stage, which calls this one.
+    then = import_module("peftc.verification").last_step(model) if verify else None
+    return added(model, part, flat, found, analysis, sample, tasks=names, then=then)
 
 
 def added(
@@ -270,7 +284,7 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
         with torch.no_grad():
             for name, value in record.originals.items():
                 if name not in kept:
-                    put_back(model.get_parameter(name), value)
+                    put_back(true_parameter(model, name), value)
 
     return reinstall(model, rest, found, analysis.anatomy, sample=with_sample, tasks=names, then=restored)
 
@@ -312,15 +326,18 @@ def checked_tasks(tasks: Sequence[str] | None, present: tuple[str, ...]) -> tupl
     return names
 
 
-@contextmanager
-def disabled(model: nn.Module, name: str | None = None) -> Generator[nn.Module]:
+def disabled(model: nn.Module, name: str | None = None) -> Block:
     """Inside the block the model computes what the base computes; parameters of edits are kept.
 
+    That holds in the present context alone: other threads and coroutines have their own. A thread that is to have it is
+    started with `contextvars.copy_context().run`. `save_pretrained` writes the base; `state_dict()`, `named_parameters()` and
+    copies are those of the model, with all that it has. Copies are not in the block.
+
     Args: `name`: of one spec; the others go on acting.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P431 for a block that is left in another
+    context, P432 for a base parameter that is trained and whose first value a module would not see.
     """
-    with suspended(model, name):
-        yield model
+    return suspended(model, name)
 
 
 def specs(model: nn.Module) -> dict[str, str]:
@@ -335,17 +352,16 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
     """What a compiled model trains, by the names under which it is saved: `<edit>/<site>/<form>.<parameter>`.
 
     Parameters of the base that `train` unfroze are named `<edit>/<dotted name>`.
-
     Args: `name`: of one spec, for its parameters alone.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P566 (offloaded).
     """
     record = installed(model)
     edits = {edit for part in record.chosen(name) for edit in part.edits}
     found: dict[str, nn.Parameter] = {}
     for place, where in record.places.items():
         found |= {f"{place}.{n}": p for n, p in model.get_submodule(where).named_parameters()}
-    found |= {saved: model.get_parameter(place) for saved, place in record.trained.items()}
-    return {saved: p for saved, p in found.items() if saved.partition("/")[0] in edits}
+    found |= {saved: true_parameter(model, place) for saved, place in record.trained.items()}
+    return here(model, {saved: p for saved, p in found.items() if saved.partition("/")[0] in edits})
 
 
 def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]:

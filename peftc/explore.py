@@ -18,6 +18,7 @@ from peftc.rewriting.emit import Emitter, Names, function
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.regions import LayerRegions
 from peftc.rewriting.states import node_of
+from peftc.semantics.load import Include
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.tracing.analysis import Analysis, ModelLike
@@ -128,15 +129,18 @@ def selector_of(text: str) -> ast.Selector:
     return statement.selector
 
 
-def rewrite(region: TracedRegion, edits: SpecLike, *, settings: Settings | None = None) -> fx.Graph:
+def rewrite(
+    region: TracedRegion, edits: SpecLike, *, settings: Settings | None = None, include: Include = ()
+) -> fx.Graph:
     """The graph of a region with the equations of `edits` written into it. The region itself is left as it is.
 
     The parameters of the edits stand in the graph as calls of `peftc.<edit>.<site>.<form>`.
+    Args: `settings`, `include`: as in `peftc.plan`.
     Raises: as `peftc.plan`.
     """
     analysis = region.analysis
-    planned = make_plan(flat_of(edits, settings), analysis.table)
-    placed = [p for p in planned.placed if p.site.root == region.module]
+    planned = make_plan(flat_of(edits, settings, include), analysis.table)
+    placed = [use for p in planned.placed for use in p.uses() if use.site.root == region.module]
     if not placed:
         names = listed(dict.fromkeys(p.edit for p in planned.placed))
         raise PeftcError(Diagnostic("P210", f"no edit has a site in `{region.module}`", notes=(f"edits: {names}",)))

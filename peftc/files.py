@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterable
 from difflib import unified_diff
 from pathlib import Path
 
-from peftc.diagnostics.suggestions import did_you_mean
+from peftc.atomic import replace_text
+from peftc.diagnostics.suggestions import nearest
 
 
 class Unusable(Exception):
@@ -17,11 +17,11 @@ class Unusable(Exception):
 
 
 def spec_files(paths: Iterable[str]) -> list[str]:
-    """Each file once; of a folder, every `*.peft` below it. Raises: Unusable where there is nothing."""
+    """Each file once; of a folder, every `*.peft` in it and below. Raises: Unusable where there is nothing."""
     found: list[str] = []
     for path in paths:
         if os.path.isdir(path):
-            below = sorted(str(file) for file in Path(path).rglob("*.peft") if file.is_file())
+            below = sorted(str(file) for file in Path(path).rglob("*.peft") if _is_within(file, path))
             if not below:
                 raise Unusable(f"there are no .peft files below {path}")
             found += below
@@ -32,15 +32,20 @@ def spec_files(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _is_within(file: Path, folder: str) -> bool:
+    """A regular file in a folder, not a symbolic link to one elsewhere: nobody has named that one."""
+    return file.is_file() and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
+
+
 def read(path: str) -> str:
     """The text of a spec, `-` for standard input.
 
-    Raises: PeftcError P024 where it is not text; Unusable where it cannot be read.
+    Raises: PeftcError P024 where it is not text, P026 (no regular file), P027 (too large); Unusable where it cannot be read.
     """
-    from peftc.semantics.load import decoded, read_text
+    from peftc.semantics.load import LARGEST, decoded, read_text
 
     try:
-        return decoded(sys.stdin.buffer.read(), "<stdin>") if path == "-" else read_text(path)
+        return decoded(sys.stdin.buffer.read(LARGEST + 1), "<stdin>") if path == "-" else read_text(path)
     except FileNotFoundError:
         raise Unusable(_missing(path)) from None
     except OSError as error:
@@ -49,19 +54,15 @@ def read(path: str) -> str:
 
 def _missing(path: str) -> str:
     folder = Path(path).parent
-    there = [str(found) for found in folder.glob("*.peft")] if folder.is_dir() else []
-    near = did_you_mean(path, there)
-    return f"there is no file {path}" + (f"; {near}" if near else "")
+    names = [file.name for file in folder.glob("*.peft")] if os.path.isdir(folder) else []
+    near = nearest(Path(path).name, names)
+    return f"there is no file {path}" + (f"; did you mean `{folder / near}`?" if near else "")
 
 
 def write(path: str, text: str) -> None:
     """Replaces a file whole, or leaves it as it is. Raises: Unusable where it cannot be written."""
-    target = Path(path).resolve()
     try:
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(file.name, target.stat().st_mode)
-        os.replace(file.name, target)
+        replace_text(Path(path).resolve(), text)
     except OSError as error:
         raise Unusable(f"cannot write {path}: {error.strerror}") from None
 

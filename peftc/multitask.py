@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from peftc.compiler import analysed, checked_tasks, parameters, planned, states
+from peftc.context import Block, Choice, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule
 from peftc.rewriting.record import acting, installed, spec_of_parts
@@ -26,28 +27,38 @@ def tasks(model: nn.Module) -> tuple[str, ...]:
     return installed(model).task.names
 
 
-@contextmanager
 def task(
     model: nn.Module, name: str | None = None, *, task_ids: Sequence[str] | Sequence[int] | Tensor | None = None
-) -> Generator[nn.Module]:
+) -> Block:
     """Inside the block the model works for one task, or for one in each row of a batch. Blocks may stand in each other.
 
     Rows of several tasks go through the edits of their own tasks in one forward; what is common to the tasks, and the base, is
     computed for all at once. `generate` may repeat rows (beams). An edit of a weight is one for the whole batch.
 
+    The choice is that of the present context: other threads and coroutines have their own. A thread that is to have it is
+    started with `contextvars.copy_context().run`. A copy of the model has no block.
+
     Args: `name`: of one task. `task_ids`: numbers of tasks (batch,), as `tasks` lists them, or their names; a tensor or a sequence.
-    Raises: P410 (not compiled), P534 (unknown), P535 (no numbers of tasks, or none and both given).
+    Raises: P410 (not compiled), P534 (unknown), P535 (no numbers of tasks, or none and both given), P431 (left elsewhere).
     """
-    chosen = installed(model).task
+    record = installed(model)
     if (name is None) == (task_ids is None):
         raise PeftcError(Diagnostic("P535", "either one task is chosen by its name, or one for each row as `task_ids`"))
-    before = chosen.present
-    chosen.present = chosen.of(name) if name is not None else chosen.numbers(task_ids if task_ids is not None else ())
-    try:
-        yield model
-    finally:
-        now = installed(model).task  # another one, where tasks have been added or dropped
-        now.present = before if not isinstance(before, str) or before in now.names else None
+    if task_ids is None:
+        return Block(model, record.choice, Choice(task=record.task.of(cast(str, name))))
+    return Block(model, record.choice, Choice(task=Rows(record.task.numbers(task_ids), record.task.names)))
+
+
+def set_task(model: nn.Module, name: str | None) -> nn.Module:
+    """The task that the model works for where no `peftc.task` block says another; none where `name` is None.
+
+    It is a property of the model, not of a context: all threads see it, and copies have it. Saved adapters have not.
+
+    Raises: P410 (not compiled), P534 (unknown).
+    """
+    record = installed(model)
+    record.choice.default = replace(record.choice.default, task=None if name is None else record.task.of(name))
+    return model
 
 
 def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Module:
@@ -91,7 +102,10 @@ def drop_task(model: nn.Module, name: str) -> nn.Module:
         raise PeftcError(
             Diagnostic("P537", f"`{name}` is the last task", help="take the edits out with `peftc.remove`")
         )
-    return _with_tasks(model, rest)
+    dropped = _with_tasks(model, rest)
+    if (default := chosen.variable.default).task == name:
+        chosen.variable.default = replace(default, task=None)
+    return dropped
 
 
 def _with_tasks(model: nn.Module, names: tuple[str, ...], then: Done | None = None) -> nn.Module:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -14,12 +11,16 @@ from pathlib import Path
 from torch import nn
 
 from peftc.compiler import Settings, SpecLike, added, analysed, checked_tasks, flat_of, name_of, planned, used
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import PeftcError
+from peftc.forms.module import checked_seed
 from peftc.model.fakes import fake_mode
+from peftc.output_folder import Written, write_folder
 from peftc.planning.plan import Planned
 from peftc.planning.render import percent
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import Part, installed
+from peftc.safe_io import shown
+from peftc.semantics.load import Include
 from peftc.syntax.printer import print_spec
 from peftc.tracing.analysis import ModelLike
 
@@ -40,6 +41,7 @@ def compile_skeleton(
     seed: int | None = None,
     *,
     settings: Settings | None = None,
+    include: Include = (),
     tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
 ) -> Compiled:
@@ -47,7 +49,7 @@ def compile_skeleton(
 
     Raises: as `peftc.compile`.
     """
-    flat = flat_of(spec, settings)
+    flat = flat_of(spec, settings, include)
     analysis = analysed(model, trust_remote_code=trust_remote_code)
     names = checked_tasks(tasks, ())
     found = used(tasks, planned(flat, analysis, names))
@@ -55,7 +57,7 @@ def compile_skeleton(
         raise PeftcError(found.findings)
     skeleton = analysis.anatomy.model
     with fake_mode(skeleton):
-        part = Part(name_of(spec), print_spec(flat), found.plan, 0 if seed is None else seed)
+        part = Part(name_of(spec), print_spec(flat), found.plan, 0 if seed is None else checked_seed(seed))
         added(skeleton, part, flat, found, analysis, tasks=names)
     files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: part.text, README: readme(part, names)}
     return Compiled(found, files | forwards(skeleton))
@@ -68,7 +70,7 @@ def forwards(model: nn.Module) -> dict[str, str]:
         groups.setdefault(id(kind), (kind, []))[1].append(name)
     files: dict[str, str] = {}
     for kind, modules in groups.values():
-        stem = "forward_" + re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.name).lower()
+        stem = "forward_" + snake_case(kind.name)
         n = 1
         while (name := f"{stem}.py" if n == 1 else f"{stem}_{n}.py") in files:
             n += 1
@@ -76,15 +78,26 @@ def forwards(model: nn.Module) -> dict[str, str]:
     return files
 
 
+def snake_case(name: str) -> str:
+    """A part of a file name: words of a class's name, without what file systems or readers trip over."""
+    return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()[:100]
+
+
 def kind_source(kind: Kind, modules: list[str]) -> str:
     edits = dict.fromkeys(f"{e.edit} at {e.slug.replace('_', '.')}" for e in kind.edits)
-    shown = modules if len(modules) <= 6 else [*modules[:3], f"… ({len(modules)} in all)", modules[-1]]
-    note = [f'"""{kind.name}, as rewritten by peftc.', "", "Edits: " + ", ".join(edits) + ".", "Modules:"]
-    note += [f"    {m}" for m in shown]
-    note += ["", "Generated: for reading; `peftc.compile` makes it again from the spec.", '"""']
+    named = modules if len(modules) <= 6 else [*modules[:3], f"… ({len(modules)} in all)", modules[-1]]
+    note = [f"{kind.name}, as rewritten by peftc.", "", "Edits: " + ", ".join(edits) + ".", "Modules:"]
+    note += [f"    {m}" for m in named]
+    note += ["", "Generated: for reading; `peftc.compile` makes it again from the spec.", ""]
     imports = sorted(dict.fromkeys(kind.names.imports.values()), key=lambda line: (line.startswith("from"), line))
     unseen = ["from peftc.runtime import unseen"] if kind.inline else []
-    return "\n".join([*note, "", *imports, *unseen, "", "", kind.source, ""])
+    return "\n".join([docstring(note), "", *imports, *unseen, "", "", kind.source, ""])
+
+
+def docstring(lines: list[str]) -> str:
+    """Lines of text as a docstring, whatever characters they have: none of them ends it, or the line."""
+    escaped = (line.replace("\\", r"\\").replace('"', r"\"") for line in lines)
+    return '"""' + "\n".join(map(shown, escaped)) + '"""'
 
 
 def readme(part: Part, tasks: Sequence[str]) -> str:
@@ -112,28 +125,9 @@ Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the bas
 """
 
 
-def write(compiled: Compiled, directory: str | PathLike[str]) -> Path:
-    """Writes the files, all or none. An existing directory is only replaced if it was written by this function.
+def write(compiled: Compiled, directory: str | PathLike[str], force: bool = False) -> Written:
+    """Writes the files into a directory that is new, empty, or was written by this function.
 
-    Raises: P420 where the directory holds something else, or cannot be written.
+    Raises: as `write_folder`.
     """
-    target = Path(directory)
-    if target.exists() and not (target.is_dir() and all(is_ours(p) for p in target.iterdir())):
-        message = f"{target} exists and holds other files"
-        raise PeftcError(Diagnostic("P420", message, help="choose another directory for -o"))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-        for name, text in compiled.files.items():
-            (made / name).write_text(text, encoding="utf-8")
-        made.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(made, target)
-    except OSError as error:
-        raise PeftcError(Diagnostic("P420", f"{target} cannot be written: {error.strerror or error}")) from error
-    return target
-
-
-def is_ours(path: Path) -> bool:
-    return path.name in (PLAN, SPEC, README) or (path.name.startswith("forward_") and path.suffix == ".py")
+    return write_folder(Path(directory), compiled.files, force)

@@ -27,10 +27,12 @@ def prompted(
     """The forward of `base`, with `rows` before the tokens of each example, and a context that is `context` tokens longer than
     its mask.
 
-    Rows come first in a cache, too: a call that continues one is told where its tokens are. The attention mask shows the rows to
-    every token; positions count from the first row. `keep`: the result has the rows, else only the tokens given.
+    Rows stand directly before the first token of each example, behind its padding, and so they do in a cache: a call that
+    continues one is told where its tokens are. The attention mask shows the rows to every token; positions go on from row to
+    token. `keep`: the result has the rows, else only the tokens given.
 
-    Shapes: rows (len, d) each, or (batch, len, d). Raises: P419 for masks that cannot be made longer, and caches without the rows.
+    Shapes: rows (len, d) each, or (batch, len, d). Raises: P419 for masks that cannot be made longer, and caches without the
+    rows; P428 for a row whose first token is behind padding in a cache.
     """
     given = longer_context({**arguments, **rest}, context) if context else {**arguments, **rest}
     count = sum(row.shape[-2] for row in rows)
@@ -41,25 +43,85 @@ def prompted(
     tokens = tokens_of(given)
     if tokens is None:
         return base.forward(module, **given)  # says itself what is missing
-    batch, first = tokens.shape[0], past == 0
+    first = past == 0
+    starts = None
     if (mask := given.get("attention_mask")) is not None:
-        given["attention_mask"] = longer_mask(mask, batch, count, None if first else past - count + tokens.shape[1])
+        starts = starts_of(checked_mask(mask, None if first else past - count + tokens.shape[1]))
+        if not first:
+            check_rows(starts, past - count)
+        given["attention_mask"] = joined(mask.new_ones(count), mask, starts)
     elif not first:
         check_first(given.get("position_ids"), past - count)
-    for name in POSITIONS:
-        if (numbers := given.get(name)) is not None:
-            before = torch.arange(count, dtype=numbers.dtype, device=numbers.device).expand(*numbers.shape[:-1], count)
-            given[name] = torch.cat([before, numbers + count], -1) if first else numbers + count
+    given |= {
+        name: longer_numbers(given[name], count, starts, first) for name in POSITIONS if given.get(name) is not None
+    }
     if not first:
         return base.forward(module, **given)
+    if starts is not None and "position_ids" in given and given["position_ids"] is None:
+        given["position_ids"] = counted(module, embedding, starts, count + tokens.shape[1])
     for name in KINDS:
         if (kinds := given.get(name)) is not None:
-            given[name] = torch.cat([kinds.new_zeros(*kinds.shape[:-1], count), kinds], -1)
+            given[name] = joined(kinds.new_zeros(count), kinds, starts)
     embedded = tokens if tokens.is_floating_point() else module.get_submodule(embedding)(tokens)
-    parts = [row.to(embedded.dtype).expand(batch, -1, -1) for row in rows]
-    given |= {"input_ids": None, "inputs_embeds": torch.cat([*parts, embedded], 1)}
+    together = [row.to(embedded.dtype).expand(len(tokens), -1, -1) for row in rows]
+    given |= {"input_ids": None, "inputs_embeds": joined(torch.cat(together, 1), embedded, starts)}
     result = base.forward(module, **given)
-    return result if keep else without(result, count)
+    return result if keep else without(result, count, starts)
+
+
+def starts_of(mask: Tensor) -> Tensor:
+    """The column of the first token of each row that the mask shows, (batch, 1); 0 for a row of padding alone."""
+    return (mask != 0).int().argmax(1, keepdim=True)
+
+
+def joined(rows: Tensor, values: Tensor, starts: Tensor | None) -> Tensor:
+    """Values of tokens with `rows` directly before the first token of each example; at the front without `starts`.
+
+    Shapes: values (batch, tokens, …); rows (batch, len, …), or (len, …) where each example has the same; starts (batch, 1).
+    """
+    if rows.ndim < values.ndim:
+        rows = rows.expand(len(values), *rows.shape)
+    if starts is None:
+        return torch.cat([rows, values], 1)
+    count = rows.shape[1]
+    columns = torch.arange(count + values.shape[1], device=values.device)[None]
+    before = torch.where(columns < starts, columns + count, columns - starts)
+    return picked(torch.cat([rows, values], 1), torch.where(columns < starts + count, before, columns))
+
+
+def picked(values: Tensor, columns: Tensor) -> Tensor:
+    """The values of each example at its columns. Shapes: values (batch, tokens, …), columns (batch, count)."""
+    columns = columns.expand(len(values), -1)
+    rest = values.shape[2:]
+    return values.gather(1, columns.view(*columns.shape, *(1 for _ in rest)).expand(*columns.shape, *rest))
+
+
+def longer_numbers(numbers: Tensor, count: int, starts: Tensor | None, first: bool) -> Tensor:
+    """Positions of tokens, and of the rows before them where these are in the call: they go on from row to token."""
+    if not first:
+        return numbers + count
+    if numbers.ndim > 2:  # several numbers a token
+        return torch.stack([longer_numbers(each, count, starts, first) for each in numbers])
+    rows = torch.arange(count, dtype=numbers.dtype, device=numbers.device)
+    if starts is None or numbers.ndim < 2:
+        return torch.cat([rows.expand(*numbers.shape[:-1], count), numbers + count], -1)
+    batch = max(len(numbers), len(starts))
+    numbers, starts = numbers.expand(batch, -1), starts.expand(batch, -1)
+    return joined(numbers.gather(1, starts) + rows, numbers + count, starts)
+
+
+def counted(module: nn.Module, embedding: str, starts: Tensor, count: int) -> Tensor | None:
+    """The positions of `count` tokens where the model counts ids that are no padding: of these tokens it has no ids. None for
+    other models.
+
+    Such a model has a row for padding in its table of positions, and the first token is in the next row.
+    """
+    tokens, beside = module.get_submodule(embedding), module.get_submodule(embedding.rpartition(".")[0])
+    tables = (m for m in beside.children() if isinstance(m, nn.Embedding) and m is not tokens)
+    padding = next((table.padding_idx for table in tables if table.padding_idx is not None), None)
+    if padding is None:
+        return None
+    return (torch.arange(1, count + 1, device=starts.device)[None] - starts).clamp(min=0) + padding
 
 
 def batch_of(arguments: dict[str, Any], rest: dict[str, Any], weight: Tensor) -> Tensor:
@@ -73,14 +135,25 @@ def tokens_of(given: dict[str, Any]) -> Tensor | None:
     return given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
 
 
-def longer_mask(mask: Any, batch: int, count: int, expected: int | None) -> Tensor:
-    """A mask (batch, tokens) that shows `count` more tokens before the others. `expected`: tokens of cache and call."""
+def checked_mask(mask: Any, expected: int | None) -> Tensor:
+    """A mask (batch, tokens). `expected`: tokens of cache and call. Raises: P419 for any other."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         said = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
         raise refused(f"an attention mask with {said} cannot be made longer by the tokens of a prompt")
     if expected is not None and mask.shape[1] != expected:
         raise refused(f"the attention mask is for {mask.shape[1]} tokens, and the cache and the call have {expected}")
-    return torch.cat([mask.new_ones(batch, count), mask], 1)
+    return mask
+
+
+def check_rows(starts: Tensor, past: int) -> None:
+    """Raises: P428 where a row of a cache with `past` tokens of the input has only padding there: its first token is in this
+    call, and its prompt stands before the padding.
+    """
+    if not has_values(starts) or torch.compiler.is_compiling() or not bool((starts >= past).any()):
+        return
+    message = "a row of the batch begins in a call that continues a cache, and its prompt is behind padding there"
+    help_ = "let the first call have a token of each row"
+    raise PeftcError(Diagnostic("P428", message, help=help_))
 
 
 def check_first(numbers: Any, expected: int) -> None:
@@ -105,17 +178,25 @@ def longer_context(given: dict[str, Any], count: int) -> dict[str, Any]:
         if mask.ndim == 2 and mask.shape[1] == context.shape[1]:
             return given  # of a context that was made without a prompt
         raise refused("the mask of the encoder's result cannot be made longer by the tokens of a prompt")
-    return {**given, "encoder_attention_mask": torch.cat([mask.new_ones(mask.shape[0], count), mask], 1)}
+    return {**given, "encoder_attention_mask": joined(mask.new_ones(count), mask, starts_of(mask))}
 
 
-def without(result: Any, count: int) -> Any:
-    """A result whose last hidden state has only the tokens behind the first `count`."""
+def without(result: Any, count: int, starts: Tensor | None) -> Any:
+    """A result whose last hidden state has only the tokens that were given, and not the `count` of the prompt."""
     if isinstance(result, tuple):
-        return (result[0][:, count:], *result[1:])
+        return (tokens_behind(result[0], count, starts), *result[1:])
     if isinstance(result, Tensor):
-        return result[:, count:]
-    result.last_hidden_state = result.last_hidden_state[:, count:]
+        return tokens_behind(result, count, starts)
+    result.last_hidden_state = tokens_behind(result.last_hidden_state, count, starts)
     return result
+
+
+def tokens_behind(values: Tensor, count: int, starts: Tensor | None) -> Tensor:
+    """The values of the tokens that were given. Shapes: values (batch, len + tokens, …)."""
+    if starts is None:
+        return values[:, count:]
+    columns = torch.arange(values.shape[1] - count, device=values.device)[None]
+    return picked(values, torch.where(columns < starts, columns, columns + count))
 
 
 def refused(message: str) -> PeftcError:

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 
+import peftc
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "peftc").rglob("*.py"))
 
 # A module may import from its own stage and from stages to its left. The longest prefix decides.
 STAGES = (
     "peftc.resources",
+    "peftc.atomic",
     "peftc.diagnostics",
+    "peftc.safe_io",
     "peftc.syntax",
+    "peftc.context",
+    "peftc.recomputation",
     "peftc.forms",
     "peftc.semantics",
     "peftc.tracing.sites",
@@ -31,7 +37,9 @@ STAGES = (
     "peftc.calibration",
     "peftc.training",
     "peftc.weights",
+    "peftc.verification",
     "peftc.explore",
+    "peftc.output_folder",
     "peftc.output",
     "peftc.manual",
     "peftc",
@@ -43,7 +51,9 @@ STAGES = (
 
 TORCH_FREE = (
     "peftc.resources",
+    "peftc.atomic",
     "peftc.diagnostics",
+    "peftc.safe_io",
     "peftc.syntax",
     "peftc.forms",
     "peftc.semantics",
@@ -126,3 +136,26 @@ def test_packages_only_reexport(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+VERIFICATION = [path for path in FILES if name_of(path).startswith("peftc.verification")]
+
+
+@pytest.mark.parametrize("path", VERIFICATION, ids=name_of)
+def test_the_witness_shares_no_code_with_the_rewriter(path: Path) -> None:
+    """Of what rewrites and runs edits, verification reads the record of an installation, and calls what users call."""
+    public = set(peftc.__all__)
+    called = ("peftc.compiler", "peftc.multitask", "peftc.calibration", "peftc.training", "peftc.weights")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        names = {alias.name for alias in node.names}
+        if node.module.startswith(("peftc.rewriting", "peftc.runtime", "peftc.prompting", "peftc.positioning")):
+            assert node.module == "peftc.rewriting.record", node.module
+            assert names <= {"Installation", "installed", "is_installed"}
+        elif node.module.startswith(called):
+            assert names <= public | {"analysed", "states"}, (node.module, names)
+        elif node.module.startswith("peftc.tracing"):
+            assert node.module == "peftc.tracing.sites", node.module
+        else:
+            assert node.module.partition(".")[2].partition(".")[0] not in ("explore", "output"), node.module

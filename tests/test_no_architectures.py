@@ -24,6 +24,7 @@ ENGLISH = frozenset({"align", "bit", "git", "encoderdecoder"})
 # Names that are not of the architecture, by file.
 OTHERS = {
     "peftc/forms/arguments.py": {"bert"},  # `init=bert`: the initial values that papers call so, N(0, 0.02)
+    "peftc/model/settings.py": {"beam"},  # `num_beam_groups`, a setting of `generate`
 }
 
 

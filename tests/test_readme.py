@@ -45,7 +45,9 @@ def keys(value: object) -> object:
         value = json.loads(value.model_dump_json())
     if isinstance(value, dict):
         return {key: keys(item) for key, item in value.items()}
-    return [keys(value[0])] if isinstance(value, list) else type(value)
+    if isinstance(value, list):
+        return [keys(item) for item in value[:1]]
+    return type(value)
 
 
 def test_json_has_the_keys_of_a_plan() -> None:

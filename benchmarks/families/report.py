@@ -6,12 +6,14 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from benchmarks.common import commit
 from benchmarks.families.edits import TITLES
 
 Row = Mapping[str, Any]
@@ -20,7 +22,8 @@ GOOD = ("pass", "refused")
 
 
 def versions() -> dict[str, str]:
-    return {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+    known = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+    return {"date": date.today().isoformat(), "commit": commit(), **known}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -82,7 +85,7 @@ def markdown(rows: Rows) -> Iterator[str]:
         "Made by `python -m benchmarks.coverage`; the numbers in full are in `coverage.json`."
     )
     yield ""
-    yield f"torch {known['torch']}, transformers {known['transformers']}"
+    yield f"{known['date']}, commit {known['commit']}, torch {known['torch']}, transformers {known['transformers']}"
     yield ""
     yield "| | |"
     yield "|---|---|"

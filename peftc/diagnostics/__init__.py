@@ -1,4 +1,4 @@
-from peftc.diagnostics.diagnostic import Diagnostic, PeftcError, Severity, Source
+from peftc.diagnostics.diagnostic import Diagnostic, PeftcError, PeftcWarning, Severity, Source, warn
 from peftc.diagnostics.span import NOWHERE, Span
 
-__all__ = ["NOWHERE", "Diagnostic", "PeftcError", "Severity", "Source", "Span"]
+__all__ = ["NOWHERE", "Diagnostic", "PeftcError", "PeftcWarning", "Severity", "Source", "Span", "warn"]

@@ -7,6 +7,7 @@ from peftc.diagnostics.codes_names import NAMES
 from peftc.diagnostics.codes_plan import PLAN
 from peftc.diagnostics.codes_rewrite import REWRITE
 from peftc.diagnostics.codes_syntax import SYNTAX
+from peftc.diagnostics.codes_verification import VERIFICATION
 from peftc.diagnostics.codes_weights import WEIGHTS
 
 CODES: dict[str, CodeInfo] = {
@@ -15,6 +16,7 @@ CODES: dict[str, CodeInfo] = {
     **PLAN,
     **REWRITE,
     **WEIGHTS,
+    **VERIFICATION,
     # P31x: a form where it cannot stand
     "P310": CodeInfo(
         "form out of place",

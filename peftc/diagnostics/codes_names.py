@@ -139,6 +139,24 @@ NAMES: dict[str, CodeInfo] = {
         "peft 1\nmethod m() { edit ffn at decoder.layer[*].ffn { h += adapter(x, r=64) } }\napply m() at encoder",
         "peft 1\nmethod m() { edit ffn at layer[*].ffn { h += adapter(x, r=64) } }\napply m() at encoder",
     ),
+    "P123": CodeInfo(
+        "file outside of the folders of a spec",
+        '`use NAME from "file"` reads files that lie, symbolic links followed, in the folder of the spec that is compiled or below it '
+        "(for standard input: the working directory), or in a folder that you name by `--include DIR`, in Python "
+        "`include=[DIR]`. The spec of a saved adapter uses no files.",
+    ),
+    "P124": CodeInfo(
+        "no folder to include", "`--include DIR`, in Python `include=[DIR]`, names a folder that is there."
+    ),
+    "P125": CodeInfo(
+        "file that is no spec",
+        '`use NAME from "file"` names a spec, whose first words are `peft 1`. This file begins otherwise. It is not shown, since '
+        "whoever wrote the `use` may not be whoever reads this message.",
+    ),
+    "P126": CodeInfo(
+        "too many files within files",
+        "A file that is used may use other files, and they others, but not as many after each other as here.",
+    ),
     "P205": explained(
         "state that the site does not have",
         "Which states there are depends on the site: `w` and `b` belong to a single module such as `attn.q`, `kv` to an "

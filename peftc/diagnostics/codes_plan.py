@@ -26,6 +26,30 @@ PLAN: dict[str, CodeInfo] = {
         "A warning: some of the layers that the selector asks for have no such site (grouped or shared keys and values, layers "
         "without attention), a range goes past the end of one stack, or no site has a state that `train` names.",
     ),
+    "P214": CodeInfo(
+        "what may be in a module that could not be read",
+        "Roles are read off a layer's code. Code that decides on the values of tensors, or that calls what cannot be traced, "
+        "leaves a module of which nothing is known but what it is called with. If a selector asks for what may be in it, such as "
+        "`layer[*].attn.q` beside an attention that was not read, an edit would act on some of the layer's attentions and not on "
+        "others. Name the modules by a pattern in quotes, or ask for a part that was read, such as `attn.cross`. "
+        "`peftc sites --model M` lists what could not be read, and why.",
+    ),
+    "P215": CodeInfo(
+        "module that could not be read",
+        "A warning: a layer that the selector reaches has modules whose code could not be followed. Nothing in them has a name, "
+        "and the spec asks for nothing that may be in them. They can be named by a pattern in quotes.",
+    ),
+    "P211": CodeInfo(
+        "part of a shared module",
+        "Layers may have a part in common: one module under several names (`layers[1].mlp = layers[0].mlp`). What is done to it in one "
+        "layer is done in all, so a selector names all of its sites or none. Named together they have one set of parameters, "
+        "counted and saved once, which acts at each use.",
+    ),
+    "P212": CodeInfo(
+        "parameters over the same memory",
+        "Two parameters of the model are views of one storage, with entries in common. A step of training would write both and "
+        "know the gradient of one alone. Make them one parameter (`b.weight = a.weight`), whose gradient is that of all its uses.",
+    ),
     "P301": CodeInfo(
         "shapes that do not go together",
         "Every expression has a shape: hidden states [batch, tokens, d], heads, keys and values, weights [out, in], vectors and "

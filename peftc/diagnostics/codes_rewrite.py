@@ -19,6 +19,11 @@ REWRITE: dict[str, CodeInfo] = {
         "edit that does not reach a region",
         "`peftc.rewrite(region, edits)` inserts edits into one layer. None of these edits has a site in it.",
     ),
+    "P213": CodeInfo(
+        "edit written into the code of a shared module",
+        "Two layers share a module, and one edit changes it in both. Another edit is of one of these layers alone, and has to be written "
+        "into the code of the shared module where this layer calls it: the two cannot be put together.",
+    ),
     "P401": CodeInfo(
         "no module contains the edit",
         "An edit is inserted into the smallest module whose forward computes every state it reads and writes. There is none "
@@ -115,7 +120,9 @@ REWRITE: dict[str, CodeInfo] = {
     ),
     "P420": CodeInfo(
         "output that cannot be written",
-        "The folder given by `-o` holds other files, or cannot be written. Nothing of it has been changed.",
+        "`peftc compile -o DIR` writes into a folder that is new or empty, or that it has written before: then `.peftc.json` in it "
+        "lists the files with their hashes. The folder given has other files and no such list, or the file system refuses. No file "
+        "has been changed.",
     ),
     "P421": CodeInfo(
         "checkpoint that loses a gradient",
@@ -135,6 +142,45 @@ REWRITE: dict[str, CodeInfo] = {
         "A form with `first` or `last` acts on some tokens of a sequence. From this call it cannot be told which: the mask was made for "
         "the layers, a row holds several sequences, the layer was run outside of its stack (as gradient checkpointing does), or the "
         "call has a cache, so that its last token is not that of the sequence. Nothing wrong has been computed.",
+    ),
+    "P424": CodeInfo(
+        "forward of an instance that hides the code",
+        "Somebody has assigned `module.forward = …`, which runs in the place of the forward of the module's class. A method of the module is "
+        "edited as its code. A hook or wrapper that calls the forward which it has replaced stays, and calls the edited one. Of any other "
+        "function it cannot be told whether it calls the code that is edited; nothing has been changed.",
+    ),
+    "P425": CodeInfo(
+        "forward that would hide an edit",
+        "A `forward` that is assigned to an edited module must call the one that it replaces, as hooks do: another one would run without "
+        "the edits, and nobody would notice. It has not been assigned.",
+    ),
+    "P426": CodeInfo(
+        "hook that an edit leaves out",
+        "The edit enters the code of a module in which a hook (accelerate's, a wrapper of `forward`) runs around that code, or a hook loads the "
+        "parameters of everything in the module by name. The hook would not run, or would not know the parameters of edits. "
+        "Hooks that only move arguments to the device on which they are already may be left out.",
+    ),
+    "P427": CodeInfo(
+        "module of compiled code",
+        "The code of a scripted or exported module (torch.jit, torch.fx, torch.export) is not that of a class, of which another could be derived. "
+        "Edit the model first, and script or export it then.",
+    ),
+    "P431": CodeInfo(
+        "block left in another context",
+        "`with peftc.disabled(model)` and `with peftc.task(model, ...)` choose for the context in which they are entered: a thread, "
+        "or a coroutine. This block was left in another one, as happens when a generator that is inside of a block is closed "
+        "elsewhere. The context that entered it still has its choice.",
+    ),
+    "P432": CodeInfo(
+        "parameter that is read elsewhere",
+        "Inside of `peftc.disabled`, base parameters that `train` has changed have their first values. A module that keeps a "
+        "parameter in a list besides, as recurrent ones do, would not see that value.",
+    ),
+    "P428": CodeInfo(
+        "prompt behind padding in a cache",
+        "A prompt stands directly before the first token of its row, behind the padding. Here the cache has nothing but padding of a row, "
+        "whose first token comes now: its prompt is in the cache already, before the padding. Begin with a call that has at least one "
+        "token of each row, as `generate` does.",
     ),
     "P900": CodeInfo(
         "unexpected error",

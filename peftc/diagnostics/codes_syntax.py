@@ -149,7 +149,18 @@ SYNTAX: dict[str, CodeInfo] = {
     ),
     "P024": CodeInfo(
         "not a text",
-        "A spec is a text in UTF-8 of at most a million bytes. The file shown is something else, or was saved in another encoding.",
+        "A spec is a text in UTF-8. The file shown is something else, or was saved in another encoding.",
+    ),
+    "P026": CodeInfo(
+        "not a regular file",
+        "Specs, adapters and configurations are read from regular files. A directory, a named pipe, a socket or a device is not "
+        "opened: reading it could wait for ever, or change something. A path has no NUL in it. A spec comes through a pipe as "
+        "standard input: `-`.",
+    ),
+    "P027": CodeInfo(
+        "file that is too large",
+        "Files that others may have written have a size beyond which they are not read: a spec a million bytes, a "
+        "configuration 16 million, the description of an adapter 256 million, its tensors what the description lists.",
     ),
     "P025": explained(
         "malformed comparison",

@@ -7,12 +7,12 @@ from peftc.diagnostics.code_info import CodeInfo
 WEIGHTS: dict[str, CodeInfo] = {
     "P520": CodeInfo(
         "no saved adapter there",
-        "A saved adapter is a directory with `adapter.json` and `adapter.safetensors`, as `peftc.save(model, directory)` writes "
-        "it. One of them is not there or cannot be read.",
+        "A saved adapter is a directory with `adapter.json` and the file of tensors that it names, as `peftc.save(model, directory)` "
+        "writes them. One of them is not there or cannot be read.",
     ),
     "P521": CodeInfo(
         "damaged adapter",
-        "The files of the adapter do not agree: `adapter.json` has the sha256 of `adapter.safetensors`, its keys are checked "
+        "The files of the adapter do not agree: `adapter.json` has the sha256 of the file of tensors, its keys are checked "
         "one by one, and the tensors have the names, shapes and dtypes that it lists. Something was cut off, changed or "
         "exchanged after the adapter was saved. Save it again, or fetch it again.",
     ),
@@ -24,13 +24,18 @@ WEIGHTS: dict[str, CodeInfo] = {
     "P523": CodeInfo(
         "adapter of another base",
         "What an adapter adds means something only on the model it was trained on. This model has another type, other "
-        "parameters or other facts of its configuration; the notes say which. The dtype and the device may differ.",
+        "parameters or another configuration; the notes say which. The dtype and the device may differ, and so may keys of the "
+        "configuration that cannot change the function: names, versions, defaults of `generate`, ids of special tokens, rates of "
+        "dropout. A key that one side alone has counts where its value is not the default of its class.",
     ),
     "P524": CodeInfo(
         "adapter of other weights",
         "The model has the architecture that the adapter was saved for, but other values in its weights: another checkpoint, a "
         "head that was initialised at random again, or weights into which something was folded. The edits would be applied to "
-        "functions they were not trained on. `peftc.load(directory, model, other_weights=True)` does it all the same.",
+        "functions they were not trained on. This is a warning (`peftc.PeftcWarning`, with the code and the distance), and an error "
+        "with `strict=True`; `other_weights=True` says that other weights are meant. Compared is a sample of the values of each "
+        "parameter, allowing for a cast to another dtype: `adapter.json` has it, and its digest. Parameters that were trained or "
+        "quantised are not in it; those that are quantised on this model alone cannot be compared, which `strict` refuses.",
     ),
     "P525": CodeInfo(
         "tensors that do not fit",
@@ -41,7 +46,8 @@ WEIGHTS: dict[str, CodeInfo] = {
     "P526": CodeInfo(
         "cannot be saved there",
         "An adapter is saved into a new or empty directory, or over an adapter that peftc saved before. Anything else there is "
-        "left alone. Nothing was written.",
+        "left alone. Or the file system refuses: a full disk, a limit on the size of files, a folder that may not be written to, "
+        "another process that does not stop writing there. What was there before still loads.",
     ),
     "P527": CodeInfo(
         "weights are not loaded",
@@ -121,10 +127,25 @@ WEIGHTS: dict[str, CodeInfo] = {
         "A `fusion` mixes adapters that were trained before, one for each of other tasks. `peftc.fuse(model, directories)` reads them, as "
         "many as its `n` says; until then there is nothing that could be trained to mix them.",
     ),
+    "P566": CodeInfo(
+        "weights that are offloaded",
+        "accelerate keeps weights on the CPU or on disk and loads them for each call of their module. Initial values are read from there; weights "
+        "that are trained or folded into, and parameters of edits that were there before the model was dispatched, must be in their places.",
+    ),
     "P545": CodeInfo(
         "argument of another kind",
         "A function of peftc was called with an argument of a type, shape or value that it does not take, or with two that exclude each "
         "other; the message says which. Nothing of the model has changed.",
+    ),
+    "P550": CodeInfo(
+        "generated file that was changed",
+        "A file that `peftc compile -o DIR` wrote earlier is another one now: its hash is not the one in `.peftc.json`, or a link "
+        "stands in its place. Nothing was written. `--force` overwrites it; or move it away to keep your changes.",
+    ),
+    "P551": CodeInfo(
+        "file in the way",
+        "`peftc compile -o DIR` would write a file where there is one that it did not write. Such a file is never overwritten, "
+        "`--force` or not. Nothing was written.",
     ),
     "P539": CodeInfo(
         "step without gradients",
@@ -135,5 +156,14 @@ WEIGHTS: dict[str, CodeInfo] = {
         "no state to fold into",
         '`peftc.fold(model, into="state")` is for prefixes, which become the seed of a cache, and prompts, which become embedded '
         "tokens. A seed needs one prefix of the same length in each layer of a decoder that counts positions as it is told to.",
+    ),
+    "P560": CodeInfo(
+        "seed that is none",
+        "A seed is a whole number of the range that `torch.manual_seed` takes, from -2**63 to 2**64 - 1.",
+    ),
+    "P561": CodeInfo(
+        "values that are no numbers",
+        "Tensors of the adapter have values that are infinite, or NaN: the training that made them has diverged, or the file "
+        "was made by someone else. With them the model would compute nothing but NaN.",
     ),
 }

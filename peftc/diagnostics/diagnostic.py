@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -40,9 +42,17 @@ class Diagnostic:
         return self if self.source else replace(self, source=source)
 
     def __str__(self) -> str:
-        where = f"{self.source.path}:{self.span.line}:{self.span.column}: " if self.source and self.span else ""
-        tail = "".join(f"\n  note: {note}" for note in self.notes) + (f"\n  help: {self.help}" if self.help else "")
-        return f"{where}{self.severity}[{self.code}]: {self.message}{tail}"
+        where = f"{plain(self.source.path)}:{self.span.line}:{self.span.column}: " if self.source and self.span else ""
+        notes = "".join(f"\n  note: {plain(note)}" for note in self.notes)
+        tail = notes + (f"\n  help: {plain(self.help)}" if self.help else "")
+        return f"{where}{self.severity}[{self.code}]: {plain(self.message)}{tail}"
+
+
+def plain(text: str) -> str:
+    """A text of anyone's as messages show it: on one line, without what a terminal or a program that reads the log obeys."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class PeftcError(Exception):
@@ -55,3 +65,27 @@ class PeftcError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.diagnostics))
+
+
+class PeftcWarning(UserWarning):
+    """Something that may be wrong, told as a diagnostic; what was asked for is done all the same."""
+
+    def __init__(self, diagnostic: Diagnostic) -> None:
+        super().__init__(diagnostic)
+        self.diagnostic: Diagnostic = diagnostic
+
+    @property
+    def code(self) -> str:
+        """The code of the diagnostic."""
+        return self.diagnostic.code
+
+    def __str__(self) -> str:
+        return str(self.diagnostic)
+
+
+def warn(diagnostic: Diagnostic) -> None:
+    """Issues a `PeftcWarning` at the line outside of peftc that has called it."""
+    level, frame = 2, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # what `warnings` itself uses
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "peftc":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(PeftcWarning(replace(diagnostic, severity="warning")), stacklevel=level)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import TextIO
 
-from peftc.diagnostics.diagnostic import Diagnostic, Source
+from peftc.diagnostics.diagnostic import Diagnostic, Source, plain
 from peftc.diagnostics.span import Span
 
 _WIDTH = 160  # characters of a source line that are shown
@@ -42,22 +43,22 @@ class _Paint:
 
 def _lines(found: Diagnostic, paint: _Paint) -> Iterator[str]:
     tone = _RED if found.severity == "error" else _YELLOW
-    yield f"{paint(f'{found.severity}[{found.code}]', tone)}{paint(f': {found.message}', _BOLD)}"
+    yield f"{paint(f'{found.severity}[{found.code}]', tone)}{paint(f': {plain(found.message)}', _BOLD)}"
     pad = " "
     if found.source and found.span:
         pad = " " * (len(str(found.span.line)) + 1)
         yield from _snippet(found.source, found.span, found.label, pad, paint, tone)
     elif found.source:
-        yield f"{pad}{paint('-->', _BLUE)} {found.source.path}"
+        yield f"{pad}{paint('-->', _BLUE)} {plain(found.source.path)}"
     for note in found.notes:
-        yield f"{pad} {paint('=', _BLUE)} {paint('note', _BOLD)}: {note}"
+        yield f"{pad} {paint('=', _BLUE)} {paint('note', _BOLD)}: {plain(note)}"
     if found.help:
-        yield f"{pad} {paint('=', _BLUE)} {paint('help', _BOLD)}: {found.help}"
+        yield f"{pad} {paint('=', _BLUE)} {paint('help', _BOLD)}: {plain(found.help)}"
 
 
 def _snippet(source: Source, span: Span, label: str, pad: str, paint: _Paint, tone: str) -> Iterator[str]:
     """The first line of the span, underlined."""
-    lines = source.text.split("\n")
+    lines = _split(source.text)
     line = lines[span.line - 1].rstrip("\r") if span.line <= len(lines) else ""
     start = min(span.column - 1, len(line))
     end = span.end_column - 1 if span.end_line == span.line else len(line)
@@ -65,10 +66,16 @@ def _snippet(source: Source, span: Span, label: str, pad: str, paint: _Paint, to
     shown, start, end = _window(line, start, end)
     marks = " " * _cells(shown[:start]) + "^" * max(1, _cells(shown[start:end]))
     bar = paint("|", _BLUE)
-    yield f"{pad}{paint('-->', _BLUE)} {source.path}:{span.line}:{span.column}"
+    yield f"{pad}{paint('-->', _BLUE)} {plain(source.path)}:{span.line}:{span.column}"
     yield f"{pad} {bar}"
     yield f" {paint(str(span.line), _BLUE)} {bar} {shown}".rstrip()
-    yield f"{pad} {bar} {paint(f'{marks} {label}'.rstrip(), tone)}"
+    yield f"{pad} {bar} {paint(f'{marks} {plain(label)}'.rstrip(), tone)}"
+
+
+@lru_cache(maxsize=8)
+def _split(text: str) -> list[str]:
+    """The lines of a text, which many messages may be about."""
+    return text.split("\n")
 
 
 def _window(line: str, start: int, end: int) -> tuple[str, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import islice
 
 # What other libraries and other papers call the things that this language names.
 ALIASES: Mapping[str, str] = {
@@ -77,10 +78,18 @@ ALIASES: Mapping[str, str] = {
     "dora": "magnitude",
 }
 
+_LONGEST = 80  # characters of a name that someone may have meant to type
+_MOST = 200  # names
+
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name of `known` that `name` most likely stands for: an alias, another spelling, or a typing error."""
-    return _nearest(name, tuple(known)) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    """The name of `known` that `name` most likely stands for: an alias, another spelling, or a typing error.
+
+    Of very many names, only the first are looked at: the time that this takes grows with them.
+    """
+    if not isinstance(name, str) or len(name) > _LONGEST:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        return None
+    return _nearest(name, tuple(islice(known, _MOST)))
 
 
 @lru_cache(maxsize=1024)
@@ -103,6 +112,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str | None:
 
 
 def listed(names: Iterable[str], last: str = "and") -> str:
-    """`a`, `b` and `c`"""
+    """`a`, `b` and `c`; of very many names, the first and how many more."""
     quoted = [f"`{name}`" for name in names]
+    if len(quoted) > _MOST:
+        quoted = [*quoted[:_MOST], f"{len(quoted) - _MOST:,} more"]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {last} {quoted[-1]}" if quoted else "none"

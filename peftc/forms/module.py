@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from math import sqrt
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.registry import Args, Dims, Form
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ Generators = Callable[[str], torch.Generator]  # from the name of a parameter to
 Draw = Callable[[Tensor, torch.Generator], object]  # fills a float32 tensor in place
 Pair = tuple[Tensor, Tensor]
 HiddenUnits = tuple[Tensor, Tensor | None, Tensor, Tensor | None, str]
+SEEDS = range(-(2**63), 2**64)  # those of torch
 
 
 class Placement(Protocol):
@@ -209,6 +211,16 @@ def parameter_dtype(args: Args, base: torch.dtype) -> torch.dtype:
     if asked is not None:
         return cast(torch.dtype, getattr(torch, str(asked)))
     return base if base in (torch.float32, torch.float64) else torch.float32
+
+
+def checked_seed(seed: int) -> int:
+    """Raises: P560 where a seed is no whole number, or not one of torch's."""
+    whole = isinstance(seed, SupportsIndex) and not isinstance(seed, bool)  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be anything
+    if whole and seed in SEEDS:
+        return int(seed)
+    what = f"one of {seed.bit_length()} bits" if isinstance(seed, int) and seed not in SEEDS else f"{seed!r}"  # pyright: ignore[reportUnnecessaryIsInstance]
+    message = f"a seed is a whole number from -2**63 to 2**64 - 1, not {what}"
+    raise PeftcError(Diagnostic("P560", message, help="e.g. `seed=0`"))
 
 
 def seeded(text: str) -> torch.Generator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import DROPOUT, DTYPE, bounded_rank, features, integer, over
+from peftc.forms.arguments import DROPOUT, DTYPE, features, integer, over
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape, Vector, Weight
 
@@ -12,9 +12,14 @@ SEED = Param(
 
 
 def _vera_shape(args: Args, dims: Dims) -> Shape:
-    d_in, d_out = features("vera", dims.input, "reads"), features("vera", dims.target, "writes")
-    bounded_rank("vera", integer(args, "r"), max(d_out, dims.widest[1]), max(d_in, dims.widest[0]))
+    features("vera", dims.input, "reads")
+    features("vera", dims.target, "writes")
     return over(dims)
+
+
+def _vera_rank(args: Args, dims: Dims) -> int:
+    """r, or the least number of features: A and B are not trained, so that a larger r only adds entries of d."""
+    return min(integer(args, "r"), features("vera", dims.input, "reads"), features("vera", dims.target, "writes"))
 
 
 def _vera_count(args: Args, dims: Dims) -> Count:
@@ -28,7 +33,7 @@ register(
         equation="f(x) = b ⊙ B (d ⊙ A x), A and B random, frozen and common to all sites of the edit",
         takes_input=True,
         params=(
-            Param("r", "int", "rows of A", required=True, low=1),
+            Param("r", "int", "rows of A; it may exceed the features", required=True, low=1),
             Param("init", "float", "first value of d; b starts as zero", 0.1),
             DROPOUT,
             SEED,
@@ -40,7 +45,7 @@ register(
         affine=lambda args: None,
         module="peftc.forms.projected_module:VeRA",
         paper="Kopiczko et al. 2024, arXiv:2310.11454, Eq. 2",
-        rank=lambda args, dims: integer(args, "r"),
+        rank=_vera_rank,
         common=lambda args: "edit",
         common_count=lambda args, dims: Count(0, 0),
         anywhere=True,

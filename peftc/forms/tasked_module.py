@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from peftc.context import ChoiceVar, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule, Pair, has_values
@@ -19,12 +20,26 @@ from peftc.forms.shapes import Vector, Weight
 
 @dataclass
 class Chosen:
-    """The tasks of a model, and the one of the present batch, or of each of its rows (batch,), by number. Held by all forms of
-    the model that have parameters for each task.
+    """The tasks of a model, and what the present context has chosen among them. Held by all forms of the model that have
+    parameters for each task.
     """
 
     names: tuple[str, ...]
-    present: str | Tensor | None = None
+    variable: ChoiceVar = field(default_factory=ChoiceVar)
+
+    @property
+    def present(self) -> str | Tensor | None:
+        """The task of the present batch, or of each of its rows (batch,), by number.
+
+        Raises: P534 for a task that has been dropped since it was chosen, P535 for rows numbered by other tasks.
+        """
+        task = self.variable.task
+        if isinstance(task, Rows):
+            if task.names != self.names[: len(task.names)]:
+                message = f"task_ids number the tasks {listed(task.names)}, and the model now has {listed(self.names)}"
+                raise PeftcError(Diagnostic("P535", message, help="choose again, after the change of tasks"))
+            return task.numbers
+        return task if task is None else self.of(task)
 
     def of(self, task: str) -> str:
         """Raises: P534 for a task that the model does not have."""
@@ -75,6 +90,11 @@ class Tasked(FormModule):
 
     chosen: Chosen
     sequence: Positions | None = None  # where the forms pick positions
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica: Any = super()._replicate_for_data_parallel()  # pyright: ignore[reportUnknownMemberType]
+        vars(replica)["chosen"] = replace(self.chosen, variable=self.chosen.variable.fixed())
+        return replica
 
     def form(self, task: str) -> FormModule:
         return cast(FormModule, self.tasks[task])

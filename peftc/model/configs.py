@@ -14,16 +14,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.catalogue import Head
 from peftc.model.imports import paused_gc
+from peftc.safe_io import read_regular
+
+_LARGEST = 16_000_000  # bytes of a config.json
 
 
 def read_values(path: Path) -> dict[str, Any]:
     """The values of a config.json.
 
-    Raises: P503 where the file is not a JSON object.
+    Raises: P026, P027 (no regular file, too large), P503 where the file is not a JSON object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(read_regular(path, _LARGEST))
+    except (OSError, ValueError, RecursionError) as error:
         raise PeftcError(Diagnostic("P503", f"`{path}` cannot be read as JSON", notes=(first_line(error),))) from error
     if not isinstance(values, dict):
         raise PeftcError(Diagnostic("P503", f"`{path}` holds no JSON object"))

@@ -13,6 +13,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from peftc.model.instance_forward import without_instance_forward
+from peftc.model.memory import MEMORY, memory_of
+from peftc.model.offload import is_dispatched
+
 T = TypeVar("T")
 
 _HOOKS = (
@@ -32,16 +36,16 @@ _PLAIN = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.
 class _CopyAsFake(TorchFunctionMode):
     """Answers `Tensor.__deepcopy__` with a fake tensor, so that `copy.deepcopy` copies structure only."""
 
-    def __init__(self, mode: FakeTensorMode, widen: bool) -> None:
+    def __init__(self, mode: FakeTensorMode, widen: bool, device: torch.device | None) -> None:
         super().__init__()
-        self.mode, self.widen = mode, widen
+        self.mode, self.widen, self.device = mode, widen, device
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") == "__deepcopy__":
             tensor, memo = args
-            memo[id(tensor)] = fake = as_fake(tensor, self.mode, self.widen)
+            memo[id(tensor)] = fake = as_fake(tensor, self.mode, self.widen, self.device)
             return fake
         return func(*args, **(kwargs or {}))
 
@@ -62,16 +66,20 @@ def fake_mode(model: nn.Module) -> FakeTensorMode:
     raise ValueError(f"{type(model).__name__} is not a skeleton: none of its tensors is fake")
 
 
-def as_fake(tensor: torch.Tensor, mode: FakeTensorMode, widen: bool = False) -> torch.Tensor:
+def as_fake(
+    tensor: torch.Tensor, mode: FakeTensorMode, widen: bool = False, device: torch.device | None = None
+) -> torch.Tensor:
     """A fake tensor (or parameter) of the same shape, strides, dtype, device (cpu for meta) and `requires_grad`.
 
-    `widen`: float32 in place of half precision.
+    `widen`: float32 in place of half precision. `device`: another one.
     """
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
-    device = torch.device("cpu") if tensor.is_meta and not isinstance(tensor, FakeTensor) else tensor.device
+    own = torch.device("cpu") if tensor.is_meta and not isinstance(tensor, FakeTensor) else tensor.device
     dtype = torch.float32 if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-    fake = empty(tensor, dtype, device, mode).requires_grad_(tensor.requires_grad)
+    fake = empty(tensor, dtype, device or own, mode).requires_grad_(tensor.requires_grad)
+    if memory := memory_of(tensor):
+        vars(fake)[MEMORY] = memory  # so that what shares memory is known of a skeleton, too
     if isinstance(tensor, nn.Parameter):
         vars(fake)["_is_param"] = True  # what makes a parameter of a tensor that is not a plain one
     return fake
@@ -86,21 +94,26 @@ def empty(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, mode: 
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
 
 
-def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = False) -> T:
+def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = False, whole: bool = False) -> T:
     """A deep copy of a model, a cache or arguments in which every tensor is fake.
 
-    Tied tensors stay tied; hooks stay behind; training flags and `requires_grad` are kept. The original is not touched and
+    Tied tensors stay tied; hooks stay behind, accelerate's and those of a wrapped `forward`, too; a `forward` that stands in an
+    instance becomes that of its class. Training flags and `requires_grad` are kept. The original is not touched and
     none of its data is read, so the cost does not depend on the size of the tensors.
+
+    Args: `whole`: a whole model, which is on one device in the copy where accelerate has spread it.
     """
     mode = mode or new_mode()
+    spread = whole and isinstance(value, nn.Module) and is_dispatched(value)
+    device = torch.device("cpu") if spread else None
     memo: dict[int, Any] = {}
     if isinstance(value, nn.Module):
-        memo = {id(p): as_fake(p, mode, widen) for p in value.parameters()}  # a parameter copies itself unasked
+        memo = {id(p): as_fake(p, mode, widen, device) for p in value.parameters()}  # a parameter copies itself unasked
         for module in value.modules():
             held = [m for m in vars(module).values() if isinstance(m, nn.Module)]  # held without being registered
-            memo |= {id(p): as_fake(p, mode, widen) for m in held for p in m.parameters() if id(p) not in memo}
+            memo |= {id(p): as_fake(p, mode, widen, device) for m in held for p in m.parameters() if id(p) not in memo}
             memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in _HOOKS if vars(module).get(name)}
-    with _CopyAsFake(mode, widen):
+    with _CopyAsFake(mode, widen, device):
         return cast(T, copied(value, memo)) if isinstance(value, nn.Module) else copy.deepcopy(value, memo)
 
 
@@ -109,11 +122,14 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if id(module) in memo:
         return memo[id(module)]
     cls = own_class(module)
-    special = any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in _COPYING)
+    generated = hasattr(cls, "_peftc_kind") or hasattr(cls, "_peftc_over")  # copy themselves, but as all modules do
+    special = not generated and any(getattr(cls, n, None) is not getattr(nn.Module, n, None) for n in _COPYING)
     if special and cls is type(module):
         return copy.deepcopy(module, memo)
+    patched, attributes = without_instance_forward(module)
+    cls = patched if cls is type(module) else cls
     memo[id(module)] = new = cls.__new__(cls)
-    vars(new).update((name, part(value, memo)) for name, value in vars(module).items() if not shared(name))
+    vars(new).update((name, part(value, memo)) for name, value in attributes.items() if not shared(name))
     return new
 
 

@@ -25,6 +25,9 @@ aten = torch.ops.aten
 _honest = threading.local()
 _settling = threading.local()  # how many `settled` blocks this thread is in
 _patching = threading.Lock()
+_closed = threading.local()
+_get_fastpath_enabled = torch.backends.mha.get_fastpath_enabled
+_blocks: list[None] = []  # one for each `fast_paths_closed` of any thread
 _replaced: list[Any] = []  # `nn.Module.to`, once for each such block of any thread: the last one that ends puts it back
 
 
@@ -40,6 +43,27 @@ def guessing() -> Generator[None]:
             yield
     finally:
         log.disabled = before
+
+
+@contextlib.contextmanager
+def fast_paths_closed() -> Generator[None]:
+    """Inside the block torch's transformer modules call their children, and make no nested tensors, in this thread."""
+    before = getattr(_closed, "fast_paths", False)
+    with _patching:
+        _blocks.append(None)
+        torch.backends.mha.get_fastpath_enabled = _fast_path
+    _closed.fast_paths = True
+    try:
+        yield
+    finally:
+        _closed.fast_paths = before
+        with _patching:
+            _blocks.pop()
+            torch.backends.mha.get_fastpath_enabled = _fast_path if _blocks else _get_fastpath_enabled
+
+
+def _fast_path() -> bool:
+    return not getattr(_closed, "fast_paths", False) and _get_fastpath_enabled()
 
 
 def honest() -> contextlib.AbstractContextManager[None]:
@@ -59,7 +83,7 @@ def _told(honest: bool) -> Generator[None]:
 @contextlib.contextmanager
 def settled() -> Generator[None]:
     """Inside the block a module that is told to have the dtype that it has stays as it is: the parameters of a copy without
-    data cannot be exchanged.
+    data cannot be exchanged. And no kernel of torch stands for the children of a module.
     """
     module, depth = cast("Any", nn.Module), getattr(_settling, "depth", 0)
     with _patching:
@@ -67,7 +91,8 @@ def settled() -> Generator[None]:
         module.to = _to
     _settling.depth = depth + 1
     try:
-        yield
+        with fast_paths_closed():
+            yield
     finally:
         _settling.depth = depth
         with _patching:

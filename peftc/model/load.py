@@ -13,8 +13,10 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.configs import first_line
 from peftc.model.imports import paused_gc
 from peftc.model.resolve import ModelSource, resolve
+from peftc.safe_io import check_regular
 
 _SAFE = ("model.safetensors", "model.safetensors.index.json")
+_ENDINGS = (".json", ".safetensors", ".txt", ".model")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -24,7 +26,7 @@ def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.
     The class is the one that planning by the same name uses. Pickled checkpoints are not read. A configuration alone gives
     a model of random weights.
 
-    Raises: P501–P504 as `resolve`, P505 (weights missing or not in safetensors), P508 (they do not fit the configuration).
+    Raises: P026 (something else than a file), P501–P504 as `resolve`, P505 (weights missing or not in safetensors), P508 (they do not fit the configuration).
     """
     source = name if isinstance(name, ModelSource) else resolve(name)
     if source.module is not None:
@@ -33,6 +35,8 @@ def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.
         assert source.model_class is not None
         assert source.config is not None
         return source.model_class(source.config).eval()
+    if source.folder:
+        _check_files(source.folder)
     if missing := _missing(source):
         raise PeftcError(missing)
     assert source.model_class is not None
@@ -48,6 +52,29 @@ def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.
         message = f"the weights of {source.id} do not make a {source.model_class.__name__}"
         raise PeftcError(Diagnostic("P508", message, notes=(first_line(error),))) from error
     return cast(nn.Module, loaded.eval())
+
+
+def _check_files(folder: Path) -> None:
+    """Raises: P026 where something else than a regular file has a name that transformers may open."""
+    for path in folder.iterdir():
+        if path.suffix in _ENDINGS and path.exists():
+            check_regular(path, path.stat())
+
+
+def load_or_draw(source: ModelSource, seed: int) -> tuple[nn.Module, str]:
+    """The model with its weights or, where there are none, with random ones; and which of the two.
+
+    Raises: as `load_model`, but for P505.
+    """
+    try:
+        return load_model(source), "its weights"
+    except PeftcError as error:
+        if source.model_class is None or [d.code for d in error.diagnostics] != ["P505"]:
+            raise
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = cast(nn.Module, source.model_class(cast(Any, source.config)).eval())
+    return model, f"random weights, seed {seed}"
 
 
 def _missing(source: ModelSource) -> Diagnostic | None:

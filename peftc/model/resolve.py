@@ -83,15 +83,15 @@ def _module(model: nn.Module) -> ModelSource:
 def _named(name: str, trust: bool) -> ModelSource:
     if not name:
         raise PeftcError(_unknown(name, "the name is empty"))
-    path = Path(name).expanduser()
-    if path.is_dir() and (path / "config.json").is_file():
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path / "config.json"):
         values = read_values(path / "config.json")
         return (
             _from_code(name, "folder", path)
             if trust and has_code(values)
             else _from_values(name, "folder", values, path)
         )
-    if path.is_file():
+    if os.path.isfile(path):
         values = read_values(path)
         return (
             _from_code(name, "config.json", path)
@@ -100,7 +100,7 @@ def _named(name: str, trust: bool) -> ModelSource:
         )
     if entry := catalogue.find(name):
         return _from_values(name, "catalogue", {**entry.config, "model_type": entry.model_type}, head=entry.head)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise PeftcError(Diagnostic("P502", f"the folder `{name}` has no config.json"))
     if _is_path(name):
         raise PeftcError(Diagnostic("P502", f"there is no folder or config.json at `{name}`"))

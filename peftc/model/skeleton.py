@@ -22,7 +22,7 @@ def skeleton(source: ModelSource) -> nn.Module:
     Raises: P506 where the configuration's values do not fit together.
     """
     if source.module is not None:
-        return fake_copy(source.module, widen=True)
+        return fake_copy(source.module, widen=True, whole=True)
     assert source.model_class is not None
     assert source.config is not None
     model = _on_meta(source.model_class, source.config, source.id)

@@ -57,15 +57,30 @@ def fold_target(placed: Placed, sites: Mapping[str, Site]) -> FoldTarget | str:
     return f"`{min(states - {'w', 'b'})}` of `{site.path}` is not the output of a Linear"
 
 
-def fold_reason(placed: Placed, sites: Mapping[str, Site], tied: Collection[Collection[str]] = ()) -> str | None:
-    """None where the edit folds exactly at its site, else why not. `tied`: dotted names that are one parameter."""
+def fold_reason(
+    placed: Placed,
+    sites: Mapping[str, Site],
+    tied: Collection[Collection[str]] = (),
+    overlaps: Collection[Collection[str]] = (),
+    own: Collection[str] = (),
+) -> str | None:
+    """None where the edit folds exactly at its site, else why not.
+
+    Args: dotted names of parameters. `tied`: those that are one parameter; `overlaps`: those that share memory; `own`: those
+    that the same edit folds into at other sites of the module.
+    """
     if tasks := next((one.tasks for one in placed.instances if one.tasks), ()):
         return f"it has parameters for each task ({', '.join(tasks)}), and a weight is one for all"
     target = fold_target(placed, sites)
     if isinstance(target, str):
         return _first_reason(placed, placed.site.states.keys()) or target
     reason = _first_reason(placed, linear_states(target, placed.site))
-    return reason or _called_again(target) or _tied(target, tied)
+    return (
+        reason
+        or _called_again(target)
+        or _elsewhere(target, tied, own, "is tied to")
+        or _elsewhere(target, overlaps, own, "shares memory with")
+    )
 
 
 def affine_reason(term: Term, linear: Collection[str]) -> str | None:
@@ -184,13 +199,20 @@ def _called_again(target: FoldTarget) -> str | None:
     return f"`{target.site.module}` is called {calls} times, and the edit is at one of these calls: a fold would change all"
 
 
-def _tied(target: FoldTarget, tied: Collection[Collection[str]]) -> str | None:
-    own = {f"{ref.module}.{ref.attribute}" for ref in (target.weight, target.bias) if ref is not None}
-    for group in tied:
-        others = sorted(set(group) - own)
-        if own & set(group) and others:
-            return f"`{min(own & set(group))}` is tied to `{others[0]}`: a fold would change both uses"
+def _elsewhere(target: FoldTarget, groups: Collection[Collection[str]], own: Collection[str], what: str) -> str | None:
+    mine = parameter_names(target)
+    for group in groups:
+        others = sorted(set(group) - mine - set(own))
+        if mine & set(group) and others:
+            return f"`{min(mine & set(group))}` {what} `{others[0]}`: a fold would change both uses"
     return None
+
+
+def parameter_names(target: FoldTarget) -> frozenset[str]:
+    """The dotted names of the weight and the bias."""
+    return frozenset(
+        f"{ref.module}.{ref.attribute}".lstrip(".") for ref in (target.weight, target.bias) if ref is not None
+    )
 
 
 def _parent(path: str) -> str:

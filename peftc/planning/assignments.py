@@ -22,7 +22,7 @@ def clashes(edits: Sequence[tuple[ast.Edit, Sequence[Placed]]]) -> Iterable[Clas
     first: dict[object, list[tuple[ast.Edit, Placed, Assign, Slice | None]]] = {}
     told: set[tuple[str, str]] = set()
     for edit, places in edits:
-        for placed in places:
+        for placed in (use for one in places for use in one.uses()):
             for assign in _assigned(placed):
                 where, rows = _where(placed, placed.site.states[assign.state])
                 for before, at, earlier, other in first.get(where, ()):

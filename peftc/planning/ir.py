@@ -6,8 +6,8 @@ wherever they are used: an interpreter memoises by `id`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from peftc.forms.registry import Args, Count, Dims, Form
@@ -129,13 +129,33 @@ class Assign:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """One edit at one site. `lets`: (i, term) is computed once, just before equation i."""
+    """One edit at one site. `lets`: (i, term) is computed once, just before equation i. `of`: the site whose parameters
+    these are, where it is another one of the same module.
+    """
 
     edit: str
     site: Site
     assigns: tuple[Assign, ...]
     instances: tuple[Instance, ...] = field(default=())
     lets: tuple[tuple[int, Term], ...] = ()
+    of: Site | None = None
+
+    @property
+    def owner(self) -> str:
+        """The path of the site under which its parameters are saved."""
+        return (self.of or self.site).path
+
+    @property
+    def modules(self) -> list[str]:
+        """The dotted names of the site's module, at all its uses."""
+        home = self.of or self.site
+        return [home.module, *(site.module for site in home.also)]
+
+    def uses(self) -> Iterator[Placed]:
+        """The edit at each site of the module."""
+        yield self
+        for site in self.site.also:
+            yield _moved(self, site)
 
 
 def parts_of(term: Term) -> Iterator[Term]:
@@ -154,3 +174,31 @@ def parts_of(term: Term) -> Iterator[Term]:
                 yield from parts_of(part)
         case _:
             pass
+
+
+def _moved(placed: Placed, site: Site) -> Placed:
+    """The edit with the same parameters at another site of the module, where it applies the frozen modules of that one."""
+    memory: dict[int, Term] = {}
+
+    def moved(term: Term) -> Term:
+        if id(term) not in memory:
+            memory[id(term)] = _rebuilt(term, moved, site)
+        return memory[id(term)]
+
+    assigns = tuple(replace(assign, value=moved(assign.value)) for assign in placed.assigns)
+    lets = tuple((i, moved(term)) for i, term in placed.lets)
+    return replace(placed, site=site, assigns=assigns, lets=lets, of=placed.of or placed.site)
+
+
+def _rebuilt(term: Term, moved: Callable[[Term], Term], site: Site) -> Term:
+    match term:
+        case Applied(input=value) if value is not None:
+            return replace(term, input=moved(value))
+        case Frozen(function=function, input=value):
+            return replace(term, module=site.functions[function], input=moved(value))
+        case Arithmetic(left=left, right=right):
+            return replace(term, left=moved(left), right=moved(right))
+        case Concat(parts=parts):
+            return replace(term, parts=tuple(map(moved, parts)))
+        case _:
+            return term

@@ -19,12 +19,13 @@ class PlanSpec(_Part):
 
 
 class PlanModel(_Part):
-    """The base; `parameters` counts tied weights once."""
+    """The base; `parameters` counts tied weights once. A fingerprint is compared with others of its version."""
 
     id: str
     type: str
     parameters: int
     fingerprint: str
+    fingerprint_version: int = 1  # where nothing is said
 
 
 class PlanSite(_Part):
@@ -61,6 +62,14 @@ class PlanExpectation(_Part):
     holds: bool
 
 
+class PlanUnread(_Part):
+    """A module in a layer that the spec changes, without names for what is in it, and why."""
+
+    module: str
+    type: str
+    reason: str
+
+
 class Plan(_Part):
     """What a spec does to a model. No weight was read to make it.
 
@@ -73,6 +82,7 @@ class Plan(_Part):
     edits: tuple[PlanEdit, ...]
     totals: PlanTotals
     expectations: tuple[PlanExpectation, ...]
+    unread: tuple[PlanUnread, ...] = ()
 
     def edit(self, name: str) -> PlanEdit:
         """The edit of that name. Raises: KeyError."""

@@ -6,6 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from peftc.diagnostics import Diagnostic, PeftcError, Source
@@ -15,15 +16,26 @@ from peftc.planning.assignments import clashes
 from peftc.planning.identity import is_identity
 from peftc.planning.ir import Placed
 from peftc.planning.lower import place, unused
-from peftc.planning.model import Plan, PlanEdit, PlanExpectation, PlanModel, PlanSite, PlanSpec, PlanTotals
+from peftc.planning.model import (
+    Plan,
+    PlanEdit,
+    PlanExpectation,
+    PlanModel,
+    PlanSite,
+    PlanSpec,
+    PlanTotals,
+    PlanUnread,
+)
 from peftc.planning.regions import Chosen, Region, numel
 from peftc.planning.scope import ONE, Scope, Shared, groups_of, shared_members
 from peftc.planning.select import coverage, resolve
+from peftc.planning.sharing import Sharing, uses
 from peftc.planning.train import Trained, missing, trained
+from peftc.planning.unread import in_layers_of, warning
 from peftc.planning.verdict import Verdict, verdicts
 from peftc.semantics.check_structure import said_of
 from peftc.syntax import ast
-from peftc.tracing.sites import Site, SiteTable
+from peftc.tracing.sites import Site, SiteTable, UnreadModule
 
 T = TypeVar("T")
 
@@ -55,7 +67,7 @@ def make_plan(
         source: the text that is named and hashed in the plan; that of the spec without it.
         tasks: those that `per task` makes parameters for.
 
-    Raises: everything wrong in the whole spec at once: P1xx, P201-P205, P301-P309 and what forms refuse.
+    Raises: everything wrong in the whole spec at once: P1xx, P201-P205, P214, P301-P309 and what forms refuse.
     """
     planner = _Planner(spec, table, source or spec.source, tasks)
     edits, trains = planner.edits(), planner.trains()
@@ -78,6 +90,11 @@ class _Planner:
     errors: list[Diagnostic] = field(default_factory=list[Diagnostic])
     findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
     warnings: list[Diagnostic] = field(default_factory=list[Diagnostic])
+    unread: dict[UnreadModule, None] = field(default_factory=dict[UnreadModule, None])  # in the layers of any statement
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        return Sharing(self.table)
 
     # Statements to places --------------------------------------------------------------------------------------------
 
@@ -124,10 +141,20 @@ class _Planner:
         return found
 
     def sites(self, statement: ast.Edit | ast.Train) -> list[Site]:
-        found = self.attempt(statement, lambda: resolve(statement.selector, self.table))
+        sharing = self.sharing
+        found = self.attempt(
+            statement, lambda: sharing.united(resolve(statement.selector, self.table), statement.selector)
+        )
         if found:
             self.warn(statement, coverage(statement.selector, self.table))
+            self.warn_unread(statement, found)
         return found or []
+
+    def warn_unread(self, statement: ast.Edit | ast.Train, sites: Sequence[Site]) -> None:
+        """P215 for modules that no earlier statement has met."""
+        if fresh := [module for module in in_layers_of(sites, self.table) if module not in self.unread]:
+            self.unread |= dict.fromkeys(fresh)
+            self.warn(statement, (warning(statement.selector, fresh),))
 
     def shared(self) -> dict[str, Shared]:
         found: dict[str, Shared] = {}
@@ -155,11 +182,16 @@ class _Planner:
         return Plan(
             spec=PlanSpec(path=self.source.path, sha256=hashlib.sha256(self.source.text.encode()).hexdigest()),
             model=PlanModel(
-                id=model.model_id, type=model.model_type, parameters=model.parameters, fingerprint=model.fingerprint
+                id=model.model_id,
+                type=model.model_type,
+                parameters=model.parameters,
+                fingerprint=model.fingerprint,
+                fingerprint_version=model.fingerprint_version,
             ),
             edits=tuple(entries[name] for name in names),
             totals=_totals(edits, judged, trains.values(), model.parameters),
             expectations=(),
+            unread=tuple(PlanUnread(module=m.module, type=m.type, reason=m.reason) for m in self.unread),
         )
 
     def with_expectations(self, plan: Plan) -> Plan:
@@ -228,7 +260,7 @@ def _entry(edit: ast.Edit, places: Sequence[Placed], verdict: Verdict) -> PlanEd
     count = counts.count(places)
     return PlanEdit(
         name=edit.name,
-        sites=tuple(PlanSite(path=p.site.path, module=p.site.module) for p in places),
+        sites=_plan_sites(p.site for p in places),
         trained=count.trained,
         stored=count.stored,
         changed=numel(verdict.changed),
@@ -239,12 +271,16 @@ def _entry(edit: ast.Edit, places: Sequence[Placed], verdict: Verdict) -> PlanEd
     )
 
 
+def _plan_sites(sites: Iterable[Site]) -> tuple[PlanSite, ...]:
+    return tuple(PlanSite(path=one.path, module=one.module) for site in sites for one in uses(site))
+
+
 def _train_entry(made: Trained) -> PlanEdit:
     """Parameters of the base itself: trained, stored, changed in place, and nothing is left over."""
     total = numel(made.regions)
     return PlanEdit(
         name=made.name,
-        sites=tuple(PlanSite(path=site.path, module=site.module) for site in made.sites),
+        sites=_plan_sites(made.sites),
         trained=total,
         stored=total,
         changed=total,

@@ -15,7 +15,10 @@ from peftc.planning.counts import percent
 from peftc.planning.ir import Placed
 from peftc.planning.model import Plan, PlanEdit, PlanTotals
 from peftc.planning.shapes_of import mappings
+from peftc.planning.sharing import uses
+from peftc.planning.unread import reasons
 from peftc.semantics.vocabulary import COUNTS
+from peftc.tracing.sites import Site
 
 
 def plan_text(plan: Plan, placed: Sequence[Placed] = (), width: int = 80) -> str:
@@ -37,11 +40,14 @@ def render_plan(plan: Plan, placed: Sequence[Placed] = ()) -> RenderableType:
         placed: the places of the edits, from which their shapes are read; without them no shapes are shown.
     """
     shapes = {edit.name: mappings(p for p in placed if p.edit == edit.name) for edit in plan.edits}
+    shared = {edit.name: [p.site for p in placed if p.edit == edit.name and p.site.also] for edit in plan.edits}
     parts: list[RenderableType] = [_header(plan), Text(), _numbers(plan)]
     for edit in plan.edits:
-        parts += [Text(), _edit(edit, shapes.get(edit.name, ()))]
+        parts += [Text(), _edit(edit, shapes.get(edit.name, ()), shared.get(edit.name, ()))]
     if plan.expectations:
         parts += [Text(), _expectations(plan)]
+    if plan.unread:
+        parts += [Text(), _unread(plan)]
     return Group(*parts)
 
 
@@ -72,7 +78,7 @@ def _row(numbers: PlanEdit | PlanTotals, base: int) -> Iterable[Text]:
         yield Text.assemble(f"{value:,}", "\n", (percent(value, base), "dim"))
 
 
-def _edit(edit: PlanEdit, shapes: Sequence[str]) -> RenderableType:
+def _edit(edit: PlanEdit, shapes: Sequence[str], shared: Sequence[Site] = ()) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -82,6 +88,8 @@ def _edit(edit: PlanEdit, shapes: Sequence[str]) -> RenderableType:
         table.add_row(label, Text("\n".join(f"{path} × {count}" if count > 1 else path for path, count in lines)))
     if shapes:
         table.add_row("shapes", Text("\n".join(shapes)))
+    if shared:
+        table.add_row("once for", Text("\n".join(" and ".join(one.path for one in uses(site)) for site in shared)))
     table.add_row("folds", Text.assemble(("yes", "green") if edit.foldable else ("no", "yellow"), f": {edit.reason}"))
     table.add_row("at init", "the model is unchanged" if edit.identity else "the model's output changes")
     return Group(Text(edit.name, "bold"), Padding(table, (0, 0, 0, 2)))
@@ -94,3 +102,7 @@ def _expectations(plan: Plan) -> RenderableType:
             Text("holds", "green") if expectation.holds else Text("fails", "bold red"), Text(expectation.text)
         )
     return Group(Text("expectations", "bold"), Padding(table, (0, 0, 0, 2)))
+
+
+def _unread(plan: Plan) -> RenderableType:
+    return Group(Text("not read", "bold"), *(Padding(Text(line), (0, 0, 0, 2)) for line in reasons(plan.unread)))

@@ -42,7 +42,14 @@ def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
     for row in rows:
         cells = (_indented(row[0]), _wrapped(row[1], module, "."), *row[2:4], _wrapped(row[4], states, " "))
         grid.add_row(*map(Text, cells))
-    return Group(header, Text(), grid)
+    return Group(header, Text(), grid, *_shared(table))
+
+
+def _shared(table: SiteTable) -> list[RenderableType]:
+    """What layers have in common: a line for each module that is in no other such module."""
+    names = {name for group in table.shared for name in group}
+    outer = [group for group in table.shared if not any(group[0].startswith(f"{name}.") for name in names)]
+    return [Text(), *(Text(f"one module: {', '.join(group)}") for group in outer)] if outer else []
 
 
 def _room(rows: Sequence[Row], width: int) -> tuple[int, int]:

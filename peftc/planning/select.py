@@ -6,9 +6,20 @@ from collections.abc import Iterable, Sequence
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import nearest
-from peftc.planning.collapse import runs
+from peftc.planning.collapse import collapsed, runs
 from peftc.planning.modules import module_site, modules_below
-from peftc.planning.paths import Family, Match, Paths, families, fits, glob_pattern, selected
+from peftc.planning.paths import (
+    BRANCHES,
+    Family,
+    Match,
+    Paths,
+    families,
+    fits,
+    glob_pattern,
+    selected,
+    show_site_steps,
+)
+from peftc.planning.unread import missed
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import index as show_index
 from peftc.syntax.print_expressions import selector as show
@@ -22,19 +33,22 @@ def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
 
     Raises:
         P201: an arm matches nothing. P202: an index that does not exist. P203: a difference that removes
-        nothing, or everything. Every arm is looked at before anything is raised.
+        nothing, or everything. P214: what an arm asks for may be in a module that could not be read. Every arm is
+        looked at before anything is raised.
     """
-    resolution = _Resolution(Paths(table))
+    paths = Paths(table)
+    resolution = _Resolution(paths)
     found = resolution.of(selector)
-    if resolution.errors:
-        raise PeftcError(resolution.errors)
+    unread = missed(selector, paths)
+    if errors := [*unread, *(e for e in resolution.errors if not (unread and e.code == "P201"))]:
+        raise PeftcError(errors)
     return _in_model_order(found.values(), table)
 
 
 def coverage(selector: ast.Selector, table: SiteTable) -> list[Diagnostic]:
     """P204 warnings for arms that miss some of the layers they ask for, one a stack."""
     paths = Paths(table)
-    return [warning for path in _arms(selector) for warning in _uneven(path, paths)]
+    return [warning for path in _arms(selector) for warning in (*_uneven(path, paths), *_without(path, paths))]
 
 
 class _Resolution:
@@ -162,6 +176,30 @@ def _uneven(path: ast.Path, paths: Paths) -> Iterable[Diagnostic]:
             for index in indices:
                 if not fits(index, size) and len(families(matches, i)) > 1:
                     yield _past_the_end(index, family, size)
+
+
+def _without(path: ast.Path, paths: Paths) -> Iterable[Diagnostic]:
+    """The attentions that have nothing of what the arm asks for, in layers with another one that does."""
+    names = [step.name for step in path.steps]
+    at = names.index("attn") if "attn" in names[:-1] else -1
+    if at < 0 or BRANCHES.intersection(names):
+        return
+    matches = [match for match in paths.matches(path.steps) if paths.chosen(match, path.steps)]
+    with_it = {match.site.steps[: match.positions[at] + 2] for match in matches}
+    layers = {steps[:-2] for steps in with_it}
+    all_of_them = [
+        site.steps for site in paths.table.sites if site.steps[:-2] in layers and site.steps[-1][0] in BRANCHES
+    ]
+    if missing := [show_site_steps(steps) for steps in all_of_them if steps not in with_it]:
+        yield Diagnostic(
+            "P204",
+            f"`{show(path)}` is missing on {len(missing)} of {len(all_of_them)} attentions of these layers",
+            path.span,
+            label="not in every `attn`",
+            notes=(f"without it: {', '.join(line for line, _ in collapsed(missing))}",),
+            help="write `attn.self` or `attn.cross` if one of them is meant",
+            severity="warning",
+        )
 
 
 def _warning(path: ast.Path, family: Family, asked: list[int], missing: list[int]) -> Diagnostic:

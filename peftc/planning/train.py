@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -26,7 +26,8 @@ class Trained:
 def trained(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Trained:
     """What a `train` statement unfreezes at these sites. A site need not have all the states (an RMS norm has no `b`).
 
-    Raises: P205 where none has any of them. P309 where only some rows of a parameter are meant.
+    Raises: P205 where none has any of them. P212 for one that shares its memory. P309 where only some rows of a parameter are
+    meant.
     """
     parameters = Parameters(table)
     found = [(site, state) for site in sites for name in statement.states if (state := site.states.get(name))]
@@ -39,6 +40,8 @@ def trained(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Tr
         name = parameters.canonical(ref)
         if ref.part and numel(region for region in regions if region.parameter == name) < parameters.numel(name):
             raise PeftcError(_part(statement, site, state, name))
+    if common := _in_common(names, table):
+        raise PeftcError(_overlap(statement, *common))
     return Trained(statement.name, statement.states, _unique([site for site, _, _ in refs]), regions, tuple(names))
 
 
@@ -50,6 +53,25 @@ def missing(statement: ast.Train, made: Trained) -> list[Diagnostic]:
         for name in statement.states
         if name not in there
     ]
+
+
+def _in_common(names: Collection[str], table: SiteTable) -> tuple[str, str] | None:
+    """A parameter among these and another one, an object of its own, over the same memory."""
+    for group in table.overlaps:
+        if mine := next((name for name in group if name in names), None):
+            ties = next((tied for tied in table.tied if mine in tied), (mine,))
+            return mine, next((name for name in group if name not in ties), next(n for n in group if n != mine))
+    return None
+
+
+def _overlap(statement: ast.Train, name: str, other: str) -> Diagnostic:
+    return Diagnostic(
+        "P212",
+        f"`{name}` and `{other}` are two parameters over the same memory",
+        statement.span,
+        label="a step of training would change both, by the gradient of one",
+        help="make them one parameter, or give each memory of its own, before you compile",
+    )
 
 
 def _unique(sites: Sequence[Site]) -> tuple[Site, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peftc.planning import change
-from peftc.planning.affine import FoldTarget, fold_reason, fold_target
+from peftc.planning.affine import FoldTarget, fold_reason, fold_target, parameter_names
 from peftc.planning.ir import Applied, Arithmetic, Concat, Frozen, Placed, Read, Term
 from peftc.planning.regions import Chosen, Parameters, Region
 from peftc.tracing.sites import Site, SiteTable, WeightRef
@@ -41,7 +41,15 @@ def verdicts(
     `staying`: edits that stay whatever their equations say, each with the reason.
     """
     sites = {site.path: site for site in table.sites}
-    found = [[_at(placed, order, sites, table) for placed in places] for order, places in enumerate(edits)]
+    found = [
+        [
+            _at(use, order, sites, table, own)
+            for placed in places
+            for own in [_own(placed, sites)]
+            for use in placed.uses()
+        ]
+        for order, places in enumerate(edits)
+    ]
     for order, places in enumerate(found):
         reason = (staying or {}).get(places[0].placed.edit) if places else None
         if reason is not None:
@@ -53,9 +61,15 @@ def verdicts(
     return [_verdict(places, parameters) for places in found]
 
 
-def _at(placed: Placed, order: int, sites: Mapping[str, Site], table: SiteTable) -> _At:
+def _own(placed: Placed, sites: Mapping[str, Site]) -> frozenset[str]:
+    """The names of the parameters that an edit folds into, at all the sites of its module."""
+    targets = [target for use in placed.uses() if not isinstance(target := fold_target(use, sites), str)]
+    return frozenset(name for target in targets for name in parameter_names(target))
+
+
+def _at(placed: Placed, order: int, sites: Mapping[str, Site], table: SiteTable, own: Collection[str]) -> _At:
     target = fold_target(placed, sites)
-    obstacle = fold_reason(placed, sites, table.tied)
+    obstacle = fold_reason(placed, sites, table.tied, table.overlaps, own)
     return _At(placed, order, None if isinstance(target, str) else target, obstacle)
 
 

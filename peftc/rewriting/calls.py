@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.model.configs import first_line
 from peftc.model.fakes import fake_copy, new_mode
 from peftc.rewriting.asking import Asking, Origin, plain_arguments
+from peftc.rewriting.classes import exchanged
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, told_by_identity, unlooked
 from peftc.rewriting.rest import open_rest
@@ -139,14 +141,16 @@ class Calls:
         """
         mode = new_mode()
         copy = fake_copy(self.module, mode)
-        copy.__class__ = self.base
+        generated: Any = getattr(type(copy), "_peftc_kind", None)
+        copy.__class__ = self.base if generated is None else exchanged(type(copy), generated.cls, self.base)
         vars(copy)["_modules"].pop(CONTAINER, None)
         tracer = Asking(lambda name: name in self.inline, script, symbolic)
         tracer.nones |= self.nones
         tracer.beforehand |= self.beforehand
+        given = self.without_data(arguments, mode)
         try:
             with mode:
-                return tracer.trace_region(copy, fake_copy(dict(arguments), mode)), tracer
+                return tracer.trace_region(copy, given), tracer
         except AskedNone as error:
             if error.origin in self.nones:
                 raise
@@ -165,6 +169,14 @@ class Calls:
             raise
         except Exception as error:
             raise Raised(error, (tracer.so_far(), tracer)) from error
+
+    def without_data(self, arguments: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any]:
+        """Raises: P407 for arguments that no fake tensor can stand for, such as nested tensors."""
+        try:
+            return fake_copy(dict(arguments), mode)
+        except Exception as error:  # whatever copying an object or a kind of tensor raises
+            message = f"a call of {self.base.__name__} has an argument that cannot be copied without its data"
+            raise PeftcError(Diagnostic("P407", message, notes=(first_line(error),))) from error
 
     def rests(self) -> Mapping[str, Any]:
         return self.arguments.get(self.rest, {})

@@ -18,7 +18,8 @@ class Container(nn.Module):
         vars(self)[name] = module
 
     def __delattr__(self, name: str) -> None:
-        vars(self).pop(name, None)
+        if name in self._modules:
+            vars(self).pop(name, None)
         super().__delattr__(name)
 
 

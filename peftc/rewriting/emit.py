@@ -19,7 +19,7 @@ from peftc.rewriting.lines import wrapped
 from peftc.rewriting.loops import Loop, late, loops_of
 from peftc.runtime import untraced
 from peftc.tracing.blocks import entered, left
-from peftc.tracing.graphs import is_size
+from peftc.tracing.operands import is_size
 from peftc.tracing.pieces import ended
 from peftc.tracing.seams import branch
 

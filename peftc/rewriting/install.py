@@ -2,71 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from peftc.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member, seeded
 from peftc.forms.sequence_module import Sequence
 from peftc.forms.tasked_module import Chosen, Tasked
+from peftc.model.instance_forward import code_class, instance_class, rebind
+from peftc.model.offload import execution_device, offloaded
 from peftc.planning import ir
-from peftc.rewriting.anchors import contains, relative
+from peftc.rewriting.classes import exchanged
 from peftc.rewriting.container import CONTAINER, Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
+from peftc.rewriting.hidden import check_forwards, no_values, refuse_half
 from peftc.rewriting.insert import layout
 from peftc.rewriting.kind import Kind
-from peftc.rewriting.positions import SEQUENCE, picks, position_regions
-from peftc.rewriting.prompts import is_prompt, prompt_regions
-from peftc.rewriting.record import RECORD, Installation, acting, installed
-from peftc.rewriting.regions import LayerRegions, module_region
+from peftc.rewriting.overlay import cover, put_back, uncover
+from peftc.rewriting.positions import SEQUENCE, picks
+from peftc.rewriting.record import RECORD, Installation, acting, installed, is_installed
 from peftc.rewriting.warm import prepare
 from peftc.runtime import dense, is_quantised, rows_of, slab_of
-from peftc.tracing.kinds import Anatomy
 from peftc.tracing.sites import WeightRef
 
 SHARED = "peftc_shared"  # the name under which modules that several sites share are registered, at the model's root
-
-
-def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
-    """The regions that the edits touch, in model order."""
-    layers = {n: k for s in anatomy.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
-    by_root: dict[str, list[ir.Placed]] = {}
-    found: list[Region] = []
-    placed = tuple(placed)
-    found += position_regions(placed, anatomy)
-    for p in placed:
-        if is_prompt(p):
-            found += prompt_regions(p, anatomy)
-            continue
-        inside = next((n for n in layers if contains(n, p.site.root)), None)
-        called = inside is not None and layers[inside].calls(relative(p.site.root, inside))
-        by_root.setdefault(inside if inside is not None and called else p.site.root, []).append(p)
-    memory: dict[Any, Any] = {}
-    for root, edits in by_root.items():
-        if root in layers:
-            found += LayerRegions(layers[root], root, memory).regions(edits)
-        else:
-            found.append(module_region(edits, anatomy.model.get_submodule(root)))
-    return joined(found)
-
-
-def joined(regions: list[Region]) -> list[Region]:
-    """One region a module: a module can be reached by its place in a layer and by its name."""
-    found: dict[str, Region] = {}
-    for region in regions:
-        if region.module in found:
-            first = found[region.module]
-            first.edits += region.edits
-            first.placed += region.placed
-            first.inline |= region.inline
-            first.serves += region.serves
-        else:
-            found[region.module] = region
-    return list(found.values())
 
 
 class Surgery:
@@ -85,23 +49,27 @@ class Surgery:
         kinds: Iterable[Kind] = (),
         tasks: tuple[str, ...] = (),
     ) -> None:
-        self.model, self.seeds, self.kept, self.chosen = model, seeds, kept or {}, Chosen(tasks)
-        self.kinds = {key_of(k.base, k.inline, k.edits, k.absent): k for k in kinds}
+        self.model, self.seeds, self.kept = model, seeds, kept or {}
+        self.chosen = Chosen(tasks, installed(model).choice if is_installed(model) else ChoiceVar())
+        self.kinds = {key_of(k.base, k.inline, k.edits, k.absent, k.entered): k for k in kinds}
         self.owners: dict[str, FormModule] = {}
         self.prepared: list[tuple[str, nn.Module, Kind, nn.Module]] = []
         self.places: dict[str, str] = {}
+        self.forms: dict[str, FormModule] = {}  # by the name under which they are saved
         self.sequences: dict[tuple[str, str], Sequence] = {}  # by edit and site
 
     def prepare(self, regions: list[Region]) -> None:
         """Makes classes and parameters.
 
-        Raises: P411 for a module with something called `peftc`, P527 for one without weights in a model that has some.
+        Raises: P411 for a module with something called `peftc`, P527 for one without weights in a model that has some, P424,
+        P426 and P427 for one whose code cannot be followed.
         """
         in_part = len({p.is_meta for p in self.model.parameters()}) > 1
         for region in regions:
             self.sequences |= dict.fromkeys(region.serves, Sequence())
         for region in regions:
             module = self.model.get_submodule(region.module)
+            check_forwards(region, self.model)
             if in_part:
                 refuse_half(region.module, module)
             if CONTAINER in vars(module)["_modules"] or hasattr(module, CONTAINER):
@@ -111,11 +79,12 @@ class Surgery:
             self.prepared.append((region.module, module, kind, self.container(region, module)))
 
     def kind_of(self, region: Region, module: nn.Module) -> Kind:
-        base = type(module)
+        base = code_class(module)
         absent = absent_in(module) if region.inline else frozenset[str]()
-        key = key_of(base, region.inline, region.edits, absent)
+        entered = tuple(code_class(module.get_submodule(name)) for name in sorted(region.inline) if name)
+        key = key_of(base, region.inline, region.edits, absent, entered)
         if key not in self.kinds:
-            self.kinds[key] = Kind(base, region.inline, tuple(region.edits), base.__name__, absent)
+            self.kinds[key] = Kind(base, region.inline, tuple(region.edits), base.__name__, absent, entered)
         return self.kinds[key]
 
     def container(self, region: Region, module: nn.Module) -> nn.Module:
@@ -126,14 +95,16 @@ class Surgery:
         for edit, placed in zip(region.edits, region.placed, strict=True):
             for instance in placed.instances:
                 path = f"{edit.edit_name}.{edit.slug}.{instance.key}"
-                add(root, path, self.form(placed, instance, module))
-                name = f"{placed.edit}/{placed.site.path}/{instance.key}"
-                if instance.owns:
+                name = f"{placed.edit}/{placed.owner}/{instance.key}"
+                if name not in self.forms:
+                    self.forms[name] = self.form(placed, instance, module)
+                add(root, path, self.forms[name])
+                if instance.owns and name not in self.places:
                     self.places[name] = f"{region.module}.{CONTAINER}.{path}".lstrip(".")
         return root
 
     def form(self, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
-        name = f"{placed.edit}/{placed.site.path}/{instance.key}"
+        name = f"{placed.edit}/{placed.owner}/{instance.key}"
         if not instance.tasks:
             return self.one_form(name, self.kept.get(name), placed, instance, module, None)
         old = self.kept.get(name)
@@ -147,7 +118,7 @@ class Surgery:
         }
         made = Tasked(self.chosen, forms)
         if picks(instance):
-            vars(made)[SEQUENCE] = self.sequences[placed.edit, placed.site.path]
+            vars(made)[SEQUENCE] = self.sequences[placed.edit, placed.owner]
         return made
 
     def one_form(
@@ -165,7 +136,7 @@ class Surgery:
         if owner is not None and not instance.owns:
             self.tell(owner, placed, instance)
             return member(owner, instance.index)
-        form = kept or self.made(build, name, placed, instance, module, placed.site.path)
+        form = kept or self.made(build, name, placed, instance, module, placed.owner)
         self.tell(form, placed, instance)
         if owner is not None:
             form.join(owner, instance.index, task)
@@ -174,7 +145,7 @@ class Surgery:
     def tell(self, form: FormModule, placed: ir.Placed, instance: ir.Instance) -> None:
         """Lets a form that picks positions know the calls of its stack."""
         if picks(instance):
-            vars(form)[SEQUENCE] = self.sequences[placed.edit, placed.site.path]
+            vars(form)[SEQUENCE] = self.sequences[placed.edit, placed.owner]
 
     def common(self, owner: str, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
         """What several sites have in common."""
@@ -224,28 +195,28 @@ class Surgery:
         for _, module, kind, container in self.prepared:
             module.add_module(CONTAINER, container)
             container.train(module.training)
-            module.__class__ = kind.cls
-        vars(self.model)[RECORD] = record(self)
+            vars(module)[CHOICE] = self.chosen.variable
+            install_class(module, kind)
+        vars(self.model)[RECORD] = made = record(self)
+        cover(self.model, made)
 
     def undo(self) -> None:
         """Takes out what `apply` has put in, however far it has come."""
+        uncover(self.model)
         for _, module, kind, _ in self.prepared:
             restore(module, kind)
         clear(self.model)
 
 
-def refuse_half(name: str, module: nn.Module) -> None:
-    """Raises: P527 for a module without weights; the model has some."""
-    meta = [f"{name}.{n}".lstrip(".") for n, p in module.named_parameters() if p.is_meta]
-    if meta:
-        raise PeftcError(no_values(meta, "other parameters of the model have values: it is loaded in part"))
-
-
 def key_of(
-    base: type[nn.Module], inline: frozenset[str], edits: Iterable[RegionEdit], absent: frozenset[str]
+    base: type[nn.Module],
+    inline: frozenset[str],
+    edits: Iterable[RegionEdit],
+    absent: frozenset[str],
+    entered: tuple[type[nn.Module], ...],
 ) -> tuple[Any, ...]:
     """What two regions share exactly if they can share a generated class."""
-    return (base, inline, absent, *(e.fingerprint for e in edits))
+    return (base, inline, absent, entered, *(e.fingerprint for e in edits))
 
 
 def absent_in(module: nn.Module) -> frozenset[str]:
@@ -286,13 +257,6 @@ class _Readable(Mapping[str, torch.Tensor]):
         return len(self.weights)
 
 
-def no_values(names: Collection[str], why: str) -> Diagnostic:
-    """P527: tensors of the base that are needed and only have shapes."""
-    said = f"`{next(iter(names))}` and {len(names) - 1} more have" if len(names) > 1 else f"`{next(iter(names))}` has"
-    help_ = "load the weights of the model first; planning needs none"
-    return Diagnostic("P527", f"{said} no values, only a shape", notes=(why,), help=help_)
-
-
 def refuse_quantised(parameters: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
     """Raises: P542 for those of these names that are stored in few bits: no step of training can change them."""
     for name in names:
@@ -309,12 +273,17 @@ def options(module: nn.Module, model: nn.Module) -> tuple[torch.dtype, torch.dev
     dtype = next((p.dtype for p in floating), None)
     if dtype is None or first is None:
         return torch.float32, torch.device("cpu")
-    return dtype, first.device
+    return dtype, (
+        execution_device(module) or execution_device(model) or first.device
+    ) if first.is_meta else first.device
 
 
 def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
     """A parameter as nn.Linear stores it: (out, in), the rows of the site alone."""
-    return view_of(dense(getattr(model.get_submodule(ref.module), ref.attribute)), ref)
+    module = model.get_submodule(ref.module)
+    stored: torch.Tensor = getattr(module, ref.attribute)
+    value = offloaded(module, ref.attribute) if stored.is_meta else None
+    return view_of(dense(stored if value is None else value), ref)
 
 
 def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
@@ -328,10 +297,19 @@ def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
     return tensor[ref.rows.start : ref.rows.stop] if one else rows_of(tensor, 0, *layout(ref.rows, tensor.shape[0]))
 
 
+def install_class(module: nn.Module, kind: Kind) -> None:
+    """The edited code in the place of a module's own, also where a hook of the instance calls it."""
+    if kind.cls not in type(module).__mro__:
+        module.__class__ = exchanged(type(module), instance_class(kind.base), kind.cls)
+    rebind(module, kind.cls.forward)
+
+
 def restore(module: nn.Module, kind: Kind) -> None:
-    if type(module) is kind.cls:
-        module.__class__ = kind.base
+    if kind.cls in type(module).__mro__:
+        module.__class__ = exchanged(type(module), kind.cls, instance_class(kind.base))
+        rebind(module, kind.base.forward)
     vars(module)["_modules"].pop(CONTAINER, None)
+    vars(module).pop(CHOICE, None)
 
 
 def clear(model: nn.Module) -> None:
@@ -341,10 +319,9 @@ def clear(model: nn.Module) -> None:
 
 def strip(model: nn.Module, requires_grad: Mapping[str, bool]) -> nn.Module:
     """The model without edits: its own classes, nothing added; all values stay, those that `train` changed too."""
+    uncover(model)
     for name, kind in installed(model).regions:
-        module = model.get_submodule(name)
-        vars(module)["_modules"].pop(CONTAINER, None)
-        module.__class__ = kind.base
+        restore(model.get_submodule(name), kind)
     clear(model)
     for name, parameter in model.named_parameters():
         flag = requires_grad.get(name, parameter.requires_grad)
@@ -363,12 +340,6 @@ def uninstall(model: nn.Module) -> nn.Module:
         for name, value in record.originals.items():
             put_back(parameters[name], value)
     return model
-
-
-def put_back(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Gives a parameter its value of before; an embedding may have got more rows since, or lost some."""
-    rows = slice(min(len(value), len(parameter))) if value.ndim else ...
-    parameter[rows].copy_(value[rows])
 
 
 def warm(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import operator
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
+from peftc.context import ALL, CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.model.instance_forward import FORWARD, GENERATED
+from peftc.recomputation import keep_choices
 from peftc.rewriting import emit, guards
 from peftc.rewriting.asking import Asking
+from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.calls import Calls, LookedAt, Raised
+from peftc.rewriting.classes import followed
 from peftc.rewriting.container import own_children, own_length
 from peftc.rewriting.edits import RegionEdit
-from peftc.rewriting.emit import base_call
 from peftc.rewriting.handed import quiet
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.lines import all_of, decided
-from peftc.runtime import Reading, replaced, still, unseen
+from peftc.runtime import still
 from peftc.tracing.calls import bind, innermost
 from peftc.tracing.seams import branch
 from peftc.tracing.tracer import Traced
@@ -46,13 +48,12 @@ class Variant:
     handed: frozenset[str]  # arguments that it hands on only
 
 
-@cache
-def uncompiled() -> Callable[..., Any]:
-    """`unseen`, outside whatever `torch.compile` makes: where a whole graph is asked for, that ends with the reason."""
+def uncompiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """A function outside whatever `torch.compile` makes: where a whole graph is asked for, that ends with the reason."""
     options: dict[str, Any] = {}
     if "reason" in inspect.signature(torch.compiler.disable).parameters:
-        options["reason"] = "peftc meets this call for the first time: make it once without torch.compile"
-    return torch.compiler.disable(unseen, **options)
+        options["reason"] = f"peftc meets this {what} for the first time: make it once without torch.compile"
+    return torch.compiler.disable(function, **options)
 
 
 _preparing = ContextVar("preparing", default=False)
@@ -79,7 +80,7 @@ class Kind:
 
     A region that is only touched at its boundary has one forward for all calls. Another has a variant for each call
     pattern that its Python code can tell apart; an unseen one is traced when it first comes up. `absent`: the children and
-    parameters that are None in all its modules.
+    parameters that are None in all its modules. `entered`: the classes of the children whose code is entered.
     """
 
     def __init__(
@@ -89,13 +90,17 @@ class Kind:
         edits: tuple[RegionEdit, ...],
         name: str,
         absent: frozenset[str] = frozenset(),
+        entered: tuple[type[nn.Module], ...] = (),
     ) -> None:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
+        self.entered = entered
         self.signature = with_self(inspect.signature(base_forward(base)))
         self.names = emit.Names()
         self.variants: list[Variant] = []
         self.lock = threading.RLock()
-        self.dispatch: Callable[..., Any] = unseen
+        self.not_known = uncompiled(self.unseen, "call")
+        self.not_made = uncompiled(self.make_without, "choice")
+        self.dispatch: Callable[..., Any] = self.not_known
         self.cls = make_class(self)
         self.prepare()
 
@@ -103,7 +108,27 @@ class Kind:
         return self
 
     def __reduce__(self) -> Any:
-        return (Kind, (self.base, self.inline, self.edits, self.name, self.absent))
+        return (Kind, (self.base, self.inline, self.edits, self.name, self.absent, self.entered))
+
+    # Choices -----------------------------------------------------------------------------------------------------
+
+    def acting(self, module: nn.Module) -> Callable[..., Any]:
+        """The forward of the edits that act in the present context."""
+        off = cast(ChoiceVar, module.peftc_choice).off
+        return self.without(off).dispatch if off else self.dispatch
+
+    def without(self, off: str) -> Kind | Base:
+        """The kind without the edits in `off`, the key of a choice."""
+        other = getattr(self, f"without {off}", None)  # no dictionary: dynamo would guard on all of its keys
+        return self.not_made(off) if other is None else other
+
+    def make_without(self, off: str) -> Kind | Base:
+        with self.lock:
+            names = off.split(" ")
+            left = () if off == ALL else tuple(edit for edit in self.edits if edit.edit not in names)
+            own = Kind(self.base, self.inline, left, self.name, self.absent, self.entered) if left else Base(self.base)
+            other = self if len(left) == len(self.edits) and off != ALL else own
+            return vars(self).setdefault(f"without {off}", other)
 
     # Variants ----------------------------------------------------------------------------------------------------
 
@@ -254,11 +279,18 @@ class Kind:
         """Compiles the generated source and lets the class run it."""
         filename = f"<peftc {self.name} {id(self):x}>"
         source = self.source
-        namespace = dict(self.names.values) | {"unseen": uncompiled()}
+        namespace = dict(self.names.values) | {"unseen": self.not_known}
         exec(compile(source, filename, "exec"), namespace)
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         self.functions = namespace
         self.dispatch = namespace["dispatch"] if self.inline else namespace["variant_1"]
+
+
+class Base:
+    """Stands for a kind whose edits are all switched off: the forward is that of the region's own class."""
+
+    def __init__(self, cls: type[nn.Module]) -> None:
+        self.dispatch: Callable[..., Any] = cls.forward
 
 
 def too_many_ways(name: str) -> Diagnostic:
@@ -278,22 +310,48 @@ def with_self(signature: inspect.Signature) -> inspect.Signature:
 
 def make_class(kind: Kind) -> type[nn.Module]:
     """A subclass of the region's own class under the same names, so that everything that asks for the class still works."""
-    source = emit.function("forward", kind.signature, [f"return kind.dispatch({emit.passed_on(kind.signature)})"])
-    namespace: dict[str, Any] = {"kind": kind, "torch": torch}
+    keep_choices()
+    # Arguments are given as they came: decorators of a base's forward tell positional ones and keywords apart.
+    lines = ["def forward(self, *args, **kwargs):"]
+    lines += [
+        "    if getattr(type(self), '_peftc_kind', None) is not kind:"
+    ]  # a bound method of it may outlive the edits
+    lines += [
+        "        return type(self).forward(self, *args, **kwargs)",
+        "    return kind.acting(self)(self, *args, **kwargs)",
+    ]
+    source = "\n".join(lines)
+    namespace: dict[str, Any] = {"kind": kind}
     exec(compile(source, f"<peftc {kind.name}>", "exec"), namespace)
     forward = namespace["forward"]
+    forward.__signature__ = kind.signature
+    setattr(forward, GENERATED, True)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        kind.base.__setattr__(self, name, followed(self, value) if name == FORWARD else value)
+
     members: dict[str, Any] = {
         "forward": forward,
+        "__setattr__": __setattr__,
         "__module__": kind.base.__module__,
         "__qualname__": kind.base.__qualname__,
         "__doc__": kind.base.__doc__,
         "__reduce_ex__": reduce,
+        "_replicate_for_data_parallel": replicate,
+        CHOICE: ChoiceVar(),
         "_peftc_kind": kind,
     }
     if issubclass(kind.base, nn.Sequential):
         members |= {"__iter__": own_children, "__len__": own_length}
     made: Any = type(kind.base.__name__, (kind.base,), members)
     return made
+
+
+def replicate(self: Any) -> Any:
+    """A replica for `nn.DataParallel`, whose thread does not have the context of this one."""
+    replica = super(type(self)._peftc_kind.cls, self)._replicate_for_data_parallel()
+    vars(replica)[CHOICE] = cast(ChoiceVar, self.peftc_choice).fixed()
+    return replica
 
 
 def reduce(self: Any, protocol: Any) -> Any:
@@ -304,51 +362,3 @@ def reduce(self: Any, protocol: Any) -> Any:
 
 def blank(kind: Kind) -> nn.Module:
     return kind.cls.__new__(kind.cls)
-
-
-def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: tuple[RegionEdit, ...]) -> Traced:
-    """A graph that calls the base's own forward, and takes apart only what the edits use of its result."""
-    graph = fx.Graph()
-    nodes: list[fx.Node] = []
-    for p in list(signature.parameters.values())[1:]:
-        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-        nodes.append(graph.placeholder(star + p.name))
-    arguments: tuple[Any, ...] = (base, *nodes)
-    call = out = graph.call_function(base_call, arguments, own_values(graph, edits))
-    result: Any = {}
-    for path in dict.fromkeys(result_paths(edits)):
-        part = call
-        for key in path:
-            part = graph.call_function(operator.getitem, (part, key))
-        out = graph.call_function(replaced, (out, path, part)) if path else part
-        result = nested(result, path, part)
-    graph.output(out)
-    return Traced(graph, [], [], {}, result=result)
-
-
-def own_values(graph: fx.Graph, edits: tuple[RegionEdit, ...]) -> dict[str, Any]:
-    """What the base's own forward runs on: the module itself, or a view of it with the parameters that edits change."""
-    refs = [bound.weight for edit in edits for bound in edit.states.values() if bound.weight is not None]
-    values: dict[str, Any] = {}
-    for ref in refs:
-        if ref.slab is not None:
-            inner = values
-            for part in ref.module.split(".") if ref.module else ():
-                inner = inner.setdefault(part, {})
-            if ref.attribute not in inner:
-                inner[ref.attribute] = graph.get_attr(f"{ref.module}.{ref.attribute}".lstrip("."))
-    return {"own": graph.call_function(Reading, (graph.get_attr("_self"), values))} if values else {}
-
-
-def result_paths(edits: tuple[RegionEdit, ...]) -> Iterator[tuple[Any, ...]]:
-    for edit in edits:
-        for bound in edit.states.values():
-            if bound.anchor is not None and bound.anchor.kind == "out":
-                yield bound.anchor.key
-
-
-def nested(parts: Any, path: tuple[Any, ...], value: fx.Node) -> Any:
-    """The parts of a result by path, as nested dictionaries."""
-    if not path:
-        return value
-    return {**parts, path[0]: nested(parts.get(path[0], {}), path[1:], value)}

@@ -46,6 +46,9 @@ def refused(placed: Sequence[ir.Placed], anatomy: Anatomy) -> Iterator[tuple[str
     for p, one in ((q, one) for q in placed for one in q.instances if picks(one)):
         module = _telling(p, anatomy)
         found = _untold(p, one, module, others)
+        if found is None and any(_telling(use, anatomy) != module for use in p.uses()):
+            message = f"`{p.edit}` picks positions in a module that several stacks have, each with its own"
+            found = Diagnostic("P422", message, _call(p, one), help="leave out `first` and `last`")
         if found is None and one.owner is not None and told.setdefault(one.owner, str(module)) != module:
             message = f"`{p.edit}` shares a form that picks positions between stacks, each with its own"
             found = Diagnostic("P422", message, _call(p, one), help="write an edit for each stack")

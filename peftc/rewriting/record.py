@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from peftc.context import ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.tasked_module import Chosen
@@ -41,9 +42,9 @@ class Installation:
     """All that was done to a model.
 
     `trained`: from saved names to base parameters, whose first values are `originals`. `places`: from saved names, without
-    the parameter, to dotted names of forms. `task`: the tasks, and which of them is at work. `sample`: what the model was fed
-    with to find its sites. `off`: the edits that do not act for the moment; `partial`: the kinds that stand in then, one for each
-    region.
+    the parameter, to dotted names of forms. `task`: the tasks; `choice`: which of them is at work, and which edits
+    do not act. `sample`: what the model was fed
+    with to find its sites.
     """
 
     parts: tuple[Part, ...]
@@ -53,10 +54,12 @@ class Installation:
     originals: dict[str, torch.Tensor]
     places: dict[str, str]
     placed: list[ir.Placed]
-    task: Chosen = field(default_factory=lambda: Chosen(()))
+    task: Chosen
     sample: Mapping[str, Any] | None = None
-    off: frozenset[str] = frozenset()
-    partial: dict[frozenset[str], list[Kind | None]] = field(default_factory=dict[frozenset[str], list[Kind | None]])
+
+    @property
+    def choice(self) -> ChoiceVar:
+        return self.task.variable
 
     def part(self, name: str) -> Part:
         """Raises: P413 where no spec of the model has that name."""
@@ -89,12 +92,15 @@ def is_installed(model: object) -> bool:
 
 
 def acting(model: nn.Module) -> Installation:
-    """The record of a compiled model all of whose edits act.
+    """The record of a compiled model all of whose edits act in the present context.
 
-    Raises: P410 for a model that is not compiled, P529 inside of `peftc.disabled`.
+    Raises: P410 for a model that is not compiled, P529 where edits are switched off.
     """
     record = installed(model)
-    if record.off:
+    if record.choice.default.off:
+        help_ = "peftc.set_enabled(model, True)"
+        raise PeftcError(Diagnostic("P529", "edits of this model are switched off by `peftc.set_enabled`", help=help_))
+    if record.choice.get().off:
         raise PeftcError(Diagnostic("P529", "the edits of this model are switched off by `peftc.disabled`"))
     return record
 

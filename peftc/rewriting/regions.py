@@ -31,10 +31,22 @@ class _Choice:
 
 
 class LayerRegions:
-    """The regions of one layer, for the edits placed in it. Choices are remembered by kind of layer and edit."""
+    """The regions of one layer, for the edits placed in it. Choices are remembered by kind of layer and edit.
 
-    def __init__(self, kind: LayerKind, layer: str, memory: dict[tuple[object, ...], _Choice]) -> None:
+    `shared`: groups of dotted names that are one module.
+    """
+
+    def __init__(
+        self,
+        kind: LayerKind,
+        layer: str,
+        memory: dict[tuple[object, ...], _Choice],
+        shared: Iterable[tuple[str, ...]] = (),
+    ) -> None:
         self.kind, self.layer, self.memory = kind, layer, memory
+        self.shared = {
+            relative(name, layer): group for group in shared for name in group if f"{name}.".startswith(f"{layer}.")
+        }
 
     def regions(self, placed: Iterable[ir.Placed]) -> list[Region]:
         chosen = [(p, c) for group in together(placed) for c in [self.choice(group)] for p in group]
@@ -76,7 +88,7 @@ class LayerRegions:
         callers |= {c.name: c.frame for c in self.kind.traced.calls}
         found = {inner}
         while inner != outer:
-            inner = callers[inner]
+            inner = callers.get(inner, inner.rpartition(".")[0])  # one that nothing calls has its parameters read
             found.add(inner)
         return frozenset(found)
 
@@ -129,17 +141,33 @@ class LayerRegions:
         states = {n: state_of(p.site, n) for p in group for n in used_states(p)}
         writes = {n for p in group for n in written(p)}
         functions = {relative(m, self.layer) for p in group for m in frozen_modules(p).values()}
+        barred = self.barred(group)
         key = (
             id(self.kind),
+            barred,
             group[0].site.steps[stack_steps([name for name, _ in group[0].site.steps]) + 1 :] or group[0].site.path,
             *map(tuple, map(sorted, (states, writes, functions))),
         )
         if key not in self.memory:
-            self.memory[key] = self.choose(group, states, writes, functions)
+            self.memory[key] = self.choose(group, states, writes, functions, barred)
         return self.memory[key]
 
+    def barred(self, group: list[ir.Placed]) -> frozenset[str]:
+        """The modules in which the edits cannot be: they are used elsewhere, too, where these edits are not."""
+        modules = group[0].modules  # edits together are at one site
+
+        def covered(name: str) -> bool:
+            return any(contains(name, module) or contains(module, name) for module in modules)
+
+        return frozenset(own for own, names in self.shared.items() if not all(map(covered, names)))
+
     def choose(
-        self, group: list[ir.Placed], states: dict[str, State], writes: set[str], functions: set[str]
+        self,
+        group: list[ir.Placed],
+        states: dict[str, State],
+        writes: set[str],
+        functions: set[str],
+        barred: frozenset[str],
     ) -> _Choice:
         traced, site = self.kind.traced, group[0].site
         check_gradients([(n, nodes) for n in sorted(writes) if (nodes := self.users(states[n], site))], traced.graph)
@@ -149,6 +177,8 @@ class LayerRegions:
         names = sorted({c.name for c in calls_of(self.kind.traced)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
         for region in names:
             module = self.kind.root.get_submodule(region)
+            if region in barred:
+                continue
             if next(module.parameters(), None) is None or not all(
                 contains(region, f) and f != region for f in functions
             ):
@@ -208,24 +238,26 @@ def map_of(state: State, site: Site, example: object) -> Literal["", "second", "
     return "last" if maps and image and isinstance(state.shape, Tokens) else ""
 
 
-def module_region(placed: list[ir.Placed], module: nn.Module) -> Region:
-    """The region of edits at a site that is one whole module outside the layers."""
+def module_region(placed: list[ir.Placed], region: str, model: nn.Module) -> Region:
+    """The region of edits at a site that is one whole module outside the layers, or of its parameters that `region` reads."""
+    module = model.get_submodule(region)
     edits: list[RegionEdit] = []
-    inline = False
+    inline = frozenset[str]()
     for p in placed:
         states: dict[str, Bound] = {}
         for name in used_states(p):
             state = p.site.states[name]
             if state.weight is not None:
-                states[name] = Bound(weight=replace(state.weight, module=""))
-                inline = True
+                inner = relative(state.weight.module, region)
+                states[name] = Bound(weight=replace(state.weight, module=inner))
+                inline |= {".".join(inner.split(".")[:i]) for i in range(inner.count(".") + 2)}
             else:
                 assert state.place is not None
                 states[name] = Bound(anchor=boundary(state.place.node, module), rows=state.place.rows)
-        functions = {f: relative(m, p.site.root) for f, m in frozen_modules(p).items()}
+        functions = {f: relative(m, region) for f, m in frozen_modules(p).items()}
         keys = tuple(i.key for i in p.instances)
         edits.append(RegionEdit(p.edit, slug(p), p.assigns, states, functions, keys, p.lets))
-    return Region(placed[0].site.root, frozenset({""} if inline else ()), edits, placed)
+    return Region(region, inline, edits, placed)
 
 
 def boundary(node: str, module: nn.Module) -> Anchor:

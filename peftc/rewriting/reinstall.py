@@ -8,12 +8,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from peftc.context import CHOICE
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import FormModule
+from peftc.model.offload import not_here, offloaded_parameters
 from peftc.planning.plan import Planned
+from peftc.rewriting.assembly import regions_of
 from peftc.rewriting.container import CONTAINER
-from peftc.rewriting.install import SHARED, Surgery, clear, no_values, refuse_quantised, regions_of, restore, warm
+from peftc.rewriting.install import SHARED, Surgery, clear, install_class, no_values, refuse_quantised, restore, warm
 from peftc.rewriting.kind import Kind
+from peftc.rewriting.overlay import cover, uncover
 from peftc.rewriting.positions import SEQUENCE
 from peftc.rewriting.record import RECORD, Installation, Part, acting, is_installed
 from peftc.tracing.kinds import Anatomy
@@ -89,7 +93,9 @@ class _Trained:
         self.new = [n for n in names if n not in known]
         self.dropped = [n for n in known if n not in names]
         if meta := [n for n in self.new if self.parameters[n].is_meta]:
-            raise PeftcError(no_values(meta, "what `train` names is kept as it is before training"))
+            why = "what `train` names is kept as it is before training"
+            elsewhere = offloaded_parameters(before.model).issuperset(meta)
+            raise PeftcError(not_here(meta, why) if elsewhere else no_values(meta, why))
         refuse_quantised(self.parameters, self.new)
         now = {n: self.parameters[n].detach().clone() for n in self.new}
         self.originals = {n: known[n] if n in known else now[n] for n in names}
@@ -130,6 +136,7 @@ class _Before:
         self.parameters = {n: p for n, p in model.named_parameters() if id(p) not in added}  # of the base
 
     def detach(self) -> None:
+        uncover(self.model)
         for region in self.regions:
             restore(region.module, region.kind)
         if self.record is not None:
@@ -137,7 +144,8 @@ class _Before:
 
     def attach(self) -> None:
         for region in self.regions:
-            region.module.__class__ = region.kind.cls
+            vars(region.module)[CHOICE] = cast(Installation, self.record).choice
+            install_class(region.module, region.kind)
             vars(region.module)["_modules"][CONTAINER] = region.container
         for form, sequence in self.told:
             vars(form)[SEQUENCE] = sequence
@@ -145,6 +153,7 @@ class _Before:
             vars(self.model)["_modules"][SHARED] = self.shared
         if self.record is not None:
             vars(self.model)[RECORD] = self.record
+            cover(self.model, self.record)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(self.flags[name])
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.tracing.graphs import acts, ancestors, cache_part, is_cache_part, is_linear, is_size, is_tensor
+from peftc.tracing.graphs import acts, ancestors, is_linear, is_tensor
+from peftc.tracing.operands import cache_part, is_cache_part, is_size
 
 KEEPING = frozenset({"to", "type", "type_as", "contiguous", "float", "clone"})
 LAID_OUT = frozenset({"view", "reshape"})

@@ -1,80 +1,61 @@
-"""A compiled model some or all of whose edits do not act for a while."""
+"""A compiled model some or all of whose edits do not act: in a context, or until they are switched on again."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from dataclasses import replace
 
-import torch
 from torch import nn
 
-from peftc.rewriting.install import put_back
-from peftc.rewriting.kind import Kind
+from peftc.context import ALL, Block, Choice
+from peftc.rewriting.overlay import check_readable
 from peftc.rewriting.record import Installation, installed
 
-IGNORED = "_keys_to_ignore_on_save"  # transformers' name
-_ABSENT = object()
 
+def suspended(model: nn.Module, name: str | None = None) -> Block:
+    """Inside the block the edits of the spec `name` (of all where it is None) do not act in the present context; what `train`
+    of it has changed has its first value there. Blocks may stand in each other.
 
-@contextmanager
-def suspended(model: nn.Module, name: str | None = None) -> Generator[nn.Module]:
-    """Inside the block the edits of the spec `name` (of all where it is None) do not act; what `train` of it has changed
-    has its first value. Blocks may stand in each other. `save_pretrained` leaves out what does not act.
+    Raises: P413 (name), P432 where a module would not see that value.
     """
     record = installed(model)
-    before, saved = record.off, vars(model).get(IGNORED, _ABSENT)
-    switch(model, record, before | {edit for part in record.chosen(name) for edit in part.edits})
-    leave_out(model, record)
-    try:
-        yield model
-    finally:
-        switch(model, record, before)
-        vars(model).pop(IGNORED, None)
-        vars(model).update({} if saved is _ABSENT else {IGNORED: saved})
+    off = edits_of(record, name)
+    prepare(model, record, record.choice.get().then(Choice(off)))
+    return Block(model, record.choice, Choice(off))
 
 
-def leave_out(model: nn.Module, record: Installation) -> None:
-    """Tells transformers not to save what belongs to edits that are switched off."""
-    keys = getattr(model, IGNORED, None) or ()
-    off = [place for name, place in record.places.items() if name.partition("/")[0] in record.off]
-    vars(model)[IGNORED] = {
-        *keys,
-        *(k for place in off for k in model.get_submodule(place).state_dict(prefix=f"{place}.")),
-    }
+def set_enabled(model: nn.Module, enabled: bool, name: str | None = None) -> nn.Module:
+    """Switches the edits of a spec on or off for all contexts, until this is called again. Copies are switched as the model is.
+
+    Inside of a `disabled` block they do not act in any case. A saved adapter does not say it.
+
+    Args: `name`: of one spec; all without it.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P432 as `disabled`.
+    """
+    record = installed(model)
+    now, edits = record.choice.default.off, edits_of(record, name)
+    if enabled:
+        every = edits_of(record, None) - {ALL} if ALL in now else now
+        off = frozenset[str]() if name is None else every - edits
+    else:
+        off = now | edits
+    choice = replace(record.choice.default, off=off)
+    prepare(model, record, choice)
+    record.choice.default = choice
+    return model
 
 
-def switch(model: nn.Module, record: Installation, off: frozenset[str]) -> None:
-    """Lets all edits act but those in `off`."""
-    standing_in = stand_ins(record, off)
-    for (name, kind), other in zip(record.regions, standing_in, strict=True):
-        model.get_submodule(name).__class__ = kind.base if other is None else other.cls
-    exchange(model, record, off ^ record.off)
-    record.off = off
+def edits_of(record: Installation, name: str | None) -> frozenset[str]:
+    """Those of one spec; `ALL` and those that there are where it is None."""
+    names = frozenset(edit for part in record.chosen(name) for edit in part.edits)
+    return names if name is not None else names | {ALL}
 
 
-def stand_ins(record: Installation, off: frozenset[str]) -> list[Kind | None]:
-    """The kind of each region without the edits in `off`; None where no edit is left."""
-    if off not in record.partial:
-        made: dict[int, Kind | None] = {}
-        for _, kind in record.regions:
-            if id(kind) not in made:
-                made[id(kind)] = without(kind, off)
-        record.partial[off] = [made[id(kind)] for _, kind in record.regions]
-    return record.partial[off]
-
-
-def without(kind: Kind, off: Collection[str]) -> Kind | None:
-    left = tuple(edit for edit in kind.edits if edit.edit not in off)
-    if len(left) == len(kind.edits):
-        return kind
-    return Kind(kind.base, kind.inline, left, kind.name, kind.absent) if left else None
-
-
-def exchange(model: nn.Module, record: Installation, edits: Collection[str]) -> None:
-    """Exchanges the values that `train` of these edits has made for those that were there before, or back."""
-    for saved, name in record.trained.items():
-        if saved.partition("/")[0] in edits:
-            parameter, value = model.get_parameter(name), record.originals[name]
-            record.originals[name] = parameter.detach().clone()
-            with torch.no_grad():
-                put_back(parameter, value)
+def prepare(model: nn.Module, record: Installation, choice: Choice) -> None:
+    """Makes the forwards of a choice, so that compiled code has them."""
+    if choice.key:
+        off = choice.off
+        trained = {n: saved.partition("/")[0] for saved, n in record.trained.items()}
+        if names := [n for n, edit in trained.items() if ALL in off or edit in off]:
+            check_readable(model, names)
+        for kind in {id(kind): kind for _, kind in record.regions}.values():
+            kind.without(choice.key)

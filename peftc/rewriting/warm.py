@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers import EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -31,11 +31,11 @@ def prepare(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
     A model whose own code looks at values cannot be run so: then variants are made when they first come up.
     Raises: P409 for an edited model whose plain call fails.
     """
-    fake = fake_copy(model).eval()
+    fake = fake_copy(model, whole=True).eval()
     ran: set[str] = set()
     try:
         inputs, out = on_sample(fake, sample, lambda given: run(fake, lambda: fake(**given), ran))
-    except DataDependentOutputException:
+    except (DataDependentOutputException, DynamicOutputShapeException):
         return
     except PeftcError:
         raise

@@ -20,6 +20,8 @@ from peftc.syntax.print_expressions import selector
 def check(spec: ast.Spec) -> list[Diagnostic]:
     """Everything wrong with an expanded spec: P1xx, P205, P208, P302. Each names the text it is about."""
     shared = {s.name: s for s in spec.statements if isinstance(s, ast.Let) and is_shared(s.value)}
+    bodies = (line.value for s in spec.statements if isinstance(s, ast.Edit) for line in s.body)
+    called = {e.function for value in bodies for e in expressions(value) if isinstance(e, ast.Call)}
     found = [*check_structure(spec), *_twice_assigned(spec)]
     for statement in spec.statements:
         match statement:
@@ -28,7 +30,7 @@ def check(spec: ast.Spec) -> list[Diagnostic]:
             case ast.Train():
                 errors = [*check_selector(statement.selector), *_train(statement)]
             case ast.Let():
-                errors = [*_shared(statement), *_unused(statement, spec)]
+                errors = [*_shared(statement), *_unused(statement, called)]
             case _:
                 errors = []
         found += (said_of(error, statement, spec) for error in errors)
@@ -63,9 +65,8 @@ def _shared(let: ast.Let) -> Iterator[Diagnostic]:
             yield from error.diagnostics
 
 
-def _unused(let: ast.Let, spec: ast.Spec) -> Iterator[Diagnostic]:
-    values = (line.value for s in spec.statements if isinstance(s, ast.Edit) for line in s.body)
-    if not any(isinstance(e, ast.Call) and e.function == let.name for value in values for e in expressions(value)):
+def _unused(let: ast.Let, called: set[str]) -> Iterator[Diagnostic]:
+    if let.name not in called:
         yield Diagnostic("P114", f"`{let.name}` is never used", let.span, help="remove it", severity="warning")
 
 
@@ -73,26 +74,19 @@ def _twice_assigned(spec: ast.Spec) -> Iterator[Diagnostic]:
     """P302: two edits that assign one state at sites that are written alike; the planner finds the others."""
     first: dict[tuple[str, str], ast.Edit] = {}
     for edit in (s for s in spec.statements if isinstance(s, ast.Edit)):
-        places = (
-            {selector(arm) for arm in arms(edit.selector)}
-            if not _takes_away(edit.selector)
-            else {selector(edit.selector)}
-        )
-        for line in edit.body:
-            if not isinstance(line, ast.Equation) or line.op != "=":
+        whole = _takes_away(edit.selector)
+        places = [selector(edit.selector)] if whole else sorted({selector(arm) for arm in arms(edit.selector)})
+        assigned = {
+            line.target: line for line in reversed(edit.body) if isinstance(line, ast.Equation) and line.op == "="
+        }
+        for target, line in reversed(assigned.items()):
+            other = next((first[target, place] for place in places if (target, place) in first), None)
+            if other is None:
+                first.update({(target, place): edit for place in places})
                 continue
-            other = next((first[line.target, place] for place in sorted(places) if (line.target, place) in first), None)
-            if other is not None and other is not edit:
-                message = f"`{edit.name}` and `{other.name}` both assign `{line.target}` at one site"
-                error = Diagnostic(
-                    "P302",
-                    message,
-                    line.target_span,
-                    help="write both equations in one edit, in the order that is meant",
-                )
-                yield said_of(error, edit, spec)
-                continue
-            first.update({(line.target, place): edit for place in places})
+            message = f"`{edit.name}` and `{other.name}` both assign `{target}` at one site"
+            help_ = "write both equations in one edit, in the order that is meant"
+            yield said_of(Diagnostic("P302", message, line.target_span, help=help_), edit, spec)
 
 
 def _takes_away(selector: ast.Selector) -> bool:

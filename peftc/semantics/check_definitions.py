@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from peftc.diagnostics import Diagnostic
 from peftc.semantics.vocabulary import STATES
-from peftc.semantics.walk import is_shared, names
+from peftc.semantics.walk import is_shared, names, names_of
 from peftc.syntax import ast
 
 
@@ -17,7 +17,7 @@ def check_definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
 
 
 def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
-    used = set(_names(spec.statements))
+    used = set(names_of(spec.statements))
     applied = {s.name for s in spec.statements if isinstance(s, ast.Apply)} | {
         inner.name
         for s in spec.statements
@@ -44,7 +44,7 @@ def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
 
 
 def _method(method: ast.Method) -> Iterator[Diagnostic]:
-    inside = set(_names(method.body)) | {name for param in method.params for name in names(param.default)}
+    inside = set(names_of(method.body)) | {name for param in method.params for name in names(param.default)}
     seen: set[str] = set()
     for param in method.params:
         if param.name in seen:
@@ -71,25 +71,3 @@ def _constant(let: ast.Let, used: set[str]) -> Iterator[Diagnostic]:
 def _hides(name: str, span: ast.Span) -> Diagnostic:
     message = f"`{name}` is {STATES[name]}; nothing else can be called so"
     return Diagnostic("P121", message, span, help="use another name")
-
-
-def _names(statements: Iterable[ast.Statement]) -> Iterator[str]:
-    """Every name that the expressions of some statements use."""
-    for statement in statements:
-        match statement:
-            case ast.Edit(body=body):
-                yield from _names(body)
-            case ast.Method(params=params, body=body):
-                yield from _names(body)
-                for param in params:
-                    yield from names(param.default)
-            case ast.Equation(value=value) | ast.Let(value=value):
-                yield from names(value)
-            case ast.Expect(left=left, right=right):
-                yield from names(left)
-                yield from names(right) if right is not None else ()
-            case ast.Apply(args=args):
-                for arg in args:
-                    yield from names(arg.value)
-            case _:
-                pass

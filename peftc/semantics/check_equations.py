@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
@@ -32,7 +33,7 @@ class Equations:
         self._shared = shared
         self._local: dict[str, ast.Let] = {}
         self._used: set[str] = set()
-        self._told: set[str] = set()
+        self._seen: set[str] = set()  # states
 
     def line(self, line: ast.Equation | ast.Let) -> Iterator[Diagnostic]:
         yield from self._value(line.value)
@@ -55,16 +56,17 @@ class Equations:
 
     def _state(self, name: str, span: ast.Span, what: str) -> Iterator[Diagnostic]:
         if name not in STATES:
-            known = (*STATES, *self._local) if what == "name" else tuple(STATES)
-            meant = did_you_mean(name, known)
+            meant = did_you_mean(name, chain(STATES, self._local) if what == "name" else STATES)
             help_ = meant or (f"the states are {listed(STATES)}" if what == "state" or len(self._local) == 0 else None)
             if name in FORMS or name in self._shared or name in (*FROZEN, CONCAT):
                 help_ = f"`{name}` is a function: call it, `{name}(…)`"
             yield Diagnostic("P107", f"there is no {what} `{name}`", span, help=help_)
             return
+        if name in self._seen:
+            return
+        self._seen.add(name)
         missing = list(dict.fromkeys(states_missing(self._selector, name)))
-        if missing and name not in self._told:
-            self._told.add(name)
+        if missing:
             message = f"{listed(missing)} {'have' if len(missing) > 1 else 'has'} no state `{name}`, {STATES[name]}"
             yield Diagnostic("P205", message, span, help=_elsewhere(name))
 
@@ -144,8 +146,9 @@ def _plain_call(call: ast.Call) -> Iterator[Diagnostic]:
 
 def unknown_form(call: ast.Call, shared: Shared) -> Diagnostic:
     """P101, with the nearest form."""
-    known = (*FORMS, CONCAT, *FROZEN, *shared)
-    help_ = did_you_mean(call.function, known) or f"the forms are {listed(sorted(FORMS))}"
+    help_ = (
+        did_you_mean(call.function, chain(FORMS, [CONCAT], FROZEN, shared)) or f"the forms are {listed(sorted(FORMS))}"
+    )
     return Diagnostic("P101", f"there is no form `{call.function}`", call.function_span, help=help_)
 
 

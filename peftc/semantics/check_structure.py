@@ -17,7 +17,7 @@ def check_structure(spec: ast.Spec) -> Iterator[Diagnostic]:
     """P111, P116-P119."""
     shared = [s for s in spec.statements if isinstance(s, ast.Let) and is_shared(s.value)]
     named = [s for s in spec.statements if isinstance(s, ast.Edit | ast.Train)]
-    names = [statement.name for statement in named]
+    names = dict.fromkeys(statement.name for statement in named)
     yield from _duplicates([*shared, *named], spec)
     for statement in spec.statements:
         errors: Iterator[Diagnostic] = iter(())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.semantics.check import check
+from peftc.semantics.load import Folders, Include, folders_of
 from peftc.semantics.rename import renamed
 from peftc.semantics.restrict import within
 from peftc.semantics.scope import (
@@ -19,11 +21,12 @@ from peftc.semantics.scope import (
     refuse_second,
     refuse_variable,
 )
-from peftc.semantics.substitute import Environment, in_body, in_expectation, substitute
-from peftc.semantics.walk import expressions, is_shared
+from peftc.semantics.substitute import Environment, in_body, in_expectation, overlay, substitute
+from peftc.semantics.walk import expressions, is_shared, names, names_of
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import expression
 from peftc.syntax.printer import print_statement
+from peftc.syntax.situation import shown
 
 MOST = 1_000  # statements of an expanded spec
 _NODES = 20  # expressions that count as a statement
@@ -31,19 +34,22 @@ _OF_WHOLE = frozenset({"P114", "P117"})  # what could not be expanded may be wha
 _OF_NAMES = frozenset({"P101", "P105", "P107"})
 _OF_MODEL = frozenset({"P205", "P208", "P302"})  # a planner says them better: it knows which sites there are
 _DEEPEST = 30  # methods within methods
+_LONGEST = 200  # characters of a statement in a note
+_QUOTED = re.compile("`([^`]*)`")
 
 
-def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None) -> ast.Spec:
+def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None, include: Include = ()) -> ast.Spec:
     """What `spec` says, with every method applied and every constant in its place.
 
     A spec that applies nothing and has one method is that method, with its defaults. `settings` (`--set name=value`)
     override the parameters of that method, else the constants that the file binds by `let`. The names of edits made by
     `apply … as enc` begin with `enc.`. Statements from other files have that file as their `origin`.
 
+    Args: `include`: folders from which `use` may read beside that of the spec; None: from no folder at all, not even that.
     Raises:
         PeftcError: P1xx, everything that is wrong with names, arguments, forms and arithmetic; P0xx in files that are used.
     """
-    done = partial(spec, settings or {})
+    done = partial(spec, settings or {}, folders_of(spec, include))
     errors = [error for error in done.found if error.severity == "error" and error.code not in _OF_MODEL]
     if errors:
         raise PeftcError(errors)
@@ -58,38 +64,40 @@ class Partial:
     found: list[Diagnostic]
 
 
-def partial(spec: ast.Spec, settings: Environment) -> Partial:
+def partial(spec: ast.Spec, settings: Environment, folders: Folders) -> Partial:
     """As `expand`, without giving up where something is wrong; of what follows from another error, nothing is said."""
-    expansion = _Expansion(settings)
-    statements = expansion.spec(spec)
-    expanded = replace(spec, statements=statements, header=(), header_trailing=None, closing=())
-    found = check(expanded)
-    if expansion.errors:
-        found = [error for error in found if error.code not in _OF_WHOLE]
-    broken = [f"`{name}`" for name in expansion.broken]
-    found = [e for e in found if not (e.code in _OF_NAMES and any(name in e.message for name in broken))]
-    return Partial(expanded, [*expansion.errors, *found])
+    only = _only_method(spec)
+    scopes = Scopes(folders)
+    expansion = Expansion(scopes, scopes.of(spec, {} if only else settings), settings)
+    statements = expansion.file(only)
+    return Partial(_expanded(spec, statements), [*scopes.errors, *expansion.found(statements)])
 
 
-def only_method(spec: ast.Spec, name: str) -> ast.Spec:
-    """A file as if it applied its method `name`, with its defaults, and did nothing else."""
-    kept = tuple(s for s in spec.statements if isinstance(s, ast.Use | ast.Method | ast.Let))
-    return replace(spec, statements=(*kept, ast.Apply(name)))
+def _expanded(spec: ast.Spec, statements: Iterable[ast.Statement]) -> ast.Spec:
+    top = tuple(s for s in statements if isinstance(s, ast.Let | ast.Edit | ast.Train | ast.Expect))
+    return replace(spec, statements=top, header=(), header_trailing=None, closing=())
 
 
-class _Expansion:
-    def __init__(self, settings: Environment) -> None:
+class Expansion:
+    """Expands a file, or one of its methods. `errors`: what could not be expanded; `cost`: the statements that were looked at."""
+
+    def __init__(self, scopes: Scopes, scope: Scope, settings: Environment) -> None:
+        self._scopes = scopes
+        self._scope = scope
         self._settings = settings
-        self._scopes = Scopes()
-        self.errors = self._scopes.errors
-        self.broken = self._scopes.broken
+        self.errors: list[Diagnostic] = []
+        self._broken: set[str] = set()
         self._stack: list[str] = []
         self._shared: dict[int, ast.Let] = {}
         self._left = MOST
 
-    def spec(self, spec: ast.Spec) -> tuple[ast.TopLevel, ...]:
-        only = _only_method(spec)
-        scope = self._scopes.of(spec, {} if only else self._settings)
+    @property
+    def cost(self) -> int:
+        return MOST - self._left
+
+    def file(self, only: ast.Method | None) -> list[ast.Statement]:
+        """What a file is; `only` where it is nothing but that method."""
+        spec, scope = self._scope.spec, self._scope
         if only:
             self._unknown_settings([param.name for param in only.params], f"method `{only.name}`")
             found = self._method(scope.methods[only.name], self._settings, self._set_notes(only))
@@ -99,9 +107,31 @@ class _Expansion:
             found, rest = [], list(spec.statements)
             if not any(applied(spec.statements)):
                 self._nothing(spec, scope)
-        found = [*self._shared_of(scope), *found, *self._body(rest, scope, scope.constants, ())]
-        foreign = [let for let in self._shared.values() if not any(let is known for known in found)]
-        return tuple(_as_top_level([*foreign, *found]))
+        found = [*self.shared(), *found, *self._body(rest, scope, scope.constants, ())]
+        there = set(map(id, found))
+        foreign = [let for let in self._shared.values() if id(let) not in there]
+        return [*foreign, *found]
+
+    def method(self, name: str) -> list[ast.Statement]:
+        """What a method of the file is with its defaults, and what of the shared parameters it uses."""
+        found: list[ast.Statement] = []
+        with collected(self.errors, self._scope.spec):
+            found = self._apply(ast.Apply(name), self._scope, self._scope.constants, ())
+        used = {call for s in found if isinstance(s, ast.Edit) for line in s.body for call in names(line.value)}
+        return [*(let for let in self._shared.values() if let.name in used), *found]
+
+    def shared(self) -> list[ast.Let]:
+        """The shared parameters of the file."""
+        return self._shared_of(self._scope, self._scope.shared)
+
+    def found(self, statements: Iterable[ast.Statement]) -> list[Diagnostic]:
+        """Everything wrong with an expansion; of what follows from another error, nothing is said."""
+        found = check(_expanded(self._scope.spec, statements))
+        if self.errors or self._scopes.errors:
+            found = [error for error in found if error.code not in _OF_WHOLE]
+        broken = self._broken | self._scopes.broken
+        told = [e for e in found if e.code not in _OF_NAMES or broken.isdisjoint(_QUOTED.findall(e.message))]
+        return [*self.errors, *told]
 
     def _unknown_settings(self, known: Sequence[str], owner: str) -> None:
         for name in self._settings:
@@ -111,11 +141,8 @@ class _Expansion:
                 self.errors.append(Diagnostic("P110", f"--set {name}: {owner} has no parameter `{name}`", help=help_))
 
     def _set_notes(self, method: ast.Method) -> tuple[str, ...]:
-        given = [
-            f"{param.name}={expression(self._settings[param.name])}"
-            for param in method.params
-            if param.name in self._settings
-        ]
+        values = ((param.name, self._settings.get(param.name)) for param in method.params)
+        given = [f"{name}={expression(value)}" for name, value in values if value is not None]
         return (f"with `--set {' --set '.join(given)}`",) if given else ()
 
     def _nothing(self, spec: ast.Spec, scope: Scope) -> None:
@@ -130,53 +157,69 @@ class _Expansion:
         )
         self.errors.append(Diagnostic("P119", message, source=spec.source, help=help_))
 
-    def _shared_of(self, scope: Scope) -> list[ast.Let]:
-        """The shared parameters of a file, each once, whichever of its methods are applied."""
+    def _shared_of(self, scope: Scope, names: Iterable[str]) -> list[ast.Let]:
+        """Shared parameters of a file, each once, whichever of its methods are applied."""
         found: list[ast.Let] = []
-        for let in scope.shared:
+        for let in (let for name in names for let in scope.shared.get(name, ())):
             if id(let) not in self._shared:
                 with collected(self.errors, scope.spec):
-                    value = substitute(let.value, scope.constants)
+                    value = self._substituted(let.value, scope.constants)
                     self._shared[id(let)] = replace(let, value=value, origin=scope.spec.source)
                     found.append(self._shared[id(let)])
         return found
 
     def _method(self, definition: Definition, given: Environment, via: tuple[str, ...]) -> list[ast.Statement]:
         method, scope = definition.method, definition.scope
-        self._shared_of(scope)
-        known = dict(scope.constants)
+        known = overlay(scope.constants)
         with collected(self.errors, scope.spec):
+            self._charge(len(method.params) // _NODES, method.span)
             for param in method.params:
-                known[param.name] = given[param.name] if param.name in given else substitute(param.default, known)
+                value = given.get(param.name)
+                known[param.name] = self._substituted(param.default, known) if value is None else value
         self._stack.append(method.name)
         found = self._body(method.body, scope, known, via)
         self._stack.pop()
+        if self._left > 0:
+            self._shared_of(scope, names_of([method]))
         return found
 
     def _body(
         self, body: Iterable[ast.Statement], scope: Scope, known: Environment, via: tuple[str, ...]
     ) -> list[ast.Statement]:
         found: list[ast.Statement] = []
-        inner = dict(known)
+        inner = overlay(known)
         bound: dict[str, ast.Expr] = {}
         for statement in body:
             if self._left <= 0:
                 break
+            errors = len(self.errors)
             with collected(self.errors, scope.spec):
                 if not isinstance(statement, ast.Let):
                     found += self._statement(statement, scope, inner, via)
-                elif _is_top(statement, scope):
+                elif id(statement) in scope.own:
                     continue  # known to the scope of the file
                 elif is_shared(statement.value):
-                    found.append(self._said(replace(statement, value=substitute(statement.value, inner)), scope, via))
+                    value = self._substituted(statement.value, inner)
+                    found.append(self._said(replace(statement, value=value), scope, via))
                 else:
-                    refuse_second(statement, bound)
-                    self.broken.add(statement.name)
-                    value = substitute(statement.value, inner)
-                    refuse_variable(statement, value)
-                    inner[statement.name] = bound[statement.name] = value
-                    self.broken.discard(statement.name)
+                    self._bind(statement, inner, bound)
+            self._left -= len(self.errors) > errors
         return found
+
+    def _bind(self, let: ast.Let, inner: MutableMapping[str, ast.Expr | None], bound: dict[str, ast.Expr]) -> None:
+        self._charge(1, let.span)
+        refuse_second(let, bound)
+        self._broken.add(let.name)
+        value = self._substituted(let.value, inner)
+        refuse_variable(let, value)
+        inner[let.name] = bound[let.name] = value
+        self._broken.discard(let.name)
+
+    def _substituted(self, value: ast.Expr, known: Environment) -> ast.Expr:
+        """As `substitute`; large values count as statements."""
+        result = substitute(value, known)
+        self._charge(sum(1 for _ in expressions(result)) // _NODES, value.span)
+        return result
 
     def _statement(
         self, statement: ast.Statement, scope: Scope, known: Environment, via: tuple[str, ...]
@@ -200,18 +243,22 @@ class _Expansion:
         return replace(statement, origin=scope.spec.source, via=via)
 
     def _spend(self, statement: ast.Statement) -> None:
+        self._charge(1 + _size(statement) // _NODES, statement.span)
+
+    def _charge(self, cost: int, at: Span) -> None:
         """Methods can double what they apply, again and again: an expansion is given up when it becomes too large."""
         if self._left <= 0:
             return
-        self._left -= 1 + _size(statement) // _NODES
+        self._left -= cost
         if self._left <= 0:
-            raise PeftcError(Diagnostic("P120", f"the spec expands to more than {MOST} statements", statement.span))
+            raise PeftcError(Diagnostic("P120", f"the spec expands to more than {MOST} statements", at))
 
     def _apply(self, apply: ast.Apply, scope: Scope, known: Environment, via: tuple[str, ...]) -> list[ast.Statement]:
         self._spend(apply)
         definition = self._called(apply, scope)
         given = self._arguments(apply, definition.method, known)
-        note = f"from `{print_statement(replace(apply, leading=(), trailing=None))}`, line {apply.span.line} of {scope.spec.source.path}"
+        written = shown(print_statement(replace(apply, leading=(), trailing=None)), _LONGEST)
+        note = f"from `{written}`, line {apply.span.line} of {scope.spec.source.path}"
         found = self._method(definition, given, (note, *via) if apply.span.end else via)
         if apply.at is not None:
             found = [self._within(statement, apply.at) for statement in found]
@@ -244,7 +291,7 @@ class _Expansion:
             elif arg.name in given:
                 errors.append(Diagnostic("P104", f"`{arg.name}` is given twice", arg.span, help="remove one of them"))
             else:
-                given[arg.name] = substitute(arg.value, known)
+                given[arg.name] = self._substituted(arg.value, known)
         if errors:
             raise PeftcError(errors)
         return given
@@ -276,11 +323,3 @@ def _only_method(spec: ast.Spec) -> ast.Method | None:
     """The method of a file that has one and applies nothing."""
     methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]
     return methods[0] if len(methods) == 1 and not any(applied(spec.statements)) else None
-
-
-def _is_top(let: ast.Let, scope: Scope) -> bool:
-    return any(let is statement for statement in scope.spec.statements)
-
-
-def _as_top_level(statements: Iterable[ast.Statement]) -> Iterable[ast.TopLevel]:
-    return (s for s in statements if isinstance(s, ast.Let | ast.Edit | ast.Train | ast.Expect))

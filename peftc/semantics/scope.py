@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from peftc import resources
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.semantics.check_definitions import check_definitions
-from peftc.semantics.load import read_spec
+from peftc.semantics.load import Folders, folder_of, path_of, read_used
 from peftc.semantics.substitute import Environment, is_constant, substitute
 from peftc.semantics.walk import is_shared
 from peftc.syntax import ast
+
+_DEEPEST = 50  # files within files
 
 
 @dataclass
@@ -29,14 +31,16 @@ class Scope:
     spec: ast.Spec
     methods: dict[str, Definition] = field(default_factory=dict[str, Definition])
     constants: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])
-    shared: list[ast.Let] = field(default_factory=list[ast.Let])
+    shared: dict[str, list[ast.Let]] = field(default_factory=dict[str, list[ast.Let]])  # several where one is too many
+    own: set[int] = field(default_factory=set[int])  # ids of its statements
 
 
 class Scopes:
     """Reads files and what they use; everything that is wrong is collected in `errors`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folders: Folders) -> None:
         self.errors: list[Diagnostic] = []
+        self._folders = folders
         self.broken: set[str] = set()  # names whose `let` is wrong: nothing can be said about their uses
         self._read: dict[Path, Scope | None] = {}
         self._open: list[Path] = []
@@ -51,13 +55,14 @@ class Scopes:
 
     def _fill(self, scope: Scope, settings: Environment) -> None:
         for statement in scope.spec.statements:
+            scope.own.add(id(statement))
             match statement:
                 case ast.Use():
                     self._use(statement, scope)
                 case ast.Method():
                     self._define(statement.name, Definition(statement, scope), statement, scope)
                 case ast.Let() if is_shared(statement.value):
-                    scope.shared.append(statement)
+                    scope.shared.setdefault(statement.name, []).append(statement)
                 case ast.Let():
                     self._constant(statement, scope, settings)
                 case _:
@@ -79,37 +84,47 @@ class Scopes:
 
     def _use(self, use: ast.Use, scope: Scope) -> None:
         with collected(self.errors, scope.spec):
-            path = standard(use) if use.source is None else beside(scope.spec, use.source)
-            used = self._file(path, use, scope.spec)
+            used = self._file(use, scope.spec)
             if used is None:
                 return
             if use.name not in used.methods:
                 known = list(used.methods)
-                message = f"{path.name} has no method `{use.name}`"
+                message = f"{path_of(used.spec).name} has no method `{use.name}`"
                 help_ = did_you_mean(use.name, known) or f"it has {listed(known)}"
                 raise PeftcError(Diagnostic("P109", message, use.span, help=help_))
             self._define(use.name, used.methods[use.name], use, scope)
 
-    def _file(self, path: Path, use: ast.Use, spec: ast.Spec) -> Scope | None:
-        """The scope of another file; None where it has errors (which are reported once)."""
+    def _file(self, use: ast.Use, spec: ast.Spec) -> Scope | None:
+        """The scope of the file that is used; None where it has errors (which are reported once)."""
+        path = standard(use) if use.source is None else self._found(use.source, use, spec)
         if path in self._open or path == path_of(spec):
             chain = " → ".join(found.name for found in (*self._open, path))
             raise PeftcError(Diagnostic("P113", f"{path.name} uses itself", use.span, notes=(f"by way of {chain}",)))
+        if len(self._open) >= _DEEPEST:
+            raise PeftcError(Diagnostic("P126", f"more than {_DEEPEST} files use each other", use.span))
         if path not in self._read:
             self._read[path] = None
             self._open.append(path)
             try:
-                self._read[path] = self.of(read_spec(path), {})
+                self._read[path] = self.of(read_used(path), {})
             except PeftcError as error:
-                found = [e if e.source else _at_use(e, use, spec) for e in error.diagnostics]
-                self.errors += found
+                self.errors += at_use(error, use, spec).diagnostics
             finally:
                 self._open.pop()
         return self._read[path]
 
+    def _found(self, source: str, use: ast.Use, spec: ast.Spec) -> Path:
+        try:
+            return self._folders.find(source, folder_of(spec))
+        except PeftcError as error:
+            raise at_use(error, use, spec) from None
 
-def _at_use(error: Diagnostic, use: ast.Use, spec: ast.Spec) -> Diagnostic:
-    return Diagnostic(error.code, error.message, use.span, spec.source, notes=error.notes, help=error.help)
+
+def at_use(error: PeftcError, use: ast.Use, spec: ast.Spec) -> PeftcError:
+    """What is about no text yet is said of the `use` that names it."""
+    return PeftcError(
+        found if found.source else replace(found, span=use.span, source=spec.source) for found in error.diagnostics
+    )
 
 
 class collected:
@@ -142,15 +157,6 @@ def refuse_variable(let: ast.Let, value: ast.Expr) -> None:
         message = f"outside of an edit, `let {let.name}` binds a constant or something shared"
         help_ = f"move it into the edit, or write `let {let.name} = shared(…)` for one set of parameters at all sites"
         raise PeftcError(Diagnostic("P115", message, let.value.span, help=help_))
-
-
-def path_of(spec: ast.Spec) -> Path:
-    return Path(spec.source.path).resolve()
-
-
-def beside(spec: ast.Spec, source: str) -> Path:
-    """A file named in `spec`, relative to the folder of `spec`."""
-    return (path_of(spec).parent / source).resolve()
 
 
 def standard(use: ast.Use) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
+from typing import cast
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.semantics.constants import constant, fold, placed
@@ -11,27 +13,35 @@ from peftc.semantics.vocabulary import OF_EDIT, STATES, TRUTHS
 from peftc.semantics.walk import expressions, names, size
 from peftc.syntax import ast
 
-Environment = Mapping[str, ast.Expr]
+Environment = Mapping[str, ast.Expr | None]  # None: a name that something nearer has taken
 _DEEPEST, _LARGEST = 150, 1_000
+_UNFOLDED = 5 * _LARGEST  # arithmetic makes an expression smaller
 
 
 def substitute(value: ast.Expr, known: Environment) -> ast.Expr:
     """`value` with the names of `known` replaced and arithmetic on constants done.
 
-    Raises: PeftcError P120 where arithmetic fails or the result is too large.
+    Raises: PeftcError P120 where arithmetic fails or the result is too large; it is not made, then.
     """
-    result = _substituted(value, known)
-    if not size(result, _DEEPEST, _LARGEST):
-        raise PeftcError(
-            Diagnostic("P120", "this expression becomes too large when its names are replaced", value.span)
-        )
-    return result
+    if size(value, _UNFOLDED, _UNFOLDED, known):
+        result = _substituted(value, known)
+        if size(result, _DEEPEST, _LARGEST):
+            return result
+    message = "this expression becomes too large when its names are replaced"
+    raise PeftcError(Diagnostic("P120", message, value.span))
+
+
+def overlay(known: Environment) -> MutableMapping[str, ast.Expr | None]:
+    """What is known, with room for nearer names, whose number is all that it costs."""
+    maps = known.maps if isinstance(known, ChainMap) else [known]
+    return ChainMap({}, *cast(list[MutableMapping[str, ast.Expr | None]], maps))
 
 
 def _substituted(value: ast.Expr, known: Environment) -> ast.Expr:
     match value:
         case ast.Name(name):
-            return placed(known[name], value) if name in known else value
+            meant = known.get(name)
+            return value if meant is None else placed(meant, value)
         case ast.Call(function, args, kwargs):
             named = tuple(replace(keyword, value=_substituted(keyword.value, known)) for keyword in kwargs)
             meant = known.get(function)
@@ -50,7 +60,7 @@ def in_body(body: tuple[ast.Equation | ast.Let, ...], known: Environment) -> tup
 
     Raises: PeftcError P120; P111 and P121 for a `let` that binds a name twice, or a state. Every failure.
     """
-    scope, local, bound = dict(known), set[str](), set[str]()
+    scope, local, bound = overlay(known), set[str](), set[str]()
     kept: list[ast.Equation | ast.Let] = []
     errors: list[Diagnostic] = []
     for line in body:
@@ -62,7 +72,7 @@ def in_body(body: tuple[ast.Equation | ast.Let, ...], known: Environment) -> tup
         if isinstance(line, ast.Let):
             errors += _misnamed(line, bound)
             bound.add(line.name)
-            scope.pop(line.name, None)
+            scope[line.name] = None
             if is_constant(value) and not (isinstance(value, ast.Name) and value.id in local):
                 scope[line.name] = value
                 local.discard(line.name)
@@ -86,7 +96,9 @@ def _misnamed(let: ast.Let, bound: set[str]) -> list[Diagnostic]:
 def in_expectation(value: ast.Expr, known: Environment) -> ast.Expr:
     """One side of an `expect`: in `sites(qv)`, `qv` is the name of an edit whatever else is called so."""
     edits = {name for call in expressions(value) if _is_of_edit(call) for name in names(call)}
-    return substitute(value, {name: constant for name, constant in known.items() if name not in edits})
+    scope = overlay(known)
+    scope.update(dict.fromkeys(edits))
+    return substitute(value, scope)
 
 
 def _is_of_edit(value: ast.Expr) -> bool:

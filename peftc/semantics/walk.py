@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from peftc.semantics.vocabulary import SHARED
 from peftc.syntax import ast
@@ -30,16 +30,20 @@ def expressions(value: ast.Expr) -> Iterator[ast.Expr]:
         stack.extend(reversed(children(found)))
 
 
-def size(value: ast.Expr, deepest: int, largest: int) -> bool:
-    """Whether `value` has at most `deepest` levels and `largest` expressions."""
-    stack = [(value, 1)]
+def size(value: ast.Expr, deepest: int, largest: int, known: Mapping[str, ast.Expr | None] | None = None) -> bool:
+    """Whether `value` has at most `deepest` levels and `largest` expressions, with those of `known` in the place of names."""
+    stack = [(value, 1, known)]
     seen = 0
     while stack:
-        found, level = stack.pop()
+        found, level, names = stack.pop()
         seen += 1
         if level > deepest or seen > largest:
             return False
-        stack.extend((child, level + 1) for child in children(found))
+        if names is not None and isinstance(found, ast.Name) and (meant := names.get(found.id)) is not None:
+            stack.append((meant, level, None))  # what is known has no names to replace
+            seen -= 1
+            continue
+        stack.extend((child, level + 1, names) for child in children(found))
     return True
 
 
@@ -55,6 +59,28 @@ def names(value: ast.Expr) -> Iterator[str]:
             yield found.id
         elif isinstance(found, ast.Call):
             yield found.function
+
+
+def names_of(statements: Iterable[ast.Statement]) -> Iterator[str]:
+    """Every name that the expressions of some statements use."""
+    for statement in statements:
+        match statement:
+            case ast.Edit(body=body):
+                yield from names_of(body)
+            case ast.Method(params=params, body=body):
+                yield from names_of(body)
+                for param in params:
+                    yield from names(param.default)
+            case ast.Equation(value=value) | ast.Let(value=value):
+                yield from names(value)
+            case ast.Expect(left=left, right=right):
+                yield from names(left)
+                yield from names(right) if right is not None else ()
+            case ast.Apply(args=args):
+                for arg in args:
+                    yield from names(arg.value)
+            case _:
+                pass
 
 
 def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:

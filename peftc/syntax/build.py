@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Literal, TypeVar, cast
 
 from lark import Token, Tree
@@ -102,19 +103,17 @@ class Builder:
 
     def _params(self, item: Tree[Token] | None) -> tuple[ast.Param, ...]:
         found: list[ast.Param] = []
-        for child in trees(item) if item is not None else ():
+        children: list[Item] = [] if item is None else item.children
+        for child, following in zip_longest(children, children[1:]):
+            if isinstance(child, Token):
+                continue
             at = span(child)
             above = (*self._comments.above(at.start, at.line, first=True), *self._comments.inside(at.end))
             value = self.expression(trees(child)[0])
-            end = self._comma_after(item, child) or at
+            end = span_of(following) if isinstance(following, Token) and following.type == "COMMA" else at
             beside = self._comments.beside(end.end, end.end_line)
             found.append(ast.Param(str(word(child, "NAME")), value, leading=above, trailing=beside, span=at))
         return tuple(found)
-
-    def _comma_after(self, item: Item | None, param: Tree[Token]) -> Span | None:
-        children = item.children if isinstance(item, Tree) else []
-        after = [child for child in children if isinstance(child, Token) and (child.start_pos or 0) >= span(param).end]
-        return span_of(after[0]) if after and after[0].type == "COMMA" else None
 
     def _opened(self, item: Tree[Token], first: bool) -> tuple[tuple[str, ...], str | None]:
         """The comments above and within the head of a block, and the one beside its `{`."""

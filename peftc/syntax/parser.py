@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from lark import Token, Tree
@@ -13,11 +14,12 @@ from peftc.syntax.comments import Comments
 from peftc.syntax.lexical import lexical
 from peftc.syntax.mistakes import explain
 from peftc.syntax.nodes import deepest, span
-from peftc.syntax.recovery import accepted, copied, feeds, resume
+from peftc.syntax.recovery import accepted, feeds, resume
 from peftc.syntax.situation import situation
 from peftc.syntax.tokens import Cut, cut, language, span_of
 
 MOST_ERRORS = 20  # more of them in one text say nothing new
+_MOST_RESUMPTIONS = 2 * MOST_ERRORS  # each looks at the rest of the text
 _QUIET = 3  # an error less than this many tokens after another is taken for its consequence
 _DEEPEST_BRACKETS = 40
 _DEEPEST = 150  # levels of the tree, so that whatever walks over it may be recursive
@@ -74,18 +76,22 @@ def _tree(words: Cut, source: Source, start: str) -> Tree[Token]:
 def _read(tokens: Sequence[Token], errors: list[Diagnostic], start: str) -> Tree[Token]:
     """The tree of a text, which is worth something where `errors` is still empty."""
     parser = language().parse_interactive(start=start)
-    lexical_errors = {error.span.start for error in errors if error.span}
-    at = quiet_until = 0
+    lexical_errors = sorted(error.span.start for error in errors if error.span)
+    at = quiet_until = resumptions = 0
     while at < len(tokens):
-        before = copied(parser)
+        state = parser.parser_state
+        before = state.state_stack[:], state.value_stack[:]
         if feeds(parser, tokens[at]):
             at += 1
             continue
-        accepts = accepted(before)
+        state.state_stack, state.value_stack = before  # it may have reduced before it saw that the token does not fit
+        accepts = accepted(parser)
         if at >= quiet_until and not _near(tokens, at, lexical_errors):
-            errors += diagnosed(tokens, at, accepts, before.parser_state.value_stack, first=not errors)
+            errors += diagnosed(tokens, at, accepts, state.value_stack, first=not errors)
         quiet_until = at + _QUIET
-        resumed = resume(before, tokens, at, accepts) if len(errors) < MOST_ERRORS else None
+        resumptions += 1
+        enough = len(errors) >= MOST_ERRORS or resumptions >= _MOST_RESUMPTIONS
+        resumed = None if enough else resume(parser, tokens, at, accepts)
         if resumed is None:
             break
         parser, at = resumed.parser, resumed.at
@@ -107,19 +113,20 @@ def diagnosed(
     return [Diagnostic(row.code, message, span_of(token), label=row.label(seen), help=row.help(seen))]
 
 
-def _near(tokens: Sequence[Token], at: int, lexical_errors: set[int]) -> bool:
+def _near(tokens: Sequence[Token], at: int, lexical_errors: Sequence[int]) -> bool:
     """Whether a word beside `tokens[at]` was wrong in itself, or something between them was left out."""
-    low = tokens[at - 2].start_pos if at > 1 else 0
-    high = tokens[at].end_pos
-    return any((low or 0) <= error <= (high or 0) for error in lexical_errors)
+    low = (tokens[at - 2].start_pos or 0) if at > 1 else 0
+    first = bisect_left(lexical_errors, low)
+    return first < len(lexical_errors) and lexical_errors[first] <= (tokens[at].end_pos or 0)
 
 
 def _too_deep(tokens: Sequence[Token]) -> Diagnostic | None:
-    """Nothing sensible nests its brackets deeper, and the parser's time grows with them."""
-    depth = 0
+    """Nothing sensible nests its brackets deeper, or negates more often, and the parser's time grows with them."""
+    depth = signs = 0
     for token in tokens:
         depth += {"LPAR": 1, "LSQB": 1, "LBRACE": 1, "RPAR": -1, "RSQB": -1, "RBRACE": -1}.get(token.type, 0)
-        if depth > _DEEPEST_BRACKETS:
+        signs = signs + 1 if token.type == "MINUS" else 0
+        if max(depth, signs) > _DEEPEST_BRACKETS:
             return _nested(span_of(token))
     return None
 

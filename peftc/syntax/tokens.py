@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -39,6 +39,12 @@ def language() -> Lark:
 
 
 @cache
+def words() -> Lark:
+    """The words of the grammar alone. The parser would make a new lexer for every text."""
+    return Lark(resources.grammar(), parser=None, lexer="basic", start=["spec", "expression"], postlex=_KeepAll())
+
+
+@cache
 def keywords() -> dict[str, str]:
     """The reserved words, as terminal name -> text."""
     terminals = ((t.name, t.pattern.value) for t in language().terminals if t.pattern.type == "str")
@@ -55,6 +61,14 @@ def spelling(terminal: str) -> str:
     )
 
 
+_BEGINNING = re.compile(r"\ufeff?(?:[ \t\f\r\n]|#[^\r\n]*+)*+peft[ \t\f\r\n]+[0-9]")
+
+
+def begins_as_spec(text: str) -> bool:
+    """Whether the first words of a text, comments aside, are `peft` and a number."""
+    return _BEGINNING.match(text) is not None
+
+
 @dataclass(frozen=True)
 class Cut:
     """The tokens of a text, an `$END` last, and the comments between them."""
@@ -68,21 +82,24 @@ def cut(text: str) -> Cut:
     text = " " + text[1:] if text.startswith("\ufeff") else text
     tokens: list[Token] = []
     comments: list[Token] = []
-    for token in language().lex(text):
-        last = tokens[-1] if tokens else None
-        if token.type == "COMMENT":
-            comments.append(token)
-        elif token.type == "STRAY" and last and last.type == "STRAY" and last.end_pos == token.start_pos:
-            tokens[-1] = _joined(last, token)
+    strays: list[Token] = []
+    for token in words().lex(text):
+        if strays and not (token.type == "STRAY" and strays[-1].end_pos == token.start_pos):
+            tokens.append(_joined(strays))
+            strays = []
+        if token.type == "STRAY":
+            strays.append(token)
         else:
-            tokens.append(token)
+            (comments if token.type == "COMMENT" else tokens).append(token)
+    tokens += [_joined(strays)] if strays else []
     tokens.append(_end(text))
     return Cut(tuple(tokens), tuple(comments))
 
 
-def _joined(first: Token, second: Token) -> Token:
-    at = (first.start_pos, first.line, first.column, second.end_line, second.end_column, second.end_pos)
-    return Token(first.type, str(first) + str(second), *at)
+def _joined(strays: Sequence[Token]) -> Token:
+    first, last = strays[0], strays[-1]
+    at = (first.start_pos, first.line, first.column, last.end_line, last.end_column, last.end_pos)
+    return Token(first.type, "".join(strays), *at)
 
 
 def _end(text: str) -> Token:

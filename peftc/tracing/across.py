@@ -14,6 +14,7 @@ from torch import fx, nn
 from peftc.tracing import graphs
 from peftc.tracing.axes import features_dim
 from peftc.tracing.features import numbered
+from peftc.tracing.operands import value_operands
 from peftc.tracing.stream import Stream
 
 
@@ -26,7 +27,7 @@ def mixed_by_linears(body: set[fx.Node], stream: Stream, root: nn.Module) -> boo
             if len(shape) == 3 and features_dim(node, root) == 2:
                 numbers[node] = torch.arange(shape[1])[None, :, None].expand(shape)
             continue
-        given = [n for n in graphs.sources(node) if n in numbers]
+        given = [n for n in value_operands(node) if n in numbers]
         if not given:
             continue
         if not graphs.is_linear(node, root):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -11,13 +11,15 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from peftc.model.fakes import fake_mode
-from peftc.model.identity import fingerprint, parameters, tied_groups
+from peftc.model.identity import VERSION, fingerprint, overlaps, parameters, tied_groups
+from peftc.model.instance_forward import instance_forward
 from peftc.model.resolve import ModelSource, resolve
 from peftc.model.skeleton import skeleton
 from peftc.tracing.kinds import Anatomy, dissect, example_width
 from peftc.tracing.naming import name_stacks
-from peftc.tracing.outside import module_infos
-from peftc.tracing.sites import SiteTable
+from peftc.tracing.outside import module_infos, unread_modules
+from peftc.tracing.sharing import shared_modules
+from peftc.tracing.sites import Site, SiteTable, UnreadModule
 from peftc.tracing.table import all_sites
 
 ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
@@ -42,26 +44,46 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     fake = skeleton(source).eval()
     anatomy = dissect(fake, sample, fake_mode(fake))
     name_stacks(anatomy)
+    anatomy.shared = shared_modules(anatomy)
     layers = [kind for stack in anatomy.stacks for kind in stack.kinds]
-    none = (
-        () if layers else (f"{source.id} has no transformer layers that could be found: only its modules can be named",)
-    )
-    sites = all_sites(anatomy)
-    if layers and not any(step == "attn" for site in sites for step, _ in site.steps):
-        none = (f"{source.id} has no attention: `attn` and what stands below it name nothing",)
+    sites, unread = all_sites(anatomy), unread_modules(anatomy)
     table = SiteTable(
         model_id=source.id,
         model_type=source.type,
         parameters=parameters(fake),
         d_model=example_width(layers[0]) if layers else 0,
         fingerprint=fingerprint(fake),
+        fingerprint_version=VERSION,
         sites=sites,
         modules=module_infos(anatomy),
         tied=tied_groups(fake),
-        warnings=(*anatomy.warnings, *none),
+        overlaps=overlaps(fake),
+        shared=anatomy.shared,
+        warnings=(*warnings(source.id, sites, unread), *hidden(source.module)),
+        unread=unread,
         positions=positions(fake),
     )
     return Analysis(source, anatomy, table)
+
+
+def warnings(model: str, sites: tuple[Site, ...], unread: tuple[UnreadModule, ...]) -> Iterator[str]:
+    """What a model does not have, or may have where it could not be read."""
+    words = {step for site in sites for step, _ in site.steps}
+    if "layer" not in words:
+        yield f"{model} has no transformer layers that could be found: only its modules can be named"
+    elif "attn" not in words and not any("attn" in module.hides for module in unread):
+        yield f"{model} has no attention: `attn` and what stands below it name nothing"
+
+
+def hidden(model: nn.Module | None) -> list[str]:
+    """The modules of a model in memory whose code is unknown."""
+    modules = model.named_modules() if model is not None else ()
+    found = [(name, instance_forward(module)) for name, module in modules]
+    return [
+        f"`{name}` has a `forward` in its instance that cannot be followed: what it runs was not read"
+        for name, forward in found
+        if forward is not None and forward.function is None
+    ]
 
 
 def positions(model: nn.Module) -> int | None:

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from peftc.tracing import graphs
+from peftc.tracing.operands import value_operands, value_users
 from peftc.tracing.seams import applied, attention
 
 SOFTMAX = (nn.functional.softmax, torch.softmax)
@@ -101,8 +102,8 @@ def mixed(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     seen, todo = {softmax}, [softmax]
     while todo:
         node = todo.pop(0)
-        for user in node.users:
-            if user in seen or graphs.is_fact(user):
+        for user in value_users(node):
+            if user in seen:
                 continue
             seen.add(user)
             if graphs.is_product(user) and not graphs.is_edit(user):
@@ -114,9 +115,18 @@ def mixed(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def scores_behind(node: fx.Node, root: nn.Module) -> Iterator[fx.Node]:
-    """The nearest products of two activations upstream."""
-    stop = lambda n: is_scores(n) or graphs.is_linear(n, root)  # noqa: E731
+    """The nearest products of two activations upstream; a Linear before them mixes heads."""
+    stop = lambda n: is_scores(n) or (graphs.is_linear(n, root) and not mixes_heads(n))  # noqa: E731
     return (n for n in graphs.upstream(node, stop) if is_scores(n))
+
+
+def mixes_heads(linear: fx.Node) -> bool:
+    """Whether a Linear reads scores, but for their layout and scale."""
+    node = graphs.first_input(linear)
+    while node is not None and not is_scores(node):
+        before = value_operands(node) if node.op in ("call_method", "call_function") else []
+        node = before[0] if len(before) == 1 else None
+    return node is not None
 
 
 def is_scores(node: fx.Node) -> bool:

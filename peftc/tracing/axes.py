@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from peftc.tracing import graphs
 from peftc.tracing.calls import innermost
+from peftc.tracing.operands import value_operands, value_users
 
 _SECOND = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -35,7 +36,7 @@ def made_at(node: fx.Node, root: nn.Module, seen: set[fx.Node]) -> int | None:
     own = layer_dim(node, root)
     if own is not None:
         return own
-    for source in node.all_input_nodes:
+    for source in value_operands(node):
         if source in seen or not moves(source, node):
             continue
         before = made_at(source, root, seen)
@@ -49,7 +50,7 @@ def made_at(node: fx.Node, root: nn.Module, seen: set[fx.Node]) -> int | None:
 def taken_at(node: fx.Node, root: nn.Module, seen: set[fx.Node]) -> int | None:
     """The same as what takes the value tells it."""
     seen.add(node)
-    for user in node.users:
+    for user in value_users(node):
         if user in seen or not graphs.is_tensor(user):
             continue
         if user.op == "call_module" and graphs.first_input(user) is node and (own := layer_dim(user, root)) is not None:

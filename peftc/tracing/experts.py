@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from peftc.tracing import features, graphs, mlp
+from peftc.tracing.operands import value_users
 from peftc.tracing.sites import Slice
 from peftc.tracing.tracer import Traced
 
@@ -68,6 +69,11 @@ def experts(module: str, traced: Traced) -> Experts | None:
     named = {name: role for name, role in roles.items() if role is not None}
     counts = {role.weight.count for role in named.values()}
     return Experts(module, counts.pop(), named) if named and len(counts) == 1 else None
+
+
+def multiplies_pieces(traced: Traced) -> bool:
+    """Whether code multiplies by pieces of parameters, as that of experts does, whether or not these can be told apart."""
+    return any(picked_in(node) is not None for node in traced.graph.nodes)
 
 
 def projections(traced: Traced, root: nn.Module) -> dict[str, mlp.Projection]:
@@ -190,7 +196,7 @@ def bias_of(product: fx.Node, module: str, weight: Bank) -> Bank | None:
     """The parameter whose pieces are added to a product: one vector (out) an expert."""
     given = [product.args[2]] if product.target is nn.functional.linear and len(product.args) > 2 else []
     given += [product.kwargs["bias"]] if "bias" in product.kwargs else []
-    for user in product.users:
+    for user in value_users(product):
         if graphs.is_add(user):
             given += [a for a in user.args[:2] if a is not product]
     for value in given:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from peftc.model.known import tensors
 from peftc.tracing import graphs
 from peftc.tracing.mixing import weighted
+from peftc.tracing.operands import is_cache_part, is_write, value_operands
 from peftc.tracing.pieces import piece
 from peftc.tracing.sites import Slice
 
@@ -89,7 +90,7 @@ def _keeps_sign(node: fx.Node, ways: set[fx.Node], root: nn.Module) -> bool:
     if graphs.passes_through(node, root) is not None or _is_layout(node) or node.target in ("clamp", "clamp_"):
         return True
     arithmetic = graphs.is_add(node) or node.target in (operator.mul, torch.mul)
-    return arithmetic and len([n for n in node.all_input_nodes if n in ways]) == 1
+    return arithmetic and len([n for n in value_operands(node) if n in ways]) == 1
 
 
 def blockless(value: fx.Node, linear: fx.Node, root: nn.Module) -> bool:
@@ -114,7 +115,7 @@ def dims_of(value: fx.Node, root: nn.Module) -> set[int]:
     with unset_fake_temporarily():
         numbers = numbers_of(linear)
         for node in sorted(behind - linears):
-            given = [n for n in graphs.sources(node) if n in numbers]
+            given = [n for n in value_operands(node) if n in numbers]
             if given and (made := numbered(node, given, numbers)) is not None:
                 numbers[node] = made
         made = numbers.get(value)
@@ -141,11 +142,10 @@ def _reaching(linear: fx.Node, inside: list[fx.Node], values: tuple[fx.Node, ...
     numbers = numbers_of(linear)
     reached: list[torch.Tensor] = []
     for node in inside:
-        sources = node.all_input_nodes[:1] if node.target in _LIKE else graphs.sources(node)
-        given = [n for n in sources if n in numbers]
+        given = [n for n in value_operands(node) if n in numbers]
         if not given:
             continue
-        made = None if graphs.is_write(node) else numbered(node, given, numbers)
+        made = None if is_write(node) else numbered(node, given, numbers)
         if made is not None:
             numbers[node] = made
             continue
@@ -163,6 +163,8 @@ def numbered(node: fx.Node, sources: list[fx.Node], numbers: dict[fx.Node, Any])
     """The numbers after one operation that moves what is numbered; None for one that computes with it."""
     if len(sources) == 1 and _hands_on(node, sources[0]):
         return numbers[sources[0]]
+    if any(source not in node.all_input_nodes for source in sources):
+        return None  # a part of what a leaf returns
     if not _is_layout(node) and not _joins(node, numbers):
         return None
     args = fx.map_arg(node.args, lambda n: numbers.get(n, graphs.example(n)))
@@ -188,7 +190,7 @@ def _is_layout(node: fx.Node) -> bool:
         return node.target in _LAYOUT_METHODS or node.target in _LIKE
     if node.target is getattr:
         return node.args[1] in _TURNS
-    return node.op == "call_function" and (node.target in _LAYOUT_FUNCTIONS or graphs.is_cache_part(node))
+    return node.op == "call_function" and (node.target in _LAYOUT_FUNCTIONS or is_cache_part(node))
 
 
 def _joins(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> bool:
@@ -198,12 +200,13 @@ def _joins(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> bool:
 
 def _hands_on(node: fx.Node, source: fx.Node) -> bool:
     """Whether features stay where they are: an operation on one tensor that keeps its shape, or a cache's update."""
-    if graphs.is_cache_part(node):
+    if is_cache_part(node):
         return True
+    inside = source not in node.all_input_nodes  # of what returns several results
     before, after = graphs.example(source), graphs.example(node)
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
-    return before.shape == after.shape and not _is_layout(node) and not graphs.is_product(node)
+    return before.shape == after.shape and (inside or not _is_layout(node)) and not graphs.is_product(node)
 
 
 def blocks(features: torch.Tensor, width: int) -> Slice | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx, nn
 
+from peftc.tracing.operands import changes, is_fact, value_operands, value_users
 from peftc.tracing.pieces import piece
 from peftc.tracing.seams import attention
 
@@ -19,10 +20,6 @@ PASSING_METHODS = frozenset(
     {"to", "type", "type_as", "contiguous", "view", "reshape", "float", "clone", "squeeze", "unsqueeze", "flatten"}
 )
 PASSING_FUNCTIONS = (nn.functional.dropout, torch.clamp, torch.reshape, torch.dropout)
-BLANKS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.empty_like, torch.zeros_like, torch.ones_like)
-BLANK_METHODS = frozenset({"new_empty", "new_zeros", "new_ones", "new_full"})
-SHAPED_LIKE = frozenset({"reshape_as", "view_as", "expand_as", "type_as"})  # the second tensor
-VIEWS = frozenset({"view", "transpose", "permute", "narrow", "select", "unsqueeze", "squeeze"})
 
 
 def example(node: object) -> object:
@@ -84,15 +81,6 @@ def is_edit(node: fx.Node) -> bool:
     return node.meta.get("origin", ("",))[0] == EDIT
 
 
-def is_size(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "size"
-
-
-def is_fact(node: fx.Node) -> bool:
-    """Whether a node asks a tensor for something that does not depend on its values: a size, its device, its dtype."""
-    return is_size(node) or (node.target is getattr and isinstance(example(node), (torch.device, torch.dtype, int)))
-
-
 def is_add(node: fx.Node) -> bool:
     if node.op == "call_function":
         return node.target in ADDS
@@ -135,60 +123,6 @@ def stripped(node: fx.Node, root: nn.Module) -> fx.Node:
     return node
 
 
-def is_blank(node: fx.Node) -> bool:
-    """Whether a node makes a tensor of its own, whose values are those that are written into it later."""
-    return node.target in BLANK_METHODS if node.op == "call_method" else node.target in BLANKS
-
-
-def is_write(node: fx.Node) -> bool:
-    """Whether a node changes its first argument in place: `copy_`, `index_add_`, `t[key] = value`."""
-    if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    return node.target is operator.setitem
-
-
-def changes(node: fx.Node, value: fx.Node) -> bool:
-    """Whether a node writes into a value that was there before: what reads it later reads what was written."""
-    return is_write(node) and first_input(node) is value
-
-
-def writes(node: fx.Node) -> Iterator[fx.Node]:
-    """What is written into a tensor, or into a view of it."""
-    for user in node.users:
-        if user.args and user.args[0] is node:
-            if is_write(user):
-                yield user
-            elif user.target is operator.getitem or (user.op == "call_method" and user.target in VIEWS):
-                yield from writes(user)
-
-
-def sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes that the value of `node` is computed from; a cache update hands on what it is given."""
-    if is_blank(node):
-        return list(writes(node))
-    if node.op == "call_method" and node.target in SHAPED_LIKE:
-        return [first] if (first := first_input(node)) is not None else []
-    if not is_cache_part(node):
-        return node.all_input_nodes
-    given = cache_part(node)
-    return [given] if given is not None else []
-
-
-def is_cache_part(node: fx.Node) -> bool:
-    """Whether this is `cache.update(k, v, …)[0]` or `[1]`."""
-    source = node.args[0] if node.target is operator.getitem else None
-    if not isinstance(source, fx.Node) or source.op != "call_method" or source.target != "update":
-        return False
-    return node.args[1] in (0, 1) and len(source.args) > 2
-
-
-def cache_part(node: fx.Node) -> fx.Node | None:
-    """The keys, or the values, that a cache's update was given."""
-    source = node.args[0]
-    given = source.args[1 + int(node.args[1] == 1)] if isinstance(source, fx.Node) else None
-    return given if isinstance(given, fx.Node) else None
-
-
 def upstream(node: fx.Node, stop: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
     """Every node that `node` depends on, itself first; nothing behind a node for which `stop` holds (those included)."""
     seen: set[fx.Node] = set()
@@ -200,7 +134,7 @@ def upstream(node: fx.Node, stop: Callable[[fx.Node], bool]) -> Iterator[fx.Node
         seen.add(n)
         yield n
         if not stop(n):
-            todo.extend(sources(n))
+            todo.extend(value_operands(n))
             todo.extend(user for user in n.users if changes(user, n) and user < first)
 
 
@@ -209,12 +143,13 @@ def fed(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.Node | None:
     seen: set[fx.Node] = set()
     todo, found = [node], list[fx.Node]()
     while todo:
-        for user in todo.pop(0).users:
-            if user in seen or is_fact(user) or user not in within:
+        for user in value_users(todo.pop(0)):
+            if user in seen or user not in within:
                 continue
             seen.add(user)
             (found if is_linear(user, root) else todo).append(user)
-    return next((n for n in found if not any(n in ancestors(other) for other in found if other is not n)), None)
+    behind = {n: set(upstream(n, lambda _: False)) for n in found}
+    return next((n for n in found if not any(n in behind[other] for other in found if other is not n)), None)
 
 
 def acts(node: fx.Node) -> bool:

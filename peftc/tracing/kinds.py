@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from typing import Any
 
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from peftc.model.fakes import fake_copy
 from peftc.tracing import graphs
 from peftc.tracing.axes import features_dim
 from peftc.tracing.blocks import AskedNone, TraceError
 from peftc.tracing.calls import innermost
+from peftc.tracing.leaf_operands import mark_operands
+from peftc.tracing.mixing import weighted
 from peftc.tracing.observe import Observation, observe, repeated_blocks
 from peftc.tracing.pieces import Uncounted
 from peftc.tracing.roles import SubLayer, sub_layers
@@ -24,6 +30,7 @@ from peftc.tracing.routed import find_experts
 from peftc.tracing.stages import convolutional_blocks, refined
 from peftc.tracing.stream import stream_input
 from peftc.tracing.tracer import RegionTracer, Traced
+from peftc.tracing.unread import Unread, opaque_modules, unread_parts
 
 
 @dataclass
@@ -36,10 +43,12 @@ class LayerKind:
     subs: list[SubLayer]
     arguments: dict[str, Any] = field(repr=False)
     opaque: dict[str, str] = field(default_factory=dict[str, str])  # modules in it that could not be entered, and why
+    unread: list[Unread] = field(default_factory=list[Unread])  # those of them that have no sites although they matter
 
     def calls(self, module: str) -> bool:
-        """Whether a module's call is seen in the graph."""
-        return not module or any(call.name == module for call in self.traced.calls)
+        """Whether a module's call is seen in the graph, or that its parameters are read by other code."""
+        reads = (str(n.target).rpartition(".")[0] for n in self.traced.graph.nodes if n.op == "get_attr")
+        return not module or any(call.name == module for call in self.traced.calls) or module in reads
 
 
 @dataclass
@@ -54,13 +63,14 @@ class Stack:
 
 @dataclass
 class Anatomy:
-    """A model's stacks, and what the sample forward showed."""
+    """A model's stacks, and what the sample forward showed. `shared`: groups of dotted names that are one module."""
 
     model: nn.Module
     mode: FakeTensorMode
     seen: Observation
     stacks: list[Stack]
-    warnings: list[str] = field(default_factory=list[str])
+    untraced: dict[str, str] = field(default_factory=dict[str, str])  # layers that could not be traced, and why
+    shared: tuple[tuple[str, ...], ...] = ()
 
 
 def dissect(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> Anatomy:
@@ -97,17 +107,19 @@ def taken_apart(
     """One sample forward, each kind of block in it traced; and the sub-layers of each block."""
     seen = observe(model, sample, mode, blocks)
     anatomy = Anatomy(model, mode, seen, [])
-    kinds: dict[str, LayerKind | None] = {}
+    kinds: dict[str, LayerKind | str] = {}
     members: dict[str, list[tuple[str, LayerKind]]] = {}
     for name, (key, arguments) in seen.layers.items():
         if key not in kinds:
-            kinds[key] = trace_layer(model.get_submodule(name), name, arguments, anatomy)
+            kinds[key] = trace_layer(model.get_submodule(name), arguments, mode)
         kind = kinds[key]
-        if kind is not None and (kind.subs or (bare and stream_input(kind.traced.graph) is not None)):
+        if isinstance(kind, str):
+            anatomy.untraced[name] = kind
+        elif kind.subs or (bare and stream_input(kind.traced.graph) is not None):
             members.setdefault(name.rpartition(".")[0], []).append((name, kind))
     anatomy.stacks = gathered(members, {name: i for i, name in enumerate(seen.order)})
     found = {name: kinds[key] for name, (key, _) in seen.layers.items()}
-    return anatomy, {name: kind.subs if kind is not None else [] for name, kind in found.items()}
+    return anatomy, {name: [] if isinstance(kind, str) else kind.subs for name, kind in found.items()}
 
 
 def gathered(members: Mapping[str, list[tuple[str, LayerKind]]], order: Mapping[str, int]) -> list[Stack]:
@@ -129,8 +141,12 @@ def numbers(name: str) -> list[int]:
     return [int(part) for part in name.split(".") if part.isdigit()]
 
 
-def trace_layer(layer: nn.Module, name: str, arguments: dict[str, Any], anatomy: Anatomy) -> LayerKind | None:
-    """Traces a layer with all children inlined that have children, or that route; one that cannot be entered stays a leaf."""
+def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMode) -> LayerKind | str:
+    """Traces a layer with all children inlined that have children, that route, or that alone make a sub-layer; one that cannot
+    be entered stays a leaf.
+
+    Returns: the reason, where not even the layer's own code can be followed.
+    """
     leaves: dict[str, str] = {}
     routes: set[str] = set()
     nones: set[Any] = set()
@@ -138,8 +154,8 @@ def trace_layer(layer: nn.Module, name: str, arguments: dict[str, Any], anatomy:
         tracer = RegionTracer(partial(entered, layer, leaves, routes))
         tracer.nones |= nones
         try:
-            with anatomy.mode:
-                traced = tracer.trace_region(layer, fake_copy(arguments, anatomy.mode))
+            with mode:
+                traced = tracer.trace_region(layer, fake_copy(arguments, mode))
         except Exception as error:
             if isinstance(error, AskedNone) and error.origin not in nones:
                 nones.add(error.origin)
@@ -147,16 +163,30 @@ def trace_layer(layer: nn.Module, name: str, arguments: dict[str, Any], anatomy:
             asking = [error.frame] if isinstance(error, Uncounted) and error.frame else []
             inside = [f for f in [*tracer.frames, *asking] if f not in leaves]
             if not inside:
-                anatomy.warnings.append(f"{name} ({type(layer).__name__}) could not be traced: {reason(error)}")
-                return None
+                return reason(error)
             leaves[inside[-1]] = reason(error)
             continue
         if more := routing(traced, layer) - routes:
             routes |= more
             continue
-        kind = LayerKind(type(layer).__name__, layer, traced, sub_layers(traced.graph, layer), arguments, leaves)
-        find_experts(kind.traced, kind.subs, layer, anatomy.mode)
+        kind = layer_kind(layer, traced, arguments, leaves, mode)
+        if more := set(closed(kind)) - routes - leaves.keys():
+            routes |= more
+            continue
         return kind
+
+
+def layer_kind(
+    layer: nn.Module, traced: Traced, arguments: dict[str, Any], reasons: dict[str, str], mode: FakeTensorMode
+) -> LayerKind:
+    """The sub-layers of a traced layer. `reasons`: why modules in it could not be entered."""
+    mark_operands(traced, layer, mode)
+    opaque = opaque_modules(traced, reasons, layer, mode)
+    subs = sub_layers(traced.graph, layer, opaque)
+    read = find_experts(traced, subs, layer, mode)
+    opaque = {name: attends for name, attends in opaque.items() if name not in read}
+    unread = unread_parts(traced, subs, reasons, opaque, layer)
+    return LayerKind(type(layer).__name__, layer, traced, subs, arguments, reasons, unread)
 
 
 def entered(layer: nn.Module, leaves: Collection[str], routes: Collection[str], child: str) -> bool:
@@ -169,6 +199,22 @@ def routing(traced: Traced, layer: nn.Module) -> set[str]:
     return {
         str(n.target) for n in calls if any(p.ndim == 2 for p in own_parameters(layer.get_submodule(str(n.target))))
     }
+
+
+def closed(kind: LayerKind) -> Iterator[str]:
+    """The leaves with code and matrices of their own that alone make a sub-layer: only their code tells what it is."""
+    for sub in kind.subs:
+        if sub.kind in ("ffn", "mixer") and not sub.experts and sub.router is None:
+            inside = [n for n in sub.body if weighted(n, kind.root) and not graphs.is_norm(n, kind.root)]
+            if inside and all(n.op == "call_module" and has_own_code(n, kind.root) for n in inside):
+                yield from (str(n.target) for n in inside)
+
+
+def has_own_code(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a module is none of torch's own, nor derived from one, nor a Linear under another name."""
+    module = root.get_submodule(str(node.target))
+    known = next(c for c in type(module).__mro__ if c.__module__.startswith("torch."))
+    return known is nn.Module and not graphs.is_linear(node, root)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -190,6 +236,8 @@ def joins(module: nn.Module) -> bool:
 
 def reason(error: Exception) -> str:
     text = str(error).strip().splitlines()
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return f"its code depends on the values of tensors ({text[0]})"
     return text[0] if text and isinstance(error, TraceError) else f"{type(error).__name__}: {text[0] if text else ''}"
 
 

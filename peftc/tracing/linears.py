@@ -12,17 +12,20 @@ from peftc.tracing.calls import innermost
 from peftc.tracing.tape import Tape
 
 
-def linear_of(args: tuple[Any, ...], root: nn.Module, tensors: Mapping[int, str], tape: Tape) -> str | None:
+def linear_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], root: nn.Module, tensors: Mapping[int, str], tape: Tape
+) -> str | None:
     """The nn.Linear that `linear(x, weight, bias)` is a call of, by its name in `root`.
 
     Args: `tensors`: the names of parameters by identity.
     """
     owner, _, attribute = tensors.get(id(args[1]), "").rpartition(".")
-    if len(args) != 3 or attribute != "weight":
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    if bias is None or attribute != "weight":
         return None
     module = root.get_submodule(owner)
     own = isinstance(module, nn.Linear) and innermost(type(module).forward) is nn.Linear.forward
-    return owner if own and args[2] is not None and part_of(args[2], tape) is module.bias else None
+    return owner if own and part_of(bias, tape) is module.bias else None
 
 
 def part_of(tensor: torch.Tensor, tape: Tape) -> torch.Tensor:

@@ -61,17 +61,14 @@ def mixing(node: fx.Node, root: nn.Module) -> bool:
 
 
 def mixing_module(node: fx.Node, module: nn.Module) -> bool:
-    """A convolution, a shift, a leaf with children that is told more than one value of the layer (a mask, a cache), or a leaf without
-    weights that is seen to do it (a Fourier transform).
-    """
+    """A convolution, a shift, or a leaf without weights that is seen to do it (a Fourier transform)."""
     if any(isinstance(m, _CONVOLUTIONS) and kernel(m) != 1 for m in module.modules()):
         return True
     if isinstance(module, _ConstantPadNd):
         return any(module.padding[2:])  # the first two are of features
     if not type(module).__module__.startswith("torch.") and not module.state_dict() and not any(module.children()):
         return seen_mixing(module, graphs.shape(graphs.first_input(node)))
-    told = [n for n in node.all_input_nodes if graphs.example(n) is not None and n.op == "placeholder"]
-    return any(True for _ in module.children()) and len(told) > 0 and len(node.all_input_nodes) > 1
+    return False
 
 
 def seen_mixing(module: nn.Module, shape: tuple[int, ...]) -> bool:

@@ -29,6 +29,7 @@ class Observation:
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     layers: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict[str, tuple[str, dict[str, Any]]])
     candidates: set[str] = field(default_factory=set[str])  # what may be a layer
+    outer: set[str] = field(default_factory=set[str])  # what is called while none of these runs
     modality: dict[str, str] = field(default_factory=dict[str, str])  # what a layer is for, where only that reaches it
 
     @property
@@ -49,6 +50,7 @@ class Observation:
         self.calls = {**other.calls, **self.calls}
         self.inputs, self.outputs = {**other.inputs, **self.inputs}, {**other.outputs, **self.outputs}
         self.layers = {**other.layers, **self.layers}
+        self.outer |= other.outer
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
@@ -109,10 +111,15 @@ def watched(
     candidates = set(blocks)
     seen = Observation(candidates=candidates)
     kinds: set[str] = set()
+    running: list[str] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = names[id(module)]
         seen.calls[name] = seen.calls.get(name, 0) + 1
+        if not running:
+            seen.outer.add(name)
+        if name in candidates:
+            running.append(name)
         if seen.calls[name] > 1:
             return
         seen.order.append(name)
@@ -126,6 +133,8 @@ def watched(
             kinds.add(kind)
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if running and running[-1] == names[id(module)]:
+            running.pop()
         tensor = first_tensor(output if isinstance(output, (tuple, list, dict)) else (output,))
         if tensor is not None:
             seen.outputs.setdefault(names[id(module)], tuple(tensor.shape))
@@ -186,11 +195,11 @@ def outermost(blocks: list[str]) -> list[str]:
 
 
 def structure(module: nn.Module) -> str:
-    """A text that two modules share exactly if their class trees and parameter shapes agree."""
-    parts = [type(module).__qualname__]
+    """A text that two modules share exactly if their class trees and parameter shapes agree. Classes may share a name."""
+    parts: list[str] = []
     for name, child in module.named_modules():
         shapes = ",".join(f"{n}{tuple(p.shape)}" for n, p in child.named_parameters(recurse=False))
-        parts.append(f"{name}:{type(child).__qualname__}[{shapes}]")
+        parts.append(f"{name}:{type(child).__qualname__}@{id(type(child))}[{shapes}]")
     return ";".join(parts)
 
 

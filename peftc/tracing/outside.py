@@ -1,4 +1,4 @@
-"""Sites outside the layers, and every module of a model."""
+"""Sites outside the layers, every module of a model, and those that could not be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peftc.forms import shapes
 from peftc.semantics.vocabulary import FROZEN
 from peftc.tracing import graphs
 from peftc.tracing.kinds import Anatomy, Stack, example_width
-from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, WeightRef
+from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, UnreadModule, WeightRef
 
 Steps = tuple[tuple[str, int | None], ...]
 
@@ -148,16 +148,42 @@ def heads(anatomy: Anatomy) -> Iterator[Site]:
 
 
 def module_infos(anatomy: Anatomy) -> tuple[ModuleInfo, ...]:
-    """Every module of the model with the parameters that are its own."""
-    seen = anatomy.seen
+    """Every module of the model with the parameters that are its own; one that is used under several names once for each."""
+    seen, shared = anatomy.seen, {name for group in anatomy.shared for name in group}
+    first = {name for name, _ in anatomy.model.named_modules()}
 
     def width(name: str, shapes_seen: Mapping[str, tuple[int, ...]]) -> int | None:
         shape = shapes_seen.get(name, ())
         return shape[-1] if seen.calls.get(name) == 1 and len(shape) in (2, 3) else None
 
     found: list[ModuleInfo] = []
-    for name, module in anatomy.model.named_modules():
+    for name, module in anatomy.model.named_modules(remove_duplicate=not shared):
+        if name not in first and name not in shared:
+            continue
         own = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
         entry = None if isinstance(module, nn.Embedding) else width(name, seen.inputs)
         found.append(ModuleInfo(name, type(module).__name__, own, entry, width(name, seen.outputs)))
     return tuple(found)
+
+
+def unread_modules(anatomy: Anatomy) -> tuple[UnreadModule, ...]:
+    """What of each layer, and which layers, could not be followed."""
+    found: list[UnreadModule] = []
+    for stack in anatomy.stacks:
+        for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
+            for part in kind.unread:
+                module = f"{name}.{part.module}".rstrip(".")
+                made = type(anatomy.model.get_submodule(module)).__name__
+                steps = qualified(stack.name, (("layer", i),))
+                found.append(UnreadModule(module, made, part.reason, steps, part.hides))
+    for name, reason in anatomy.untraced.items():
+        made = type(anatomy.model.get_submodule(name)).__name__
+        around = next((s for s in anatomy.stacks if same_list(name, s)), None)
+        steps = qualified(around.name, ()) if around is not None else ()
+        found.append(UnreadModule(name, made, reason, steps, frozenset({"layer"})))
+    return tuple(found)
+
+
+def same_list(layer: str, stack: Stack) -> bool:
+    """Whether a layer is in the list, or one of the lists, of a stack."""
+    return layer.rpartition(".")[0] in {name.rpartition(".")[0] for name in stack.layers}

@@ -2,7 +2,8 @@
 
 A layer carries a residual stream. Each sum of the stream and of something computed from it, with weights or by mixing tokens,
 is a sub-layer: what is added is its `h`, what it is added to its `res`. A sub-layer with an attention in it is `attn` (`cross` where its keys do not
-come from the stream), one that mixes tokens in another way is `mixer`, any other is `ffn`. Two that read one stream and are
+come from the stream), one that mixes tokens in another way is `mixer`, any other is `ffn`. One that is computed by a module
+whose code could not be followed has none of these names. Two that read one stream and are
 summed before they are added to it (parallel blocks) are two sub-layers. No module names are looked at.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,11 +19,12 @@ from torch import fx, nn
 
 from peftc.tracing import features, graphs, mlp
 from peftc.tracing.across import mixed_by_linears
-from peftc.tracing.attention import Attention, attentions
+from peftc.tracing.attention import Attention, attentions, is_softmax, mixed
 from peftc.tracing.experts import Experts
 from peftc.tracing.listed import Listed
 from peftc.tracing.mixing import made_of_weights, mixes, mixes_neighbours, mixing, weighted
 from peftc.tracing.mlp import Projection
+from peftc.tracing.operands import value_operands, value_users
 from peftc.tracing.parallel import single
 from peftc.tracing.router import Router
 from peftc.tracing.sites import Slice
@@ -31,7 +33,7 @@ from peftc.tracing.stream import Stream, stream_input
 
 @dataclass
 class SubLayer:
-    kind: Literal["attn", "ffn", "mixer"]
+    kind: Literal["attn", "ffn", "mixer", "unread"]
     variant: Literal["self", "cross", ""]
     h: fx.Node
     res: fx.Node
@@ -55,12 +57,12 @@ class SubLayer:
         return self.attentions[0] if self.attentions else None
 
 
-def sub_layers(graph: fx.Graph, root: nn.Module) -> list[SubLayer]:
-    """The sub-layers of a layer in the order of its residual stream."""
+def sub_layers(graph: fx.Graph, root: nn.Module, opaque: Collection[str] = ()) -> list[SubLayer]:
+    """The sub-layers of a layer in the order of its residual stream. `opaque`: modules whose code could not be followed."""
     first = stream_input(graph)
     if first is None:
         return []
-    stream, inside = Stream(first, root), attentions(graph, root)
+    stream, inside = Stream(first, root, opaque), attentions(graph, root)
     found = along(graph, stream, inside, root)
     if not found and (begin := restart(graph, stream, inside)) is not None:
         attending = described(begin, first, begin, stream, inside, root)
@@ -139,7 +141,7 @@ def nested(sub: SubLayer, stream: Stream, inside: list[Attention], root: nn.Modu
         before = [a for a in add.args[:2] if graphs.shape(a) == graphs.shape(add)]
         start = [a for a in before if isinstance(a, fx.Node) and call not in graphs.upstream(a, lambda n: n is call)]
         if len(before) == 2 and len(start) == 1:
-            inner = Stream(start[0], root)
+            inner = Stream(start[0], root, stream.opaque)
             inner.values += stream.values
             for node in (n for n in adds if n >= add):
                 if made := summed(node, inner, inside, root):
@@ -169,7 +171,7 @@ def copies(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
         return False
 
     def stop(n: fx.Node) -> bool:
-        return stream.holds(n) or weighted(n, root) or any(made_of_weights(i, root) for i in n.all_input_nodes)
+        return stream.holds(n) or weighted(n, root) or any(made_of_weights(i, root) for i in value_operands(n))
 
     held = filter(stream.holds, graphs.upstream(h, stop))
     return any(graphs.shape(n)[-1:] == graphs.shape(h)[-1:] for n in held)
@@ -228,8 +230,10 @@ def described(
     sub = SubLayer("ffn", "", h, res, add, body, x=stream.entry(body, root), attentions=own)
     if own:
         attention_roles(sub, own, stream, root)
+    elif any(stream.hides(n) for n in body):
+        sub.kind = "unread"
     elif mixes(body, stream, root) or mixed_by_linears(body, stream, root):
-        sub.kind = "mixer"
+        sub.kind = "unread" if attends(body, root) else "mixer"
     else:
         ffn_roles(sub, root)
     played = {p.node for p in sub.projections.values()}
@@ -237,20 +241,30 @@ def described(
     return sub
 
 
+def attends(body: set[fx.Node], root: nn.Module) -> bool:
+    """Whether a softmax is multiplied with an activation, as in an attention."""
+    return any(is_softmax(n, root) and any(mixed(n)) for n in body)
+
+
 def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: nn.Module) -> None:
     sub.kind, sub.variant = "attn", "self"
     attention, values = own[0], {role: [getattr(a, role) for a in own] for role in ("q", "k", "v")}
-    before: list[fx.Node] = []
+    nearest: dict[str, list[fx.Node]] = {}
     for name, (value, *others) in values.items():
         near = [f[0] for f in features.feeding(value, root) if f[0] in sub.body]
+        if any(stream.hides(n) for n in graphs.upstream(value, lambda n: graphs.is_linear(n, root)) if n in sub.body):
+            near = []  # what an opaque module does to a Linear's result, or has instead of it, is not known
         first = [n for n in near if not any(n in made_of(other, root) for other in near)]
-        first = list(filter(stream.reaches, first)) or first  # not what positions are made of
+        nearest[name] = list(filter(stream.reaches, first)) or first  # not what positions are made of
         rows = dict(features.feeding(value, root, *others))
-        if first:  # the nearest: of a latent, what is made from it
-            node = first[name == "k" and len(first) > 1 and first == before]  # q and k of the same two: one each
-            if node in rows:
-                sub.projections[name] = Projection(node, rows[node])
-        before = first
+        node = next(iter(nearest[name]), None)  # the nearest: of a latent, what is made from it
+        if node is not None and node in rows:
+            sub.projections[name] = Projection(node, rows[node])
+    for name in entangled(nearest):
+        sub.projections.pop(name, None)
+        alike = [n for n in nearest[name] if math.prod(graphs.shape(n)) == math.prod(graphs.shape(values[name][0]))]
+        if len(alike) == 1:  # the only one with as many features: more heads of queries than of keys
+            sub.projections[name] = Projection(alike[0])
     for role in confused(sub.projections, attention):
         del sub.projections[role]
     out = graphs.fed(attention.out, root, sub.body)
@@ -264,6 +278,15 @@ def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: n
         sub.context = graphs.first_input(sub.projections["k"].node)
     elif "k" in sub.projections:
         sub.context = own_input(sub.projections["k"], sub.x, stream)
+
+
+def entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
+    """The roles whose values are made of the same several Linears as queries are: which of these is whose cannot be told.
+
+    Keys and values may be one value, made of several.
+    """
+    same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
+    return {"q", *same} if same else same
 
 
 def confused(projections: Mapping[str, Projection], attention: Attention) -> list[str]:
@@ -328,4 +351,4 @@ def find_norms(sub: SubLayer, root: nn.Module, claimed: set[fx.Node]) -> None:
 
 
 def tensor_users(node: fx.Node) -> list[fx.Node]:
-    return [u for u in node.users if not graphs.is_fact(u) and graphs.is_tensor(u)]
+    return [u for u in value_users(node) if graphs.is_tensor(u)]

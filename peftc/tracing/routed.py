@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.model.fakes import fake_copy
 from peftc.tracing import features, graphs, mlp
-from peftc.tracing.experts import Experts, experts
+from peftc.tracing.attention import attentions
+from peftc.tracing.experts import Experts, experts, multiplies_pieces
 from peftc.tracing.gist import gist
 from peftc.tracing.listed import Listed, listed
 from peftc.tracing.roles import SubLayer
@@ -19,14 +20,21 @@ from peftc.tracing.router import Router, router
 from peftc.tracing.tracer import ModuleCall, Traced
 
 
-def find_experts(traced: Traced, subs: list[SubLayer], root: nn.Module, mode: FakeTensorMode) -> None:
+def find_experts(traced: Traced, subs: list[SubLayer], root: nn.Module, mode: FakeTensorMode) -> set[str]:
     """Names the experts of each sub-layer, their router, and the networks beside them.
+
+    Returns: the modules in which one of these was seen, whether their code could be entered or not.
 
     Matrices in one parameter that nothing routes to are no experts: blocks of features may each have one.
     """
+    seen = set[str]()
     for call in candidates(traced, root):
         owner = next((sub for sub in subs if sub.attention is None and computes(sub, call.name)), None)
-        found = looked_into(call, root, mode) if owner is not None else None
+        code = followed(call, root, mode) if owner is not None else None
+        found = looked_into(call.name, code) if code is not None else None
+        if owner is not None and code is not None and (found is not None or multiplies_pieces(code)):
+            seen.add(call.name)
+            owner.kind = "ffn" if owner.kind == "unread" else owner.kind
         if owner is not None and found is not None:
             owner.experts.append(found)
             owner.experts.sort(key=lambda one: one.module not in numbered(traced))
@@ -37,10 +45,13 @@ def find_experts(traced: Traced, subs: list[SubLayer], root: nn.Module, mode: Fa
     for sub in subs:
         if sub.router is None:
             sub.experts = []
+        elif sub.router.alone:
+            seen |= {call.name for call in traced.calls if f"{sub.router.weight}.".startswith(f"{call.name}.")}
         if sub.experts:
             sub.kind = "ffn"  # what mixes tokens in it only counts how many an expert is sent
             sub.experts = together(sub.experts, traced, root)
             name_shared(sub, root)
+    return seen
 
 
 def together(found: list[Experts | Listed], traced: Traced, root: nn.Module) -> list[Experts | Listed]:
@@ -79,17 +90,17 @@ def computes(sub: SubLayer, module: str) -> bool:
     return any(f"{frame}.".startswith(f"{module}.") for frame in frames)
 
 
-def looked_into(call: ModuleCall, root: nn.Module, mode: FakeTensorMode) -> Experts | Listed | None:
-    traced = followed(call, root, mode)
-    return None if traced is None else experts(call.name, traced) or listed(call.name, traced)
+def looked_into(module: str, code: Traced) -> Experts | Listed | None:
+    return experts(module, code) or listed(module, code)
 
 
 def followed(call: ModuleCall, root: nn.Module, mode: FakeTensorMode) -> Traced | None:
-    """The gist of a call's code."""
+    """The gist of a call's code; None where it cannot be followed, or attends: then it is more than experts."""
     arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
     try:
         with mode:
-            return gist(root.get_submodule(call.name), fake_copy(arguments, mode))
+            code = gist(root.get_submodule(call.name), fake_copy(arguments, mode))
+            return None if attentions(code.graph, root.get_submodule(call.name)) else code
     except Exception:  # of a model's own code: in what cannot be followed there is nothing that could be named
         return None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from peftc.tracing import graphs
+from peftc.tracing.operands import value_users
 
 _CHOOSES = frozenset({"topk", "sort", "argsort", "argmax", "max", "one_hot", "scatter", "scatter_", "gather"})
 _CASTS = frozenset({"to", "float", "type", "type_as", "contiguous", "t"})
@@ -68,7 +69,7 @@ def chosen(logits: fx.Node, body: set[fx.Node]) -> bool:
     """Whether some of the values are chosen by what they are."""
     seen, todo = {logits}, [logits]
     while todo:
-        for user in todo.pop().users:
+        for user in value_users(todo.pop()):
             name = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
             if name in _CHOOSES:
                 return True

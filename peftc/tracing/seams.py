@@ -112,6 +112,7 @@ def live(tracer: RegionTracer) -> Generator[None]:
         patches.enter_context(patched(AttentionInterface, "get_interface", _recording_attention))
         for name in _CREATES + _SIZED + _CRASHES:
             patches.enter_context(patched(torch, name, _recorded))
+        patches.enter_context(patched(torch, "_check_with", _decided))
         patches.enter_context(watched_blocks(current))
         patches.enter_context(guarded_functions())
         patches.enter_context(patched(nn.functional, "multi_head_attention_forward", _entered))
@@ -152,6 +153,15 @@ def _entered(function: Any) -> Any:
             return function(*args, **kwargs)
 
     return enter
+
+
+def _decided(check: Callable[..., None]) -> Callable[..., None]:
+    """What `torch._check` and its like are told is a decision: another call may fail the check."""
+
+    def checked(error_type: Any, cond: Any, message: Any) -> None:
+        check(error_type, bool(cond) if current() is not None and mentions_example(cond) else cond, message)
+
+    return checked
 
 
 def _recording_attention(interface: Any) -> Any:

@@ -104,7 +104,8 @@ class Site:
     from their name to the dotted name of the module. `stream`: the layer's input, where a state of this site has batch and
     tokens flattened into one dimension. `runs`: how often one forward runs the layer it is in: layers may share one set of
     weights, and then what an edit does there it does each time. `calls`: how often the code of the layer calls the module of
-    a Linear; the site's `x` and `h` are those of one of these calls.
+    a Linear; the site's `x` and `h` are those of one of these calls. `also`: other sites of the same module, whose edits are
+    this one's: one set of parameters acts at each.
     """
 
     path: str
@@ -118,6 +119,7 @@ class Site:
     stream: State | None = None
     runs: int = 1
     calls: int = 1
+    also: tuple[Site, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,22 @@ class ModuleInfo:
 
 
 @dataclass(frozen=True)
+class UnreadModule:
+    """A module whose code could not be followed: there are no sites in it.
+
+    `steps` lead to its layer; they end before `layer` where a whole layer could not be read. `hides`: what may be in it by
+    the words of a path after `layer` (`attn`, `ffn`, `mixer`, `norm`), or `layer`; nothing, where none of its results
+    becomes part of a hidden state.
+    """
+
+    module: str  # dotted name in the model
+    type: str
+    reason: str
+    steps: tuple[tuple[str, int | None], ...] = ()
+    hides: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class SiteTable:
     """All that the planner needs to know of a model. Plain data: no tensors, no modules, no torch."""
 
@@ -147,5 +165,9 @@ class SiteTable:
     sites: tuple[Site, ...]  # in model order
     modules: tuple[ModuleInfo, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()  # groups of dotted parameter names that are one tensor
+    overlaps: tuple[tuple[str, ...], ...] = ()  # those of tensors that are objects of their own and share memory
+    shared: tuple[tuple[str, ...], ...] = ()  # groups of dotted module names that are one module
     warnings: tuple[str, ...] = ()
+    unread: tuple[UnreadModule, ...] = ()
+    fingerprint_version: int = 2
     positions: int | None = None  # how many tokens the model takes at most, where its configuration says so

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
 from torch import fx, nn
 
+from peftc.model.known import tensors
 from peftc.tracing import graphs
+from peftc.tracing.operands import value_operands
 from peftc.tracing.parallel import mixture
 
 
@@ -21,10 +24,17 @@ def stream_input(graph: fx.Graph) -> fx.Node | None:
 
 
 class Stream:
-    """What is the stream, and what only depends on it. `values`: the layer's input and the sums found so far."""
+    """What is the stream, and what only depends on it.
 
-    def __init__(self, first: fx.Node, root: nn.Module) -> None:
-        self.values, self.root = [first], root
+    `values`: the layer's input and the sums found so far. `opaque`: modules of the layer whose code could not be followed.
+    """
+
+    def __init__(self, first: fx.Node, root: nn.Module, opaque: Collection[str] = ()) -> None:
+        self.values, self.root, self.opaque = [first], root, opaque
+
+    def hides(self, node: fx.Node) -> bool:
+        """Whether a node is the call of an opaque module that turns the stream into other hidden states."""
+        return node.op == "call_module" and node.target in self.opaque and self.reaches(node) and gives_states(node)
 
     def holds(self, node: fx.Node) -> bool:
         """Whether `node` is the stream itself, but for norms, dropout, casts, clamps, constant factors and terms, and a choice
@@ -71,10 +81,15 @@ class Stream:
         for node in sorted(body):
             if self.holds(node):
                 continue
-            taken = [a for a in node.all_input_nodes if a in body and graphs.is_tensor(a) and self.holds(a)]
+            taken = [a for a in value_operands(node) if a in body and graphs.is_tensor(a) and self.holds(a)]
             if taken:
                 return taken[0]
         return None
+
+
+def gives_states(node: fx.Node) -> bool:
+    """Whether any result of a call is a tensor of floating numbers: not of indices alone."""
+    return any(value.is_floating_point() for value in tensors(graphs.example(node)))
 
 
 def part(node: fx.Node) -> fx.Node | None:

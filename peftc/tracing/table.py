@@ -18,6 +18,7 @@ from peftc.tracing.kinds import Anatomy, LayerKind
 from peftc.tracing.listed import Listed
 from peftc.tracing.mixing import weighted
 from peftc.tracing.mlp import Projection
+from peftc.tracing.operands import value_users
 from peftc.tracing.outside import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
 from peftc.tracing.roles import SubLayer
 from peftc.tracing.routed_states import expert_states, linear_states, router_states
@@ -53,7 +54,8 @@ class LayerSites:
 
     def sites(self) -> list[Site]:
         found = [self.layer_site()]
-        for sub, steps in zip(self.kind.subs, sub_layer_steps(self.kind.subs), strict=True):
+        subs = [sub for sub in self.kind.subs if sub.kind != "unread"]
+        for sub, steps in zip(subs, sub_layer_steps(subs), strict=True):
             found += self.attention_sites(sub, steps) if sub.attention is not None else self.other_sites(sub, steps)
         return found
 
@@ -298,7 +300,7 @@ def attention_heads(attention: Attention) -> fx.Node | None:
         value = graphs.example(node)
         if isinstance(value, torch.Tensor) and value.shape == (q.shape[0], q.shape[2], q.shape[1], v.shape[3]):
             return node if attention.sort == "interface" or node is not attention.out else None
-        users = [u for u in node.users if not graphs.is_fact(u)]
+        users = value_users(node)
         if len(users) != 1:
             return None
         node, seen = users[0], seen + 1

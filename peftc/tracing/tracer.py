@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from peftc.model.guesses import guessing, honest, settled
 from peftc.tracing.blocks import AskedNone, Block, TraceError, decorated, entered
-from peftc.tracing.calls import baked, bind, innermost, nested_nodes
+from peftc.tracing.calls import baked, bind, innermost, nested_nodes, positional
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
 from peftc.tracing.linears import linear_of
 from peftc.tracing.pieces import Lengths, Loops, unknown
@@ -153,7 +153,8 @@ class RegionTracer(fx.Tracer):
     ) -> Any:
         if target is operator.getitem and is_example(args[0]):
             self.looked_into(args[0].node, values(args[0]))
-        own = linear_of(args, self.root, self.tensors, self.tape) if target is nn.functional.linear else None
+        args, kwargs = positional(kind, target, args, kwargs)
+        own = linear_of(args, kwargs, self.root, self.tensors, self.tape) if target is nn.functional.linear else None
         if own is not None and not self.inline(own):
             kind, target, args, kwargs = "call_module", own, args[:1], {}
         with self.dead():

@@ -20,6 +20,7 @@ from torch import fx, nn
 from peftc.forms.shapes import KeyValue
 from peftc.tracing import features, graphs
 from peftc.tracing.attention import Attention
+from peftc.tracing.operands import value_operands
 from peftc.tracing.seams import applied
 
 _SUMS = (
@@ -78,7 +79,7 @@ def way(start: fx.Node, end: fx.Node) -> list[Step] | None:
     steps: list[Step] = []
     node = end
     while node is not start:
-        before = [n for n in node.all_input_nodes if reaches(start, n)]
+        before = [n for n in value_operands(node) if reaches(start, n)]
         does = kind_of(node, before[0]) if len(before) == 1 else None
         if does is None:
             return None
@@ -218,7 +219,7 @@ def maskable(softmax: fx.Node) -> bool:
 def joining(attention: Attention, root: nn.Module) -> Joining | None:
     """How rows can be joined to the keys and values; None where they cannot."""
     first, scores = graphs.first_input(attention.call), attention.scores
-    behind = [n for n in attention.out.all_input_nodes if reaches(attention.call, n)]
+    behind = [n for n in value_operands(attention.out) if reaches(attention.call, n)]
     if first is None or scores is None or len(behind) != 1 or not maskable(attention.call):
         return None
     ways = way(scores, first), way(attention.call, behind[0])

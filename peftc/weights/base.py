@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from peftc.forms.module import has_values
-from peftc.model.identity import everything, fingerprint_of, identity, parameters
+from peftc.model import settings
+from peftc.model.identity import VERSION, everything, fingerprint_of, identity, parameters
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.install import SHARED
 from peftc.rewriting.record import Installation, installed, is_installed
 from peftc.weights.adapter import Base, BaseTensor
-from peftc.weights.sharded import whole
+from peftc.weights.values import VALUES, Distance, distance, finite, samples
 
-_SAMPLES = 4  # values of each parameter that are written down
-_HALF = 2.0**-7  # what float16 and bfloat16 of one number differ by at most, relatively
+_SHOWN = 5  # differences of the configuration
 
 
 def base_of(model: nn.Module, record: Installation) -> Base:
     """What identifies the base of a compiled model: nothing that edits added, and no values that `train` changed."""
-    return described(model, record.parts[0].plan.model.id, not_added(record), frozenset(record.trained.values()))
+    return described(model, record.parts[0].plan.model.id, not_added(model, record), frozenset(record.trained.values()))
 
 
-def not_added(record: Installation) -> Callable[[str], bool]:
+def not_added(model: nn.Module, record: Installation) -> Callable[[str], bool]:
     """Chooses, by dotted name, the parameters that were there before the edits."""
-    added = (f"{SHARED}.", *(f"{name}.{CONTAINER}.".lstrip(".") for name, _ in record.regions))
+    regions = {id(model.get_submodule(name)) for name, _ in record.regions}
+    names = (name for name, module in model.named_modules(remove_duplicate=False) if id(module) in regions)
+    added = (f"{SHARED}.", *(f"{name}.{CONTAINER}.".lstrip(".") for name in names))
     return lambda name: not name.startswith(added)
 
 
@@ -34,20 +34,23 @@ def described(
     model: nn.Module, id: str, keep: Callable[[str], bool] = everything, trained: Collection[str] = ()
 ) -> Base:
     found = identity(model, keep)
-    first = dict(model.named_parameters())
+    first = {n: p for n, p in model.named_parameters() if keep(n)}
+    sample = samples(first, {n: VALUES for n in first if n not in trained})
     every = {n: p for n, p in model.named_parameters(remove_duplicate=False) if keep(n)}
+    configuration = found["configuration"]
     return Base(
         id=id,
         type=found["type"],
         parameters=parameters(model, keep),
         fingerprint=fingerprint_of(found),
+        fingerprint_version=VERSION,
         facts=found["facts"],
+        configuration=configuration,
+        configured=tuple(sorted(settings.not_default(configuration, settings.defaults(model)))),
         tied=found["tied"],
         tensors={
             name: BaseTensor(
-                shape=tuple(p.shape),
-                dtype=str(p.dtype).removeprefix("torch."),
-                sample=_sample(p) if name in first and name not in trained else (),
+                shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), sample=finite(sample.get(name))
             )
             for name, p in every.items()
         },
@@ -58,22 +61,37 @@ def differences(base: Base, model: nn.Module) -> list[str]:
     """What a model, without its edits, differs in from the base that was written down; empty where it is the same
     architecture.
     """
-    here = identity(model, not_added(installed(model)) if is_installed(model) else everything)
+    keep = not_added(model, installed(model)) if is_installed(model) else everything
+    here = identity(model, keep, base.fingerprint_version)
     if fingerprint_of(here) == base.fingerprint:
         return []
-    found = (
-        [] if here["type"] == base.type else [f"it was saved for a model of type {base.type}, this is {here['type']}"]
-    )
-    found += _facts(base.facts, here["facts"])
+    found = list[str]()
+    if here["type"] != base.type:
+        found.append(f"it was saved for a model of type {base.type}, this is {here['type']}")
+    else:
+        found += _configuration(base, here.get("configuration", {}), model)
+    found += _facts(base.facts, here["facts"], {*base.configuration})
     found += _shapes({n: list(t.shape) for n, t in base.tensors.items()}, here["parameters"])
     if not found and [list(group) for group in base.tied] != [list(group) for group in here["tied"]]:
         found.append("other parameters are tied to each other")
-    return found or ["its fingerprint is another one"]
+    if not found and base.fingerprint_version == 1:
+        found.append("its fingerprint is another one")
+    return found
 
 
-def _facts(there: Mapping[str, object], here: Mapping[str, object]) -> Iterator[str]:
+def _configuration(base: Base, here: Mapping[str, settings.Value], model: nn.Module) -> list[str]:
+    """What differs from version 2 on. A newer transformers may have other keys, at the defaults of their classes."""
+    if base.fingerprint_version == 1:
+        return []
+    keys = settings.differences(base.configuration, frozenset(base.configured), here, settings.defaults(model))
+    found = [f"`{key}` of the configuration is {there} there and {now} here" for key, there, now in keys]
+    more = len(found) - _SHOWN
+    return found[:_SHOWN] + ([f"and {more} more keys of the configuration"] if more > 0 else [])
+
+
+def _facts(there: Mapping[str, object], here: Mapping[str, object], known: Collection[str]) -> Iterator[str]:
     for name in {**there, **here}:
-        if there.get(name) != here.get(name):
+        if name not in known and there.get(name) != here.get(name):
             yield f"`{name}` of the configuration is {there.get(name)} there and {here.get(name)} here"
 
 
@@ -98,40 +116,7 @@ def _are(names: list[str]) -> str:
     return "are" if len(names) > 1 else "is"
 
 
-# Values --------------------------------------------------------------------------------------------------------------
-
-
-def other_values(base: Base, model: nn.Module) -> list[str]:
-    """The parameters whose values are not those that were written down, allowing for a cast to another dtype; before
-    anything was trained.
-    """
+def distance_from(base: Base, model: nn.Module) -> Distance:
+    """How far the weights of a model, before anything was trained, are from those that were written down."""
     first = installed(model).originals if is_installed(model) else dict[str, Tensor]()
-    values = {name: first.get(name, p.detach()) for name, p in model.named_parameters()}
-    return [
-        name
-        for name, p in values.items()
-        if (there := base.tensors.get(name)) and there.sample and (here := _sample(p)) and not _same(there, here, p)
-    ]
-
-
-def _sample(parameter: Tensor) -> tuple[float, ...]:
-    """Some values of a plain parameter, spread over it; none where a value is not finite."""
-    values = whole(parameter.detach())
-    plain = type(values.data) is torch.Tensor and has_values(parameter) and parameter.is_floating_point()
-    if not plain or parameter.element_size() < 2 or not parameter.numel():
-        return ()
-    places = torch.linspace(0, parameter.numel() - 1, _SAMPLES, dtype=torch.float64).long()
-    values = values.flatten()[places.to(values.device)].double()
-    return tuple(values.tolist()) if bool(values.isfinite().all()) else ()
-
-
-def _same(there: BaseTensor, here: tuple[float, ...], parameter: Tensor) -> bool:
-    """Equal, or one of the two rounded to the other's dtype."""
-    then, now = torch.tensor(there.sample, dtype=torch.float64), torch.tensor(here, dtype=torch.float64)
-    dtype = getattr(torch, there.dtype, None)
-    if not isinstance(dtype, torch.dtype) or dtype == parameter.dtype:
-        return torch.equal(then, now)
-    if torch.equal(then.to(parameter.dtype).double(), now) or torch.equal(now.to(dtype).double(), then):
-        return True
-    halves = {dtype, parameter.dtype} == {torch.float16, torch.bfloat16}
-    return halves and torch.allclose(then, now, rtol=_HALF, atol=2.0**-24)
+    return distance(base.tensors, {name: first.get(name, p.detach()) for name, p in model.named_parameters()})

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
+from peftc.model.offload import not_here, offloaded_parameters
 
 
 def require_values(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
@@ -23,3 +24,10 @@ def require_values(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]])
                 help="load the weights of the model first",
             )
         )
+
+
+def require_base(model: nn.Module) -> None:
+    """Raises: P566 where weights are offloaded, P527 where they have no values."""
+    if elsewhere := offloaded_parameters(model):
+        raise PeftcError(not_here(elsewhere, "weights are changed in the places where they are"))
+    require_values(model.named_parameters())

@@ -1,23 +1,26 @@
-"""The files of an adapter: written whole or not at all, and believed only where they agree with each other."""
+"""The files of an adapter, which are believed only where they agree with each other."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
+from math import prod
 from os import PathLike
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load
 from torch import Tensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.weights.adapter import METADATA, TENSORS, Adapter, StoredTensor, parse_adapter
+from peftc.safe_io import check_path, open_regular, read_regular
+from peftc.weights.adapter import METADATA, Adapter, StoredTensor, parse_adapter
+from peftc.weights.values import digest_of
 
-FILES = (TENSORS, METADATA)
+LARGEST = 256_000_000  # bytes of the description
+HEADER = 100_000_000  # bytes that safetensors allows for its own
+_ATTEMPTS = 10  # at reading what is replaced meanwhile
 
 
 def listing(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
@@ -29,114 +32,95 @@ def listing(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
 
 
 def path_of(directory: str | PathLike[str]) -> Path:
-    """Raises: P545 where it is no path."""
+    """Raises: P545 where it is no path, P026 for a character that no path has."""
     if isinstance(directory, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        check_path(directory)
         return Path(directory)
     raise PeftcError(Diagnostic("P545", f"a directory is a path, not {directory!r}", help="give one path, as a text"))
-
-
-# Writing -------------------------------------------------------------------------------------------------------------
-
-
-def write(target: Path, tensors: Mapping[str, Tensor], describe: Callable[[str], Adapter]) -> None:
-    """Writes an adapter into a new or empty directory, or over another one. `describe` is given the tensors' sha256.
-
-    Raises: P526 for any other directory, or where the file system refuses; then what was there is there.
-    """
-    _check_target(target)
-    try:
-        above = target if target.is_dir() else target.parent
-        above.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".peftc-", dir=above) as temporary:
-            made = Path(temporary) / "adapter"
-            made.mkdir()
-            save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, made / TENSORS, {"format": "pt"})
-            text = describe(_sha256(made / TENSORS)).model_dump_json(indent=2)
-            (made / METADATA).write_text(text + "\n", encoding="utf-8")
-            for name in FILES:
-                _flush(made / name)
-            if above is target:
-                _exchange(made, target)
-            else:
-                os.replace(made, target)
-    except OSError as error:
-        raise PeftcError(Diagnostic("P526", f"the adapter cannot be saved at {target}", notes=(f"{error}",))) from error
-
-
-def _check_target(target: Path) -> None:
-    try:
-        if not target.exists() or (target.is_dir() and (not any(target.iterdir()) or _is_adapter(target))):
-            return
-    except OSError as error:
-        raise PeftcError(Diagnostic("P526", f"{target} cannot be looked at", notes=(f"{error}",))) from error
-    what = "is a directory of other things" if target.is_dir() else "is a file"
-    raise PeftcError(Diagnostic("P526", f"{target} {what}", help="name a new directory, or remove this one"))
-
-
-def _is_adapter(target: Path) -> bool:
-    """Whether peftc saved an adapter here, of whatever version."""
-    try:
-        data = json.loads((target / METADATA).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and {"format_version", "peftc", "sha256"} <= data.keys()
-
-
-def _exchange(made: Path, target: Path) -> None:
-    """Puts new files in the place of old ones; the description goes first and comes last, so that no mixture loads."""
-    old = [name for name in reversed(FILES) if (target / name).exists()]
-    moved: list[str] = []
-    placed: list[str] = []
-    try:
-        for name in old:
-            os.replace(target / name, made / f"old-{name}")
-            moved.append(name)
-        for name in FILES:
-            os.replace(made / name, target / name)
-            placed.append(name)
-    except BaseException:
-        for name in placed:
-            (target / name).unlink()
-        for name in reversed(moved):
-            os.replace(made / f"old-{name}", target / name)
-        raise
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def read(directory: Path) -> tuple[Adapter, dict[str, Tensor]]:
-    """The description and the tensors (on the CPU) of a saved adapter.
+def read(directory: Path, check: Callable[[Adapter], object] = bool) -> tuple[Adapter, dict[str, Tensor]]:
+    """The description and the tensors (on the CPU) of a saved adapter. It may be replaced while it is read.
 
-    Raises: P520 where a file is missing, P521 where they are damaged, P522 for a newer format.
+    Args: `check`: of the description, before anything is read that is as large as it says.
+    Raises: P026 and P027 for what is no regular file, or too large, P520 where one is missing, P521 where they are damaged, P522
+    for a newer format.
     """
+    text = _description(directory)
+    for _ in range(_ATTEMPTS):
+        try:
+            return _believed(directory, parse_adapter(text), check)
+        except PeftcError:
+            if (again := _description(directory)) == text:
+                raise
+            text = again
+    return _believed(directory, parse_adapter(text), check)
+
+
+def _description(directory: Path) -> str:
     try:
-        adapter = parse_adapter((directory / METADATA).read_text(encoding="utf-8"))
-        digest = _sha256(directory / TENSORS)
-        if digest != adapter.sha256:
-            raise _damaged(f"{TENSORS} is not the file that {METADATA} describes", "its sha256 is another one")
-        tensors = load_file(directory / TENSORS)
+        return read_regular(directory / METADATA, LARGEST).decode("utf-8")
     except UnicodeDecodeError as error:
         raise _damaged(f"{METADATA} is not text", f"{error}") from error
     except OSError as error:
-        raise PeftcError(
-            Diagnostic("P520", f"there is no saved adapter at {directory}", notes=(f"{error}",))
-        ) from error
+        raise _missing(directory, error) from error
+
+
+def _believed(
+    directory: Path, adapter: Adapter, check: Callable[[Adapter], object]
+) -> tuple[Adapter, dict[str, Tensor]]:
+    """The tensors that a description names. Raises: P520 where they are missing, P521 where they are others."""
+    path = directory / adapter.file
+    if adapter.weights_digest and adapter.weights_digest.sha256 != digest_of(adapter.base.tensors).sha256:
+        raise _damaged(f"{METADATA} has other samples of the base than it says", "their digest is another one")
+    limit = largest(adapter)
+    check(adapter)
+    try:
+        with open_regular(path, limit) as file:
+            data = file.read()  # once, so that what is hashed is what is loaded
+        if hashlib.sha256(data).hexdigest() != adapter.sha256:
+            raise _damaged(f"{path.name} is not the file that {METADATA} describes", "its sha256 is another one")
+        tensors = load(data)
+    except OSError as error:
+        raise _missing(directory, error) from error
     except SafetensorError as error:
-        raise _damaged(f"{TENSORS} is not a safetensors file", f"{error}") from error
+        raise _damaged(f"{path.name} is not a safetensors file", f"{error}") from error
     if listing(tensors) != adapter.tensors:
-        raise _damaged(f"{TENSORS} has other tensors than {METADATA} lists", *_unlike(adapter.tensors, tensors))
+        raise _damaged(f"{path.name} has other tensors than {METADATA} lists", *_unlike(adapter.tensors, tensors))
     return adapter, tensors
+
+
+def largest(adapter: Adapter) -> int:
+    """How many bytes the file of tensors may have: what is listed, and a header. Raises: P521 where no dtype is called so."""
+    sizes: list[int] = []
+    for name, tensor in adapter.tensors.items():
+        dtype = getattr(torch, tensor.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise _damaged(f"{METADATA} lists `{name}` of a dtype that there is not", f"`{tensor.dtype}`")
+        sizes.append(prod(tensor.shape) * dtype.itemsize)
+    return sum(sizes) + HEADER
+
+
+def listed_tensors(adapter: Adapter) -> dict[str, Tensor]:
+    """What a description lists, without values. Raises: P521 for a size that no tensor has."""
+    try:
+        return {
+            n: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for n, t in adapter.tensors.items()
+        }
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise _damaged(f"{METADATA} lists a tensor that cannot be", f"{error}".partition("\n")[0]) from error
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _missing(directory: Path, error: OSError) -> PeftcError:
+    return PeftcError(Diagnostic("P520", f"there is no saved adapter at {directory}", notes=(f"{error}",)))
 
 
 def _unlike(listed: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> list[str]:

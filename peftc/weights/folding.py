@@ -30,7 +30,7 @@ from peftc.syntax.printer import print_spec
 from peftc.tracing.analysis import Analysis
 from peftc.tracing.calls import signature_of
 from peftc.weights.combine import CannotFold, Fold, NewValue, combine, is_linear
-from peftc.weights.compiled import require_values
+from peftc.weights.compiled import require_base
 from peftc.weights.report import Change, Folded, FoldReport, Refused
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Folding:
         self.model, self.record, self.dequantize = model, acting(model), dequantize
         self.sample = sample or self.record.sample
         asked = [edit for part in self.record.chosen(name) for edit in part.edits]
-        require_values(model.named_parameters())
+        require_base(model)
         self.names = [edit for part in self.record.parts for edit in part.edits]
         self.only = None if only is None else _checked(only, asked)
         self.others = frozenset(self.names) - (frozenset(asked) if self.only is None else self.only)
@@ -163,9 +163,10 @@ class Folding:
     def unwritable(self, stays: Collection[str]) -> dict[str, str]:
         """Edits whose parameters nothing can be folded into, whatever the equations say."""
         trained = {place: name.partition("/")[0] for name, place in self.record.trained.items()}
+        first = {name: group[0] for group in self.analysis.table.tied for name in group}
         found: dict[str, str] = {}
         for placed in self.record.placed:
-            for name in _parameters(self.target(placed)):
+            for name in (first.get(n, n) for n in _parameters(self.target(placed))):
                 if (reason := self.unfit(name)) is not None:
                     found.setdefault(placed.edit, reason)
                 elif trained.get(name) in stays:
@@ -187,10 +188,12 @@ class Folding:
 
     def values(self, refused: Collection[str]) -> dict[str, NewValue]:
         groups: dict[str, list[Fold]] = defaultdict(list)
+        first = {name: group[0] for group in self.analysis.table.shared for name in group}
         for placed in self.record.placed:
             if placed.edit not in refused:
                 made = self.fold(placed)
-                groups[_module(made.target)].append(made)
+                module = _module(made.target)
+                groups[first.get(module, module)].append(made)
         return {
             name: new for module, folds in groups.items() for name, new in combine(self.model, module, folds).items()
         }

@@ -14,12 +14,13 @@ from peftc.compiler import analysed
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.fusion_module import Fusion
 from peftc.planning import ir
-from peftc.rewriting.install import SHARED, identifier, regions_of
+from peftc.rewriting.assembly import regions_of
+from peftc.rewriting.install import SHARED, identifier
 from peftc.rewriting.record import Installation, acting
 from peftc.syntax.print_expressions import expression
 from peftc.tracing.analysis import Analysis
 from peftc.weights.files import path_of, read
-from peftc.weights.loading import check_base, check_tensors, planned_saved
+from peftc.weights.loading import check_base, check_tensors, planned_saved, tasks_in
 from peftc.weights.start import checked_names
 
 FUSION, ADAPTER = "fusion", "adapter"
@@ -33,6 +34,7 @@ def fuse(
     task: str | None = None,
     sample: Mapping[str, Any] | None = None,
     other_weights: bool = False,
+    strict: bool = False,
 ) -> tuple[str, ...]:
     """Reads the adapters that the `fusion`s of a compiled model mix (AdapterFusion, Pfeiffer et al. 2021, arXiv:2005.00247): what was
     saved in these directories, one adapter each. Their edits have the equations of the fusions, with `adapter` in the place of
@@ -40,7 +42,7 @@ def fuse(
 
     Args: `edits`: from edits of the model to those of the adapters; without it, all that have a `fusion`, and the same names.
     `task`: the one whose fusions read them, of edits that are `per task` here; all of them without it. `sample`: as in
-    `compile`. `other_weights`: as in `load`.
+    `compile`. `other_weights`, `strict`: as in `load`.
     Returns: the edits of the model that have adapters now.
     Raises: P410 (not compiled), P529 (switched off), P520-P522 (the files), P523 and P524 (another base), P525 (adapters that do not
     fit), P532 (no such edit), P534 (no such task), P544 (not as many as `n` says). After an error the model is as it was.
@@ -62,7 +64,7 @@ def fuse(
             raise PeftcError(Diagnostic("P544", message, help="`n` of `fusion` says how many"))
     analysis = analysed(model, sample)
     for i, directory in enumerate(paths):
-        source = Source(directory, model, analysis, other_weights)
+        source = Source(directory, model, analysis, other_weights, strict)
         checked_names(pairs, own, source.edits)
         source.check_sites({(pairs[placed.edit], placed.site.path) for placed, _ in found})
         for placed, one in found:
@@ -103,7 +105,7 @@ class Target:
             if self.names[i] != name:
                 raise source.refusal("the fusion is shared by sites whose adapters differ")
             return
-        wanted = {f"{name}.{part}": self.module.get_buffer(part).shape[1:] for part in self.module.adapter()}
+        wanted = {f"{name}.{part}": self.module.get_buffer(part)[0] for part in self.module.adapter()}
         found = {saved: tensor for saved, tensor in source.tensors.items() if saved.startswith(f"{name}.")}
         edit = name.partition("/")[0]
         check_tensors(
@@ -116,11 +118,13 @@ class Target:
 class Source:
     """A saved adapter, planned on the model: its edits and their sites, the names of its tensors."""
 
-    def __init__(self, directory: Path, model: nn.Module, analysis: Analysis, other_weights: bool) -> None:
+    def __init__(
+        self, directory: Path, model: nn.Module, analysis: Analysis, other_weights: bool, strict: bool
+    ) -> None:
         adapter, self.tensors = read(directory)
         self.directory = directory
-        check_base(adapter, model, other_weights)
-        _, found = planned_saved(adapter, directory, analysis, adapter.tasks)
+        check_base(adapter, model, other_weights, strict)
+        _, found = planned_saved(adapter, directory, analysis, tasks_in(adapter, directory))
         self.placed = {(p.edit, p.site.path): p for p in found.placed}
         self.edits = tuple(dict.fromkeys(placed.edit for placed in found.placed))
         self.owners: dict[str, str] = {}  # names of what sites share, which has that of the first of them

@@ -17,20 +17,23 @@ from peftc.planning.model import Plan
 from peftc.rewriting.beside import noted
 from peftc.rewriting.record import Installation, Part, acting, installed, spec_of_parts
 from peftc.syntax.printer import print_spec
-from peftc.weights.adapter import Adapter
+from peftc.weights.adapter import Adapter, tensors_name
 from peftc.weights.base import base_of
 from peftc.weights.collapse import stored_spec, stored_tensors
 from peftc.weights.compiled import require_values
-from peftc.weights.files import listing, path_of, write
+from peftc.weights.files import listing, path_of
 from peftc.weights.sharded import turn, whole
+from peftc.weights.values import digest_of
+from peftc.weights.writing import write
 
 
 def save(model: nn.Module, directory: str | PathLike[str], name: str | None = None) -> Path:
-    """Saves what a compiled model has trained: `adapter.safetensors` and `adapter.json`. The base is not saved.
+    """Saves what a compiled model has trained: `adapter.json`, and `adapter-<hash>.safetensors`, which it names. The base is not
+    saved.
 
     Tensors are named `<edit>/<site>/<form>.<parameter>`, base parameters that `train` unfroze `<edit>/<dotted name>`.
-    Reparametrised prefixes are saved as the rows they make, unless they have `keep=true`. Both files are there afterwards,
-    or what was there before. Where parameters are sharded (FSDP2) every process calls this, and one of them writes.
+    Reparametrised prefixes are saved as the rows they make, unless they have `keep=true`. Whatever ends the
+    process, the directory has the new adapter afterwards, or what was there before. Where parameters are sharded (FSDP2) every process calls this, and one of them writes.
 
     Args: `directory`: a new one, an empty one, or one with an adapter, which is replaced. `name`: of one spec of the model,
     to save it alone; else all specs are saved, as one.
@@ -56,9 +59,11 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
             source=source,
             plan=plan,
             base=base,
+            weights_digest=digest_of(base.tensors),
             seed=parts[0].seed,
             tasks=record.task.names,
             tensors=listing(tensors),
+            file=tensors_name(sha256),
             sha256=sha256,
         )
 

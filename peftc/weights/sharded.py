@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from peftc.diagnostics import Diagnostic, PeftcError
+
 
 def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
@@ -22,10 +24,19 @@ def whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def turn(tensors: Iterable[Tensor]) -> Generator[bool]:
-    """Whether this process is the one that writes; where a tensor is sharded the others wait until it has."""
-    together = any(map(is_sharded, tensors)) and dist.is_initialized()
+    """Whether this process is the one that writes; where a tensor is sharded the others wait until it has.
+
+    Raises: P526 in the others, where it has not.
+    """
+    if not (any(map(is_sharded, tensors)) and dist.is_initialized()):
+        yield True
+        return
+    done = [False]
     try:
-        yield not together or dist.get_rank() == 0
+        yield dist.get_rank() == 0
+        done = [True]
     finally:
-        if together:
-            dist.barrier()
+        dist.broadcast_object_list(done, src=0)
+    if not done[0]:
+        message = "the adapter has not been saved: the process that writes it has failed"
+        raise PeftcError(Diagnostic("P526", message, help="the error of rank 0 says why"))

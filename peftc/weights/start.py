@@ -25,19 +25,20 @@ def warm_start(
     edits: Mapping[str, str] | None = None,
     task: str | None = None,
     other_weights: bool = False,
+    strict: bool = False,
 ) -> tuple[str, ...]:
     """Gives edits of a compiled model the values that a saved adapter has: a prompt for a new task begins as that of another one (SPoT,
     Vu et al. 2021, arXiv:2110.07904). The spec of the model stays; everything else of the adapter is left out.
 
     Args: `edits`: from edits of the model to those of the adapter; without it, all that have the same name. `task`: the task
-    whose parameters begin so, of edits that are `per task` here and not there. `other_weights`: as in `load`.
+    whose parameters begin so, of edits that are `per task` here and not there. `other_weights`, `strict`: as in `load`.
     Returns: the edits of the model that have new values.
     Raises: P410 (not compiled), P529 (switched off), P520-P522 (the files), P523 and P524 (another base), P525 (tensors that
     do not fit), P532 (no such edit), P534 (no such task). After an error the model is as it was.
     """
     record = acting(model)
     adapter, tensors = read(path_of(directory))
-    check_base(adapter, model, other_weights)
+    check_base(adapter, model, other_weights, strict)
     own = {edit for part in record.parts for edit in part.edits}
     there = dict.fromkeys(saved.partition("/")[0] for saved in tensors)
     pairs = checked_names(edits, own, there) if edits is not None else {name: name for name in there if name in own}
@@ -57,7 +58,7 @@ def warm_start(
             wanted.setdefault(f"{pairs[name]}/{rest}", []).append(value)
     found = {saved: tensor for saved, tensor in tensors.items() if saved.partition("/")[0] in pairs.values()}
     for i in range(max(map(len, wanted.values()), default=1)):
-        shapes = {saved: values[min(i, len(values) - 1)].shape for saved, values in wanted.items()}
+        shapes = {saved: values[min(i, len(values) - 1)] for saved, values in wanted.items()}
         alone = task is None and any(".tasks." in n for n in shapes) and not any(".tasks." in n for n in found)
         help_ = f'say which task begins so: task="{record.task.names[0]}"' if alone else None
         check_tensors(found, shapes, f"what is saved in {directory} does not fit {listed(pairs)} of the model", help_)

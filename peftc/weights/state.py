@@ -14,6 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, Pair
 from peftc.forms.shapes import KeyValue, Tokens
 from peftc.planning import ir
+from peftc.prompting import joined, starts_of
 from peftc.rewriting.positions import picks
 from peftc.weights.folding import Folding
 
@@ -57,8 +58,9 @@ class State:
         if self.tokens is not None:
             table: Any = cast(Any, self.model).get_input_embeddings()
             embedded = table(input_ids)
-            rows = self.tokens.to(embedded.dtype).expand(len(input_ids), -1, -1)
-            return {EMBEDS: torch.cat([rows, embedded], 1), MASK: _longer(mask, len(self.tokens))}
+            starts, ones = starts_of(mask), mask.new_ones(len(self.tokens))
+            rows = self.tokens.to(embedded.dtype)
+            return {EMBEDS: joined(rows, embedded, starts), MASK: joined(ones, mask, starts)}
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         count = self.seed[0][0].shape[1]
         given = {"input_ids": input_ids, MASK: _longer(mask, count), POSITIONS: positions, USE: True}

@@ -150,7 +150,8 @@ class Widening(Folding):
         for site in (up, down):
             for ref in (state.weight for state in site.states.values() if state.weight is not None):
                 name = name_of(ref)
-                if ref.part or site.calls > 1 or any(name in group for group in self.analysis.table.tied):
+                table = self.analysis.table
+                if ref.part or site.calls > 1 or any(name in group for group in (*table.tied, *table.overlaps)):
                     raise NotWider(f"`{name}` is used elsewhere, too")
                 if name in trained:
                     raise NotWider(f"`{name}` is trained by `{trained[name]}`, which stays")

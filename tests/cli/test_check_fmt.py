@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -188,9 +189,7 @@ def test_version(capsys: Out) -> None:
 
 
 def run(*argv: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "peftc.cli", *argv], input=text, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, "-m", "peftc.cli", *argv], input=text, capture_output=True, text=True)
 
 
 def test_standard_input() -> None:
@@ -217,7 +216,7 @@ sys.exit(f"imported {heavy}" if heavy else code)
 @pytest.mark.parametrize("argv", [["check"], ["fmt", "--check"], ["expand"]])
 def test_no_torch(argv: list[str]) -> None:
     path = str(resources.recipes()["mam"])
-    done = subprocess.run([sys.executable, "-c", IMPORTS, *argv, path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", IMPORTS, *argv, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -238,3 +237,19 @@ def test_color_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_as_a_module() -> None:
     ran = subprocess.run([sys.executable, "-m", "peftc", "--version"], capture_output=True, text=True, check=True)
     assert ran.stdout == f"peftc {__version__}\n"
+
+
+@pytest.mark.parametrize("operation", ["replace", "fsync"])
+def test_fmt_leaves_nothing_where_the_disk_is_full(
+    operation: str, folder: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (folder / "loose.peft").write_text(LOOSE)
+    there = sorted(folder.iterdir())
+    monkeypatch.setattr(os, operation, full)
+    assert main(["fmt", str(folder / "loose.peft")]) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert sorted(folder.iterdir()) == there
+    assert (folder / "loose.peft").read_text() == LOOSE

@@ -15,6 +15,7 @@ from peftc.diagnostics.codes_names import NAMES
 from peftc.diagnostics.codes_plan import PLAN
 from peftc.diagnostics.codes_rewrite import REWRITE
 from peftc.diagnostics.codes_syntax import SYNTAX
+from peftc.diagnostics.codes_verification import VERIFICATION
 from peftc.diagnostics.codes_weights import WEIGHTS
 
 PACKAGE = Path(peftc.__file__).parent
@@ -27,7 +28,7 @@ def test_every_code_that_is_raised_is_explained() -> None:
 
 
 def test_no_code_is_in_two_tables() -> None:
-    counts = Counter(code for table in (SYNTAX, NAMES, PLAN, REWRITE, WEIGHTS) for code in table)
+    counts = Counter(code for table in (SYNTAX, NAMES, PLAN, REWRITE, WEIGHTS, VERIFICATION) for code in table)
     assert [code for code, count in counts.items() if count > 1] == []
 
 

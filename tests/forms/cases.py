@@ -119,6 +119,7 @@ CASES = (
     Case("orthogonal", W, W, {"block": 5}),
     Case("orthogonal", W, W, {"block": 2, "neumann": 5}),
     Case("vera", T8, T12, {"r": 5}, sites=2),
+    Case("vera", T8, T12, {"r": 20}, sites=2),
     Case("fastfood", W, None, {"d": 7}, sites=2),
     Case("fastfood", Vector(3), None, {"d": 9, "seed": 1}, sites=2),
     Case("linear", T8, T12),

@@ -2,14 +2,15 @@
 
 import copy
 import pickle
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftc.forms.kron import scale as kron_scale
-from peftc.forms.lora import scale
+from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, build, build_owner, parameter_dtype
 from peftc.forms.shapes import Tokens
 from tests.forms.cases import CASES, Case, alone, base, buffers, every, made, owner, parameters, seeded, shaken
@@ -20,6 +21,17 @@ TOLERANCE = 1e-12
 
 def parts(value: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+def alpha(args: Mapping[str, Any]) -> float:
+    """What the product of LoRA's factors is divided by r for: alpha (default r); with rsLoRA it is divided by its root instead."""
+    value = float(args["r"] if args["alpha"] is None else args["alpha"])
+    return value * args["r"] ** 0.5 if args["rslora"] else value
+
+
+def kron_scale(args: Mapping[str, Any]) -> float:
+    """LoKr's alpha / r where the second factor has rank r, alpha where it is whole, 1 without alpha."""
+    return 1.0 if args["alpha"] is None else float(args["alpha"]) / (args["r"] or 1)
 
 
 def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
@@ -33,9 +45,9 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             value = reference.bottleneck(w, turned, str(args["act"]))
             return (value if "tokens," not in str(case.target) else value.transpose(1, 2),)
         case "lora":
-            return (reference.lora(w, x, scale(args) * args["r"]),)
+            return (reference.lora(w, x, alpha(args)),)
         case "lowrank":
-            return (reference.lowrank(w, scale(args) * args["r"]),)
+            return (reference.lowrank(w, alpha(args)),)
         case "magnitude":
             return (reference.magnitude(w, x),)
         case "prefix" if case.grouped:
@@ -60,7 +72,7 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
         case "prompt":
             return (reference.prompt(w).view(int(str(args["len"])), -1),)
         case "kron":
-            return (reference.kron(w, x, kron_scale(case.args)),)
+            return (reference.kron(w, x, kron_scale(args)),)
         case "hadamard":
             return (reference.hadamard(w, float(str(args["alpha"]))),)
         case "product":
@@ -236,3 +248,15 @@ def test_repr_says_what_it_is() -> None:
     module: FormModule = made(CASES[0])
     assert "r=4" in repr(module)
     assert "down: (4, 12)" in repr(module)
+
+
+LINEAR = [case for case in CASES if isinstance(case.input, Tokens) and case.form.affine(case.args) is None]
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=str)
+def test_a_form_that_is_affine_folds_into_what_it_computes(case: Case) -> None:
+    module, x = shaken(case).eval(), case.like()
+    assert isinstance(case.input, Tokens)
+    folded = module.fold(Affine.identity(case.input.d, torch.float64, torch.device("cpu")))
+    bias = 0.0 if folded.bias is None else folded.bias
+    torch.testing.assert_close(module(x), x @ folded.matrix().T + bias, rtol=TOLERANCE, atol=TOLERANCE)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.compiler import analysed, planned
+from peftc.compiler import analysed, flat_of, planned
 from peftc.rewriting.record import installed
 from tests import zoo
 from tests.laws.recipe import Recipe
@@ -95,7 +95,7 @@ class Case:
     @cached_property
     def plan(self) -> Any:
         """The plan of the recipe, made from the config alone."""
-        return planned(peftc.parse(self.recipe.text), analysis(self.name)).plan
+        return planned(flat_of(self.recipe.text), analysis(self.name)).plan
 
     @cached_property
     def random(self) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.laws.recipe import WITH_BIAS, Recipe, at
+from tests.laws.recipe import WITH_BIAS, Recipe, at, shipped
 from tests.reference import literature as by_hand
 from tests.reference import methods
 from tests.reference.methods import together
@@ -79,7 +79,7 @@ WEIGHTS = (
         folds=True,
         on=("gpt2", "llama"),
     ),
-    Recipe("vera", at(QV_DOWN, "vera(x, r=5)"), by_hand.vera("e", "q v down"), identity=True, folds=True),
+    Recipe("vera", at(QV_DOWN, "vera(x, r=70)"), by_hand.vera("e", "q v down"), identity=True, folds=True),
     Recipe(
         "said",
         f"edit e at {ALL_LINEARS} {{ w += fastfood(d=9) }}",
@@ -101,23 +101,29 @@ WEIGHTS = (
 LAYERS = (
     Recipe(
         "compacter",
-        at("layer[*].attn | layer[*].ffn", "phm(h, r=8, n=4, act=gelu)"),
-        by_hand.compacter("e", "attn ffn", "gelu"),
+        shipped("compacter", "reduction=4"),
+        together(by_hand.compacter("e", "self ffn", "gelu_tanh"), by_hand.unfrozen("norms")),
         identity=False,
+        folds=frozenset({"norms"}),
+        edits=("e", "norms"),
     ),
     Recipe(
         "compacter-pp",
-        at("layer[*].ffn", "phm(h, r=4, n=2, rank=2)"),
-        by_hand.compacter("e", "ffn", "relu"),
-        False,
+        shipped("compacter_pp", "reduction=8, n=2, rank=2"),
+        together(by_hand.compacter("e", "ffn", "gelu_tanh"), by_hand.unfrozen("norms")),
+        identity=False,
+        folds=frozenset({"norms"}),
         on=("bert", "llama"),
+        edits=("e", "norms"),
     ),
     Recipe(
         "phm-adapter",
-        at("layer[*].attn | layer[*].ffn", "phm(h, r=4, n=2, shared=false, factorised=false, act=tanh)"),
-        by_hand.compacter("e", "attn ffn", "tanh"),
+        shipped("phm_adapter", "reduction=8, n=2"),
+        together(by_hand.compacter("e", "self ffn", "gelu_tanh"), by_hand.unfrozen("norms")),
         identity=False,
+        folds=frozenset({"norms"}),
         on=("t5", "opt"),
+        edits=("e", "norms"),
     ),
     Recipe("loreft", at("layer[*]", "reft(h, r=2)"), by_hand.reft("e"), identity=False),
     Recipe(

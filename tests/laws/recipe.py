@@ -41,6 +41,11 @@ class Recipe:
         return self.folds if isinstance(self.folds, bool) else edit in self.folds
 
 
+def shipped(name: str, arguments: str) -> str:
+    """A recipe of `specs/` as it is, with sizes for small models."""
+    return f"use {name} from std\napply {name}({arguments})"
+
+
 def at(site: str, value: str, op: str = "+=") -> str:
     """One equation of h in one edit, named e."""
     return f"edit e at {site} {{ h {op} {value} }}"

@@ -20,9 +20,7 @@ from tests.reference.test_adapterhub import CASES, MEASURED, PRE_NORM, SLOPES, T
 
 SPECS = Path(__file__).parents[2] / "specs"
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "compacter": ("compacter", {"reduction": PHM}),
-    "compacter++-paper": ("compacter-pp", {"reduction": PHM}),
-    "unipelt-paper": ("unipelt", {"l": LENGTH, "r": RANK, "alpha": RANK, "reparam": f"mlp({WIDTH})"}),
+    "unipelt-paper": ("unipelt", {"l": LENGTH, "r": RANK, "reparam": f"mlp({WIDTH})"}),
     "loreft": ("loreft", {"r": REFT}),
     "loreft-first": ("loreft", {"r": REFT, "first": FIRST}),
     "loreft-ends": ("loreft", {"r": REFT, "first": FIRST, "last": LAST}),
@@ -49,6 +47,8 @@ def spec_of(method: str, name: str) -> str:
             "par_bn": parallel.format("res" if pre else "x", 2),
             "prefix": prefix,
             "mam": prefix + "\n" + parallel.format("res" if pre else "x", REDUCTION),
+            "compacter": f"edit e at layer[*].attn.self | layer[*].ffn {{ h += phm(h, reduction={PHM}, act=gelu) }}",
+            "compacter++-paper": f"edit e at layer[*].ffn {{ h += phm(h, reduction={PHM}, act=gelu) }}",
             "compacter++": f"edit e at layer[*].ffn {{ h += phm({reads}, reduction={PHM}, act=gelu) }}",
             "unipelt": UNIPELT % reads,
             "noreft": f"edit layers at layer[*] {{ h += reft(h, r={REFT}, orthogonal=false) }}",

@@ -11,10 +11,11 @@ from torch import Tensor
 from tests import zoo
 from tests.laws.harness import Case, close
 from tests.laws.recipes import NAMED
+from tests.matrix import checkerboard
 
 GENERATING = ("bart", "t5", "gpt2", "llama")
 METHODS = ("mam", "everything", "dora", "scaled-states", "interpolated", "seq-bn", "prefix-mlp")
-PAIRS = [(method, name) for name in GENERATING for method in METHODS]
+PAIRS = [(method, name) for name, method in checkerboard(GENERATING, METHODS)]
 PAIRS += [("loreft", "bart"), ("krona-res", "t5"), ("vera", "gpt2"), ("compacter", "gpt2"), ("oft", "llama")]
 PAIRS += [
     ("said-scaled", "llama"),

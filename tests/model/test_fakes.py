@@ -86,9 +86,9 @@ def test_the_cost_does_not_depend_on_the_size() -> None:
     shared = torch.empty(1).expand(1 << 20, 1 << 15)  # 128 GB if anything copied it
     big = nn.Linear(1, 1, bias=False)
     big.weight = nn.Parameter(shared)
-    start = time.perf_counter()
+    start = time.process_time()
     fake = fake_copy(big)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert parameters(fake) == 1 << 35
 
 
@@ -114,9 +114,9 @@ def test_a_skeleton_says_that_it_is_on_the_cpu_in_float32() -> None:
 
 
 def test_a_skeleton_of_405_billion_is_built_at_once() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     model = skeleton(resolve("meta-llama/Llama-3.1-405B"))
-    assert time.perf_counter() - start < 15
+    assert time.process_time() - start < 15
     assert len(fingerprint(model)) == 64
 
 

@@ -24,6 +24,7 @@ edit kv at layer[*].attn.k | layer[*].attn.v { h *= vector(init=1) }
 edit ff at layer[*].ffn.hidden { h *= vector(init=1) }
 """
 
+SHIPPED = "use %s from std\napply %s(%s)\n%s"  # a recipe of `specs/`, and what stands beside it
 COMPACTER = "edit e at %s { h += phm(h, %s) }"
 
 # A method's spec; `{d}` is d_model, `{d/16}` a part of it. Several specs: all of them count alike.
@@ -94,6 +95,14 @@ SPECS: dict[str, tuple[str, ...]] = {
     "adapters:compacter++": (COMPACTER % ("layer[*].ffn", "reduction=32"),),
     "compacter n=4 r=32": (COMPACTER % ("layer[*].attn.self | layer[*].ffn", "r=32"),),
     "compacter++ n=4 r=32": (COMPACTER % ("layer[*].ffn", "r=32"),),
+    "compacter n=4 r=32 with the layer norms of T5 trained": (SHIPPED % ("compacter", "compacter", "", "train final = [w, b] at norm"),),
+    "compacter++ n=4 r=32 with the layer norms of T5 trained": (
+        SHIPPED % ("compacter_pp", "compacter_pp", "", "train final = [w, b] at norm"),
+    ),
+    "PHM adapters n=12 r=32 with the layer norms of T5 trained": (
+        SHIPPED % ("phm_adapter", "phm_adapter", "n=12", "train final = [w, b] at norm"),
+    ),
+    "VeRA r=1024 on q and v": (SHIPPED % ("vera", "vera", "r=1024", ""),),
     "adapters:loreft": (  # one for the first tokens, one for the last
         "edit first at layer[*] { h += reft(h, r=1) }\nedit last at layer[*] { h += reft(h, r=1) }",
     ),

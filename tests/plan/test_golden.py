@@ -91,9 +91,9 @@ def test_uneven_coverage(golden):
 def test_json_has_these_keys_and_reads_back():
     plan = planned(SPECS["folding"], BART).plan
     data = plan.model_dump()
-    assert list(data) == ["format_version", "spec", "model", "edits", "totals", "expectations"]
+    assert list(data) == ["format_version", "spec", "model", "edits", "totals", "expectations", "unread"]
     assert list(data["spec"]) == ["path", "sha256"]
-    assert list(data["model"]) == ["id", "type", "parameters", "fingerprint"]
+    assert list(data["model"]) == ["id", "type", "parameters", "fingerprint", "fingerprint_version"]
     keys = ["name", "sites", "trained", "stored", "changed", "served", "foldable", "reason", "identity"]
     assert all(list(edit) == keys for edit in data["edits"])
     assert data["edits"][0]["sites"][0] == {

@@ -70,6 +70,7 @@ GLORA = {"attn": 2 * 4 * D + 4 * 2 * D, "up": 2 * 4 * D + 4 * (D + F), "down": 2
 GLORA_BIAS = QKVO * 3 * D + FFN * (2 * F + D) + FFN * (2 * D + F)
 ATTN_OF, FFN_OF = (lambda layers: 3 * layers), (lambda layers: 2 * layers)  # of as many layers of each stack
 WEIGHTS = QKVO * D * D + FFN * 2 * D * F + 5 * 12 * D  # of all Linears and norms in layers
+NORMS = 5 * 12 * 2 * D  # their weights and biases
 BIASES = QKVO * D + FFN * (F + D)
 
 COUNTS = {
@@ -83,9 +84,9 @@ COUNTS = {
     "oft": QKVO * (D // 32) * (32 * 31 // 2),
     "said": 200 + QKVO + 2 * FFN,
     "adalora": QKVO * 12 * (2 * D + 1) + 2 * FFN * 12 * (D + F + 1),
-    "compacter": 4**3 + 48 * (2 * (D + 32) + 32 + D),
-    "compacter_pp": 4**3 + FFN * (2 * (D + 32) + 32 + D),
-    "phm_adapter": 48 * (2 * 4**3 + 2 * 32 * D // 4 + 32 + D),
+    "compacter": NORMS + 4**3 + 48 * (2 * (D + 32) + 32 + D),
+    "compacter_pp": NORMS + 4**3 + FFN * (2 * (D + 32) + 32 + D),
+    "phm_adapter": NORMS + 48 * (2 * 4**3 + 2 * 32 * D // 4 + 32 + D),
     "difffit": (ATTN + FFN) * (1 + 2 * D) + BIASES,
     "loreft": FFN * 8 * (2 * D + 1),
     "direft": FFN * 8 * (2 * D + 1),

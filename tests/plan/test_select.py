@@ -220,3 +220,25 @@ def test_uneven_coverage_is_a_warning():
 def test_a_range_past_the_end_of_one_stack_is_a_warning():
     (found,) = coverage(path("layer[0..4].ffn"), tables.bart(layers=(6, 3)))
     assert found.message == "`0..4` goes past the end of `decoder.layer`"
+
+
+def test_an_index_from_the_end_reaches_the_first_layer_and_no_further():
+    table = tables.llama(layers=3)
+    assert paths("layer[-3].ffn", table) == ["decoder.layer[0].ffn"]
+    assert paths("layer[-3..-2].ffn", table) == ["decoder.layer[0].ffn", "decoder.layer[1].ffn"]
+    (found,) = error(path("layer[-4].ffn"), table)
+    assert found.code == "P202"
+
+
+@pytest.mark.parametrize("wildcard", ["?", "*"])
+def test_a_wildcard_of_one_segment_does_not_span_a_dot(wildcard):
+    assert resolve(ast.Glob(f"model.layers.{wildcard}.mlp.down_proj"), LLAMA)
+    (found,) = error(ast.Glob(f"model.layers{wildcard}0.mlp.down_proj"), LLAMA)
+    assert found.code == "P201"
+
+
+def test_uneven_coverage_of_what_a_difference_takes_from_is_a_warning():
+    table = tables.llama(layers=6, v_missing=(1, 4, 5))
+    (found,) = coverage(ast.Difference(path("layer[*].attn.v"), path("layer[0].attn.v")), table)
+    assert found.code == "P204"
+    assert coverage(ast.Difference(path("layer[*].attn.q"), path("layer[0..2].attn.v")), table) == []

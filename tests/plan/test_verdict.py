@@ -1,5 +1,7 @@
 """What folds, into what, how many entries of the base change, and what is left to serve."""
 
+from dataclasses import replace
+
 import pytest
 
 from peftc.planning.regions import Chosen, Region, numel
@@ -149,3 +151,27 @@ def test_part_of_a_parameter_cannot_be_trained():
     whole = planned("train q = [w] at layer[*].attn.q | layer[*].attn.k | layer[*].attn.v", GPT2)
     assert whole.plan.totals.trained == 3 * 64 * 64
     assert list(whole.trained.values()) == ["transformer.h.0.attn.c_attn.weight"]
+
+
+@pytest.mark.parametrize("equation", ["h = x * x", "h += lora(x, r=2) * lora(x, r=2)", "h = h * x", "h += x / x"])
+def test_a_product_of_what_the_linear_reads_with_itself_does_not_fold(equation):
+    edit = only_edit(f"edit e at encoder.layer[0].attn.q {{ {equation} }}", BART)
+    assert not edit.foldable
+    assert "depend" in edit.reason
+
+
+def test_what_shares_parameters_with_an_edit_that_stays_stays():
+    common = "let s = shared(vera(r=4))\nedit a at layer[*].attn.q { h += s(x) }\n"
+    folds = planned(common + "edit b at layer[*].attn.k { h += s(x) }", BART).plan
+    assert [edit.foldable for edit in folds.edits] == [True, True]
+    stays = planned(common + "edit b at layer[*].attn.k { h += gate(x) * s(x) }", BART).plan
+    assert [edit.foldable for edit in stays.edits] == [False, False]
+    assert "`b`, which stays, shares parameters with it" in stays.edits[0].reason
+
+
+@pytest.mark.parametrize("attribute", ["weight", "bias"])
+def test_a_weight_or_a_bias_that_is_tied_does_not_fold(attribute):
+    tied = ((f"model.encoder.layers.0.self_attn.q_proj.{attribute}", f"elsewhere.{attribute}"),)
+    edit = only_edit("edit e at encoder.layer[0].attn.q { h = 2 * h }", replace(BART, tied=tied))
+    assert not edit.foldable
+    assert f"`model.encoder.layers.0.self_attn.q_proj.{attribute}` is tied" in edit.reason

@@ -221,3 +221,70 @@ def test_a_way_that_does_not_run_with_the_values_of_this_call_is_not_the_models_
     with pytest.raises(peftc.PeftcError, match="P417") as caught:
         module(x)
     assert "unflatten" in str(caught.value)
+
+
+class Gained(nn.Module):
+    """Multiplies by a number, where it has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y if self.gain is None else y * self.gain
+
+
+@pytest.mark.parametrize("gains", [(2.0, None, 3.0), (None, 2.0, None)])
+def test_a_number_that_may_be_missing_is_asked_for(gains: tuple[float | None, ...]) -> None:
+    base, module, x = Gained(), Gained(), torch.randn(2, 3, 4)
+    module.load_state_dict(base.state_dict())
+    rewritten(module)
+    for gain in gains:
+        base.gain = module.gain = gain  # type: ignore[assignment]
+        assert torch.equal(module(x), base(x))
+
+
+class Selfish(nn.Module):
+    """Has a child called `self`, as some attentions do, and arguments with the name of a child and of a function it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, inner: Tensor, relu: Tensor) -> Tensor:
+        y = torch.relu(self.self(x))
+        return self.inner(y) * inner + relu
+
+
+def test_no_local_hides_an_argument() -> None:
+    base, module = Selfish(), Selfish()
+    module.load_state_dict(base.state_dict())
+    rewritten(module)
+    arguments = [torch.randn(2, 3, 4) for _ in range(3)]
+    assert torch.equal(module(*arguments), base(*arguments))
+
+
+class ReadTwice(nn.Module):
+    """A weight that stands in two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.weight).relu()
+        return nn.functional.linear(y, self.weight)
+
+
+def test_every_read_of_a_weight_sees_the_edited_one() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ReadTwice(), ReadTwice()), torch.randn(2, 3, 4)
+    plain = [layer.weight.detach().clone() for layer in model]
+    peftc.compile('peft 1\nedit e at "0" | "1" { w = w + lowrank(r=2) }', model, seed=0, sample={"input": x})
+    values = [p.data.normal_() for p in peftc.parameters(model).values()]
+    want = x
+    for weight, a, b in zip(plain, values[::2], values[1::2], strict=True):
+        weight = weight + b @ a
+        want = torch.nn.functional.linear(torch.nn.functional.linear(want, weight).relu(), weight)
+    torch.testing.assert_close(model(x), want)

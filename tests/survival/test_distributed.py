@@ -11,7 +11,7 @@ import peftc
 from peftc.weights.files import read
 from tests import zoo
 from tests.survival.harness import SPECIES, all_close, freshly_compiled
-from tests.survival.workers import halves, run, work
+from tests.survival.workers import halves, run, take_turns, work
 
 WORLD = 2
 CASES = [(name, ("weights", "lora", "mam")[i % 3]) for i, name in enumerate(SPECIES)] + [
@@ -53,3 +53,11 @@ def test_an_adapter_of_shards_is_an_adapter(directory: tuple[str, Path], name: s
     assert one.tensors == two.tensors
     assert one.base == two.base
     assert one.spec == two.spec
+
+
+def test_all_processes_hear_of_a_save_that_failed(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(take_turns, args=(WORLD, str(tmp_path)), nprocs=WORLD)
+    assert [(tmp_path / f"told-{rank}").read_text() for rank in range(WORLD)] == [
+        "writes writes P526",
+        "waits waits P526",
+    ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import peftc
 from tests import zoo
+from tests.matrix import checkerboard
 from tests.survival.harness import (
     GENERATING,
     SOME,
@@ -92,7 +93,7 @@ def test_autocast(name: str, spec: str) -> None:
         assert torch.equal(model(**inputs).logits, plain.logits)
 
 
-@pytest.mark.parametrize(("name", "spec"), [(n, s) for n in GENERATING for s in ("lora", "mam")])
+@pytest.mark.parametrize(("name", "spec"), checkerboard(GENERATING, ("lora", "mam")))
 def test_generating_under_autocast_and_in_half_precision(name: str, spec: str) -> None:
     model = compiled(name, spec, torch.float32)
     prompt = {k: v for k, v in given(name, model).items() if k in ("input_ids", "attention_mask")}

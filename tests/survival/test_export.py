@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from tests.matrix import checkerboard, some
 from tests.survival.harness import SPECIES, all_close, close, compiled, given
 
 CASES = [
-    *((name, spec, False) for name in SPECIES for spec in ("mam", "weights")),
-    *((name, spec, False) for name in ("bart", "mixtral") for spec in ("lora", "sequential", "gated")),
-    *((name, "mam", True) for name in ("llama", "vit", "mixtral")),  # the strict way takes several times as long
+    *((name, spec, False) for name, spec in checkerboard(SPECIES, ("mam", "weights"))),
+    *((name, spec, False) for name, spec in checkerboard(("bart", "mixtral"), ("lora", "sequential", "gated"))),
+    *((name, "mam", True) for name in some(("llama", "vit", "mixtral"), 3)),  # strict: several times as long
 ]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

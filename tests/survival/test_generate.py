@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tests import zoo
+from tests.matrix import checkerboard
 from tests.survival.harness import CACHED, GENERATING, close, compiled
 
 TOKENS = 6
-pairs = pytest.mark.parametrize(("name", "spec"), [(n, s) for n in GENERATING for s in CACHED])
+pairs = pytest.mark.parametrize(("name", "spec"), checkerboard(GENERATING, CACHED))
 # Those that enter the code of layers, and rewrite weights: another spec is the same to a search.
-few = pytest.mark.parametrize(("name", "spec"), [(n, s) for n in GENERATING for s in ("mam", "weights")])
+few = pytest.mark.parametrize(("name", "spec"), checkerboard(GENERATING, ("mam", "weights")))
 
 
 def prompt(name: str, model: nn.Module, batch: int = 3, padding: zoo.Padding | None = "left") -> dict[str, Tensor]:

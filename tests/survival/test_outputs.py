@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import peftc
 from tests import zoo
+from tests.matrix import checkerboard
 from tests.survival.harness import GENERATING, SOME, SPECIES, compiled, freshly_compiled, given, layers
 
 pairs = pytest.mark.parametrize(("name", "spec"), SOME)
@@ -102,7 +103,7 @@ def test_nothing_is_recorded_that_is_not_asked_for(name: str) -> None:
     assert len(model(**inputs, return_dict=False)) == len(plain)
 
 
-@pytest.mark.parametrize(("name", "spec"), [(n, s) for n in GENERATING for s in ("lora", "mam", "weights")])
+@pytest.mark.parametrize(("name", "spec"), checkerboard(GENERATING, ("lora", "mam", "weights")))
 def test_outputs_of_generate(name: str, spec: str) -> None:
     model, base = freshly_compiled(name, spec, attn_implementation="eager"), build(name)
     inputs = zoo.inputs(name, model)

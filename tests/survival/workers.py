@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import peftc
+from peftc.weights.sharded import turn
 from tests.survival.harness import freshly_compiled, given, layers
 
 STEPS, BATCH = 3, 4
@@ -65,6 +66,30 @@ def work(rank: int, world: int, way: str, cases: list[tuple[str, str]], director
             torch.save(report, Path(directory) / f"{way}-{name}-{spec}.pt")
     dist.barrier()
     os._exit(0)  # on a busy machine a process that ends gloo's threads itself is sometimes aborted
+
+
+class Sharded:
+    """As much of a tensor as says that it is one of several processes."""
+
+    def full_tensor(self) -> Tensor:
+        return torch.zeros(1)
+
+
+def take_turns(rank: int, world: int, directory: str) -> None:
+    """Writes once as it should be, once onto a disk that is full; notes what each process was told."""
+    dist.init_process_group("gloo", init_method=f"file://{directory}/turns", rank=rank, world_size=world)
+    told: list[str] = []
+    for full in (False, True):
+        try:
+            with turn([cast(Tensor, Sharded())]) as mine:
+                told.append("writes" if mine else "waits")
+                if mine and full:
+                    raise peftc.PeftcError(peftc.Diagnostic("P526", "the disk is full"))
+        except peftc.PeftcError as error:
+            told += [d.code for d in error.diagnostics]
+    Path(directory, f"told-{rank}").write_text(" ".join(told))
+    dist.barrier()
+    os._exit(0)
 
 
 def one(rank: int, world: int, way: str, name: str, spec: str, directory: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,28 @@ def test_parentheses_are_those_that_are_needed(written: str, printed: str) -> No
 )
 def test_selectors_are_printed_without_doubt(written: str, printed: str) -> None:
     assert print_spec(parse_text(f"peft 1 train t=[b] at {written}")) == f"peft 1\n\ntrain t = [b] at {printed}\n"
+
+
+OPERATORS = "+-*/"
+
+
+@pytest.mark.parametrize("outer", OPERATORS)
+@pytest.mark.parametrize("inner", OPERATORS)
+def test_every_nesting_of_two_operators_is_printed_as_it_is_meant(outer: str, inner: str) -> None:
+    a, b, c = (ast.Name(name) for name in "abc")
+    trees = [ast.Binary(outer, ast.Binary(inner, a, b), c), ast.Binary(outer, a, ast.Binary(inner, b, c))]
+    trees += [ast.Negative(tree) for tree in trees] + [
+        ast.Binary(outer, ast.Negative(trees[0]), ast.Negative(trees[1]))
+    ]
+    for tree in trees:
+        spec = ast.Spec(1, (ast.Let("l", tree),))
+        assert parse_text(print_spec(spec)) == spec
+
+
+def test_every_nesting_of_selectors_is_printed_as_it_is_meant() -> None:
+    a, b, c = (ast.Path((ast.Step(name),)) for name in "abc")
+    pairs = [lambda x, y: ast.Difference(x, y), lambda x, y: ast.Union((x, y))]
+    for outer, inner in product(pairs, pairs):
+        for selector in (outer(inner(a, b), c), outer(a, inner(b, c))):
+            spec = ast.Spec(1, (ast.Train("t", ("b",), selector),))
+            assert parse_text(print_spec(spec)) == spec

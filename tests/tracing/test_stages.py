@@ -173,3 +173,25 @@ def test_a_norm_may_have_the_features_of_an_image_second() -> None:
     states = {(s.path, name): state for s in table.sites for name, state in s.states.items() if state.place is not None}
     assert ("encoder.layer[0].mixer", "x") in states
     assert {(state.shape, state.place.map) for state in states.values() if state.place} == {(Tokens(D), True)}
+
+
+class StageWithAttention(nn.Module):
+    """Blocks, and in one of two an attention of its own after them."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Layer(1), Layer(1)])
+        self.own = Attention() if own else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x if self.own is None else x + self.own(x)
+
+
+def test_a_stage_with_a_sub_layer_of_its_own_makes_all_of_its_list_layers() -> None:
+    """If its blocks were the layers, nothing could name its attention."""
+    found = paths(Model(StageWithAttention(False), StageWithAttention(True)), {"x": torch.randn(2, 4, D)}, "layer")
+    assert [module for _, module in found] == ["layers.0", "layers.1"]
+    found = paths(Model(StageWithAttention(False), StageWithAttention(False)), {"x": torch.randn(2, 4, D)}, "layer")
+    assert [module for _, module in found] == [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]

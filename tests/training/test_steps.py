@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import peftc
+from peftc.forms.svd_module import SVD
 from peftc.training import consistency, forms_of
 from tests import zoo
 from tests.laws.harness import close
@@ -228,3 +229,41 @@ def test_the_trainer_calls_it(tmp_path: Path) -> None:
     routes = [form.get_buffer("route").tolist() for form in mixtures(model)]
     peftc.step(model, 2)
     assert routes == [form.get_buffer("route").tolist() for form in mixtures(model)]
+
+
+def test_the_second_forward_of_a_consistency_leaves_the_routes_of_the_first() -> None:
+    """Recomputation in the backward pass runs the first forward again: it must take the route that was taken."""
+    model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0).train()
+    given = zoo.inputs("llama", model)
+    for step in range(3):
+        peftc.step(model, step)
+        routes = [form.get_buffer("route").clone() for form in mixtures(model)]
+        logits = model(**given).logits
+        peftc.losses(model, inputs=given, logits=logits)
+        assert all(torch.equal(form.get_buffer("route"), r) for form, r in zip(mixtures(model), routes, strict=True))
+        assert torch.equal(model(**given).logits, logits)
+        with pytest.raises(IndexError):  # and after an error
+            peftc.losses(model, inputs={**given, "input_ids": given["input_ids"] + 10**6}, logits=logits)
+        assert all(torch.equal(form.get_buffer("route"), r) for form, r in zip(mixtures(model), routes, strict=True))
+
+
+def test_the_ranks_that_are_left_are_those_of_the_budget() -> None:
+    """Each round keeps exactly as many triplets as the schedule says, and what was given up stays zero after the last one."""
+    model = peftc.compile(ADALORA, zoo.build("llama", torch.float64), seed=0).train()
+    given = zoo.inputs("llama", model)
+    optimizer = torch.optim.SGD(peftc.parameters(model).values(), lr=0.05)
+    forms = [form for form in model.modules() if isinstance(form, SVD)]
+    with torch.no_grad():
+        for form in forms:
+            form.values.normal_()
+    for step in range(TOTAL + 3):
+        optimizer.zero_grad()
+        model(**given, labels=given["input_ids"]).loss.backward()
+        optimizer.step()
+        peftc.step(model, step)
+        dead = sum(int((form.values == 0).sum()) for form in forms)
+        kept = sum(int(form.get_buffer("kept").sum()) for form in forms)
+        left = max(1 - (step - 2) / (TOTAL - 3 - 2), 0.0)  # of the time between warmup and cooldown
+        if step > 2 and (step % 2 == 0 or step >= TOTAL - 3):
+            assert kept == int(2 * len(forms) * left**3 + 2 * len(forms))
+            assert kept + dead == 4 * len(forms)

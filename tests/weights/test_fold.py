@@ -15,6 +15,7 @@ import peftc
 from peftc.weights import FoldReport
 from tests import zoo
 from tests.laws.harness import Before, close, randomise
+from tests.matrix import some
 
 EDITS = {  # equations that stand at one place of a layer, so that several of them meet at one Linear
     "attn.v": (
@@ -69,7 +70,7 @@ def drawn(seed: int) -> str:
     return "\n".join(f"edit e{i} at layer[*].{place} {{ {line} }}" for i, (place, line) in enumerate(chosen))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", some(range(24), 3))
 def test_whatever_is_folded_the_function_is_the_same(seed: int) -> None:
     """Several edits at one Linear, those that fold and those that do not, in any order, all of them or some."""
     name = ("llama", "gpt2", "bart", "t5")[seed % 4]
@@ -166,7 +167,7 @@ def test_a_folded_model_can_be_compiled_again_copied_and_saved(tmp_path: Any) ->
     assert torch.equal(logits("llama", torch.load(tmp_path / "model.pt", weights_only=False)), logits("llama", twin))
     assert list(model.state_dict()) == list(before.state)
     peftc.compile("peft 1\n" + LINEAR, model, seed=0)
-    assert torch.equal(logits("llama", model), logits("llama", twin)) or True
+    close(logits("llama", model), logits("llama", twin))  # a magnitude times w / ‖w‖ is w but for rounding
     peftc.remove(model)
     assert torch.equal(logits("llama", model), logits("llama", twin))
 

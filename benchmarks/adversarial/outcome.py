@@ -1,0 +1,74 @@
+"""What became of one piece of input: a result, a diagnostic, or one of the three things that must not be."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from peftc import PeftcError
+
+SECONDS = 30.0  # of the processor, for one piece of input; nearly all take a hundredth
+
+
+class Hang(BaseException):
+    """More time than `SECONDS`. Nothing in peftc catches it."""
+
+
+@dataclass
+class Tally:
+    """Counts of outcomes, and what is needed to see each failure again."""
+
+    counts: Counter[str] = field(default_factory=Counter[str])
+    codes: Counter[str] = field(default_factory=Counter[str])
+    failures: list[str] = field(default_factory=list[str])
+
+    def run(self, name: str, action: Callable[[], object]) -> bool:
+        """Whether `action` came to an end as it should: with a result, or with a diagnostic that is no bug of peftc."""
+        self.counts["run"] += 1
+        try:
+            _in_time(action)
+        except PeftcError as error:
+            found = {diagnostic.code for diagnostic in error.diagnostics}
+            self.codes.update(found)
+            if found and max(found) < "P9":
+                self.counts["refused"] += 1
+                return False
+            self._fail("tracebacks", name, error)
+        except Hang as error:
+            self._fail("hangs", name, error)
+        except AssertionError as error:
+            self._fail("losses", name, error)
+        except Exception as error:
+            self._fail("tracebacks", name, error)
+        else:
+            self.counts["accepted"] += 1
+            return True
+        return False
+
+    def _fail(self, kind: str, name: str, error: BaseException) -> None:
+        self.counts[kind] += 1
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        self.failures.append(f"{kind}: {name}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"[:1000])
+
+
+def _in_time(action: Callable[[], object]) -> None:
+    def late(*_: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    slow = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, 20 * SECONDS)  # something that waits takes no time of the processor
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            action()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGALRM, slow)

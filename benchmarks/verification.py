@@ -1,0 +1,63 @@
+"""Verifies every recipe on every model of tests/zoo.py that has its sites.
+
+    python -m benchmarks.verification [--recipes lora,mam] [--models bart,llama] [--layers 2]
+
+Prints a line for each pair that has a finding or a site that is not witnessed, and the counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import peftc
+from tests.verification.pairs import compiled, everything
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parsed(arguments)
+    counts: Counter[str] = Counter()
+    start = time.process_time()
+    for recipe, name in everything():
+        if (options.recipes and recipe not in options.recipes) or (options.models and name not in options.models):
+            continue
+        counts["pairs"] += 1
+        if line := verified(recipe, name, options.layers, counts):
+            print(f"{recipe} on {name}: {line}", flush=True)
+    for what, count in counts.items():
+        print(f"{what:24} {count:,}")
+    print(f"{'seconds of CPU':24} {time.process_time() - start:.0f}")
+    return 1 if counts["findings"] else 0
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", type=lambda text: text.split(","), help="only these")
+    parser.add_argument("--models", type=lambda text: text.split(","), help="only these")
+    parser.add_argument("--layers", type=int, default=2, help="of each stack")
+    return parser.parse_args(arguments)
+
+
+def verified(recipe: str, name: str, layers: int, counts: Counter[str]) -> str:
+    """What is to be said of a pair."""
+    try:
+        model = compiled(recipe, name, layers)
+    except peftc.PeftcError as error:
+        counts["pairs that do not compile"] += 1
+        return str(error.diagnostics[0])
+    found = peftc.verify(model)
+    counts["sites"] += found.sites
+    counts["sites witnessed"] += found.witnessed
+    counts["edits perturbed alone"] += sum(edit.perturbed for edit in found.edits)
+    counts["of these inert"] += sum(edit.inert for edit in found.edits)
+    counts["findings"] += len(found.findings)
+    counts["checks"] += sum(check.outcome == "holds" for check in found.checks)
+    reasons = Counter(one.reason for edit in found.edits for one in edit.not_witnessed)
+    said = [str(diagnostic) for diagnostic in found.diagnostics]
+    return "; ".join([*said, *(f"{count} × {reason}" for reason, count in reasons.items())])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

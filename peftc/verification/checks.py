@@ -1,0 +1,251 @@
+"""The properties of a compiled model as a whole: equal to the spec in every way of calling, and to the base without its edits."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from peftc.compiler import disabled
+from peftc.diagnostics import PeftcError
+from peftc.planning import ir
+from peftc.verification.batches import Batch
+from peftc.verification.determinism import training
+from peftc.verification.locations import Unreachable
+from peftc.verification.outputs import GRADIENT, Difference, difference, results
+from peftc.verification.recorder import Recorder, first_difference
+from peftc.verification.report import Check, Finding
+from peftc.verification.trial import (
+    EVALUATION,
+    INFERENCE,
+    TRAINING,
+    WITH_DROPOUT,
+    WITH_GRADIENTS,
+    Mode,
+    Run,
+    Trial,
+)
+from peftc.verification.witness import Place
+from peftc.weights import fold
+
+
+@dataclass
+class Results:
+    """What has been checked so far."""
+
+    checks: list[Check] = field(default_factory=list[Check])
+    findings: list[Finding] = field(default_factory=list[Finding])
+
+    def holds(self, name: str, detail: str = "") -> None:
+        self.checks.append(Check(name=name, outcome="holds", detail=detail))
+
+    def skip(self, name: str, why: str) -> None:
+        self.checks.append(Check(name=name, outcome="not checked", detail=why))
+
+    def fails(self, name: str, *findings: Finding) -> None:
+        self.checks.append(Check(name=name, outcome="fails", detail=findings[0].message))
+        self.findings += findings
+
+    def equal(self, name: str, code: str, what: str, found: Difference | None) -> None:
+        """Holds where there is no difference."""
+        if found is None:
+            self.holds(name)
+        else:
+            self.fails(name, Finding(code=code, message=f"{what}: {found}", size=found.size))
+
+    @contextmanager
+    def attempt(self, name: str) -> Generator[None]:
+        """A check that cannot be made is named as such, with the reason."""
+        try:
+            yield
+        except Unreachable as reason:
+            self.skip(name, str(reason))
+        except PeftcError as error:
+            self.skip(name, f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
+
+
+# Without edits -------------------------------------------------------------------------------------------------------
+
+
+def check_base(trial: Trial, batch: Batch, original: nn.Module | None, done: Results) -> None:
+    """Disabled and removed edits leave the base, bit for bit."""
+    with torch.no_grad():
+        base = results(trial.base(**batch))
+        with disabled(trial.copy):
+            off = results(trial.copy(**batch))
+        done.equal("disabled equals the base", "P607", "inside `peftc.disabled`", difference(base, off, 0))
+        if original is None:
+            return
+        with training(original, False):
+            first = results(original(**batch))
+    done.equal(
+        "removed equals the base",
+        "P608",
+        "after `peftc.remove`",
+        difference(first, base, 0) or state(original, trial.base),
+    )
+
+
+def state(first: nn.Module, second: nn.Module) -> Difference | None:
+    """The first parameter, buffer or class of module that differs."""
+    classes = {name: type(module) for name, module in first.named_modules()}
+    for name, module in second.named_modules():
+        if classes.get(name) is not type(module):
+            return Difference(name, float("inf"), 0.0, 0.0)
+    return difference(dict(first.state_dict()), dict(second.state_dict()), 0)
+
+
+# With edits ----------------------------------------------------------------------------------------------------------
+
+
+def check_equations(trial: Trial, batch: Batch, done: Results) -> bool:
+    """Whether the outputs are what the equations say: with the present parameters, and far from them, in every way of calling."""
+    if trial.unreached:
+        count = len(trial.unreached)
+        for name in ("outputs", "gradients", "ways of calling"):
+            done.skip(f"{name} equal the equations", f"{count} sites could not be witnessed")
+        return False
+    for name, move in (("outputs equal the equations", False), ("outputs equal the equations, parameters moved", True)):
+        trial.reset()
+        if move:
+            trial.randomise(batch)
+        found = difference(trial.expected(batch, EVALUATION).outputs, trial.compiled(batch, EVALUATION).outputs)
+        if found is not None:
+            done.fails(name, located(trial, batch, found))
+            return False
+        done.holds(name)
+    check_modes(trial, batch, done)
+    return True
+
+
+def check_modes(trial: Trial, batch: Batch, done: Results) -> None:
+    """Gradients, training and inference."""
+    for mode in (WITH_GRADIENTS, TRAINING, WITH_DROPOUT, INFERENCE):
+        warm(trial, batch, mode)
+        want = trial.expected(batch, EVALUATION if mode is INFERENCE else mode)
+        got = trial.compiled(batch, mode)
+        if difference(want.outputs, got.outputs) is not None and is_random(trial, batch, mode, got):
+            done.skip(f"{mode.name}: outputs", "two calls of the model differ, with the same parameters and inputs")
+            trial.without_gradients()
+            continue
+        done.equal(f"{mode.name}: outputs", "P610", f"in {mode.name}", difference(want.outputs, got.outputs))
+        if mode.gradients:
+            check_gradients(trial, mode, want, got, done)
+        trial.without_gradients()
+
+
+def is_random(trial: Trial, batch: Batch, mode: Mode, run: Run) -> bool:
+    """Whether another call gives something else."""
+    return difference(run.outputs, trial.compiled(batch, mode).outputs) is not None
+
+
+def warm(trial: Trial, batch: Batch, mode: Mode) -> None:
+    """One plain call: what is compiled when it is first called is not compiled under a torch function mode."""
+    if mode.train:
+        with trial.tasked(), torch.no_grad():
+            trial.copy.train()
+            trial.copy(**batch)
+            trial.copy.eval()
+
+
+def check_gradients(trial: Trial, mode: Mode, want: Run, got: Run, done: Results) -> None:
+    """Every parameter of the edits has the gradient of the equations, and no other parameter has one."""
+    floor = max((value.abs().max().item() for value in want.gradients.values() if value.numel()), default=0.0)
+    for name, first in want.gradients.items():
+        found = difference({name: first}, {name: got.gradients[name]}, GRADIENT)
+        if found is not None and found.size > 1e-2 * found.bound / GRADIENT + _floor(first) * floor:
+            edit, site = [*name.split("/"), "", ""][:2]
+            message = f"in {mode.name}, the gradient of {found}"
+            done.fails(
+                f"{mode.name}: gradients", Finding(code="P603", message=message, edit=edit, site=site, size=found.size)
+            )
+            break
+    else:
+        done.holds(f"{mode.name}: gradients", f"{len(want.gradients)} parameters")
+    own = {id(p) for p in trial.own.values()}
+    others = [n for n, p in trial.copy.named_parameters() if id(p) not in own and p.grad is not None]
+    if others:
+        message = f"`{others[0]}` of the base has a gradient" + (f", and {len(others) - 1} more" if others[1:] else "")
+        done.fails(f"{mode.name}: the base has no gradients", Finding(code="P611", message=message, module=others[0]))
+    else:
+        done.holds(f"{mode.name}: the base has no gradients")
+
+
+def _floor(value: Tensor) -> float:
+    return 1e-6 if value.dtype == torch.float32 else 1e-10 if value.dtype == torch.float64 else 1e-3
+
+
+def check_fold(trial: Trial, batch: Batch, done: Results) -> None:
+    """What folds computes the same in the weights. Last: the copy is folded."""
+    name = "folded equals unfolded"
+    with done.attempt(name), trial.tasked():
+        before = trial.compiled(batch, EVALUATION).outputs
+        report = fold(trial.copy)
+        if not report.folded:
+            done.skip(name, "no edit folds")
+            return
+        after = trial.compiled(batch, EVALUATION).outputs if report.refused else _plain(trial.copy, batch)
+        edits = ", ".join(f"`{one.edit}`" for one in report.folded)
+        done.equal(name, "P609", f"after folding {edits}", difference(before, after, 10.0))
+
+
+def _plain(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return results(model(**batch))
+
+
+# Where a difference comes from ---------------------------------------------------------------------------------------
+
+
+def located(trial: Trial, batch: Batch, found: Difference) -> Finding:
+    """The site that makes the difference: the first one whose parameters alone, moved, bring it about; else the last that acts
+    before the first module which takes other values.
+    """
+    moved = trial.values()
+    module, place = first_module(trial, batch)
+    suspects = _suspects(trial, batch, place)
+    trial.reset(moved)
+    if suspects:
+        place = suspects[0]
+    edit, site = place or (None, None)
+    states = [a.state for p in trial.record.placed if (p.edit, p.site.path) == place for a in p.assigns]
+    message = f"the model does not compute what the spec says: {found}"
+    return Finding(
+        code="P602",
+        message=message,
+        edit=edit,
+        site=site,
+        state=", ".join(states) or None,
+        module=module,
+        size=found.size,
+    )
+
+
+def first_module(trial: Trial, batch: Batch) -> tuple[str | None, Place | None]:
+    """The first module that takes other values, and the edit that acted last before."""
+    want, got = Recorder(), Recorder()
+    trial.expected(batch, EVALUATION, want)
+    trial.compiled(batch, EVALUATION, got)
+    first = first_difference(want.events, got.events)
+    return (first[0].module or "the model", want.place_before(first[0])) if first else (None, None)
+
+
+def _suspects(trial: Trial, batch: Batch, place: Place | None) -> list[Place]:
+    """The first site at which the copy answers to a change of parameters in another way than the equations."""
+    trial.reset()
+    if difference(trial.expected(batch, EVALUATION).outputs, trial.compiled(batch, EVALUATION).outputs) is not None:
+        return []  # at the present parameters already: no change tells sites apart
+    for placed in trial.record.placed:
+        if wrong_alone(trial, batch, placed) is not None:
+            return [(placed.edit, placed.site.path)]
+    return []
+
+
+def wrong_alone(trial: Trial, batch: Batch, placed: ir.Placed) -> Difference | None:
+    """The difference from the equations with the parameters of one edit at one site moved, and no others."""
+    trial.reset()
+    trial.perturb(trial.parameters_of(placed))
+    return difference(trial.expected(batch, EVALUATION).outputs, trial.compiled(batch, EVALUATION).outputs)

@@ -1,0 +1,62 @@
+"""What a form has to be given before it computes anything: entries that are chosen from data, adapters of other tasks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftc.calibration import calibrate
+from peftc.compiler import states
+from peftc.diagnostics import PeftcError
+from peftc.multitask import task, tasks
+from peftc.verification.batches import Batch
+from peftc.verification.determinism import training
+from peftc.verification.outputs import results as results_of
+from peftc.verification.outputs import weighed
+
+UNCHOSEN, UNFILLED = "P540", "P544"
+
+
+def choose(model: nn.Module, batch: Batch) -> None:
+    """Makes a copy compute, where training is refused because something has not been chosen, or not been read."""
+    names = tasks(model)
+    for name in names if len(names) > 1 else (None,):
+        with task(model, name) if name is not None else nullcontext():
+            code = refusal(model, batch)
+            if code == UNCHOSEN:
+                calibrate(model, [batch], loss=loss)
+            elif code == UNFILLED:
+                fill(model)
+
+
+def refusal(model: nn.Module, batch: Batch) -> str | None:
+    """The code with which a call in training mode is refused, if it is one of the two."""
+    try:
+        with training(model, True), torch.no_grad():
+            model(**batch)
+    except PeftcError as error:
+        if error.diagnostics[0].code in (UNCHOSEN, UNFILLED):
+            return error.diagnostics[0].code
+        raise
+    return None
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    value = weighed(results_of(model(**batch)))
+    assert value is not None
+    return value
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Random values in place of those that are read from files."""
+    generator = torch.Generator().manual_seed(0)
+    for value in states(model).values():
+        if value.is_floating_point():
+            drawn = torch.randn(value.shape, generator=generator) / max(1, value.shape[-1]) ** 0.5
+            value.copy_(drawn.to(value.device, value.dtype))
+        elif value.dtype == torch.bool:
+            value.fill_(True)

@@ -1,0 +1,183 @@
+"""`peftc.verify`: what a compiled model computes, against what its spec says, computed on its base."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from peftc.compiler import analysed, parameters, remove
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.module import has_values
+from peftc.model.running import checked
+from peftc.rewriting.record import Installation, installed, is_installed
+from peftc.tracing.sites import Site
+from peftc.verification.batches import Batch, sample_batch
+from peftc.verification.checks import Results, check_base, check_equations, check_fold
+from peftc.verification.choices import choose
+from peftc.verification.decoding import check_decoding
+from peftc.verification.forms import Forms
+from peftc.verification.locations import Unreachable
+from peftc.verification.movement import Moved, check_movement
+from peftc.verification.report import NotWitnessed, Verification, VerifiedEdit
+from peftc.verification.roles import check_roles
+from peftc.verification.trial import EVALUATION, Trial
+from peftc.verification.witness import Witness
+
+Sites = Literal["sample", "all"]
+
+
+def verify(
+    model: nn.Module,
+    batch: Mapping[str, Any] | None = None,
+    *,
+    sites: Sites = "sample",
+    base: nn.Module | None = None,
+    weights: str = "its weights",
+) -> Verification:
+    """Shows, by running a copy of a compiled model, that it computes what its spec says.
+
+    The equations of the spec are computed a second time, by hooks on the base that share no code with the rewriter; outputs and
+    gradients must be equal, in every way of calling. Each edit alone must move the output and nothing before its site. Without
+    its edits the model must be the base, bit for bit; folded, what it was. The model itself is not touched.
+
+    Args: `batch`: the keyword arguments of one forward; without it, what the model was compiled with, or random inputs of its
+    kind. `sites`: which ones are perturbed alone: the first, a middle and the last of each kind, or "all". `base`: the model before
+    it was compiled, to which it must return when its edits are removed. `weights`: where its weights are from, for the report.
+    Raises: P410 (not compiled), P507 (no inputs), P509 (it does not run on the batch), P545 (no batch), P601 (no weights, cannot be copied). What is wrong with the
+    model is not raised: it is among the `findings` of the result, P602-P611.
+    """
+    record = installed(model)
+    checked(batch)
+    if sites not in ("sample", "all"):
+        raise PeftcError(Diagnostic("P545", f'`sites` is "sample" or "all", not {sites!r}'))
+    with torch.random.fork_rng():
+        other = duplicate(model).eval()
+        given = dict(batch) if batch is not None else sample_batch(other, record.sample)
+        trial, table = prepared(other, given)
+        done = Results()
+        moved = examined(trial, given, table, sites == "all", base, done)
+    return summary(trial, given, done, moved, weights)
+
+
+def last_step(model: nn.Module) -> Callable[[nn.Module], None]:
+    """The step that ends the compilation of `model` where it is verified: it raises what was found, so that all is undone.
+
+    Raises: P601 where the model cannot be copied; the step P601-P611.
+    """
+    base = None if is_installed(model) else duplicate(model)
+
+    def confirm(compiled: nn.Module) -> None:
+        found = verify(compiled, base=base)
+        if not found.ok:
+            raise PeftcError(found.diagnostics)
+
+    return confirm
+
+
+def prepared(other: nn.Module, batch: Batch) -> tuple[Trial, dict[str, Site]]:
+    """A copy of a model beside its base, and the sites of the base. Raises: P509 for a batch on which the base does not run."""
+    base = remove(duplicate(other))
+    refuse_batch(base, batch)
+    choose(other, batch)
+    record = installed(other)
+    table = {site.path: site for site in analysed(base, record.sample).table.sites}
+    trained: dict[str, Tensor] = {name: other.get_parameter(name) for name in record.trained.values()}
+    base.requires_grad_(False)
+    witness = Witness(base, record.placed, table, Forms(other, record), trained)
+    return Trial(other, base, record, parameters(other), witness), table
+
+
+def refuse_batch(base: nn.Module, batch: Batch) -> None:
+    """Raises: P509 where a model does not run on a batch."""
+    try:
+        with torch.no_grad():
+            base(**batch)
+    except Exception as error:  # whatever the model's own code raises
+        message = f"this {type(base).__name__} does not run on the batch"
+        raise PeftcError(Diagnostic("P509", message, notes=(f"{type(error).__name__}: {error}",))) from error
+
+
+def duplicate(model: nn.Module) -> nn.Module:
+    """A copy of a model with its weights. Raises: P601."""
+    names = [name for name, tensor in model.named_parameters() if not has_values(tensor)]
+    if names:
+        message = f"`{names[0]}` has no values, only a shape: nothing can be computed with it"
+        help_ = "load all weights; a model whose weights are offloaded is verified before it is dispatched"
+        raise PeftcError(Diagnostic("P601", message, help=help_))
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # whatever copying an attribute of a module raises
+        message = f"this {type(model).__name__} cannot be copied, and it is not verified in place"
+        raise PeftcError(Diagnostic("P601", message, notes=(f"{type(error).__name__}: {error}",))) from error
+
+
+def examined(
+    trial: Trial, batch: Batch, sites: Mapping[str, Site], everywhere: bool, base: nn.Module | None, done: Results
+) -> Moved:
+    """All checks, one after the other; the fold last, since it changes the copy."""
+    check_base(trial, batch, base, done)
+    witnessed(trial, batch)
+    equal = True
+    for task in trial.tasks:
+        trial.task = task
+        equal = check_equations(trial, batch, done) and equal
+    trial.task = trial.tasks[0]
+    check_roles(trial, batch, everywhere, sites, done)
+    trial.randomise(batch)
+    moved = check_movement(trial, batch, everywhere, done)
+    if equal or trial.unreached:
+        check_decoding(trial, batch, done)
+        check_fold(trial, batch, done)
+    return moved
+
+
+def witnessed(trial: Trial, batch: Batch) -> None:
+    """One call of the base, to see which equations find their states."""
+    everyone = [(placed.edit, placed.site.path) for placed in trial.record.placed]
+    try:
+        trial.expected(batch, EVALUATION)
+    except PeftcError:
+        raise
+    except Exception as error:  # of code that is hooked in a way it was not made for
+        reason = str(error) if isinstance(error, Unreachable) else f"{type(error).__name__}: {error}"
+        trial.unreached = dict.fromkeys(everyone, reason) | trial.unreached
+        return
+    for write in trial.witness.missing():
+        place = (write.placed.edit, write.placed.site.path)
+        trial.unreached.setdefault(place, "no call of the base came to it")
+
+
+def summary(trial: Trial, batch: Batch, done: Results, moved: Moved, weights: str) -> Verification:
+    record: Installation = trial.record
+    model = record.parts[0].plan.model
+    sites = Counter(placed.edit for placed in record.placed)
+    edits: list[VerifiedEdit] = []
+    sites |= {e.name: len(e.sites) for part in record.parts for e in part.plan.edits if e.name not in sites}
+    for name, count in sites.items():
+        missing = tuple(
+            NotWitnessed(site=site, reason=why) for (edit, site), why in trial.unreached.items() if edit == name
+        )
+        edits.append(
+            VerifiedEdit(
+                name=name,
+                sites=count,
+                witnessed=count - len(missing),
+                perturbed=moved.perturbed[name],
+                inert=moved.inert[name],
+                not_witnessed=missing,
+            )
+        )
+    shapes = {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, Tensor)}
+    return Verification(
+        model=model.id,
+        weights=weights,
+        batch=shapes,
+        edits=tuple(edits),
+        checks=tuple(done.checks),
+        findings=tuple(done.findings),
+    )

@@ -1,0 +1,224 @@
+"""`python -m tests.mutants.run`: records the tests once, then runs each fault against those that reach its line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import coverage
+
+from benchmarks.common import machine, save
+from tests.mutants.faults import Fault, chosen
+
+ROOT = Path(__file__).resolve().parents[2]
+REASONS = Path(__file__).with_name("reasons.json")
+COPIED = (
+    "peftc",
+    "tests",
+    "grammar",
+    "specs",
+    "examples",
+    "benchmarks",
+    "docs",
+    "README.md",
+    "pyproject.toml",
+    "CHANGELOG.md",
+)
+BUDGET, MOST = 60.0, 60  # seconds of CPU, and tests, for one fault
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    fault: Fault
+    verdict: str  # "killed", "survived" or "not reached"
+    by: str = ""
+
+    @property
+    def alive(self) -> bool:
+        return self.verdict != "killed"
+
+
+def environment(root: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CI": "true", **more}
+
+
+def record(folder: Path, tests: Sequence[str], jobs: int) -> None:
+    """One run of the tests with coverage. They must pass."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plugin = ["-p", "tests.mutants.recorder"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *plugin,
+        "-n",
+        str(jobs),
+        "--dist",
+        "worksteal",
+        *tests,
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment(ROOT, MUTANTS_RECORD=str(folder)))
+    if done.returncode:
+        raise SystemExit("the tests fail without any fault")
+
+
+class Reach:
+    """Which tests reach a line, and what each costs."""
+
+    def __init__(self, folder: Path) -> None:
+        data = coverage.CoverageData(str(folder / "combined"))
+        parts = [str(path) for path in folder.glob("coverage.*")]
+        cover = coverage.Coverage(data_file=str(folder / "combined"), config_file=False)
+        cover.combine(parts, keep=True)
+        cover.save()
+        data.read()
+        self.contexts: Mapping[str, Mapping[int, Iterable[str]]] = {
+            str(Path(path).relative_to(ROOT)): data.contexts_by_lineno(path) for path in data.measured_files()
+        }
+        lines = [line for path in folder.glob("seconds.*") for line in path.read_text().splitlines()]
+        self.seconds: dict[str, float] = dict(map(json.loads, lines))
+
+    def tests(self, fault: Fault) -> list[str]:
+        """The cheapest tests that reach the line, files in turn, within the budget."""
+        reaching = [t for t in self.contexts.get(fault.path, {}).get(fault.line, ()) if t in self.seconds]
+        files: dict[str, list[str]] = defaultdict(list)
+        for test in sorted(reaching, key=lambda t: (self.seconds[t], t)):
+            files[test.partition("::")[0]].append(test)
+        turns = [test for _, test in sorted((i, test) for tests in files.values() for i, test in enumerate(tests))]
+        picked, cost = list[str](), 0.0
+        for test in turns[:MOST]:
+            cost += self.seconds[test]
+            if picked and cost > BUDGET:
+                break
+            picked.append(test)
+        return picked
+
+
+def tried(fault: Fault, tests: Sequence[str], seconds: float, root: Path) -> Outcome:
+    """The fault in a copy of the repository. A run that takes ten times what it should hangs: that is seen, too."""
+    if not tests:
+        return Outcome(fault, "not reached")
+    path = root / fault.path
+    text = path.read_text(encoding="utf-8")
+    path.write_text(fault.applied(text), encoding="utf-8")
+    limit = int(10 * seconds + 120)
+    try:
+        done = subprocess.run(
+            [*PYTEST, "-x", *tests],
+            cwd=root,
+            env=environment(root),
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
+        )
+    finally:
+        path.write_text(text, encoding="utf-8")
+    if done.returncode == 0:
+        return Outcome(fault, "survived", f"{len(tests)} tests")
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return Outcome(
+        fault, "killed", lines[0].partition(" - ")[0].partition(" ")[2] if lines else f"exit {done.returncode}"
+    )
+
+
+def copies(folder: Path, count: int) -> Queue[Path]:
+    """Copies of the repository, one for each worker."""
+    queue: Queue[Path] = Queue()
+    for i in range(count):
+        root = folder / str(i)
+        for name in COPIED:
+            source = ROOT / name
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, root / name, ignore=ignored) if source.is_dir() else shutil.copy(
+                source, root / name
+            )
+        queue.put(root)
+    return queue
+
+
+def run(faults: Sequence[Fault], reach: Reach, jobs: int) -> list[Outcome]:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        roots = copies(Path(folder), jobs)
+
+        def one(fault: Fault) -> Outcome:
+            tests = reach.tests(fault)
+            root = roots.get()
+            try:
+                outcome = tried(fault, tests, sum(reach.seconds[t] for t in tests), root)
+            finally:
+                roots.put(root)
+            print(f"{outcome.verdict:12} {fault.path}:{fault.line} {fault.before!r} -> {fault.after!r}", flush=True)
+            return outcome
+
+        return list(pool.map(one, faults))
+
+
+def report(outcomes: Sequence[Outcome], seed: int) -> None:
+    """Writes the results. A survivor that changes nothing anybody could see has its reason in `reasons.json`."""
+    reasons: dict[str, str] = json.loads(REASONS.read_text()) if REASONS.exists() else {}
+    alive = [o for o in outcomes if o.alive]
+    counts = Counter(o.fault.path.split("/")[1] if o.fault.path.count("/") > 1 else "peftc" for o in outcomes)
+    living = Counter(o.fault.path.split("/")[1] if o.fault.path.count("/") > 1 else "peftc" for o in alive)
+    killed = len(outcomes) - len(alive)
+    text = [f"{len(outcomes)} faults, {killed} killed ({100 * killed / len(outcomes):.1f} %). Seed {seed}.", ""]
+    text += ["| package | faults | killed |", "| --- | ---: | ---: |"]
+    text += [f"| {name} | {count} | {count - living[name]} |" for name, count in sorted(counts.items())]
+    text += ["", "Survivors:", ""] if alive else []
+    text += [
+        f"* `{o.fault.key}` (line {o.fault.line}, {o.verdict}): {reasons.get(o.fault.key, 'no reason yet')}"
+        for o in alive
+    ]
+    results: dict[str, Any] = {
+        "seed": seed,
+        "faults": len(outcomes),
+        "killed": killed,
+        "outcomes": [{"fault": o.fault.key, "line": o.fault.line, "verdict": o.verdict, "by": o.by} for o in outcomes],
+    }
+    save("mutants", results, "\n".join(text), machine())
+    print("\n".join(text))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mutants", description=__doc__)
+    parser.add_argument("--faults", type=int, default=160, help="about how many")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--record", type=Path, default=ROOT / "build" / "mutants", help="kept, and used again if it is there"
+    )
+    parser.add_argument("--only", default="", help="faults of paths that begin so")
+    parser.add_argument("tests", nargs="*", help="tests to choose from (all)")
+    given = parser.parse_args(arguments)
+    if not given.record.exists():
+        record(given.record, given.tests, given.jobs)
+    faults = [fault for fault in chosen(ROOT, given.faults, given.seed) if fault.path.startswith(given.only)]
+    outcomes = run(faults, Reach(given.record), given.jobs)
+    if not given.only and not given.tests:
+        report(outcomes, given.seed)
+    return int(
+        any(
+            o.alive and o.fault.key not in (json.loads(REASONS.read_text()) if REASONS.exists() else {})
+            for o in outcomes
+        )
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

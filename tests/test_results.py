@@ -1,0 +1,64 @@
+"""What the README says in numbers is what `benchmarks/results` says, and every result says when and with what it was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def rows(first: str) -> list[list[str]]:
+    """The rows of the README's table whose head, or first row, begins with `first`."""
+    lines = README.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(first))
+    found: list[list[str]] = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [row for row in found if not row[0].startswith("---")]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_say_when_and_with_what(path: Path) -> None:
+    data = json.loads(path.read_text())
+    told = data.get("machine") or data["versions"]
+    assert {"date", "commit", "torch", "transformers"} <= told.keys()
+    assert all(told[key] for key in ("date", "commit"))
+
+
+def test_the_time_to_compile() -> None:
+    seconds = results("compile_time")["seconds"]
+    _, *table = rows("| | 8 layers | 80 layers |")
+    for name, row in zip(("peftc", "PEFT"), table, strict=True):
+        few, many = (seconds[f"{name} {layers}"]["first"] for layers in (8, 80))
+        assert row[1:] == [f"{few:.2f} s", f"{many:.2f} s", f"{many / few:.1f}"]
+
+
+def test_the_overhead() -> None:
+    _, *table = rows("| | | peftc | PEFT | merged |")
+    measured = results("overhead")["results"]
+    for one, row in zip(measured, table, strict=True):
+        costs = [f"{100 * one['over'][name]:+.0f} %" for name in ("peftc", "PEFT", "merged")]
+        assert (row[0].partition(" ")[0], row[1], row[2:]) == (
+            one["shape"],
+            one["work"],
+            [*costs, f"{100 * one['floor']:.0f} %"],
+        )
+
+
+def test_the_coverage() -> None:
+    summary = results("coverage")["summary"]
+    shares = [summary[key].partition("(")[2].rstrip(")") for key in ("a, b, c, e", "d")]
+    assert [row[-1] for row in rows("| LoRA on q and v, a parallel adapter")] == shares
+    assert f"{summary['ran']} models run" in README

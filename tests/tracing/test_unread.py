@@ -1,0 +1,287 @@
+"""Modules whose code cannot be followed: nothing in them has a name, the plan says which they are and why, and a selector that
+asks for what may be in them is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from peftc.compiler import analysed, flat_of, planned
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.planning.model import Plan
+
+D, H, T = 8, 2, 6
+functional: Any = nn.functional
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (H, -1)).transpose(1, 2) for y in (self.q(x), self.k(context), self.v(context)))
+        return self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class GridAttention(Attention):
+    """Wan 2.1: positions by the sizes of a grid, which are values of a tensor."""
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        frames, height, width = grid.tolist()
+        return super().forward(x[:, : frames * height * width], x)
+
+
+class GridNetwork(nn.Module):
+    """A feed-forward network that looks at values, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), nn.LayerNorm(2 * D)
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        return self.down(self.norm(torch.relu(self.up(x)))) * grid.tolist()[0]
+
+
+class Chooser(nn.Module):
+    """What it returns are indices: no part of a hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(D, 1)
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        return self.score(x).squeeze(-1).topk(grid.tolist()[0]).indices
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        return self.lin(x) * grid.tolist()[0]
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module, where: str = "") -> None:
+        super().__init__()
+        self.inner, self.where, self.cross = inner, where, Attention()
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(D) for _ in range(3))
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor, grid: Tensor, context: Tensor) -> Tensor:
+        if self.where == "beside":
+            return x + self.cross(self.norm1(x), context).take_along_dim(self.inner(x, grid)[..., None], 1).sum(1, True)
+        if self.where == "instead":
+            x = self.inner(x, grid)
+        elif self.where == "inside":
+            context = self.inner(context, grid)
+        elif self.where == "in the layer":  # its own code looks at values
+            x = x * grid.tolist()[0]
+        else:
+            x = x + self.inner(self.norm1(x), grid)
+        x = x + self.cross(self.norm2(x), context)
+        return x + self.down(torch.relu(self.up(self.norm3(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, grid: Tensor, context: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, grid, context)
+        return x
+
+
+REASON = "how many pieces there are is only known while the region runs"
+SAMPLE = {"x": torch.randn(1, T, D), "grid": torch.tensor([1, 2, 3]), "context": torch.randn(1, 3, D)}
+
+
+def model(inner: Callable[[], nn.Module], where: str = "") -> Model:
+    torch.manual_seed(0)
+    return Model(*(Block(inner(), where) for _ in range(2)))
+
+
+def words(table: peftc.SiteTable) -> set[str]:
+    return {".".join(name for name, _ in site.steps[2:]) for site in table.sites if len(site.steps) > 2}
+
+
+def lora_at(selector: str) -> str:
+    return f"peft 1\nedit e at {selector} {{ h += lora(x, r=2) }}\n"
+
+
+def refused(selector: str, of: Model) -> list[Diagnostic]:
+    with pytest.raises(PeftcError) as caught:
+        peftc.plan(lora_at(selector), of, sample=SAMPLE)
+    return list(caught.value.diagnostics)
+
+
+@pytest.mark.parametrize("inner", [GridAttention, GridNetwork])
+@pytest.mark.parametrize("where", ["", "instead"])
+def test_an_opaque_module_has_no_name(inner: Callable[[], nn.Module], where: str) -> None:
+    table = peftc.sites(model(inner, where), sample=SAMPLE)
+    assert "mixer" not in words(table)
+    assert not any(site.module.split(".")[2:3] == ["inner"] for site in table.sites)
+    assert [m.module for m in table.unread] == ["blocks.0.inner", "blocks.1.inner"]
+    assert {m.reason for m in table.unread} == {REASON}
+    if not where:  # the sub-layers around it keep theirs
+        assert {"attn.cross", "attn.cross.q", "ffn", "ffn.up", "ffn.down"} <= words(table)
+
+
+@pytest.mark.parametrize(
+    ("inner", "selector"),
+    [
+        (GridAttention, "layer[*].attn.q"),
+        (GridAttention, "layer[*].attn"),
+        (GridAttention, "layer[*].attn.self.q"),
+        (GridAttention, "layer[*].ffn | layer[1].attn.v"),
+        (GridAttention, "layer[*].attn.q - layer[0].attn.q"),
+        (GridNetwork, "layer[*].ffn"),
+        (GridNetwork, "layer[*].mixer"),
+        (GridNetwork, "layer[*].norm"),
+    ],
+)
+def test_what_may_be_in_it_is_refused(inner: Callable[[], nn.Module], selector: str) -> None:
+    (found,) = refused(selector, model(inner))
+    assert found.code == "P214"
+    assert "inner" in found.message
+    assert any(inner.__name__ in note and REASON in note for note in found.notes)
+    assert found.span is not None
+    assert lora_at(selector)[found.span.start : found.span.end] in ("attn", "ffn", "mixer", "norm")
+
+
+@pytest.mark.parametrize(
+    ("inner", "selector"),
+    [
+        (GridAttention, "layer[*].attn.cross.q"),
+        (GridAttention, "layer[*].ffn.up"),
+        (GridNetwork, "layer[*].attn.q"),
+        (GridNetwork, "layer[*]"),
+    ],
+)
+def test_what_is_not_in_it_is_planned_with_a_warning(inner: Callable[[], nn.Module], selector: str) -> None:
+    text = f"{lora_at(selector)}edit f at {selector} {{ h *= vector(init=1) }}\n"
+    made = planned(flat_of(text), analysed(model(inner), SAMPLE))
+    (found,) = made.warnings  # once, for the first that meets it
+    assert (found.code, found.severity) == ("P215", "warning")
+    assert any("blocks.{0..1}.inner" in note and inner.__name__ in note for note in found.notes)
+    assert [m.module for m in made.plan.unread] == ["blocks.0.inner", "blocks.1.inner"]
+    assert "not read" in str(made.plan)
+    assert Plan.model_validate_json(made.plan.model_dump_json()) == made.plan
+
+
+def test_a_pattern_reaches_its_modules() -> None:
+    plan = peftc.plan(lora_at('"blocks.*.inner.q"'), model(GridAttention), sample=SAMPLE)
+    assert [site.module for site in plan.edits[0].sites] == ["blocks.0.inner.q", "blocks.1.inner.q"]
+
+
+def test_layers_without_it_can_be_edited() -> None:
+    """One layer's attention is read, the other's is not: a selector of the first alone asks for nothing that is missing."""
+
+    class Read(Attention):
+        def forward(self, x: Tensor, grid: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x, x)
+
+    mixed = Model(Block(Read()), Block(GridAttention()))
+    assert refused("layer[*].attn.q", mixed)[0].code == "P214"
+    plan = peftc.plan(lora_at("layer[0].attn.q"), mixed, sample=SAMPLE)
+    assert [site.module for site in plan.edits[0].sites] == ["blocks.0.inner.q", "blocks.0.cross.q"]
+
+
+def test_keys_made_by_an_opaque_module_are_nobodys() -> None:
+    """The context of the cross-attention is made by one: its q, k and v are still those of its own Linears."""
+    table = peftc.sites(model(Gate, "inside"), sample=SAMPLE)
+    named = {site.steps[-1][0]: site.module for site in table.sites if site.root == "blocks.0" and "w" in site.states}
+    assert {named[role] for role in "qkvo"} == {f"blocks.0.cross.{role}" for role in "qkvo"}
+    assert [m.hides for m in table.unread] == [frozenset(), frozenset()]
+
+
+def test_indices_hide_nothing() -> None:
+    table = peftc.sites(model(Chooser, "beside"), sample=SAMPLE)
+    assert [m.hides for m in table.unread] == [frozenset(), frozenset()]
+    peftc.plan(lora_at("layer[*].attn.q"), model(Chooser, "beside"), sample=SAMPLE)
+
+
+def test_a_layer_that_cannot_be_read_is_no_gap_in_silence() -> None:
+    mixed = Model(Block(Gate(), "inside"), Block(GridNetwork(), "in the layer"))
+    found = refused("layer[*].attn.q", mixed)
+    assert [d.code for d in found] == ["P214"]
+    assert "blocks.1" in found[0].message
+
+
+class Softmaxes(nn.Module):
+    """Efficient attention: queries and keys have a softmax each, and scores are never made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        return self.q(x).softmax(-1) @ (self.k(x).softmax(1).transpose(1, 2) @ self.v(x))
+
+
+def test_an_attention_of_an_unknown_kind_is_no_mixer() -> None:
+    of = model(Softmaxes)
+    table = peftc.sites(of, sample=SAMPLE)
+    assert "mixer" not in words(table)
+    assert [(m.module, m.hides) for m in table.unread[:1]] == [("blocks.0.inner", frozenset({"attn"}))]
+    assert refused("layer[*].attn.q", of)[0].code == "P214"
+
+
+class Packed(nn.Module):
+    """Queries are made by the code around a parameter: an attention without a Linear for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(D, H, batch_first=True)
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+def test_an_attention_without_the_role_beside_one_with_it_is_told() -> None:
+    (found,) = planned(flat_of(lora_at("layer[*].attn.q")), analysed(model(Packed), SAMPLE)).warnings
+    assert (found.code, found.severity) == ("P204", "warning")
+    assert any("attn.self" in note for note in found.notes)
+
+
+class Matrices(nn.Module):
+    """An attention of one parameter, without modules in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkvo = nn.Parameter(torch.randn(4, D, D))
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        q, k, v = (functional.linear(x, w).unflatten(-1, (H, -1)).transpose(1, 2) for w in self.qkvo[:3])
+        return functional.linear(
+            functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), self.qkvo[3]
+        )
+
+
+class GridMatrices(Matrices):
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        return super().forward(x, grid) * grid.tolist()[0]
+
+
+def test_a_module_without_modules_is_entered_before_it_is_named() -> None:
+    table = peftc.sites(model(Matrices), sample=SAMPLE)
+    assert not table.unread
+    assert {"attn.self", "attn.cross", "ffn.up"} <= words(table)
+    assert all(index is None for site in table.sites for name, index in site.steps if name == "ffn")  # only one
+
+
+def test_a_module_without_modules_that_cannot_be_entered_has_no_name() -> None:
+    table = peftc.sites(model(GridMatrices), sample=SAMPLE)
+    assert [(m.module, m.hides) for m in table.unread[:1]] == [("blocks.0.inner", frozenset({"attn"}))]
+    assert "attn.self" not in words(table)
+    assert all(index is None for site in table.sites for name, index in site.steps if name == "ffn")

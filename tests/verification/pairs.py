@@ -1,0 +1,58 @@
+"""Recipes on models, small enough that every pair is verified in a second or so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import peftc
+from peftc import resources
+from peftc.semantics import read_spec
+from peftc.syntax import ast
+from tests import zoo
+
+RECIPES = resources.recipes()
+SETTINGS = {"r": 4, "a": 4, "len": 5, "l": 3, "m": 6, "t": 5, "d": 9, "reduction": 4}
+BIASES = ("bart", "mbart", "bert", "bert-base", "bert-classifier", "roberta", "gpt2", "opt", "vit")
+CROSS = ("bart", "mbart", "t5", "t5-gated")
+WIDE = ("adalora", "glora", "glora_weight", "krona", "loha", "lokr", "oft", "qlora", "said", "lora_adapter", "s4")
+TEXT = tuple(name for name in zoo.SPECIES if name != "vit")
+DEPTH = ("encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "num_hidden_layers", "n_layer")
+
+
+def models(recipe: str) -> tuple[str, ...]:
+    """The species of the zoo that have the sites which a recipe names."""
+    if recipe == "cross_attention":
+        return CROSS
+    if recipe in ("bitfit", "difffit", "glora", "far"):
+        return BIASES
+    if recipe in ("ipt", "p_tuning", "prompt_tuning", "spot"):
+        return TEXT  # images have no tokens to embed
+    text = RECIPES[recipe].read_text(encoding="utf-8")
+    linears = "ffn." in text or ".**" in text or recipe == "prefix_lora_ffn"  # of which a mixture of experts has none
+    return tuple(name for name in zoo.SPECIES if not (linears and name == "mixtral"))
+
+
+def chosen() -> list[tuple[str, str]]:
+    """Every recipe once, and every model: the models in turn. Recipes of many kinds of sites are not on two stacks at once."""
+    found: list[tuple[str, str]] = []
+    for i, recipe in enumerate(sorted(RECIPES)):
+        able = [name for name in models(recipe) if recipe not in WIDE or name not in CROSS]
+        found.append((recipe, "llama" if recipe == "s4" else able[i % len(able)]))
+    return found
+
+
+def everything() -> list[tuple[str, str]]:
+    return [(recipe, name) for recipe in sorted(RECIPES) for name in models(recipe)]
+
+
+def compiled(recipe: str, name: str, layers: int = 2, **options: Any) -> nn.Module:
+    """A model in float64 with a recipe on it."""
+    depth = 10 if recipe == "s4" else layers  # which has four groups of layers
+    fields = {field: depth for field in DEPTH if hasattr(zoo.config(name), field)}
+    model = zoo.build(name, torch.float64, **fields)
+    method = next(s for s in read_spec(RECIPES[recipe]).statements if isinstance(s, ast.Method))
+    settings = {p.name: SETTINGS[p.name] for p in method.params if p.name in SETTINGS}
+    return peftc.compile(RECIPES[recipe], model, seed=0, settings=settings, **options)

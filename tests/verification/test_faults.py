@@ -1,0 +1,274 @@
+"""Every fault that was planted is found, and told where it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import peftc
+from peftc import compiler
+from peftc.planning import ir
+from peftc.rewriting import insert, reinstall
+from peftc.tracing.sites import Site
+from peftc.verification import Verification, checks
+from tests import zoo
+
+QV = "peft 1\nedit e at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2, alpha=4) }\n"
+Q = "peft 1\nedit e at layer[0].attn.q { h += lora(x, r=2, alpha=4) }\n"
+SCALED = "peft 1\nedit e at layer[*].ffn { h += 3 * adapter(h, r=4, act=gelu) }\n"
+
+
+def model(name: str = "llama", **options: Any) -> nn.Module:
+    return zoo.build(name, torch.float64, **({"num_hidden_layers": 2} if name in ("llama", "bert") else {}), **options)
+
+
+def codes(found: Verification) -> set[str]:
+    return {finding.code for finding in found.findings}
+
+
+def verified(spec: str, name: str = "llama", **options: Any) -> Verification:
+    return peftc.verify(peftc.compile(spec, model(name, **options), seed=0))
+
+
+def moved(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.Placed], ir.Placed]) -> None:
+    """Lets the rewriter, and nobody else, see edits at other places than the plan says."""
+    original = reinstall.regions_of
+
+    def regions_of(placed: Iterable[ir.Placed], anatomy: Any) -> Any:
+        return original([change(one) for one in placed], anatomy)
+
+    monkeypatch.setattr(reinstall, "regions_of", regions_of)
+
+
+def rewritten(monkeypatch: pytest.MonkeyPatch, term: Callable[[Any, Any, Any], Any]) -> None:
+    """Lets the rewriter write other terms: `term(assignment, original, term)`."""
+    original = insert._Assignment.new_term
+
+    def new_term(self: Any, value: Any) -> Any:
+        return term(self, lambda t: original(self, t), value)
+
+    monkeypatch.setattr(insert._Assignment, "new_term", new_term)
+
+
+def test_nothing_is_found_without_a_fault() -> None:
+    for spec, name in ((QV, "llama"), (SCALED, "bert"), (Q, "gpt2")):
+        found = verified(spec, name)
+        assert found.ok, str(found)
+        assert found.witnessed == found.sites
+
+
+# What is done to a model after it was compiled ----------------------------------------------------------------------
+
+
+def test_a_forward_of_an_instance_bypasses_the_edit() -> None:
+    compiled: Any = peftc.compile(QV, model(), seed=0)
+    linear = compiled.model.layers[1].self_attn.v_proj
+    linear.forward = functools.partial(nn.Linear.forward, linear)
+    found = peftc.verify(compiled)
+    assert {"P602", "P604"} <= codes(found)
+    for finding in found.findings:
+        assert (finding.edit, finding.site, finding.state) == ("e", "decoder.layer[1].attn.self.v", "h")
+    assert found.findings[0].size
+    assert found.findings[0].size > 1e-6
+
+
+def test_a_fast_path_without_gradients_bypasses_the_edit() -> None:
+    """As torch's own for frozen encoder layers: only where nothing requires a gradient, and nobody looks on by a hook."""
+    compiled: Any = peftc.compile(QV, model(), seed=0)
+    linear = compiled.model.layers[0].self_attn.q_proj
+    vars(linear)["forward"] = functools.partial(fast, linear)
+    found = peftc.verify(compiled)
+    assert codes(found) >= {"P602"}
+    assert found.findings[0].site == "decoder.layer[0].attn.self.q"
+
+
+def fast(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return type(module).forward(module, x) if torch.is_grad_enabled() else nn.Linear.forward(module, x)
+
+
+def test_a_module_that_stands_in_two_layers() -> None:
+    compiled: Any = peftc.compile(Q, model(), seed=0)
+    compiled.model.layers[1].self_attn.q_proj = compiled.model.layers[0].self_attn.q_proj
+    found = peftc.verify(compiled)
+    assert "P602" in codes(found)
+    assert found.findings[0].site == "decoder.layer[0].attn.self.q"
+    assert str(found.findings[0].module).startswith("model.layers.1")
+
+
+def test_a_parameter_of_the_base_that_is_not_frozen() -> None:
+    compiled: Any = peftc.compile(QV, model(), seed=0)
+    compiled.lm_head.weight.requires_grad_(True)
+    found = peftc.verify(compiled)
+    assert codes(found) == {"P611"}
+    assert found.findings[0].module == "lm_head.weight"
+
+
+def test_an_edit_that_acts_before_its_site() -> None:
+    compiled: Any = peftc.compile("peft 1\nedit e at layer[1].attn.q { h += lora(x, r=2) }\n", model(), seed=0)
+    first = compiled.model.layers[0]
+    vars(first)["later"] = compiled.model.layers[1]
+    first.mlp.register_forward_hook(functools.partial(ahead, first))
+    found = peftc.verify(compiled)
+    assert "P605" in codes(found)
+    told = next(finding for finding in found.findings if finding.code == "P605")
+    assert (told.site, told.module) == ("decoder.layer[1].attn.self.q", "model.layers.0.mlp")
+
+
+def ahead(layer: Any, module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+    own = [p for n, p in vars(layer)["later"].named_parameters() if "lora" in n]
+    return result + sum(p.sum() for p in own) if own else result
+
+
+# What the rewriter does wrong ---------------------------------------------------------------------------------------
+
+
+def test_an_edit_that_is_scaled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten(monkeypatch, lambda _, made, t: made(t) ** 2 if isinstance(t, ir.Constant) else made(t))
+    found = verified(SCALED, "bert")
+    assert codes(found) == {"P602"}
+    assert (found.findings[0].site, found.findings[0].state) == ("encoder.layer[0].ffn", "h")
+
+
+def test_an_edit_without_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten(monkeypatch, lambda _, made, t: 1.0 if isinstance(t, ir.Constant) else made(t))
+    assert codes(verified(SCALED, "bert")) == {"P602"}
+
+
+def test_an_edit_that_reads_x_in_place_of_h(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = "peft 1\nedit e at layer[*].ffn { h += adapter(h, r=4) + vector(init=0) * x }\n"
+    assert verified(spec, "bert").ok
+
+    def swap(_: Any, made: Any, t: Any) -> Any:
+        reads = isinstance(t, ir.Applied) and isinstance(t.input, ir.Read)
+        return made(replace(t, input=replace(t.input, state="x"))) if reads else made(t)
+
+    rewritten(monkeypatch, swap)
+    found = verified(spec, "bert")
+    assert codes(found) == {"P602"}
+    assert found.findings[0].site == "encoder.layer[0].ffn"
+
+
+def test_an_edit_at_another_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {site.path: site for site in peftc.sites(model()).sites}
+
+    def change(placed: ir.Placed) -> ir.Placed:
+        other = table[placed.site.path.removesuffix("q") + "v"]
+        return replace(placed, site=replace(other, path=placed.site.path, steps=placed.site.steps))
+
+    moved(monkeypatch, change)
+    found = verified("peft 1\nedit e at layer[*].attn.q { h *= scalar(init=2) }\n")
+    assert codes(found) >= {"P602"}
+
+
+def test_an_edit_before_a_dropout_in_place_of_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {site.path: site for site in peftc.sites(model("bert")).sites}
+
+    def change(placed: ir.Placed) -> ir.Placed:
+        states = {**placed.site.states, "h": table[f"{placed.site.path}.down"].states["h"]}
+        return replace(placed, site=replace(placed.site, states=states))
+
+    assert verified(SCALED, "bert", dropout=0.3).ok
+    moved(monkeypatch, change)
+    found = verified(SCALED, "bert", dropout=0.3)
+    assert codes(found) == {"P610"}
+    assert "dropout as a factor" in found.findings[0].message
+
+
+def test_a_value_that_lets_no_gradient_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def detached(self: Any, made: Any, t: Any) -> Any:
+        return self.method("detach", made(t)) if isinstance(t, ir.Applied) and t.input is not None else made(t)
+
+    rewritten(monkeypatch, detached)
+    found = verified("peft 1\nedit e at layer[*].ffn { h += scalar(init=1) * adapter(h, r=4, act=gelu) }\n", "bert")
+    assert codes(found) == {"P603"}
+
+
+@pytest.mark.parametrize("role", ["q", "k", "v"])
+def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan itself is wrong: the witness of the equations reads the same rows, and what arrives at the attention tells."""
+    other = {"q": "k", "k": "v", "v": "q"}[role]
+    original = compiler.analysed
+
+    def analysed(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        sites = {site.path: site for site in found.table.sites}
+        found.table = replace(found.table, sites=tuple(wrong(site, sites) for site in found.table.sites))
+        return found
+
+    def wrong(site: Site, sites: dict[str, Site]) -> Site:
+        return (
+            replace(site, states=sites[site.path[:-1] + other].states)
+            if site.path.endswith(f"attn.self.{role}")
+            else site
+        )
+
+    monkeypatch.setattr(compiler, "analysed", analysed)
+    found = verified(f"peft 1\nedit e at layer[*].attn.{role} {{ h += lora(x, r=2) }}\n", "gpt2")
+    assert codes(found) == {"P606"}
+    assert found.findings[0].site == f"decoder.layer[0].attn.self.{role}"
+
+
+# Without edits, and in the weights ----------------------------------------------------------------------------------
+
+
+def test_edits_that_leave_something_behind() -> None:
+    base: Any = model()
+    compiled = peftc.compile(QV, model(), seed=0)
+    assert peftc.verify(compiled, base=base).ok
+    with torch.no_grad():
+        base.lm_head.weight[0, 0] += 1e-12
+    assert codes(peftc.verify(compiled, base=base)) == {"P608"}
+
+
+def test_disabled_edits_that_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import nullcontext
+
+    monkeypatch.setattr(checks, "disabled", lambda model: nullcontext())
+    spec = "peft 1\nedit e at layer[*].attn.q { h *= scalar(init=2) }\n"
+    assert codes(verified(spec)) == {"P607"}
+
+
+def test_a_fold_that_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fold(model: Any) -> Any:
+        report = peftc.fold(model)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.weight.mul_(1.01)
+        return report
+
+    monkeypatch.setattr(checks, "fold", fold)
+    assert codes(verified(QV)) == {"P609"}
+
+
+# Where nothing can be shown -----------------------------------------------------------------------------------------
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        skeleton = nn.ModuleList([nn.Linear(2, 2)])
+    compiled: Any = peftc.compile(QV, model(), seed=0)
+    compiled.model.layers[0].mlp.extra = skeleton
+    with pytest.raises(peftc.PeftcError, match="P601"):
+        peftc.verify(compiled)
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    compiled: Any = peftc.compile(QV, model(), seed=0)
+    compiled.lock = (i for i in ())
+    with pytest.raises(peftc.PeftcError, match="P601"):
+        peftc.verify(compiled)
+
+
+def test_what_cannot_be_witnessed_is_not_claimed() -> None:
+    """Where tokens stand in their sequences, the model's stack tells the form."""
+    found = verified("peft 1\nedit e at layer[*] { h += reft(h, r=2, first=2) }\n")
+    assert found.ok
+    assert (found.witnessed, found.sites) == (0, 2)
+    outcomes = {check.name: check.outcome for check in found.checks}
+    assert outcomes["outputs equal the equations"] == "not checked"
+    assert "2 × its form picks positions" in str(found)

@@ -1,0 +1,24 @@
+"""Every shipped recipe is what it says, and every model of the zoo takes part; all pairs: `make verify`."""
+
+from __future__ import annotations
+
+import pytest
+
+import peftc
+from tests import zoo
+from tests.verification.pairs import RECIPES, chosen, compiled
+
+
+@pytest.mark.parametrize(("recipe", "name"), chosen())
+def test_a_recipe_computes_its_equations(recipe: str, name: str) -> None:
+    found = peftc.verify(compiled(recipe, name))
+    assert found.ok, str(found)
+    assert found.witnessed == found.sites > 0, str(found)
+    checked = {check.name for check in found.checks if check.outcome == "holds"}
+    assert {"disabled equals the base", "outputs equal the equations, parameters moved"} <= checked
+
+
+def test_every_recipe_and_every_model_occurs() -> None:
+    pairs = chosen()
+    assert {recipe for recipe, _ in pairs} == set(RECIPES)
+    assert {name for _, name in pairs} == set(zoo.SPECIES)

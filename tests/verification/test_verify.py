@@ -1,0 +1,163 @@
+"""What `peftc.verify` takes, gives and leaves alone; the last step of a compilation; the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import peftc
+from peftc import cli
+from peftc.planning import ir
+from tests import zoo
+from tests.laws.harness import Before
+from tests.specs_on_models.pairs import unchanged
+from tests.verification.test_faults import QV, SCALED, model, rewritten
+
+TASKS = "peft 1\nedit e at layer[*].ffn per task { h += adapter(h, r=4, act=gelu) }\n"
+
+
+def twice(_: Any, made: Any, t: Any) -> Any:
+    return made(t) ** 2 if isinstance(t, ir.Constant) else made(t)
+
+
+def test_the_model_of_the_user_is_left_alone() -> None:
+    compiled = peftc.compile(QV, model(), seed=0).train()
+    state = torch.random.get_rng_state()
+    with unchanged(compiled):
+        peftc.verify(compiled)
+    assert all(module.training for module in compiled.modules())
+    assert all(p.grad is None for p in compiled.parameters())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_batch_of_the_user() -> None:
+    compiled = peftc.compile(QV, model(), seed=0)
+    found = peftc.verify(compiled, zoo.inputs("llama", compiled, padding="right", labels=True))
+    assert found.ok, str(found)
+    assert found.batch == {"input_ids": (2, 7), "attention_mask": (2, 7), "labels": (2, 7)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tolerances_are_those_of_the_dtype(dtype: torch.dtype) -> None:
+    spec = QV + "edit f at layer[*].ffn { h += adapter(x, r=4) }\n"
+    found = peftc.verify(peftc.compile(spec, zoo.build("llama", dtype), seed=0))
+    assert found.ok, str(found)
+
+
+def test_all_sites_where_they_are_asked_for() -> None:
+    compiled = peftc.compile(QV, zoo.build("llama", num_hidden_layers=5), seed=0)
+    assert [edit.perturbed for edit in peftc.verify(compiled).edits] == [6]
+    assert [edit.perturbed for edit in peftc.verify(compiled, sites="all").edits] == [10]
+
+
+def test_each_task_is_compared() -> None:
+    compiled = peftc.compile(TASKS, model(), seed=0, tasks=["a", "b"])
+    found = peftc.verify(compiled)
+    assert found.ok, str(found)
+    assert [check.name for check in found.checks].count("outputs equal the equations") == 2
+
+
+def test_several_specs_are_one() -> None:
+    compiled = peftc.compile(SCALED, peftc.compile(QV, model(), seed=0, prefix="a"), seed=0, prefix="b")
+    found = peftc.verify(compiled)
+    assert found.ok, str(found)
+    assert [edit.name for edit in found.edits] == ["a.e", "b.e"]
+
+
+@pytest.mark.parametrize("name", ["bart", "gpt2", "bert"])
+def test_an_attention_that_is_written_out(name: str) -> None:
+    """Under `eager`, matrix products and a softmax are what shows queries, keys and values."""
+    spec = QV + "edit p at layer[*].attn { kv = concat(prefix(len=3), kv) }\n"
+    spec += "edit h at layer[*].attn.heads { h += bottleneck(q, r=2) }\n"
+    found = peftc.verify(peftc.compile(spec, model(name, attn_implementation="eager"), seed=0))
+    assert found.ok, str(found)
+    assert found.witnessed == found.sites
+    outcomes = {check.name: check.outcome for check in found.checks}
+    assert outcomes["q, k and v arrive as such at the attention"] == "holds"
+
+
+def test_wrong_arguments_have_codes() -> None:
+    compiled = peftc.compile(QV, model(), seed=0)
+    with pytest.raises(peftc.PeftcError, match="P545"):
+        peftc.verify(compiled, [1])  # type: ignore[arg-type]
+    with pytest.raises(peftc.PeftcError, match="P545"):
+        peftc.verify(compiled, sites="first")  # type: ignore[arg-type]
+    with pytest.raises(peftc.PeftcError, match="P410"):
+        peftc.verify(nn.Linear(2, 2))
+
+
+# Compilation --------------------------------------------------------------------------------------------------------
+
+
+def test_a_compilation_that_is_verified() -> None:
+    compiled = peftc.compile(QV, model(), seed=0, verify=True)
+    assert list(peftc.specs(compiled)) == ["default"]
+
+
+def test_a_compilation_that_fails_its_verification_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = model("bert")
+    before = Before.of(base)
+    rewritten(monkeypatch, twice)
+    with pytest.raises(peftc.PeftcError, match="P602"):
+        peftc.compile(SCALED, base, seed=0, verify=True)
+    before.assert_same(base)
+    peftc.compile(QV, base, seed=0, name="first")
+    with unchanged(base), pytest.raises(peftc.PeftcError, match="P602"):
+        peftc.compile(SCALED, base, seed=0, prefix="b", verify=True)
+
+
+# The command --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """A spec, and a folder with a model's weights."""
+    model("bert").float().save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    (tmp_path / "spec.peft").write_text(SCALED, encoding="utf-8")
+    return str(tmp_path / "spec.peft"), str(tmp_path / "model")
+
+
+def test_the_command_on_weights_and_on_a_configuration(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, folder = files
+    assert cli.main(["verify", spec, "--model", folder]) == 0
+    told = capsys.readouterr().out
+    assert "\nits weights; input_ids [2, 5]\n" in told
+    assert "holds" in told
+    assert cli.main(["verify", spec, "--model", f"{folder}/config.json", "--seed", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["weights"] == "random weights, seed 3"
+    assert found["format_version"] == "1.0"
+    assert {check["outcome"] for check in found["checks"]} <= {"holds", "not checked"}
+    assert [edit["witnessed"] for edit in found["edits"]] == [2]
+
+
+def test_findings_are_exit_code_1(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, folder = files
+    rewritten(monkeypatch, twice)
+    assert cli.main(["verify", spec, "--model", folder]) == 1
+    assert "P602" in capsys.readouterr().out
+    assert cli.main(["verify", spec, "--model", folder, "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["code"], finding["site"], finding["state"]) == ("P602", "encoder.layer[0].ffn", "h")
+    assert finding["size"] > 0
+    assert cli.main(["verify", spec, "--model", folder, "--output-format", "json"]) == 1
+    assert [record["code"] for record in json.loads(capsys.readouterr().out)] == ["P602"]
+
+
+def test_wrong_usage(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    spec, folder = files
+    assert cli.main(["verify", f"{spec}.not", "--model", folder]) == 2
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", spec])
+    assert ended.value.code == 2
+    assert cli.main(["verify", spec, "--model", f"{folder}/nothing"]) == 1
+    capsys.readouterr()

@@ -1,0 +1,272 @@
+"""An adapter is there before and after: whatever ends a process that saves, and whoever else saves or loads meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import peftc
+from peftc import atomic
+from peftc.weights.adapter import METADATA, TENSORS, Adapter
+from peftc.weights.files import read
+from peftc.weights.writing import write
+from tests import zoo
+from tests.laws.harness import randomise
+from tests.processes import KILLED, REFUSED, end_of, fork, killed_at
+
+SPEC = "peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An adapter, ready to be written again and again."""
+
+    adapter: Adapter
+    tensors: dict[str, torch.Tensor]
+
+    def save(self, folder: Path) -> None:
+        write(folder, self.tensors, lambda sha256: self.adapter)
+
+    def is_in(self, folder: Path) -> bool:
+        return self.equals(read(folder)[1])
+
+    def equals(self, there: dict[str, torch.Tensor]) -> bool:
+        return there.keys() == self.tensors.keys() and all(torch.equal(t, self.tensors[k]) for k, t in there.items())
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
+    """Two adapters of one base: the old and the new one."""
+    model = zoo.build("llama")
+    peftc.compile(SPEC, model)
+    folders = [tmp_path_factory.mktemp(name) for name in ("old", "new")]
+    for folder in folders:
+        randomise(peftc.parameters(model))
+        peftc.save(model, folder)
+    old, new = (Saved(*read(folder)) for folder in folders)
+    return old, new
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_clean(folder: Path, *others: str) -> None:
+    """Nothing but an adapter, and what a user has put beside it."""
+    assert names(folder) == sorted([METADATA, json.loads((folder / METADATA).read_text())["file"], *others])
+
+
+def old_layout(folder: Path) -> None:
+    """Makes of an adapter what version 1.0 of the format was: one name for all files of tensors."""
+    said = json.loads((folder / METADATA).read_text())
+    (folder / said.pop("file")).rename(folder / TENSORS)
+    (folder / METADATA).write_text(json.dumps(said | {"format_version": "1.0"}))
+
+
+@pytest.mark.parametrize("layout", ["new", "1.0", "nothing"])
+def test_killed_at_every_boundary(layout: str, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
+    """The old adapter loads or the new one does, and the next save succeeds and leaves nothing else."""
+    old, new = adapters
+    first = tmp_path / "first"
+    if layout != "nothing":
+        old.save(first)
+        (first / "notes.txt").write_text("mine")
+    if layout == "1.0":
+        old_layout(first)
+    seen = set[str]()
+    for n in range(1, 200):
+        folder = tmp_path / str(n)
+        if first.exists():
+            shutil.copytree(first, folder)
+        ended = killed_at(n, folder, lambda folder=folder: new.save(folder))
+        assert ended in (0, KILLED)
+        if (folder / METADATA).exists():
+            assert new.is_in(folder) or old.is_in(folder), names(folder)
+            seen.add("new" if new.is_in(folder) else "old")
+        else:
+            assert layout == "nothing"
+            seen.add("nothing")
+        if ended == 0:
+            break
+        old.save(folder)
+        assert old.is_in(folder)
+        assert_clean(folder, *(["notes.txt"] if first.exists() else []))
+    assert ended == 0
+    assert n > 20, "too few operations were seen"
+    assert seen == {"new", "nothing" if layout == "nothing" else "old"}
+    assert_clean(folder, *(["notes.txt"] if first.exists() else []))
+
+
+def test_the_old_layout_loads(adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
+    adapters[0].save(tmp_path)
+    old_layout(tmp_path)
+    assert names(tmp_path) == [METADATA, TENSORS]
+    again = peftc.load(tmp_path, zoo.build("llama"))
+    assert all(torch.equal(p, adapters[0].tensors[k]) for k, p in peftc.parameters(again).items())
+
+
+@pytest.mark.parametrize("moved", ["adapter.json", "both", "tensors are new"])
+def test_what_an_earlier_version_left_is_replaced(moved: str, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
+    """Format 1.0 was written by moving the old files away, then the new ones in: a killed writer left a mixture."""
+    old, new = adapters
+    folder, fresh = tmp_path / "a", tmp_path / "b"
+    old.save(folder)
+    new.save(fresh)
+    old_layout(folder)
+    old_layout(fresh)
+    made = folder / ".peftc-ab12cd_4" / "adapter"
+    made.mkdir(parents=True)
+    for name in (METADATA, TENSORS):
+        shutil.copyfile(fresh / name, made / name)
+    (folder / METADATA).rename(made / f"old-{METADATA}")
+    if moved != "adapter.json":
+        (folder / TENSORS).rename(made / f"old-{TENSORS}")
+    if moved == "tensors are new":
+        (made / TENSORS).rename(folder / TENSORS)
+    new.save(folder)
+    assert new.is_in(folder)
+    assert_clean(folder)
+
+
+def test_what_is_not_ours_stays(adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
+    """Names like ours are not enough."""
+    adapters[0].save(tmp_path)
+    mine = {
+        "adapter-0123456789abcdef.safetensors": b"not what the name says",
+        TENSORS: b"mine",
+        "adapter-mine.safetensors": b"mine",
+        ".peftc-abcdefgh/thesis.tex": b"mine",
+        ".peftc-notes": b"mine",
+    }
+    for name, content in mine.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    outside = tmp_path.parent / "outside.safetensors"
+    shutil.copyfile(next(p for p in tmp_path.glob("adapter-*") if p.stat().st_size > 100), outside)
+    (tmp_path / "adapter-fedcba9876543210.safetensors").symlink_to(outside)
+    adapters[1].save(tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in mine} == mine
+    assert outside.exists()
+    assert adapters[1].is_in(tmp_path)
+    assert len(names(tmp_path)) == len(mine) + 3
+
+
+def saver(folder: Path, adapter: Saved, times: int) -> Callable[[], None]:
+    def act() -> None:
+        for _ in range(times):
+            adapter.save(folder)
+
+    return act
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["locked", "unlocked"])
+def test_two_processes_save_into_one_folder(
+    locks: bool, adapters: tuple[Saved, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read at any time is one of the two, whole. Without locks, files of the last hour are left."""
+    if not locks:
+        monkeypatch.setattr(atomic, "_acquire", lambda *args: False)
+    adapters[0].save(tmp_path)
+    waiting = [fork(saver(tmp_path, adapter, 15)) for adapter in adapters]
+    while waiting:
+        there = read(tmp_path)[1]
+        assert any(adapter.equals(there) for adapter in adapters)
+        for process in list(waiting):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                assert os.waitstatus_to_exitcode(status) == 0
+                waiting.remove(process)
+    if locks:
+        assert_clean(tmp_path)
+    else:
+        for path in tmp_path.iterdir():
+            os.utime(path, (0, 0))
+        adapters[0].save(tmp_path)
+        assert_clean(tmp_path)
+
+
+def test_a_writer_that_is_stuck_is_not_waited_for_for_ever(
+    adapters: tuple[Saved, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters[0].save(tmp_path)
+    monkeypatch.setattr(atomic, "PATIENCE", 0.1)
+    with atomic.lock(tmp_path), pytest.raises(peftc.PeftcError, match=r"P526.*\n.*another process"):
+        adapters[1].save(tmp_path)
+    assert adapters[0].is_in(tmp_path)
+    assert_clean(tmp_path)
+
+
+# What a file system refuses ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_limit_on_the_size_of_files(there: bool, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "a"
+    if there:
+        adapters[0].save(folder)
+
+    def act() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        adapters[1].save(folder)
+
+    assert end_of(fork(act, "P526")) == REFUSED
+    if there:
+        assert adapters[0].is_in(folder)
+        assert_clean(folder)
+    else:
+        assert names(tmp_path) == []
+
+
+def error_of(action: Callable[[], object]) -> peftc.PeftcError | None:
+    try:
+        action()
+    except peftc.PeftcError as error:
+        return error
+    return None
+
+
+OPERATIONS = ["os.replace", "os.fsync", "shutil.copyfile", "shutil.copymode", "tempfile.mkdtemp"]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_full_disk_at_every_operation(
+    operation: str, adapters: tuple[Saved, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error with a code; the old adapter is there, or the new one where only its last flush was refused."""
+    module, _, name = operation.partition(".")
+    real = getattr(sys.modules[module], name)
+    adapters[0].save(tmp_path / "a")
+    for n in range(1, 10):
+        folder, count = tmp_path / str(n), 0
+        shutil.copytree(tmp_path / "a", folder)
+
+        def failing(*args: Any, n: int = n, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == n:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[module], name, failing)
+            error = error_of(lambda folder=folder: adapters[1].save(folder))
+        if error is None:
+            assert adapters[1].is_in(folder)
+            break
+        assert error.diagnostics[0].code == "P526"
+        assert "No space left" in error.diagnostics[0].notes[0]
+        assert adapters[0].is_in(folder) or (operation == "os.fsync" and adapters[1].is_in(folder))
+        adapters[0].save(folder)
+        assert_clean(folder)
+    assert n > 1
