@@ -7,11 +7,14 @@ order, the last written step is the last of the site, and what was left out is a
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
+from peftc.semantics.walk import reads_input
 from peftc.syntax import ast
 from peftc.tracing.sites import Site, SiteTable
 
@@ -124,7 +127,13 @@ class Paths:
         return self._sizes.get(family, 0)
 
     def matches(self, steps: Sequence[ast.Step], *, whole: bool = True) -> Iterator[Match]:
-        """The sites a path names by its words alone, whatever its indices say."""
+        """The sites a path names by its words alone, whatever its indices say. `input.embed` is the first `embed`."""
+        kept = [i for i in range(len(steps)) if not reads_input(steps, i)]
+        if len(kept) < len(steps):
+            for match in islice(self.matches([steps[i] for i in kept], whole=whole), 1):
+                positions = (match.positions[bisect_left(kept, i)] for i in range(len(steps)))
+                yield Match(match.site, tuple(positions))
+            return
         written = tuple(step.name for step in steps)
         known = self._alignments.setdefault((written, whole), {})
         for site, names in zip(self.table.sites, self._words, strict=True):

@@ -22,6 +22,8 @@ PARAMETERS = ("w", "b")  # what `train` can name
 
 STACKS = ("encoder", "decoder")
 TOWERS = ("vision", "text", "audio")  # of models of several media; what else a model may call one, only it can say
+INPUT = "input"  # `input.embed`: of several embeddings the first in model order, the encoder's of an encoder-decoder
+INPUT_HELP = "write `input.embed`: the embedding that reads the input, of an encoder-decoder the encoder's"
 
 # Site name -> the names that may follow it, directly or with a qualifier left out.
 _LINEARS = ("q", "k", "v", "o")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from peftc.semantics.vocabulary import SHARED
+from peftc.semantics.vocabulary import INPUT, SHARED
 from peftc.syntax import ast
 
 
@@ -94,3 +94,8 @@ def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:
             yield from arms(right)
         case _:
             yield selector
+
+
+def reads_input(steps: Sequence[ast.Step], number: int) -> bool:
+    """Whether a step is the `input` of `input.embed`, which chooses among embeddings and is part of no site's path."""
+    return [step.name for step in steps[number : number + 2]] == [INPUT, "embed"]

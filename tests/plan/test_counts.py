@@ -103,6 +103,10 @@ SPECS: dict[str, tuple[str, ...]] = {
         SHIPPED % ("phm_adapter", "phm_adapter", "n=12", "train final = [w, b] at norm"),
     ),
     "VeRA r=1024 on q and v": (SHIPPED % ("vera", "vera", "r=1024", ""),),
+    "prompt tuning l=100, before the input of the encoder": (
+        SHIPPED % ("prompt_tuning", "prompt_tuning", "", ""),
+        SHIPPED % ("spot", "spot", "", ""),
+    ),
     "adapters:loreft": (  # one for the first tokens, one for the last
         "edit first at layer[*] { h += reft(h, r=1) }\nedit last at layer[*] { h += reft(h, r=1) }",
     ),

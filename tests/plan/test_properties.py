@@ -33,6 +33,7 @@ WORDS = [
     "norm",
     "add",
     "embed",
+    "input",
     "head",
     "q_proj",
     "mlp",

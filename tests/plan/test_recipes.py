@@ -104,9 +104,9 @@ COUNTS = {
     "learned_scale": FFN * (2 * D * 512 + 512 + D + 1),
     "parallel_res": FFN * (2 * D * 512 + 512 + D),
     "prefix_ungated": ATTN * 2 * 30 * D,
-    "prompt_tuning": 2 * 100 * D,  # of either stack
-    "p_tuning": 2 * (20 * D + 2 * D * 128 + D + 128 * 128 + 2 * 128),
-    "ipt": 2 * (5 + 5 * 512 + 512 + (512 + 1) * 100 * D),
+    "prompt_tuning": 100 * D,  # of the encoder
+    "p_tuning": 20 * D + 2 * D * 128 + D + 128 * 128 + 2 * 128,
+    "ipt": 5 + 5 * 512 + 512 + (512 + 1) * 100 * D,
     "adamix": FFN * 4 * (2 * D * 16 + 16 + D),
     "cross_attention": 12 * (4 * (D * D + D) + 2 * D),  # with the norm behind it
     "fishmask": round(0.005 * WEIGHTS),
@@ -114,7 +114,7 @@ COUNTS = {
     "far": FFN * (round(0.1 * F) * (D + 1) + round(0.1 * D) * (F + 1)),
     "sparse_adapter": round(0.6 * (ATTN + FFN) * 2 * 64 * D) + (ATTN + FFN) * (64 + D),
     "qlora": QKVO * 64 * 2 * D + 2 * FFN * 64 * (D + F),
-    "spot": 2 * 100 * D,
+    "spot": 100 * D,
     "ladder": FFN * (D * 128 + 1 + 2 * 128 + 8 * 128**2 + 6 * 128) + 2 * (128 * D + D + 2 * 128),
     "adaptive_prefix": 3 * (20 * D + D * 512 + 512 + 24 * D * 513) + ATTN * (1 + 20 * (D + 1)),
     "hypernetwork": (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64 + 64 * (2 * D * 64 + 64 + 3 * D),

@@ -1,5 +1,7 @@
 """Selectors against the tables of four architectures."""
 
+from dataclasses import replace
+
 import pytest
 
 from peftc.diagnostics import PeftcError
@@ -53,6 +55,11 @@ def paths(text: str, table) -> list[str]:
         ("layer", BART, 24),
         ("embed", BART, 2),
         ("encoder.embed", BART, 1),
+        ("input.embed", BART, 1),
+        ("decoder.input.embed", BART, 1),
+        ("input.embed", BERT, 1),
+        ("input.embed", T5, 1),
+        ("input.embed", LLAMA, 1),
         ("head", BART, 1),
         ("norm", T5, 2),
         ("decoder.norm", T5, 1),
@@ -73,6 +80,12 @@ def test_counts(text, table, count):
 def test_a_norm_is_not_the_final_norm_of_a_layer():
     assert paths("norm", LLAMA) == ["decoder.norm"]
     assert "decoder.norm" not in paths("layer[*].norm", LLAMA)
+
+
+def test_the_embedding_that_reads_the_input():
+    assert paths("input.embed", BART) == paths("input.embed", BERT) == ["encoder.embed"]
+    assert paths("input.embed", LLAMA) == ["decoder.embed"]
+    assert [site.path for site in resolve(ast.Difference(path("embed"), path("input.embed")), T5)] == ["decoder.embed"]
 
 
 def test_indices_count_in_each_stack():
@@ -161,6 +174,7 @@ def test_a_dead_step():
         ("layer[*].ffn.fc2", BART, "did you mean `down`?"),
         ("decodr.layer[*].ffn", BART, "did you mean `decoder`?"),
         ("encoder", BART, "to reach every module below, write `encoder.**`"),
+        ("input", BART, "write `input.embed`: the embedding that reads the input, of an encoder-decoder the encoder's"),
     ],
 )
 def test_nearest_names(text, table, help_text):
@@ -187,7 +201,16 @@ def test_indices_that_do_not_exist(text):
     assert "`encoder.layer` has 0..11" in found.notes
 
 
+def test_no_embedding_reads_the_input():
+    blind = replace(BERT, sites=tuple(site for site in BERT.sites if site.steps[-1][0] != "embed"))
+    written = path("input.embed")
+    (found,) = error(written, blind)
+    assert (found.code, found.label, found.span) == ("P201", "no such site", written.steps[1].span)
+
+
 def test_an_index_where_nothing_is_numbered():
+    (found,) = error(path("input[0].embed"), BART)
+    assert (found.code, found.help) == ("P202", "write `input`")
     (found,) = error(path("layer[*].attn[0].q"), BART)
     assert (found.code, found.help) == ("P202", "write `attn`")
 

@@ -24,12 +24,12 @@ EVERY = (*DECODERS, *ENCODER_DECODERS, *ENCODERS)
 PROMPT = f"h = concat(prompt(len={LENGTH}), h)"
 
 
-def spec(name: str, equation: str = PROMPT) -> str:
-    return f"peft 1\nedit p at {'encoder.embed' if name in ENCODER_DECODERS else 'embed'} {{ {equation} }}"
+def spec(equation: str = PROMPT) -> str:
+    return f"peft 1\nedit p at input.embed {{ {equation} }}"
 
 
 def compiled(name: str, equation: str = PROMPT) -> Any:
-    model = peftc.compile(spec(name, equation), zoo.build(name, torch.float64), seed=0)
+    model = peftc.compile(spec(equation), zoo.build(name, torch.float64), seed=0)
     randomise(peftc.parameters(model))
     return model.eval()
 
@@ -133,7 +133,7 @@ def test_saved_loaded_disabled_and_removed(name: str, arguments: str, tmp_path: 
     inputs = given(name, model, None)
     want, plain = model(**inputs).logits, base.eval()(**inputs).logits
     assert not torch.allclose(want, plain)
-    plan = peftc.plan(spec(name, f"h = concat(prompt(len={LENGTH}{arguments}), h)"), base)
+    plan = peftc.plan(spec(f"h = concat(prompt(len={LENGTH}{arguments}), h)"), base)
     assert plan.totals.trained == sum(p.numel() for p in peftc.parameters(model).values())
     assert not plan.edit("p").identity
     assert not plan.edit("p").foldable
@@ -148,7 +148,7 @@ def test_saved_loaded_disabled_and_removed(name: str, arguments: str, tmp_path: 
 
 def test_beside_other_edits() -> None:
     """The embedding that it reads is the edited one; layers and their prefixes see longer inputs."""
-    text = spec("llama") + "\nedit e at embed { h += adapter(h, r=2, act=tanh) }"
+    text = spec() + "\nedit e at embed { h += adapter(h, r=2, act=tanh) }"
     text += "\nedit k at layer[*].attn { kv = concat(prefix(len=2), kv) }"
     model = peftc.compile(text, zoo.build("llama", torch.float64), seed=0).eval()
     randomise(peftc.parameters(model))
@@ -166,8 +166,8 @@ def test_as_many_rows_as_leave_one_position_for_the_input(name: str) -> None:
     model = zoo.build(name, max_position_embeddings=16)
     limit = 16 - (model.config.pad_token_id + 1 if name == "roberta" else 0)
     with pytest.raises(peftc.PeftcError, match="P314"):
-        peftc.plan(spec(name, f"h = concat(prompt(len={limit}), h)"), model)
-    peftc.compile(spec(name, f"h = concat(prompt(len={limit - 1}), h)"), model)
+        peftc.plan(spec(f"h = concat(prompt(len={limit}), h)"), model)
+    peftc.compile(spec(f"h = concat(prompt(len={limit - 1}), h)"), model)
     one = torch.tensor([[5]])
     assert model(one, **({"decoder_input_ids": one} if name in ENCODER_DECODERS else {})).logits.isfinite().all()
 

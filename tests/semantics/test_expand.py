@@ -166,6 +166,8 @@ def test_names_and_selectors_of_what_is_applied() -> None:
         ("layer[*].ffn", "encoder - encoder.layer[0]", "encoder.layer[*].ffn - encoder.layer[0].ffn"),
         ("norm", "encoder", "encoder.norm"),
         ("**", "decoder", "decoder.**"),
+        ("input.embed", "encoder", "encoder.input.embed"),
+        ("embed", "input.embed", "input.embed"),
     ],
 )
 def test_selectors_are_taken_within_a_part(inner: str, outer: str, together: str) -> None:

@@ -58,7 +58,12 @@ def _indices(draw: st.DrawFn) -> ast.Index:
 steps = st.builds(ast.Step, words, st.none() | st.lists(_indices(), min_size=1, max_size=3).map(tuple)) | st.just(
     ast.Step("**")
 )
-places = st.builds(ast.Path, st.lists(steps, min_size=1, max_size=4).map(tuple)) | st.builds(ast.Glob, patterns)
+input_embedding = st.just(ast.Path((ast.Step("input"), ast.Step("embed"))))
+places = (
+    st.builds(ast.Path, st.lists(steps, min_size=1, max_size=4).map(tuple))
+    | st.builds(ast.Glob, patterns)
+    | input_embedding
+)
 
 
 def _joined(inner: st.SearchStrategy[ast.Selector]) -> st.SearchStrategy[ast.Selector]:

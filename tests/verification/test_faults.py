@@ -69,7 +69,9 @@ def test_nothing_is_found_without_a_fault() -> None:
 def test_a_forward_of_an_instance_bypasses_the_edit() -> None:
     compiled: Any = peftc.compile(QV, model(), seed=0)
     linear = compiled.model.layers[1].self_attn.v_proj
-    vars(linear)["forward"] = functools.partial(nn.Linear.forward, linear)  # an assignment would be followed by the edit
+    vars(linear)["forward"] = functools.partial(
+        nn.Linear.forward, linear
+    )  # an assignment would be followed by the edit
     found = peftc.verify(compiled)
     assert {"P602", "P604"} <= codes(found)
     for finding in found.findings:
