@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.laws.recipe import WITH_BIAS, Recipe, at, shipped
+from tests.laws.recipe import GATED, WITH_BIAS, Recipe, at, shipped
 from tests.reference import literature as by_hand
 from tests.reference import methods
 from tests.reference.methods import together
@@ -190,4 +190,34 @@ LAYERS = (
     ),
 )
 
-LITERATURE = (*WEIGHTS, *LAYERS)
+GATES = (
+    Recipe(
+        "qlora-gated",
+        shipped("qlora_gated", "r=3, dropout=0"),
+        together(methods.lora("attn", "q k v o", 16.0), methods.lora("ffn", "up gate down", 16.0)),
+        identity=True,
+        folds=True,
+        on=GATED,
+        edits=("attn", "ffn"),
+    ),
+    Recipe(
+        "adalora-gated",
+        shipped("adalora_gated", "r=3, alpha=6"),
+        by_hand.adalora("all", "q k v o up gate down", 6.0),
+        identity=True,
+        folds=True,
+        on=GATED,
+        edits=("all",),
+    ),
+    Recipe(
+        "said-gated",
+        shipped("said_gated", "d=9, seed=1"),
+        by_hand.said("all", "q k v o up gate down", scaled=True),
+        identity=True,
+        folds=True,
+        on=GATED,
+        edits=("all",),
+    ),
+)
+
+LITERATURE = (*WEIGHTS, *LAYERS, *GATES)

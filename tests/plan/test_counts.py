@@ -102,6 +102,7 @@ SPECS: dict[str, tuple[str, ...]] = {
     "PHM adapters n=12 r=32 with the layer norms of T5 trained": (
         SHIPPED % ("phm_adapter", "phm_adapter", "n=12", "train final = [w, b] at norm"),
     ),
+    "LoRA r=64 on every Linear of attention and ffn, gate included": (SHIPPED % ("qlora_gated", "qlora_gated", "", ""),),
     "VeRA r=1024 on q and v": (SHIPPED % ("vera", "vera", "r=1024", ""),),
     "prompt tuning l=100, before the input of the encoder": (
         SHIPPED % ("prompt_tuning", "prompt_tuning", "", ""),

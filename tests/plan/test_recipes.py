@@ -17,6 +17,7 @@ RECIPES = resources.recipes()
 MODELS = ("facebook/bart-large", "bert-base-uncased", "t5-large", "meta-llama/Meta-Llama-3-8B")
 NEED_BIASES = ("bitfit", "difffit", "glora", "far")
 NEED_A_CONTEXT = ("cross_attention",)
+NEED_A_GATE = ("qlora_gated", "adalora_gated", "said_gated")
 
 
 @cache
@@ -36,7 +37,7 @@ def test_a_recipe_plans(name: str, model: str) -> None:
             planned(name, model)
         assert {d.code for d in caught.value.diagnostics} == {"P205"}
         return
-    if name in NEED_A_CONTEXT and model in (MODELS[1], MODELS[3]):
+    if (name in NEED_A_CONTEXT and model in (MODELS[1], MODELS[3])) or (name in NEED_A_GATE and model != MODELS[3]):
         with pytest.raises(peftc.PeftcError, match="P201"):
             planned(name, model)
         return
@@ -126,6 +127,22 @@ COUNTS = {
 }
 
 
+# Of an ffn with a gate, LLaMA-3-8B's: 32 layers, d = 4096, 1024 of keys and values, 14336 in the ffn.
+D_L, KV_L, F_L, LAYERS_L = 4096, 1024, 14336, 32
+SIDES_L = 2 * (2 * D_L + D_L + KV_L) + 3 * (D_L + F_L)  # d_in + d_out of q, o, k, v and of up, gate, down
+
+GATED_COUNTS = {
+    "qlora_gated": LAYERS_L * 64 * SIDES_L,
+    "adalora_gated": LAYERS_L * 12 * (SIDES_L + 7),
+    "said_gated": 200 + LAYERS_L * 7,
+}
+
+
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_by_hand(name: str) -> None:
     assert planned(name, "facebook/bart-large").plan.totals.trained == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", GATED_COUNTS)
+def test_counts_by_hand_where_ffns_have_a_gate(name: str) -> None:
+    assert planned(name, MODELS[3]).plan.totals.trained == GATED_COUNTS[name]

@@ -17,6 +17,7 @@ RECIPES = resources.recipes()
 SETTINGS = {"r": 4, "a": 4, "len": 5, "l": 3, "m": 6, "t": 5, "d": 9, "reduction": 4}
 BIASES = ("bart", "mbart", "bert", "bert-base", "bert-classifier", "roberta", "gpt2", "opt", "vit")
 CROSS = ("bart", "mbart", "t5", "t5-gated")
+GATED = ("t5-gated", "llama", "qwen2", "qwen3", "mistral")
 WIDE = ("adalora", "glora", "glora_weight", "krona", "loha", "lokr", "oft", "qlora", "said", "lora_adapter", "s4")
 TEXT = tuple(name for name in zoo.SPECIES if name != "vit")
 DEPTH = ("encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "num_hidden_layers", "n_layer")
@@ -28,6 +29,8 @@ def models(recipe: str) -> tuple[str, ...]:
         return CROSS
     if recipe in ("bitfit", "difffit", "glora", "far"):
         return BIASES
+    if "ffn.gate" in RECIPES[recipe].read_text(encoding="utf-8"):
+        return GATED
     if recipe in ("ipt", "p_tuning", "prompt_tuning", "spot"):
         return TEXT  # images have no tokens to embed
     text = RECIPES[recipe].read_text(encoding="utf-8")
@@ -39,7 +42,7 @@ def chosen() -> list[tuple[str, str]]:
     """Every recipe once, and every model: the models in turn. Recipes of many kinds of sites are not on two stacks at once."""
     found: list[tuple[str, str]] = []
     for i, recipe in enumerate(sorted(RECIPES)):
-        able = [name for name in models(recipe) if recipe not in WIDE or name not in CROSS]
+        able = [name for name in models(recipe) if recipe.removesuffix("_gated") not in WIDE or name not in CROSS]
         found.append((recipe, "llama" if recipe == "s4" else able[i % len(able)]))
     return found
 
