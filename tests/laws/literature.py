@@ -190,6 +190,17 @@ LAYERS = (
     ),
 )
 
+ROUTES = (
+    Recipe(
+        "adamix",
+        shipped("adamix", "n=3, r=4, keep=true"),
+        by_hand.mixture("mixture", "gelu"),
+        identity=False,
+        on=("bert", "gpt2"),
+        edits=("mixture",),
+    ),
+)
+
 GATES = (
     Recipe(
         "qlora-gated",
@@ -220,4 +231,4 @@ GATES = (
     ),
 )
 
-LITERATURE = (*WEIGHTS, *LAYERS, *GATES)
+LITERATURE = (*WEIGHTS, *LAYERS, *GATES, *ROUTES)

@@ -103,6 +103,8 @@ SPECS: dict[str, tuple[str, ...]] = {
         SHIPPED % ("phm_adapter", "phm_adapter", "n=12", "train final = [w, b] at norm"),
     ),
     "LoRA r=64 on every Linear of attention and ffn, gate included": (SHIPPED % ("qlora_gated", "qlora_gated", "", ""),),
+    "AdaMix n=4 r=16": (SHIPPED % ("adamix", "adamix", "", ""),),
+    "AdaMix n=4 r=48": (SHIPPED % ("adamix", "adamix", "r=48", ""),),
     "VeRA r=1024 on q and v": (SHIPPED % ("vera", "vera", "r=1024", ""),),
     "prompt tuning l=100, before the input of the encoder": (
         SHIPPED % ("prompt_tuning", "prompt_tuning", "", ""),

@@ -108,7 +108,7 @@ COUNTS = {
     "prompt_tuning": 100 * D,  # of the encoder
     "p_tuning": 20 * D + 2 * D * 128 + D + 128 * 128 + 2 * 128,
     "ipt": 5 + 5 * 512 + 512 + (512 + 1) * 100 * D,
-    "adamix": FFN * 4 * (2 * D * 16 + 16 + D),
+    "adamix": FFN * (4 * (D * 16 + 16) + D * 16 + D),
     "cross_attention": 12 * (4 * (D * D + D) + 2 * D),  # with the norm behind it
     "fishmask": round(0.005 * WEIGHTS),
     "lt_sft": round(0.08 * WEIGHTS),

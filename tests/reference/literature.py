@@ -6,6 +6,8 @@ among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -239,6 +241,19 @@ def hyper(edit: str, which: str, act: str = "relu", nets: bool = False) -> Metho
         for site, (layer, place) in zip(sites, split, strict=True):
             at = layers.index(layer), places.index(place)
             ref.h(site, lambda a, i=at: a.h + forms.hyper(common, a.h, *i, i[1] if nets else 0, act))
+
+    return apply
+
+
+def mixture(edit: str, act: str, routes: Mapping[str, int] | None = None) -> Method:
+    """h ← h + act(h W_i + b_i) W_up + b_up at the ffns, i by the site's path; without routes W and b are the means."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        for ffn in ref.ffns:
+            w = part(weights, edit, ffn.path, "mixture")
+            if routes is not None:
+                w |= {name: w[name][routes[ffn.path]][None] for name in ("down", "down_bias")}
+            ref.h(ffn, lambda at, w=w: at.h + forms.mixture(w, at.h, act))
 
     return apply
 

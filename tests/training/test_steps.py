@@ -15,6 +15,8 @@ from peftc.forms.svd_module import SVD
 from peftc.training import consistency, forms_of
 from tests import zoo
 from tests.laws.harness import close
+from tests.reference.literature import mixture
+from tests.reference.reference import Reference
 
 TOTAL = 12
 ADALORA = f"peft 1\nedit e at layer[*].attn.q | layer[*].ffn.down {{ h += svd(x, r=4, alpha=8, target=2, warmup=2, cooldown=3, every=2, total={TOTAL}) }}"
@@ -157,6 +159,26 @@ def test_adamix_keeps_its_routes_where_training_goes_on(tmp_path: Path) -> None:
     again = peftc.load(peftc.save(model, tmp_path / "a"), zoo.build("llama"))
     kept = peftc.parameters(again)
     assert all(torch.equal(kept[key], parameter) for key, parameter in peftc.parameters(model).items())
+
+
+def test_adamix_takes_one_down_projection_and_the_up_projection_of_all() -> None:
+    model: Any = peftc.compile(Path("specs/adamix.peft"), zoo.build("bert", torch.float64), seed=0, settings={"r": 3})
+    weights = peftc.parameters(model)
+    with torch.no_grad():
+        for parameter in weights.values():
+            parameter.normal_()
+    given, seen = zoo.inputs("bert", model), set[int]()
+    for step in range(4):
+        peftc.step(model, step)
+        layers = enumerate(mixtures(model))
+        routes = {f"encoder.layer[{i}].ffn": int(form.get_buffer("route")[0]) for i, form in layers}
+        seen |= set(routes.values())
+        ref = Reference("bert", zoo.build("bert", torch.float64))
+        mixture("mixture", "gelu", routes)(ref, weights)
+        close(model.train()(**given).logits, ref.model(**given).logits, "a route")
+    assert len(seen) > 1
+    shapes = {key.rpartition(".")[2]: tuple(parameter.shape[:1]) for key, parameter in weights.items()}
+    assert shapes == {"down": (4,), "down_bias": (4,), "up": (1,), "up_bias": (1,)}
 
 
 def test_a_mixture_trains_one_route_and_is_the_mean_of_all(tmp_path: Path) -> None:
