@@ -19,22 +19,37 @@ def layers_of(dims: Dims) -> list[str]:
     return list(dict.fromkeys(spot.layer for spot in spots_of(dims)))
 
 
-def parts_of(dims: Dims) -> list[str]:
-    """The places in a layer, in order: each has an embedding."""
-    return list(dict.fromkeys(spot.part for spot in spots_of(dims)))
+def stack_of(args: Args, spot: Spot) -> str:
+    """The stack of a site, where each has networks of its own; else "", the one name for all."""
+    return spot.layer.rpartition("[")[0] if args["nets"] == "stacks" else ""
+
+
+def net_of(args: Args, spot: Spot) -> str:
+    """The network of a site, by name: the place in a layer, the stack, or "", the one for all."""
+    return spot.part if args["nets"] == "positions" else stack_of(args, spot)
+
+
+def parts_of(args: Args, dims: Dims) -> dict[str, list[str]]:
+    """The places in a layer, in order, by stack: each has an embedding."""
+    found: dict[str, list[str]] = {}
+    for spot in spots_of(dims):
+        parts = found.setdefault(stack_of(args, spot), [])
+        if spot.part not in parts:
+            parts.append(spot.part)
+    return found
 
 
 def nets_of(args: Args, dims: Dims) -> dict[str, tuple[int, int]]:
-    """d_in and d_out of what each network makes, by the place in a layer, or one for all ("").
+    """d_in and d_out of what each network makes, by its name.
 
     Raises: Illegal P301 where one network would have to make weights of several sizes.
     """
     found: dict[str, tuple[int, int]] = {}
     for spot in spots_of(dims):
-        name, size = spot.part if args["nets"] == "positions" else "", (spot.d_in, spot.d_out)
+        name, size = net_of(args, spot), (spot.d_in, spot.d_out)
         if found.setdefault(name, size) != size:
             first, here = (f"{a} to {b} features" for a, b in (found[name], size))
-            help_ = "write `nets=positions`" if not name else "write one edit for each size"
+            help_ = "write one edit for each size" if args["nets"] == "positions" else "write `nets=positions`"
             raise Illegal("P301", f"one network makes adapters of one size, here {first} and {here}", "nets", (), help_)
     return found
 
@@ -58,17 +73,19 @@ def _common_count(args: Args, dims: Dims) -> Count:
 
 def _all_count(args: Args, dims: Dims) -> Count:
     t, m = integer(args, "t"), integer(args, "m")
-    total = t * (len(layers_of(dims)) + len(parts_of(dims)))
-    total += 3 * t * m + m + m * t + t + 2 * t
-    total += t * sum(made_count(args, *size) for size in nets_of(args, dims).values())
+    stacks = parts_of(args, dims)
+    total = t * (len(layers_of(dims)) + sum(map(len, stacks.values())))
+    total += len(stacks) * (3 * t * m + m + m * t + t + 2 * t)
+    total += (t + bool(args["offset"])) * sum(made_count(args, *size) for size in nets_of(args, dims).values())
     return Count(total, total)
 
 
 register(
     Form(
         name="hyper",
-        equation="f(x) = γ ⊙ LN(act(x D + b) U + c) + β, all of them linear in I = LN(P₂ ReLU(P₁ [task; layer; position])): "
-        "one embedding for each task, layer and position, one set of networks for the sites of the edit and all tasks",
+        equation="f(x) = γ ⊙ LN(act(x D + b) U + c) + β, all of them W I or, with `offset`, W I + w, where "
+        "I = LN(P₂ ReLU(P₁ [task; layer; position])): one embedding for each task, layer and position, one set of networks for the "
+        "sites of the edit, or of each stack, and all tasks",
         takes_input=True,
         params=(
             WIDTH,
@@ -78,10 +95,12 @@ register(
             Param(
                 "nets",
                 "choice",
-                "networks that make the weights: one for all sites, or one for each position in a layer",
+                "networks that make the weights: one for all sites, one for each position in a layer, or one for each stack; "
+                "stacks have P₁, P₂ and the embeddings of positions apart, too",
                 "one",
-                choices=("one", "positions"),
+                choices=("one", "positions", "stacks"),
             ),
+            Param("offset", "bool", "whether the networks have biases: w", False),
             ACT,
             Param("bias", "bool", "whether b and c are made, too", True),
             Param("norm", "bool", "whether there are LN, γ and β", True),

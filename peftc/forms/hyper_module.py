@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from peftc.forms.adapter import width
 from peftc.forms.adapter_module import ACTIVATION, EPSILON
 from peftc.forms.arguments import integer, number
-from peftc.forms.hyper import layers_of, nets_of, parts_of, spots_of
+from peftc.forms.hyper import layers_of, net_of, nets_of, parts_of, spots_of, stack_of
 from peftc.forms.module import Draw, FormModule, constant, normal
 from peftc.forms.registry import Args, Dims
 
@@ -21,47 +22,74 @@ if TYPE_CHECKING:
 
 SPREAD = 0.01  # deviation of the first values of all projections
 NORM_EPSILON = 1e-6  # of the layer norm after the task projector
+NUMBER = re.compile(r"_\d+$")  # of a stack or a network, behind a name
+MADE = ("down", "up", "down_bias", "up_bias", "scale", "shift")
+DRAWS: Mapping[str, Draw] = {  # of what does not begin as N(0, SPREAD)
+    **dict.fromkeys(("p1_bias", "p2_bias", "norm_bias", *(f"{name}_offset" for name in MADE)), constant(0.0)),
+    **dict.fromkeys(("layers", "positions"), normal(1.0)),
+    "norm_weight": constant(1.0),
+}
 
 
 class HyperNetworks(FormModule):
-    """What all tasks and sites have in common: embeddings of layers and positions, the projector, the networks.
+    """What all tasks and sites have in common: embeddings of layers and positions, projectors, networks.
 
-    Shapes: layers (n, t); positions (k, t); p1 (m, 3t); p2 (t, m); of the i-th network down_i (r · d_in, t), up_i (d_out · r, t),
-    and, where they are made, down_bias_i (r, t) and up_bias_i, scale_i, shift_i (d_out, t).
+    Shapes: layers (n, t); of each stack that has its own, with its number behind the name, else once: positions (k, t); p1 (m, 3t);
+    p2 (t, m); of the i-th network down_i (r · d_in, t), up_i (d_out · r, t), and, where they are made, down_bias_i (r, t) and up_bias_i,
+    scale_i, shift_i (d_out, t); with `offset` the biases of all these, down_offset_i (r · d_in,) and so on.
     """
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__(args, dims, dtype, device)
-        t, m = integer(args, "t"), integer(args, "m")
+        t = integer(args, "t")
         self.layers = self.parameter("layers", len(layers_of(dims)), t)
-        self.positions = self.parameter("positions", len(parts_of(dims)), t)
-        self.p1, self.p1_bias = self.parameter("p1", m, 3 * t), self.parameter("p1_bias", m)
-        self.p2, self.p2_bias = self.parameter("p2", t, m), self.parameter("p2_bias", t)
-        self.norm_weight, self.norm_bias = self.parameter("norm_weight", t), self.parameter("norm_bias", t)
+        for stack, parts in enumerate(parts_of(args, dims).values()):
+            self.project(self.end(stack), len(parts), t, integer(args, "m"))
         for i, (d_in, d_out) in enumerate(nets_of(args, dims).values()):
             r = width(args, d_in, "hyper")
-            self.parameter(f"down_{i}", r * d_in, t)
-            self.parameter(f"up_{i}", d_out * r, t)
-            self.optional(f"down_bias_{i}", args["bias"], r, t)
-            self.optional(f"up_bias_{i}", args["bias"], d_out, t)
-            self.optional(f"scale_{i}", args["norm"], d_out, t)
-            self.optional(f"shift_{i}", args["norm"], d_out, t)
+            self.network(i, "down", True, r * d_in, t)
+            self.network(i, "up", True, d_out * r, t)
+            self.network(i, "down_bias", args["bias"], r, t)
+            self.network(i, "up_bias", args["bias"], d_out, t)
+            self.network(i, "scale", args["norm"], d_out, t)
+            self.network(i, "shift", args["norm"], d_out, t)
 
-    def embedding(self, task: Tensor, layer: int, position: int) -> Tensor:
+    def end(self, stack: int) -> str:
+        """What follows the names of what a stack has."""
+        return f"_{stack}" if self.form_args["nets"] == "stacks" else ""
+
+    def project(self, end: str, positions: int, t: int, m: int) -> None:
+        """Registers the embeddings of positions and the projector of a stack."""
+        self.parameter(f"positions{end}", positions, t)
+        self.parameter(f"p1{end}", m, 3 * t)
+        self.parameter(f"p1_bias{end}", m)
+        self.parameter(f"p2{end}", t, m)
+        self.parameter(f"p2_bias{end}", t)
+        self.parameter(f"norm_weight{end}", t)
+        self.parameter(f"norm_bias{end}", t)
+
+    def network(self, i: int, name: str, wanted: object, size: int, t: int) -> None:
+        """Registers what makes `size` numbers."""
+        self.optional(f"{name}_{i}", wanted, size, t)
+        self.optional(f"{name}_offset_{i}", wanted and self.form_args["offset"], size)
+
+    def embedding(self, task: Tensor, layer: int, stack: int, position: int) -> Tensor:
         """I (t,)."""
-        z = F.linear(torch.cat([task, self.layers[layer], self.positions[position]]), self.p1, self.p1_bias)
-        z = F.linear(torch.relu(z), self.p2, self.p2_bias)
-        return F.layer_norm(z, z.shape, self.norm_weight, self.norm_bias, NORM_EPSILON)
+        names = ("positions", "p1", "p1_bias", "p2", "p2_bias", "norm_weight", "norm_bias")
+        positions, p1, p1_bias, p2, p2_bias, weight, bias = (getattr(self, name + self.end(stack)) for name in names)
+        z = F.linear(torch.cat([task, self.layers[layer], positions[position]]), p1, p1_bias)
+        z = F.linear(torch.relu(z), p2, p2_bias)
+        return F.layer_norm(z, z.shape, weight, bias, NORM_EPSILON)
 
     def made(self, name: str, net: int, embedding: Tensor) -> Tensor | None:
-        """What a network makes: W I."""
-        weight = dict(self.named_parameters()).get(f"{name}_{net}")
-        return None if weight is None else weight @ embedding
+        """What a network makes: W I + w."""
+        weight, offset = (getattr(self, f"{key}_{net}") for key in (name, f"{name}_offset"))
+        if weight is None:
+            return None
+        return weight @ embedding if offset is None else weight @ embedding + offset
 
     def draws(self) -> Mapping[str, Draw]:
-        drawn: dict[str, Draw] = {name: normal(SPREAD) for name, _ in self.named_parameters()}
-        drawn |= dict.fromkeys(("p1_bias", "p2_bias", "norm_bias"), constant(0.0))
-        return drawn | {"norm_weight": constant(1.0), "layers": normal(1.0), "positions": normal(1.0)}
+        return {name: DRAWS.get(NUMBER.sub("", name), normal(SPREAD)) for name, _ in self.named_parameters()}
 
 
 class TaskEmbedding(FormModule):
@@ -76,18 +104,19 @@ class TaskEmbedding(FormModule):
 
 
 class Hyper(FormModule):
-    """f(x) = γ ⊙ LN(act(x D + b) U + c) + β; D, U, b, c, γ, β = W I each; dropout follows act.
+    """f(x) = γ ⊙ LN(act(x D + b) U + c) + β; D, U, b, c, γ, β = W I each, or W I + w; dropout follows act.
 
     Shapes: x (batch, tokens, d_in); f (batch, tokens, d_out); I (t,).
     Source: Karimi Mahabadi et al. 2021, arXiv:2106.04489, Eq. 1-6, and sections 2.4 and 2.5; as in the authors' code, the projector ends
-    with a layer norm, and the embeddings begin as N(0, 1), all projections as N(0, 0.01).
+    with a layer norm, and the embeddings begin as N(0, 1), all projections as N(0, 0.01), w as 0.
     """
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__(args, dims, dtype, device)
         spot = spots_of(dims)[dims.index]
-        self.layer, self.position = layers_of(dims).index(spot.layer), parts_of(dims).index(spot.part)
-        self.net = self.position if args["nets"] == "positions" else 0
+        stacks, stack = parts_of(args, dims), stack_of(args, spot)
+        self.layer, self.stack = layers_of(dims).index(spot.layer), list(stacks).index(stack)
+        self.position, self.net = stacks[stack].index(spot.part), list(nets_of(args, dims)).index(net_of(args, spot))
         self.d_in, self.d_out = spot.d_in, spot.d_out
         self.act, self.p = str(args["act"]), number(args, "dropout")
 
@@ -105,9 +134,8 @@ class Hyper(FormModule):
         assert isinstance(task, TaskEmbedding)
         networks = task.owner_module
         assert isinstance(networks, HyperNetworks)
-        embedding = networks.embedding(task.embedding, self.layer, self.position)
-        names = ("down", "up", "down_bias", "up_bias", "scale", "shift")
-        made = {name: networks.made(name, self.net, embedding) for name in names}
+        embedding = networks.embedding(task.embedding, self.layer, self.stack, self.position)
+        made = {name: networks.made(name, self.net, embedding) for name in MADE}
         down, up = made["down"], made["up"]
         assert down is not None
         assert up is not None

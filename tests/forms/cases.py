@@ -170,6 +170,7 @@ CASES = (
         {"reduction": 6, "t": 4, "nets": "positions", "norm": False, "act": "none", "dropout": 0.2},
     ),
     Case("hyper", T12, T12, {"r": 3, "t": 4, "bias": False, "norm": False, "act": "tanh"}, sites=2),
+    Case("hyper", T12, T12, {"r": 3, "t": 4, "m": 5, "nets": "stacks", "offset": True}, sites=3),
     Case("gate", T12, T12),
     Case("gate", KeyValue(2, 4), T12, {"rows": 4}),
     Case("gate", H, T8),

@@ -98,6 +98,7 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
         case "hyper":
             at = (case.sites - 1, (case.sites - 1) % 2)
             net = at[1] if args["nets"] == "positions" else 0
+            w = reference.hyper_of_stack(w, 0) if args["nets"] == "stacks" else w
             return (reference.hyper(w, x, *at, net, str(args["act"])),)
         case "gate" if args["rows"] is not None:
             return (reference.gate(w, x),)

@@ -157,7 +157,7 @@ LAYERS = (
     Recipe(
         "hyper-positions",
         at("layer[*].attn | layer[*].ffn", "hyper(h, r=3, t=4, m=6, act=tanh, nets=positions, bias=false, norm=false)"),
-        by_hand.hyper("e", "attn ffn", "tanh", nets=True),
+        by_hand.hyper("e", "attn ffn", "tanh", nets="positions"),
         identity=False,
         on=("bert", "t5"),
     ),
@@ -201,6 +201,17 @@ ROUTES = (
     ),
 )
 
+HYPER = (
+    Recipe(
+        "hypernetwork",
+        shipped("hypernetwork", "reduction=8, t=5, m=6"),
+        by_hand.hyper("adapter", "self ffn", "gelu_tanh", nets="stacks"),
+        identity=False,
+        on=("bart", "t5", "gpt2"),
+        edits=("adapter",),
+    ),
+)
+
 GATES = (
     Recipe(
         "qlora-gated",
@@ -231,4 +242,4 @@ GATES = (
     ),
 )
 
-LITERATURE = (*WEIGHTS, *LAYERS, *GATES, *ROUTES)
+LITERATURE = (*WEIGHTS, *LAYERS, *GATES, *ROUTES, *HYPER)

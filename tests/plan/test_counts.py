@@ -105,6 +105,7 @@ SPECS: dict[str, tuple[str, ...]] = {
     "LoRA r=64 on every Linear of attention and ffn, gate included": (SHIPPED % ("qlora_gated", "qlora_gated", "", ""),),
     "AdaMix n=4 r=16": (SHIPPED % ("adamix", "adamix", "", ""),),
     "AdaMix n=4 r=48": (SHIPPED % ("adamix", "adamix", "r=48", ""),),
+    "HyperFormer++ reduction=32, eight tasks": (SHIPPED % ("hypernetwork", "hypernetwork", "", ""),),
     "VeRA r=1024 on q and v": (SHIPPED % ("vera", "vera", "r=1024", ""),),
     "prompt tuning l=100, before the input of the encoder": (
         SHIPPED % ("prompt_tuning", "prompt_tuning", "", ""),
@@ -125,6 +126,8 @@ SPECS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+TASKS = {"HyperFormer++ reduction=32, eight tasks": 8}  # where edits are `per task`
+
 ROWS = [
     pytest.param(row, text, id=f"{row['model']}-{row['method']}-{i}")
     for row in DATA["rows"]
@@ -137,10 +140,10 @@ def table(model: str) -> SiteTable:
     return peftc.sites(model)
 
 
-def planned(text: str, model: str) -> Planned:
+def planned(text: str, model: str, tasks: int = 1) -> Planned:
     sites = table(model)
     filled = re.sub(r"\{d(?:/(\d+))?\}", lambda part: str(sites.d_model // int(part[1] or 1)), text)
-    return make_plan(expand(parse_text("peft 1\n" + filled)), sites)
+    return make_plan(expand(parse_text("peft 1\n" + filled)), sites, tasks=tuple(f"task{i}" for i in range(tasks)))
 
 
 def test_every_row_is_there():
@@ -155,9 +158,14 @@ def test_the_base(model):
 
 @pytest.mark.parametrize(("row", "text"), ROWS)
 def test_counts(row, text):
-    totals = planned(text, row["model"]).plan.totals
+    totals = planned(text, row["model"], TASKS.get(row["method"], 1)).plan.totals
     assert (totals.trained, totals.stored) == (row["trained"], row["stored"])
     assert totals.base == DATA["base"][row["model"]]
+
+
+def test_hyperformer_costs_what_its_paper_prints_for_a_task():
+    row = next(row for row in DATA["rows"] if row["method"].startswith("HyperFormer++"))
+    assert f"{row['trained'] / 8 / DATA['base'][row['model']]:.3%}" == row["printed"]
 
 
 def test_the_public_function_counts_the_same():

@@ -118,7 +118,7 @@ COUNTS = {
     "spot": 100 * D,
     "ladder": FFN * (D * 128 + 1 + 2 * 128 + 8 * 128**2 + 6 * 128) + 2 * (128 * D + D + 2 * 128),
     "adaptive_prefix": 3 * (20 * D + D * 512 + 512 + 24 * D * 513) + ATTN * (1 + 20 * (D + 1)),
-    "hypernetwork": (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64 + 64 * (2 * D * 64 + 64 + 3 * D),
+    "hypernetwork": (1 + 24 + 2 * 2) * 64 + 2 * (4 * 64 * 128 + 128 + 3 * 64 + 65 * (2 * D * 32 + 32 + 3 * D)),
     "hypernetwork_adaptbert": (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64 + 3 * 64 * (2 * D * 16 + 2 * D),
     "diff_pruning": 2 * WEIGHTS + QKVO + 2 * FFN + 5 * 12,
     "adapterfusion": FFN * (3 * D * D + D),

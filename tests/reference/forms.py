@@ -254,12 +254,19 @@ def ladder_end(w: Weights, s: Tensor) -> Tensor:
     return linear(_norm(w, "end_norm", s), w["up"], w.get("up_bias"))
 
 
+def hyper_of_stack(w: Weights, stack: int) -> Weights:
+    """What the stack with this number has, and what is common to all, named as where there is one set for all stacks."""
+    own = ("positions", "p1", "p1_bias", "p2", "p2_bias", "norm_weight", "norm_bias")
+    return {**{name: w[f"{name}_{stack}"] for name in own}, **{n: v for n, v in w.items() if not n.startswith(own)}}
+
+
 def hyper(w: Weights, x: Tensor, layer: int, position: int, net: int, act: str = "relu") -> Tensor:
     """γ ⊙ LN(act(x D + b) U + c) + β, all made of I = LN(P₂ ReLU(P₁ [task; layer; position]))."""
     z = torch.cat([w["embedding"], w["layers"][layer], w["positions"][position]])
     z = linear(torch.relu(linear(z, w["p1"], w["p1_bias"])), w["p2"], w["p2_bias"])
     i = layer_norm(z, z.shape, w["norm_weight"], w["norm_bias"], 1e-6)
-    made = {name.removesuffix(f"_{net}"): value @ i for name, value in w.items() if name.endswith(f"_{net}")}
+    names = [n.removesuffix(f"_{net}") for n in w if n.endswith(f"_{net}") and f"_offset_{net}" not in n]
+    made = {n: w[f"{n}_{net}"] @ i + w.get(f"{n}_offset_{net}", 0.0) for n in names}
     down = made["down"].view(-1, x.shape[-1])
     up = made["up"].view(-1, len(down))
     y = linear(ACTIVATIONS[act](linear(x, down, made.get("down_bias"))), up, made.get("up_bias"))

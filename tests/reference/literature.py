@@ -230,17 +230,24 @@ def layer_attention(edit: str) -> Method:
     return apply
 
 
-def hyper(edit: str, which: str, act: str = "relu", nets: bool = False) -> Method:
-    """h ← h + f(h), f an adapter whose weights one network makes; or one for each place in a layer."""
+def hyper(edit: str, which: str, act: str = "relu", nets: str = "one") -> Method:
+    """h ← h + f(h), f an adapter whose weights one network makes; or one for each place in a layer, or for each stack."""
 
     def apply(ref: Reference, weights: Weights) -> None:
         sites = list(sublayers(ref, which))
         split = [(head, tail) for head, _, tail in (site.path.partition("].") for site in sites)]
-        layers, places = (list(dict.fromkeys(names)) for names in zip(*split, strict=True))
-        common = part(weights, edit, f"{edit}.hyper", "hyper") | part(weights, edit, f"{edit}.hyper.all", "hyper")
+        layers = list(dict.fromkeys(head for head, _ in split))
+        stacks = list(dict.fromkeys(head.partition(".")[0] for head in layers))
+        head = f"{edit}/{edit}.hyper"  # of all tasks, and of the one task
+        common = {name.rpartition("/hyper.")[2]: value for name, value in weights.items() if name.startswith(head)}
         for site, (layer, place) in zip(sites, split, strict=True):
-            at = layers.index(layer), places.index(place)
-            ref.h(site, lambda a, i=at: a.h + forms.hyper(common, a.h, *i, i[1] if nets else 0, act))
+            stack = layer.partition(".")[0]
+            alike = [tail for head, tail in split if nets != "stacks" or head.startswith(stack)]
+            position = list(dict.fromkeys(alike)).index(place)
+            net = {"one": 0, "positions": position, "stacks": stacks.index(stack)}[nets]
+            w = forms.hyper_of_stack(common, net) if nets == "stacks" else common
+            at = layers.index(layer), position, net
+            ref.h(site, lambda a, w=w, at=at: a.h + forms.hyper(w, a.h, *at, act))
 
     return apply
 
