@@ -18,6 +18,9 @@ def sizes(args: Args, dims: Dims) -> tuple[int, int, int]:
 
 def _shape(args: Args, dims: Dims) -> Shape:
     d, _, _ = sizes(args, dims)
+    if dims.second is not None and dims.second != dims.input:
+        message = f"`ladder` starts from {dims.second} and reads {dims.input}: they have the same features"
+        raise Illegal("P301", message, "second")
     if features("ladder", dims.target, "writes") != d:
         raise Illegal("P301", f"`ladder` reads {dims.input} but writes {dims.target}", "input")
     check_depth("ladder", dims)
@@ -33,21 +36,26 @@ def _count(args: Args, dims: Dims) -> Count:
 
 def _common_count(args: Args, dims: Dims) -> Count:
     d, r, _ = sizes(args, dims)
-    total = 2 * r + r * d + (d if args["bias"] else 0)
+    start = (r * d + (r if args["bias"] else 0)) if dims.second is not None else 0
+    total = start + 2 * r + r * d + (d if args["bias"] else 0)
     return Count(total, total)
 
 
 register(
     Form(
         name="ladder",
-        equation="s ← σ(a) s + (1 − σ(a)) (h W_down + b_down), s ← s + act(LN(s) U + c) V + e in every layer, from s = 0; "
-        "f = LN(s) W_up + b_up in the last layer, 0 in the others; no gradient enters h",
+        equation="s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b_down), s ← s + act(LN(s) U + c) V + e in every layer, from s = 0, or "
+        "from s = x W_start + b_start with the x of the first layer, `ladder(h, x)`; f = LN(s) W_up + b_up in the last layer, and 0 in the "
+        "others, or h where it replaces the last state; no gradient enters h and x",
         takes_input=True,
+        second="what the side network starts from",
         params=(
             Param("r", "int", "width of the side network, in features", low=1),
             REDUCTION,
             Param("expand", "int", "hidden features of a block, in multiples of r", 4, low=1),
             ACT,
+            Param("temperature", "float", "t: what a, which begins as 0, is divided by", 1.0, low=0.0, open="low"),
+            Param("replace", "bool", "the value is h in all layers but the last: for `h = ladder(h, …)`", False),
             Param("bias", "bool", "whether the projections have biases", True),
             DROPOUT,
             INIT,
@@ -55,7 +63,7 @@ register(
         ),
         shape=_shape,
         count=_count,
-        at_init=lambda args: 0.0 if args["init"] == "lora" else None,
+        at_init=lambda args: 0.0 if args["init"] == "lora" and not args["replace"] else None,
         affine=lambda args: "it depends on the states of all layers",
         module="peftc.forms.ladder_module:Ladder",
         paper="Sung et al. 2022, arXiv:2206.06522 (LST), with blocks that are applied token by token",

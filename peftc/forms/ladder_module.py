@@ -17,9 +17,10 @@ from peftc.forms.registry import Args, Dims
 
 
 class LadderEnd(FormModule):
-    """What the rungs of a stack have in common: the way back to d features, and the states of the present forward.
+    """What the rungs of a stack have in common: the way back to d features, the first state where there is one, and the states of the
+    present forward.
 
-    Shapes: up (d, r); up_bias (d,); end_norm_weight, end_norm_bias (r,).
+    Shapes: up (d, r); up_bias (d,); end_norm_weight, end_norm_bias (r,); start (r, d); start_bias (r,).
     """
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
@@ -29,26 +30,37 @@ class LadderEnd(FormModule):
         self.end_norm_bias = self.parameter("end_norm_bias", r)
         self.up = self.parameter("up", d, r)
         self.up_bias = self.optional("up_bias", args["bias"], d)
+        begins = dims.second is not None
+        self.start = self.optional("start", begins, r, d)
+        self.start_bias = self.optional("start_bias", begins and args["bias"], r)
         self.handed = Handed[Tensor]()
 
     def forward(self, s: Tensor) -> Tensor:
         normed = F.layer_norm(s, s.shape[-1:], self.end_norm_weight, self.end_norm_bias, EPSILON)
         return F.linear(normed, self.up, self.up_bias)
 
+    def first(self, x: Tensor) -> Tensor:
+        """The state before the first layer."""
+        assert self.start is not None
+        return F.linear(x.detach().to(self.start.dtype), self.start, self.start_bias)
+
     def draws(self) -> Mapping[str, Draw]:
         _, up = projections(str(self.form_args["init"]), self.up.shape[1])
-        zero: dict[str, Draw] = {name: constant(0.0) for name, _ in self.named_parameters()}
-        return zero | {"up": up, "end_norm_weight": constant(1.0)}
+        drawn: dict[str, Draw] = {name: constant(0.0) for name, _ in self.named_parameters()}
+        drawn |= {"up": up, "end_norm_weight": constant(1.0)}
+        return drawn if self.start is None else drawn | {"start": kaiming(self.start.shape[1])}
 
 
 class Ladder(FormModule):
-    """s ← σ(a) s + (1 − σ(a)) (h W_down + b_down), s ← s + act(LN(s) U + c) V + e; the value is LN(s) W_up + b_up at the last rung,
-    0 at the others. No gradient enters h. Blocks see one token at a time, so that a cache of keys and values changes nothing.
+    """s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b_down), s ← s + act(LN(s) U + c) V + e; the value is LN(s) W_up + b_up at the last
+    rung, and 0 at the others, or h with `replace`. s begins as 0, or as x W_start + b_start with the x of the first layer. No gradient
+    enters h and x. Blocks see one token at a time, so that a cache of keys and values changes nothing.
 
-    Shapes: h, f (batch, tokens, d); s (batch, tokens, r); down (r, d); gate (1,); block_in (hidden, r); block_out (r, hidden).
+    Shapes: h, x, f (batch, tokens, d); s (batch, tokens, r); down (r, d); gate (1,); block_in (hidden, r); block_out (r, hidden).
     Raises: P421 where the gradient would be lost on the way (checkpoints that run a layer without gradients first), or be that of
     another forward.
-    Source: Sung et al. 2022, arXiv:2206.06522, section 3.2; a begins as 0.
+    Source: Sung et al. 2022, arXiv:2206.06522, section 3.2; a begins as 0. There t is 0.1, s begins at the embedding, and the last
+    state is replaced.
     """
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
@@ -63,13 +75,13 @@ class Ladder(FormModule):
         self.down_bias = self.optional("down_bias", args["bias"], r)
         self.block_in_bias = self.optional("block_in_bias", args["bias"], hidden)
         self.block_out_bias = self.optional("block_out_bias", args["bias"], r)
-        self.act, self.p = str(args["act"]), number(args, "dropout")
+        self.act, self.p, self.t = str(args["act"]), number(args, "dropout"), number(args, "temperature")
 
     @classmethod
     def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
         return LadderEnd(args, dims, dtype, device)
 
-    def forward(self, h: Tensor, plus: Tensor | None = None) -> Tensor:
+    def forward(self, h: Tensor, x: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
         end = self.owner_module
         assert isinstance(end, LadderEnd)
         again = runs_again()
@@ -77,10 +89,14 @@ class Ladder(FormModule):
         if again and below is not None and self.down.requires_grad and not below.requires_grad:
             raise lost_gradient("the side network")
         end.handed.check(self.task, self.index, h, self.training or torch.is_grad_enabled(), again)
+        if below is None and x is not None:
+            below = end.first(x)
         s = self.rung(h.detach().to(self.down.dtype), below)
         if self.index + 1 < self.form_dims.sites:
             if not again:
                 end.handed.states[self.task][self.index] = s
+            if self.form_args["replace"]:
+                return h if plus is None else plus + h
             return h.new_zeros(()).expand_as(h) if plus is None else plus
         if not (self.training or torch.is_grad_enabled()):
             end.handed.states.pop(self.task, None)
@@ -89,7 +105,7 @@ class Ladder(FormModule):
 
     def rung(self, h: Tensor, below: Tensor | None) -> Tensor:
         """The state of this layer, from its hidden state and the state of the layer below."""
-        gate = torch.sigmoid(self.gate)
+        gate = torch.sigmoid(self.gate / self.t)
         s = (1 - gate) * F.linear(h, self.down, self.down_bias)
         s = s if below is None else gate * below + s
         z = F.layer_norm(s, s.shape[-1:], self.norm_weight, self.norm_bias, EPSILON)

@@ -42,7 +42,8 @@ class Spot(NamedTuple):
 class Dims:
     """What a form sees of the place where it stands.
 
-    `input` is the shape of its argument (None for a form without one), `target` of the state that the equation writes;
+    `input` is the shape of its argument (None for a form without one), `second` of a second one where there is one, `target` of the
+    state that the equation writes;
     `d_model` is the width of the residual stream; `sites` how many sites share this set of parameters, and `widest` the
     largest number of features that any of them reads and writes; `spread` how many entries (`Form.entries`) the sites before
     this one have, and all of them; `positions` how many tokens the model takes, where it says so. `spots`: the sites that
@@ -61,6 +62,7 @@ class Dims:
     index: int = 0
     depth: int = 0
     runs: int = 1
+    second: Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Count:
 class Illegal(Exception):
     """Raised by `Form.shape` where the form cannot stand; the planner turns it into a diagnostic.
 
-    `argument` names the argument (or "input") to underline; None underlines the whole call.
+    `argument` names the argument (or "input", "second") to underline; None underlines the whole call.
     """
 
     code: str
@@ -134,6 +136,7 @@ class Form:
     picks: Callable[[Args], bool] = field(
         default=lambda args: False
     )  # acts at some positions, which its stack tells it
+    second: str = ""  # what a second input is, where it may have one: `ladder(h, x)`
     passes: bool = False  # at initialisation its value is its input, bit for bit, where that is the base's own weight
 
     def __reduce__(self) -> Any:

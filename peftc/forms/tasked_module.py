@@ -102,19 +102,19 @@ class Tasked(FormModule):
     def states(self) -> tuple[str, ...]:
         return tuple(f"tasks.{task}.{name}" for task in self.tasks for name in self.form(task).states())
 
-    def forward(self, like: Tensor) -> Tensor | Pair:
+    def forward(self, like: Tensor, *second: Tensor) -> Tensor | Pair:
         present = self.chosen.present
         if isinstance(present, str):
-            return self.form(present)(like)
+            return self.form(present)(like, *second)
         if present is not None:
-            return self.mixed(like, present)
+            return self.mixed(present, like, *second)
         if len(self.tasks) > 1 and has_values(like):
             help_ = f'with peftc.task(model, "{self.chosen.names[0]}"): …'
             message = f"the model has parameters for {len(self.tasks)} tasks, and none is chosen"
             raise PeftcError(Diagnostic("P533", message, help=help_))
-        return self.form(self.chosen.names[0])(like)
+        return self.form(self.chosen.names[0])(like, *second)
 
-    def mixed(self, like: Tensor, numbers: Tensor) -> Tensor | Pair:
+    def mixed(self, numbers: Tensor, like: Tensor, *second: Tensor) -> Tensor | Pair:
         """Rows of different tasks, the forms of each on its own."""
         if isinstance(self.form_dims.target, Weight | Vector):
             message = "a batch of several tasks has one weight: an edit of `w` or `b` cannot differ between its rows"
@@ -127,7 +127,7 @@ class Tasked(FormModule):
         for i, name in enumerate(self.chosen.names):
             if len(where := (rows == i).nonzero()[:, 0]):
                 with self.of_rows(where):
-                    found.append((where, self.form(name)(like[where])))
+                    found.append((where, self.form(name)(like[where], *(one[where] for one in second))))
         if isinstance(found[0][1], tuple):
             key, value = (self.joined([(where, part[i]) for where, part in found], 4) for i in (0, 1))
             return key, value

@@ -137,8 +137,8 @@ def said(term: Term) -> str:
             return state
         case Constant(value=value):
             return f"{value:g}"
-        case Applied(instance=instance, input=value):
-            return f"{instance.form.name}({'' if value is None else said(value)})"
+        case Applied(instance=instance, inputs=values):
+            return f"{instance.form.name}({', '.join(map(said, values))})"
         case Frozen(function=function, input=value):
             return f"{function}({said(value)})"
         case Arithmetic(op=op, left=left, right=right):

@@ -86,10 +86,16 @@ class Constant(Typed):
 
 @dataclass(frozen=True, eq=False)
 class Applied(Typed):
-    """A form applied to its input; a form without an input has `input` None."""
+    """A form applied to its input, and to a second one where it takes two; a form without an input has `input` None."""
 
     instance: Instance
     input: Term | None
+    second: Term | None = None
+
+    @property
+    def inputs(self) -> tuple[Term, ...]:
+        """What it is applied to."""
+        return tuple(term for term in (self.input, self.second) if term is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,8 +168,9 @@ def parts_of(term: Term) -> Iterator[Term]:
     """A term and all terms in it."""
     yield term
     match term:
-        case Applied(input=value) if value is not None:
-            yield from parts_of(value)
+        case Applied(inputs=values):
+            for value in values:
+                yield from parts_of(value)
         case Frozen(input=value):
             yield from parts_of(value)
         case Arithmetic(left=left, right=right):
@@ -192,8 +199,8 @@ def _moved(placed: Placed, site: Site) -> Placed:
 
 def _rebuilt(term: Term, moved: Callable[[Term], Term], site: Site) -> Term:
     match term:
-        case Applied(input=value) if value is not None:
-            return replace(term, input=moved(value))
+        case Applied(input=value, second=second) if value is not None:
+            return replace(term, input=moved(value), second=None if second is None else moved(second))
         case Frozen(function=function, input=value):
             return replace(term, module=site.functions[function], input=moved(value))
         case Arithmetic(left=left, right=right):

@@ -8,8 +8,8 @@ from dataclasses import replace
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import listed, nearest
 from peftc.planning.paths import BRANCHES, Family, Paths, glob_pattern, stack_steps
-from peftc.semantics.vocabulary import INPUT, INPUT_HELP
-from peftc.semantics.walk import reads_input
+from peftc.semantics.vocabulary import CHOICE_HELP
+from peftc.semantics.walk import chooses
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import index as show_index
 from peftc.syntax.print_expressions import selector as show
@@ -21,14 +21,12 @@ LISTED = 8  # names in a note, at most
 
 def dead_path(path: ast.Path, steps: Sequence[ast.Step], paths: Paths) -> Diagnostic:
     """P201 at the first step that leads nowhere."""
-    steps = [step for i, step in enumerate(steps) if not reads_input(steps, i)]
+    steps = [step for i, step in enumerate(steps) if not chooses(steps, i)]
     reached = _reached(steps, paths)
     step = steps[min(reached, len(steps) - 1)]
     below = _below(steps[:reached], paths)
     text = ".".join(map(show_step, steps[:reached]))
-    help_text = _whole(steps, reached) or _suggestion(step, steps[:reached], below)
-    if step.name == INPUT:
-        help_text = INPUT_HELP
+    help_text = CHOICE_HELP.get(step.name) or _whole(steps, reached) or _suggestion(step, steps[:reached], below)
     return Diagnostic(
         "P201",
         f"`{show(path)}` matches nothing in {paths.table.model_id}",

@@ -7,14 +7,12 @@ order, the last written step is the last of the site, and what was left out is a
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
-from peftc.semantics.walk import reads_input
+from peftc.semantics.walk import chooses
 from peftc.syntax import ast
 from peftc.tracing.sites import Site, SiteTable
 
@@ -127,12 +125,9 @@ class Paths:
         return self._sizes.get(family, 0)
 
     def matches(self, steps: Sequence[ast.Step], *, whole: bool = True) -> Iterator[Match]:
-        """The sites a path names by its words alone, whatever its indices say. `input.embed` is the first `embed`."""
-        kept = [i for i in range(len(steps)) if not reads_input(steps, i)]
-        if len(kept) < len(steps):
-            for match in islice(self.matches([steps[i] for i in kept], whole=whole), 1):
-                positions = (match.positions[bisect_left(kept, i)] for i in range(len(steps)))
-                yield Match(match.site, tuple(positions))
+        """The sites a path names by its words alone, whatever its indices say."""
+        if (choice := next((i for i in range(len(steps)) if chooses(steps, i)), None)) is not None:
+            yield from self._chosen_stack(steps, choice, whole)
             return
         written = tuple(step.name for step in steps)
         known = self._alignments.setdefault((written, whole), {})
@@ -141,6 +136,16 @@ class Paths:
                 known[names] = align(written, names, whole=whole)
             if (positions := known[names]) is not None:
                 yield Match(site, positions)
+
+    def _chosen_stack(self, steps: Sequence[ast.Step], at: int, whole: bool) -> Iterator[Match]:
+        """`input.embed` is the first embedding in model order, `output.layer` the layers of the last stack that has any."""
+        before, after = tuple(steps[:at]), tuple(steps[at + 1 :])
+        last = -1 if steps[at].name == "output" else 0
+        parents = [match.family(at).parent for match in self.matches((*before, after[0]), whole=False)]
+        for match in self.matches((*before, *after), whole=whole):
+            positions = match.positions
+            if match.family(at).parent == parents[last]:
+                yield Match(match.site, (*positions[: at + 1], *positions[at:]))
 
     def chosen(self, match: Match, steps: Sequence[ast.Step]) -> bool:
         """Whether the indices of the path let this site through."""

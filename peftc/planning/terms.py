@@ -172,26 +172,30 @@ class Terms:
     def applied(self, call: ast.Call, form: Form, owner: str | None = None, at: ast.Call | None = None) -> Applied:
         bound = self.scope.bound(call, form)
         value = None if bound.input is None else self.term(bound.input)
+        second = None if bound.second is None else self.term(bound.second)
         assert self.target is not None
         table = self.scope.table
         source = None if value is None else value.shape
-        dims = Dims(source, self.target.shape, table.d_model, positions=table.positions)
+        beside = None if second is None else second.shape
+        dims = Dims(source, self.target.shape, table.d_model, positions=table.positions, second=beside)
         instance = self.instances.make(form, bound.args, dims, self.target.name, owner)
         try:
             shape = form.shape(bound.args, instance.dims)
         except Illegal as illegal:
-            raise self.illegal(illegal, at or call, bound.input) from None
+            blamed = bound.second if illegal.argument == "second" else bound.input
+            raise self.illegal(illegal, at or call, blamed) from None
         if owner is not None:
             place = (
                 f"{owner} at {self.site.path}" if form.anywhere else owner
             )  # each site has its own, used once or twice
             self.scope.agree(owner, place, form, dims, at or call)
-        return Applied(instance, value, shape=shape, source=at or call)
+        return Applied(instance, value, second, shape=shape, source=at or call)
 
     def illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:
         """What a form refuses, at the argument it blames, with the shapes it saw and where they come from."""
         keyword = next((k for k in call.kwargs if k.name == illegal.argument), None)
-        span = keyword.span if keyword else value.span if illegal.argument == "input" and value else call.span
+        reads = illegal.argument in ("input", "second")
+        span = keyword.span if keyword else value.span if reads and value else call.span
         assert self.target is not None
         notes = [*illegal.notes, f"`{self.target.name}` of `{self.site.path}` is {self.target.shape}"]
         if isinstance(value, ast.Name) and value.id in self.site.states and value.id != self.target.name:

@@ -14,6 +14,7 @@ from peftc.planning.collapse import collapsed
 from peftc.planning.model import PlanUnread
 from peftc.planning.nearest import name_span
 from peftc.planning.paths import BRANCHES, Paths, Steps
+from peftc.semantics.walk import chooses
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import selector as show
 from peftc.tracing.sites import Site, SiteTable, UnreadModule
@@ -57,11 +58,11 @@ def _removed(selector: ast.Selector) -> Iterator[ast.Path]:
 
 def needed(path: ast.Path, paths: Paths) -> Unread:
     """The modules that may hold some of what a path asks for."""
-    names = [step.name for step in path.steps]
+    names = [step.name for i, step in enumerate(path.steps) if not chooses(path.steps, i)]
     if "layer" not in names or names[-1] == "**" or not paths.table.unread:
         return ()
     at = names.index("layer")
-    steps = path.steps[: at + 1]
+    steps = path.steps[: len(path.steps) - len(names) + at + 1]
     layers = {match.site.steps for match in paths.matches(steps) if paths.chosen(match, steps)}
     return tuple(
         module

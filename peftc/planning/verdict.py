@@ -212,8 +212,9 @@ def _states(term: Term) -> Iterable[str]:
             yield state
         case Arithmetic(left=left, right=right):
             yield from (*_states(left), *_states(right))
-        case Applied(input=value) if value is not None:
-            yield from _states(value)
+        case Applied(inputs=values):
+            for value in values:
+                yield from _states(value)
         case Frozen(input=value):
             yield from _states(value)
         case Concat(parts=parts):

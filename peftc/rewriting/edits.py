@@ -86,9 +86,9 @@ def describe_term(term: ir.Term) -> object:
             return state
         case ir.Constant(value=value):
             return value
-        case ir.Applied(instance=instance, input=value):
+        case ir.Applied(instance=instance, inputs=values):
             arguments = sorted(instance.args.items(), key=lambda item: item[0])
-            return (instance.key, instance.form.name, arguments, describe_term(value) if value else None)
+            return (instance.key, instance.form.name, arguments, *map(describe_term, values))
         case ir.Frozen(function=function, input=value):
             return (function, describe_term(value))
         case ir.Arithmetic(op=op, left=left, right=right):

@@ -333,9 +333,10 @@ class _Assignment:
                 self.assign.state
             )  # a form without an input takes dtype and batch from the state
         name = f"{CONTAINER}.{self.edit.edit_name}.{self.edit.slug}.{term.instance.key}"
+        arguments = (argument,) if term.second is None else (argument, self.term(term.second))
         if plus is not None:
-            return self.module(name, argument, plus=plus)
-        self.memo[id(term)] = made = self.module(name, argument)
+            return self.module(name, *arguments, plus=plus)
+        self.memo[id(term)] = made = self.module(name, *arguments)
         return made
 
     # Nodes -------------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from peftc.syntax.print_expressions import expression
 
 @dataclass(frozen=True)
 class Bound:
-    """A call that fits: its input (None where the form takes none), and a value for every parameter of the form."""
+    """A call that fits: its input (None where the form takes none) and a second one, and a value for every parameter of the form."""
 
     input: ast.Expr | None
     args: dict[str, Value]
+    second: ast.Expr | None = None
 
 
 def bind(call: ast.Call, form: Form, *, shared: bool = False) -> Bound:
@@ -52,12 +53,13 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> Bound:
                 errors.append(_missing(call, param, form))
     if errors:
         raise PeftcError(errors)
-    return Bound(call.args[0] if call.args and form.takes_input else None, args)
+    inputs = call.args if form.takes_input else ()
+    return Bound(inputs[0] if inputs else None, args, inputs[1] if len(inputs) > 1 else None)
 
 
 def signature(form: Form) -> str:
     """`adapter(x, r, …)`: how a form is called."""
-    inputs = ["x"] if form.takes_input else []
+    inputs = (["h", "[x]"] if form.second else ["x"]) if form.takes_input else []
     return f"{form.name}({', '.join([*inputs, *(_shown(param) for param in form.params)])})"
 
 
@@ -73,14 +75,15 @@ def _inputs(call: ast.Call, form: Form, shared: bool) -> Sequence[Diagnostic]:
         at = call.function_span if call.function_span.end else call.span
         help_ = f"say what it reads: `{form.name}(x{', …' if call.kwargs else ''})` or `{form.name}(h{', …' if call.kwargs else ''})`"
         return [Diagnostic("P108", f"`{form.name}` has no input", at, help=help_)]
-    return [_surplus(value, form, shared) for value in call.args[wanted:]]
+    most = wanted + 1 if wanted and form.second else wanted
+    return [_surplus(value, form, shared) for value in call.args[most:]]
 
 
 def _surplus(value: ast.Expr, form: Form, shared: bool) -> Diagnostic:
     if shared and form.takes_input:
         message, help_ = f"`{form.name}` has its input where it is used, not in `shared`", "leave it out here"
         return Diagnostic("P108", message, value.span, help=help_)
-    what = "takes one input" if form.takes_input else "takes no input"
+    what = "takes two inputs at most" if form.second else "takes one input" if form.takes_input else "takes no input"
     first = next((param for param in form.params if param.required), form.params[0] if form.params else None)
     is_value = not isinstance(value, ast.Name | ast.Call | ast.Binary)
     help_ = (

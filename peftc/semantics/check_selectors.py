@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, listed
-from peftc.semantics.vocabulary import BELOW, INPUT, INPUT_HELP, PARTS, SITES, STATES_AT, TOWERS
-from peftc.semantics.walk import arms, reads_input
+from peftc.semantics.vocabulary import BELOW, CHOICE_HELP, PARTS, SITES, STATES_AT, TOWERS
+from peftc.semantics.walk import arms, chooses
 from peftc.syntax import ast
 
 
@@ -28,16 +28,14 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
             if number != len(path.steps) - 1:
                 yield Diagnostic("P208", "`**` ends a path: it is every module below", step.span)
             return
-        if reads_input(path.steps, number):
+        if chooses(path.steps, number):
             continue
         if is_tower(path, number):
             above = TOWERS[0]
             continue
         if step.name not in SITES:
             known = _following(above)
-            help_ = did_you_mean(step.name, known) or did_you_mean(step.name, SITES)
-            if step.name == INPUT:
-                help_ = INPUT_HELP
+            help_ = CHOICE_HELP.get(step.name) or did_you_mean(step.name, known) or did_you_mean(step.name, SITES)
             if help_ is None and above in PARTS:
                 return
             yield Diagnostic(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.semantics.vocabulary import STACKS, TOWERS
+from peftc.semantics.walk import chooses
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import index, selector
 
@@ -44,6 +45,9 @@ def _joined(
     steps: tuple[ast.Step, ...], above: tuple[ast.Step, ...], inner: ast.Path, outer: ast.Path
 ) -> tuple[ast.Step, ...]:
     """`layer[*].attn` within `encoder.layer[0..5]` is `encoder.layer[0..5].attn`."""
+    if chooses(steps, 0) and not any(chooses(above, i) for i in range(len(above))):
+        at = next((i for i, step in enumerate(above) if step.name not in QUALIFIERS), len(above))
+        return (*above[:at], steps[0], *(_joined(steps[1:], above[at:], inner, outer) if above[at:] else steps[1:]))
     if steps[0].name in QUALIFIERS and above[0].name not in QUALIFIERS:
         return (steps[0], *_joined(steps[1:], above, inner, outer)) if len(steps) > 1 else steps
     if steps[0].name in STACKS and above[0].name in TOWERS:

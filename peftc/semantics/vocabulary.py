@@ -22,8 +22,13 @@ PARAMETERS = ("w", "b")  # what `train` can name
 
 STACKS = ("encoder", "decoder")
 TOWERS = ("vision", "text", "audio")  # of models of several media; what else a model may call one, only it can say
-INPUT = "input"  # `input.embed`: of several embeddings the first in model order, the encoder's of an encoder-decoder
-INPUT_HELP = "write `input.embed`: the embedding that reads the input, of an encoder-decoder the encoder's"
+
+# Words that choose among the stacks of a model, before the name that they may stand before. They are part of no site's path.
+CHOICES: Mapping[str, str] = {"input": "embed", "output": "layer"}
+CHOICE_HELP: Mapping[str, str] = {
+    "input": "write `input.embed`: the embedding that reads the input, of an encoder-decoder the encoder's",
+    "output": "write `output.layer[*]`: the layers of the stack that gives the output, of an encoder-decoder the decoder's",
+}
 
 # Site name -> the names that may follow it, directly or with a qualifier left out.
 _LINEARS = ("q", "k", "v", "o")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from peftc.semantics.vocabulary import INPUT, SHARED
+from peftc.semantics.vocabulary import CHOICES, SHARED
 from peftc.syntax import ast
 
 
@@ -96,6 +96,7 @@ def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:
             yield selector
 
 
-def reads_input(steps: Sequence[ast.Step], number: int) -> bool:
-    """Whether a step is the `input` of `input.embed`, which chooses among embeddings and is part of no site's path."""
-    return [step.name for step in steps[number : number + 2]] == [INPUT, "embed"]
+def chooses(steps: Sequence[ast.Step], number: int) -> bool:
+    """Whether a step is the `input` of `input.embed` or the `output` of `output.layer[*]`."""
+    below = [step.name for step in steps[number + 1 : number + 2]]
+    return below == [CHOICES.get(steps[number].name)]

@@ -78,10 +78,10 @@ class Interpreter:
                 return self.values[placed.site.path, state]
             case ir.Constant(value=value):
                 return value
-            case ir.Applied(instance=instance, input=value):
+            case ir.Applied(instance=instance, inputs=values):
                 like = present.key if isinstance(present, Pair) else present
-                argument = like if value is None else self.term(placed, value, present)
-                return self.forms.of(placed, instance)(argument)
+                arguments = [self.term(placed, value, present) for value in values]
+                return self.forms.of(placed, instance)(*(arguments or [like]))
             case ir.Frozen(module=module, input=value):
                 return self.modules.get_submodule(module)(self.term(placed, value, present))
             case ir.Arithmetic(op=op, left=left, right=right):

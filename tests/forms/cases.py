@@ -159,6 +159,7 @@ CASES = (
         {"reduction": 4, "expand": 1, "bias": False, "init": "lora", "act": "tanh", "dropout": 0.2},
         sites=2,
     ),
+    Case("ladder", T12, T12, {"r": 3, "temperature": 0.1, "replace": True}),
     Case("fusion", T12, T12, {"n": 3, "r": 4}),
     Case("fusion", T12, T12, {"n": 2, "reduction": 3, "act": "gelu", "bias": False, "value": False, "dropout": 0.2}),
     Case("layer_attention", T12, T12, sites=2),

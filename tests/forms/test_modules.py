@@ -92,7 +92,8 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
         case "reft":
             return (reference.reft(w, x, bool(args["orthogonal"]), bool(args["subtract"])),)
         case "ladder":
-            return (reference.ladder_end(w, reference.rung(w, x, None, str(args["act"]))),)
+            t = float(str(args["temperature"]))
+            return (reference.ladder_end(w, reference.rung(w, x, None, str(args["act"]), t)),)
         case "layer_attention":
             return (reference.layer_attention(w, [x]),)
         case "hyper":

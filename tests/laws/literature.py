@@ -141,6 +141,21 @@ LAYERS = (
         on=("bart", "bert", "t5", "llama"),
     ),
     Recipe(
+        "ladder-from-the-embedding",
+        at("layer[*]", "ladder(h, x, r=3, temperature=0.1, replace=true)", "="),
+        by_hand.ladder("e", temperature=0.1, start=True, replace=True),
+        identity=False,
+        on=("bert", "gpt2", "llama", "qwen3"),
+    ),
+    Recipe(
+        "ladder-recipe",
+        shipped("ladder", "reduction=8, expand=2, act=gelu"),
+        by_hand.ladder("side", "gelu", 0.1, start=True, replace=True, on="output"),
+        identity=False,
+        on=("bart", "bert", "t5", "llama"),
+        edits=("side",),
+    ),
+    Recipe(
         "layer-attention",
         at("layer[*]", "layer_attention(h)", "="),
         by_hand.layer_attention("e"),

@@ -17,10 +17,11 @@ from tests.laws.recipe import at
 from tests.survival.test_checkpointing import switch_on
 
 SPEC = "peft 1\n" + at("layer[*]", "ladder(h, r=3)")
+WHOLE = "peft 1\n" + at("layer[*]", "ladder(h, x, r=3, temperature=0.1, replace=true)", "=")
 ATTENTION = "peft 1\n" + at("layer[*]", "layer_attention(h)", "=")
 BELOW = "\nedit below at layer[*].attn.q { h += lora(x, r=2) }"
 
-both = pytest.mark.parametrize("spec", [SPEC, ATTENTION], ids=["ladder", "layer_attention"])
+both = pytest.mark.parametrize("spec", [SPEC, WHOLE, ATTENTION], ids=["ladder", "whole", "layer_attention"])
 
 
 def compiled(name: str, spec: str = SPEC, **options: Any) -> Any:
@@ -49,7 +50,7 @@ def test_only_the_last_layer_changes(spec: str) -> None:
     assert [torch.equal(a, b) for a, b in zip(now, before, strict=True)] == [True] * (len(now) - 1) + [False]
 
 
-@pytest.mark.parametrize("spec", [SPEC, ATTENTION, ATTENTION + BELOW], ids=["ladder", "layer_attention", "below"])
+@pytest.mark.parametrize("spec", [SPEC, WHOLE, ATTENTION, ATTENTION + BELOW])
 def test_checkpoints_that_keep_hooks_give_the_same_gradients(spec: str) -> None:
     model = compiled("llama", spec).train()
     given = zoo.inputs("llama", model, labels=True)
@@ -141,7 +142,7 @@ def test_rows_of_several_tasks_have_states_of_their_own(spec: str) -> None:
         ("embed", "it has no place in a layer"),
     ],
 )
-@both
+@pytest.mark.parametrize("spec", [SPEC, ATTENTION])
 def test_without_the_last_layer_it_is_refused(spec: str, site: str, said: str) -> None:
     with pytest.raises(peftc.PeftcError, match="P315") as found:
         peftc.plan(spec.replace("layer[*]", site), zoo.config("llama"))

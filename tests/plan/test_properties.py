@@ -34,6 +34,7 @@ WORDS = [
     "add",
     "embed",
     "input",
+    "output",
     "head",
     "q_proj",
     "mlp",

@@ -60,6 +60,11 @@ def paths(text: str, table) -> list[str]:
         ("input.embed", BERT, 1),
         ("input.embed", T5, 1),
         ("input.embed", LLAMA, 1),
+        ("output.layer[*]", BART, 12),
+        ("output.layer[*].attn", BART, 24),
+        ("output.layer[0..1].ffn", BERT, 2),
+        ("encoder.output.layer[*]", BART, 12),
+        ("output.layer[*].**", BERT, sum(".layer." in m.name and bool(m.parameters) for m in BERT.modules)),
         ("head", BART, 1),
         ("norm", T5, 2),
         ("decoder.norm", T5, 1),
@@ -82,9 +87,11 @@ def test_a_norm_is_not_the_final_norm_of_a_layer():
     assert "decoder.norm" not in paths("layer[*].norm", LLAMA)
 
 
-def test_the_embedding_that_reads_the_input():
+def test_the_stacks_of_the_input_and_the_output():
     assert paths("input.embed", BART) == paths("input.embed", BERT) == ["encoder.embed"]
     assert paths("input.embed", LLAMA) == ["decoder.embed"]
+    assert {found.split(".")[0] for found in paths("output.layer[*].attn", BART)} == {"decoder"}
+    assert paths("output.layer[0].ffn", BERT) == ["encoder.layer[0].ffn"]
     assert [site.path for site in resolve(ast.Difference(path("embed"), path("input.embed")), T5)] == ["decoder.embed"]
 
 
@@ -174,6 +181,11 @@ def test_a_dead_step():
         ("layer[*].ffn.fc2", BART, "did you mean `down`?"),
         ("decodr.layer[*].ffn", BART, "did you mean `decoder`?"),
         ("encoder", BART, "to reach every module below, write `encoder.**`"),
+        (
+            "output",
+            BART,
+            "write `output.layer[*]`: the layers of the stack that gives the output, of an encoder-decoder the decoder's",
+        ),
         ("input", BART, "write `input.embed`: the embedding that reads the input, of an encoder-decoder the encoder's"),
     ],
 )

@@ -241,13 +241,17 @@ def orthonormal(matrix: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def rung(w: Weights, h: Tensor, below: Tensor | None, act: str = "relu") -> Tensor:
-    """One layer of a ladder: s ← σ(a) s + (1 − σ(a)) (h W_down + b), s ← s + act(LN(s) U + c) V + e."""
-    g = torch.sigmoid(w["gate"])
+def rung(w: Weights, h: Tensor, below: Tensor | None, act: str = "relu", temperature: float = 1.0) -> Tensor:
+    """One layer of a ladder: s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b), s ← s + act(LN(s) U + c) V + e."""
+    g = torch.sigmoid(w["gate"] / temperature)
     s = (1 - g) * linear(h.detach(), w["down"], w.get("down_bias"))
     s = s if below is None else s + g * below
     hidden = ACTIVATIONS[act](linear(_norm(w, "norm", s), w["block_in"], w.get("block_in_bias")))
     return s + linear(hidden, w["block_out"], w.get("block_out_bias"))
+
+
+def ladder_start(w: Weights, x: Tensor) -> Tensor:
+    return linear(x.detach(), w["start"], w.get("start_bias"))
 
 
 def ladder_end(w: Weights, s: Tensor) -> Tensor:

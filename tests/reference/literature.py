@@ -193,19 +193,35 @@ def reft(
     return apply
 
 
-def ladder(edit: str, act: str = "relu") -> Method:
-    """A side network of each stack reads h of every layer, and is added to the last."""
+def ladder(
+    edit: str,
+    act: str = "relu",
+    temperature: float = 1.0,
+    *,
+    start: bool = False,
+    replace: bool = False,
+    on: str = "every",
+) -> Method:
+    """A side network of each stack, or `on` that of the output alone, reads h of every layer, and is added to the last or replaces it;
+    `start`: it begins with what the first layer reads.
+    """
 
     def apply(ref: Reference, weights: Weights) -> None:
         states = dict[str, Tensor]()
         last = {layer.stack: layer.index for layer in ref.layers}
         for layer in ref.layers:
+            if on == "output" and layer.stack == "encoder" and "decoder" in last:
+                continue
             w = part(weights, edit, layer.path, "ladder")
             end = part(weights, edit, f"{edit}.ladder.{layer.stack}", "ladder")
 
             def change(h: Tensor, x: Tensor, at: Layer = layer, w: Weights = w, end: Weights = end) -> Tensor:
-                states[at.stack] = forms.rung(w, h, states[at.stack] if at.index else None, act)
-                return h + forms.ladder_end(end, states[at.stack]) if at.index == last[at.stack] else h
+                first = forms.ladder_start(end, x) if start else None
+                states[at.stack] = forms.rung(w, h, states[at.stack] if at.index else first, act, temperature)
+                if at.index < last[at.stack]:
+                    return h
+                side = forms.ladder_end(end, states[at.stack])
+                return side if replace else h + side
 
             ref.output(layer.module, change)
 

@@ -168,6 +168,10 @@ def test_names_and_selectors_of_what_is_applied() -> None:
         ("**", "decoder", "decoder.**"),
         ("input.embed", "encoder", "encoder.input.embed"),
         ("embed", "input.embed", "input.embed"),
+        ("output.layer[*].ffn", "decoder", "decoder.output.layer[*].ffn"),
+        ("output.layer[*].ffn", "layer[2..]", "output.layer[2..].ffn"),
+        ("output.layer[*].ffn", "decoder.layer[1]", "decoder.output.layer[1].ffn"),
+        ("layer[*].ffn", "output.layer[2..]", "output.layer[2..].ffn"),
     ],
 )
 def test_selectors_are_taken_within_a_part(inner: str, outer: str, together: str) -> None:

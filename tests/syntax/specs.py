@@ -58,11 +58,16 @@ def _indices(draw: st.DrawFn) -> ast.Index:
 steps = st.builds(ast.Step, words, st.none() | st.lists(_indices(), min_size=1, max_size=3).map(tuple)) | st.just(
     ast.Step("**")
 )
-input_embedding = st.just(ast.Path((ast.Step("input"), ast.Step("embed"))))
+chosen_stacks = st.sampled_from(
+    [
+        ast.Path((ast.Step("input"), ast.Step("embed"))),
+        ast.Path((ast.Step("output"), ast.Step("layer", (ast.Index(None, None),)), ast.Step("ffn"))),
+    ]
+)
 places = (
     st.builds(ast.Path, st.lists(steps, min_size=1, max_size=4).map(tuple))
     | st.builds(ast.Glob, patterns)
-    | input_embedding
+    | chosen_stacks
 )
 
 
