@@ -53,7 +53,7 @@ HEAD = 'train classifier = [w, b] at "classifier"'
 RATE = 3e-3
 RATES = {
     # each entry of a small vector moves everything that is made of it
-    1e-4: ("hypernetwork", "hypernetwork_adaptbert"),
+    1e-4: ("hypernetwork", "hypernetwork_adaptbert", "hypernetwork_adaptbert_narrow"),
     5e-4: (
         *("cross_attention", "far", "fishmask", "lt_sft", "diff_pruning"),
         # four times as much

@@ -46,7 +46,7 @@ METHODS: Mapping[str, Method] = {
     "heads alone": Method(),
     "LoRA r=16": Method("edit lora at layer[*].attn.q | layer[*].attn.k | layer[*].attn.v { h += lora(x, r=16) }"),
     "adapter a=32": Method(
-        "edit own at layer[*].attn | layer[*].ffn per task { h += adapter(h, r=32, act=gelu) }", TASKS
+        "edit own at layer[*].attn | layer[*].ffn.hidden per task { h += adapter(h, r=32, act=gelu) }", TASKS
     ),
     "LoRA + adapter": Method("use lora_adapter from std\napply lora_adapter(r=16, a=32)", TASKS),
     "hypernetwork a=32": Method("use hypernetwork_adaptbert from std\napply hypernetwork_adaptbert(a=32)", TASKS, 1e-4),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.laws.recipe import GATED, WITH_BIAS, Recipe, at, shipped
+from tests.reference import elsewhere, methods
 from tests.reference import literature as by_hand
-from tests.reference import methods
 from tests.reference.methods import together
 
 WITHOUT_BIAS = ("t5", "llama", "qwen3")
@@ -216,6 +216,31 @@ ROUTES = (
     ),
 )
 
+MULTITASK = (
+    Recipe(
+        "lora-adapter",
+        shipped("lora_adapter", "r=3, a=4"),
+        together(
+            methods.lora("lora", "q k v", 3.0),
+            methods.for_one_task(
+                together(methods.sequential("adapter", "attn", "gelu"), elsewhere.hidden_adapter("adapter", "gelu"))
+            ),
+        ),
+        identity=False,
+        folds=frozenset({"lora"}),
+        on=("bert", "llama"),
+        edits=("lora", "adapter"),
+    ),
+    Recipe(
+        "hypernetwork-adaptbert",
+        shipped("hypernetwork_adaptbert", "a=4, t=5, m=6"),
+        by_hand.hyper("adapter", "attn hidden", "gelu", nets="positions"),
+        identity=False,
+        on=("bert", "opt"),
+        edits=("adapter",),
+    ),
+)
+
 HYPER = (
     Recipe(
         "hypernetwork",
@@ -257,4 +282,4 @@ GATES = (
     ),
 )
 
-LITERATURE = (*WEIGHTS, *LAYERS, *GATES, *ROUTES, *HYPER)
+LITERATURE = (*WEIGHTS, *LAYERS, *GATES, *ROUTES, *HYPER, *MULTITASK)

@@ -25,6 +25,7 @@ edit ff at layer[*].ffn.hidden { h *= vector(init=1) }
 """
 
 SHIPPED = "use %s from std\napply %s(%s)\n%s"  # a recipe of `specs/`, and what stands beside it
+ADAPTBERT = "edit adapter at layer[*].attn | layer[*].ffn.hidden { h += adapter(h, r=%d, act=gelu) }"
 COMPACTER = "edit e at %s { h += phm(h, %s) }"
 
 # A method's spec; `{d}` is d_model, `{d/16}` a part of it. Several specs: all of them count alike.
@@ -106,6 +107,22 @@ SPECS: dict[str, tuple[str, ...]] = {
     "AdaMix n=4 r=16": (SHIPPED % ("adamix", "adamix", "", ""),),
     "AdaMix n=4 r=48": (SHIPPED % ("adamix", "adamix", "r=48", ""),),
     "HyperFormer++ reduction=32, eight tasks": (SHIPPED % ("hypernetwork", "hypernetwork", "", ""),),
+    **{
+        f"AdaptBert adapter a={a}, biases, after attention (768) and on the ffn activation (3072), one task": (
+            ADAPTBERT % a,
+        )
+        for a in (8, 16, 32, 64, 128, 256)
+    },
+    **{
+        f"AdaptBert LoRA r=128 + adapter a=128, {tasks}": (SHIPPED % ("lora_adapter", "lora_adapter", "", ""),)
+        for tasks in ("one task", "three tasks")
+    },
+    **{
+        f"AdaptBert hypernetwork a={a}, three tasks": (
+            SHIPPED % ("hypernetwork_adaptbert", "hypernetwork_adaptbert", f"a={a}", ""),
+        )
+        for a in (8, 16, 32, 64, 128)
+    },
     "VeRA r=1024 on q and v": (SHIPPED % ("vera", "vera", "r=1024", ""),),
     "prompt tuning l=100, before the input of the encoder": (
         SHIPPED % ("prompt_tuning", "prompt_tuning", "", ""),
@@ -126,7 +143,10 @@ SPECS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-TASKS = {"HyperFormer++ reduction=32, eight tasks": 8}  # where edits are `per task`
+TASKS = {  # where edits are `per task`
+    "HyperFormer++ reduction=32, eight tasks": 8,
+    **{method: 3 for method in SPECS if method.startswith("AdaptBert") and method.endswith("three tasks")},
+}
 
 ROWS = [
     pytest.param(row, text, id=f"{row['model']}-{row['method']}-{i}")
@@ -166,6 +186,25 @@ def test_counts(row, text):
 def test_hyperformer_costs_what_its_paper_prints_for_a_task():
     row = next(row for row in DATA["rows"] if row["method"].startswith("HyperFormer++"))
     assert f"{row['trained'] / 8 / DATA['base'][row['model']]:.3%}" == row["printed"]
+
+
+def test_adapters_of_adaptbert_cost_what_its_table_prints():
+    """Its base has the tasks' heads, which is 0.2 % more than BERT's."""
+    rows = [row for row in DATA["rows"] if row["method"].startswith(("AdaptBert adapter", "AdaptBert LoRA"))]
+    assert len(rows) == 8
+    for row in rows:
+        printed, base = float(row["printed"].rstrip("%")), 1.002 * DATA["base"][row["model"]]
+        assert 100 * row["trained"] / base == pytest.approx(printed, abs=0.01)
+
+
+def test_the_hypernetwork_of_adaptbert_grows_as_its_table_prints():
+    """Of its base, which has hidden layers of 768 in two of three heads. Its projector is wider: the difference is one for all a."""
+    rows = [row for row in DATA["rows"] if row["method"].startswith("AdaptBert hypernetwork")]
+    base = DATA["base"]["bert-base-uncased"] + 2 * (768 * 768 + 768) + (5 + 1 + 1) * 769
+    left = [float(row["printed"].rstrip("%")) - 100 * row["trained"] / base for row in rows]
+    assert len(left) == 5
+    assert max(left) - min(left) < 0.01  # as printed: two digits
+    assert sum(left) / 5 == pytest.approx(0.173, abs=0.002)
 
 
 def test_the_public_function_counts_the_same():

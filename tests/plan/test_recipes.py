@@ -73,6 +73,7 @@ ATTN_OF, FFN_OF = (lambda layers: 3 * layers), (lambda layers: 2 * layers)  # of
 WEIGHTS = QKVO * D * D + FFN * 2 * D * F + 5 * 12 * D  # of all Linears and norms in layers
 NORMS = 5 * 12 * 2 * D  # their weights and biases
 BIASES = QKVO * D + FFN * (F + D)
+HYPER = (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64  # embeddings of 64 and a projector of 128
 
 COUNTS = {
     "krona": QV * 2 * D,  # 32 × 32 and 32 × 32
@@ -100,7 +101,8 @@ COUNTS = {
             ATTN_OF(2 + 2) * 2 * 8 * 2 * D,
         )
     ),
-    "lora_adapter": 3 * ATTN * 128 * 2 * D + (ATTN + FFN) * (2 * D * 128 + 128 + D),
+    "lora_adapter": 3 * ATTN * 128 * 2 * D + ATTN * (2 * D * 128 + 128 + D) + FFN * (2 * F * 128 + 128 + F),
+    "lora_adapter_narrow": 3 * ATTN * 128 * 2 * D + (ATTN + FFN) * (2 * D * 128 + 128 + D),
     "multi_head_parallel": ATTN * 2 * 30 * D,
     "learned_scale": FFN * (2 * D * 512 + 512 + D + 1),
     "parallel_res": FFN * (2 * D * 512 + 512 + D),
@@ -119,7 +121,8 @@ COUNTS = {
     "ladder": 12 * (D * 128 + 1 + 2 * 128 + 8 * 128**2 + 6 * 128) + (2 * 128 * D + D + 3 * 128),
     "adaptive_prefix": 3 * (20 * D + D * 512 + 512 + 24 * D * 513) + ATTN * (1 + 20 * (D + 1)),
     "hypernetwork": (1 + 24 + 2 * 2) * 64 + 2 * (4 * 64 * 128 + 128 + 3 * 64 + 65 * (2 * D * 32 + 32 + 3 * D)),
-    "hypernetwork_adaptbert": (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64 + 3 * 64 * (2 * D * 16 + 2 * D),
+    "hypernetwork_adaptbert": HYPER + 65 * (2 * (2 * D * 16 + 16 + 3 * D) + 2 * F * 16 + 16 + 3 * F),
+    "hypernetwork_adaptbert_narrow": HYPER + 3 * 64 * (2 * D * 16 + 2 * D),
     "diff_pruning": 2 * WEIGHTS + QKVO + 2 * FFN + 5 * 12,
     "adapterfusion": FFN * (3 * D * D + D),
     "attention_fusion": 2 * D,

@@ -6,7 +6,7 @@ among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -246,24 +246,37 @@ def layer_attention(edit: str) -> Method:
     return apply
 
 
+Addition = Callable[[Callable[[Tensor], Tensor]], None]
+
+
+def places_of(ref: Reference, which: str) -> Iterable[tuple[str, Addition]]:
+    """Sub-layers, or `hidden`, what `down` reads, in model order: the path, and what makes h + f(h) of h there."""
+    for layer in ref.layers:
+        for site in (*layer.attentions, layer.ffn):
+            if site in tuple(sublayers(ref, which)):
+                yield site.path, lambda f, site=site: ref.h(site, lambda at: at.h + f(at.h))
+        if "hidden" in which.split():
+            yield f"{layer.ffn.path}.hidden", lambda f, down=layer.ffn.down: ref.input(down, lambda z: z + f(z))
+
+
 def hyper(edit: str, which: str, act: str = "relu", nets: str = "one") -> Method:
     """h ← h + f(h), f an adapter whose weights one network makes; or one for each place in a layer, or for each stack."""
 
     def apply(ref: Reference, weights: Weights) -> None:
-        sites = list(sublayers(ref, which))
-        split = [(head, tail) for head, _, tail in (site.path.partition("].") for site in sites)]
+        places = list(places_of(ref, which))
+        split = [(head, tail) for head, _, tail in (path.partition("].") for path, _ in places)]
         layers = list(dict.fromkeys(head for head, _ in split))
         stacks = list(dict.fromkeys(head.partition(".")[0] for head in layers))
         head = f"{edit}/{edit}.hyper"  # of all tasks, and of the one task
         common = {name.rpartition("/hyper.")[2]: value for name, value in weights.items() if name.startswith(head)}
-        for site, (layer, place) in zip(sites, split, strict=True):
+        for (_, add), (layer, place) in zip(places, split, strict=True):
             stack = layer.partition(".")[0]
             alike = [tail for head, tail in split if nets != "stacks" or head.startswith(stack)]
             position = list(dict.fromkeys(alike)).index(place)
             net = {"one": 0, "positions": position, "stacks": stacks.index(stack)}[nets]
             w = forms.hyper_of_stack(common, net) if nets == "stacks" else common
             at = layers.index(layer), position, net
-            ref.h(site, lambda a, w=w, at=at: a.h + forms.hyper(w, a.h, *at, act))
+            add(lambda h, w=w, at=at: forms.hyper(w, h, *at, act))
 
     return apply
 

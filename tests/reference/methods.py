@@ -303,6 +303,15 @@ def scaled_states(edit: str, states: str) -> Method:
     return apply
 
 
+def for_one_task(method: Method) -> Method:
+    """Of an edit `per task`, where there is one task: its weights by the names that they have without tasks."""
+
+    def apply(ref: Reference, weights: Weights) -> None:
+        method(ref, {name.replace(".tasks.default.", "."): value for name, value in weights.items()})
+
+    return apply
+
+
 def together(*methods: Method) -> Method:
     def apply(ref: Reference, weights: Weights) -> None:
         for method in methods:
