@@ -41,6 +41,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
 LAYERS = {"s4": 12}  # has four groups of layers
 CHOSEN = ("fishmask", "lt_sft", "far", "sparse_adapter")  # by `peftc.calibrate`
 GATED = ("unipelt", "adaptive_prefix")  # by a mean over the tokens of a call: cached decoding is another function
+DRAWS = 4  # a gate of `diff_pruning` for a whole weight is closed in one of some two hundred draws
 CASES = [  # the families in turn
     (recipe, (own := ONLY.get(recipe, FAMILIES))[i % len(own)]) for i, recipe in enumerate(sorted(RECIPES))
 ]
@@ -111,9 +112,12 @@ def test_counts_and_what_is_the_base_at_first(case: Case) -> None:
 
 
 def test_a_gradient_reaches_every_parameter(case: Case) -> None:
+    """In some of a few draws: what is drawn in a forward may close a gate, and what is behind it has no gradient then."""
     randomise(case.own)
     case.model.train().zero_grad()
-    (case.model(**case.given).loss + sum(peftc.losses(case.model).values())).backward()
+    for seed in range(DRAWS):
+        torch.manual_seed(seed)
+        (case.model(**case.given).loss + sum(peftc.losses(case.model).values())).backward()
     missing = [key for key, p in case.own.items() if p.grad is None or not p.grad.abs().sum() > 0]
     assert not missing
     own = {id(p) for p in case.own.values()}
