@@ -69,7 +69,7 @@ RATES = {
     0.1: ("prompt_tuning", "spot"),
 }
 ALONE = "head alone"
-GATED = ("qlora_gated", "adalora_gated", "said_gated")
+GATED = ("qlora_gated", "adalora_gated")
 GROUPS = {"0..1": "0", "2..5": "1..2", "6..-3": "3..4", "-2..": "-1"}  # of S4
 SIMPLER: dict[str, Callable[[str], int]] = {  # tasks: has a docstring many words, a sentence's end, an argument?
     "long": lambda text: int(len(text.split()) > 12),

@@ -55,6 +55,10 @@ EXAMPLES = {  # of what equations have besides forms
     "edit e at head { h = head(x + adapter(x, r=16)) }": (
         "`head(…)` at `head`: the head as it is without edits, of another value"
     ),
+    "edit m at ** { wb += sparse(density=0.5%) }": (
+        "`wb` is each weight and each bias of the modules, as a place of its own; one that several modules are tied to is one, and changes "
+        "in all of them. What is in common to an edit, such as a `density`, is of all of them together"
+    ),
     "edit cls at head per task { h = linear(x) }": "a head for each task, in the place of the model's own, as wide as that",
 }
 

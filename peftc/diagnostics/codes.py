@@ -50,6 +50,11 @@ CODES: dict[str, CodeInfo] = {
         "selector must reach that layer. A stack whose layers are one layer that runs several times has no place for the "
         "states between.",
     ),
+    "P316": CodeInfo(
+        "fewer numbers than factors",
+        "`fastfood(d, scaled=true)` trains d numbers in all: a factor for each layer, and what is left for the vector that is projected. "
+        "So d exceeds the number of layers, where each module outside of layers counts as one.",
+    ),
     # P5xx: the model, its weights, saved adapters
     "P501": CodeInfo(
         "unknown model",

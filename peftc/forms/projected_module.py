@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from peftc.forms.arguments import features, integer, number
 from peftc.forms.module import Draw, FormModule, constant, kaiming_relu, normal
+from peftc.forms.projected import layers
 from peftc.forms.registry import Args, Dims
 from peftc.forms.shapes import Weight, entries
 
@@ -72,23 +73,27 @@ class VeRA(FormModule):
 
 
 class Theta(FormModule):
-    """θ (d,), zero at first."""
+    """θ (d,), zero at first; with `scaled` θ (d − m,) and λ (m,), one at first, for m layers."""
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__(args, dims, dtype, device)
-        self.theta = self.parameter("theta", integer(args, "d"))
+        m = len(layers(dims)) if args["scaled"] else 0
+        self.theta = self.parameter("theta", integer(args, "d") - m)
+        self.scale = self.optional("scale", m, m)
 
     def draws(self) -> Mapping[str, Draw]:
-        return {"theta": constant(0.0)}
+        drawn = {"theta": constant(0.0)}
+        return drawn if self.scale is None else drawn | {"scale": constant(1.0)}
 
 
 class Fastfood(FormModule):
-    """f = P θ, in n log n: P = H G Π H B / √(n · Σ G²) of the first entries of n, a power of two; θ is filled with zeros.
+    """f = P θ, or λ P θ with the λ of the layer, in n log n: P = H G Π H B / √(n · Σ G²) of the first entries of n, a power of two; θ
+    is filled with zeros.
 
     H is the Hadamard matrix, G diagonal and normal, Π a permutation, B diagonal with entries ±1; they are drawn for each site.
     θ may be longer than a bias: n is at least as large as both.
     Shapes: f as the weight (out, in) or bias (d,) that it changes; G, B and Π (n,).
-    Source: Aghajanyan et al. 2021, arXiv:2012.13255, section 3; Le et al. 2014, arXiv:1408.3060.
+    Source: Aghajanyan et al. 2021, arXiv:2012.13255, section 3 (DID, and with λ SAID); Le et al. 2014, arXiv:1408.3060.
     """
 
     def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
@@ -98,6 +103,8 @@ class Fastfood(FormModule):
         n = 1 << (max(entries(target), integer(args, "d")) - 1).bit_length()
         self.G, self.B = self.fixed("G", n), self.fixed("B", n)
         self.order = self.fixed("order", n, dtype=torch.int64)
+        spot = dims.spots[dims.index] if dims.spots else None
+        self.layer = layers(dims).index(spot.home or spot.layer or spot.part) if spot is not None else 0
 
     @classmethod
     def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
@@ -111,6 +118,8 @@ class Fastfood(FormModule):
         count = entries(self.form_dims.target)
         # each H is √n times an orthogonal matrix; the entries taken keep the length that θ has
         factor = 1 / (sqrt(n) * torch.linalg.vector_norm(self.G) * sqrt(count / n))
+        scale = self.owner_module.scale
+        factor = factor if scale is None else factor * scale[self.layer]
         return (z[:count] * factor).view(self.size).to(like.dtype)
 
     def fixed_draws(self) -> Mapping[str, Draw]:

@@ -29,13 +29,14 @@ class Param:
 
 class Spot(NamedTuple):
     """One of the sites that have something in common: the path of its layer and that within it ("" where there is none), and
-    the features that it reads and writes (0 where there are none).
+    the features that it reads and writes (0 where there are none). `home`: the layer that its module is in, or the module.
     """
 
     layer: str
     part: str
     d_in: int
     d_out: int
+    home: str = ""
 
 
 @dataclass(frozen=True)

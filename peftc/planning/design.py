@@ -32,7 +32,7 @@ def design_of(places: Sequence[Placed]) -> Design:
     """The design of an edit, from its equations at its sites; of several equations, the last."""
     placed = places[0]
     assign = placed.assigns[-1]
-    modified = representation(places, assign)
+    modified = representation(places)
     if isinstance(assign.value, Concat):
         return _joined(placed, assign, assign.value, modified)
     main = _main(assign.value)
@@ -53,9 +53,9 @@ def table(designs: Iterable[tuple[str, Design]]) -> str:
     return "\n".join(lines)
 
 
-def representation(places: Sequence[Placed], assign: Assign) -> str:
+def representation(places: Sequence[Placed]) -> str:
     """`ffn/attn`, `attn key/val`, `head attn`: the sites in the words of the paper, in the order of the text."""
-    found = dict.fromkeys(_word(placed, assign) for placed in places)
+    found = dict.fromkeys(map(_word, places))
     whole = [word for word in found if " " not in word or word == "head attn"]
     parts = [word for word in found if word not in whole]
     owners = dict.fromkeys(word.split()[0] for word in parts)
@@ -63,10 +63,10 @@ def representation(places: Sequence[Placed], assign: Assign) -> str:
     return "/".join([*whole, *grouped])
 
 
-def _word(placed: Placed, assign: Assign) -> str:
+def _word(placed: Placed) -> str:
     names = [name for name, _ in placed.site.steps]
     last = names[-1]
-    if last == "heads" or isinstance(placed.site.states[assign.state].shape, KeyValue):
+    if last == "heads" or isinstance(placed.site.states[placed.assigns[-1].state].shape, KeyValue):
         return "head attn"
     if last in ROLES and len(names) > 1:
         owner = "ffn" if "ffn" in names else "attn"

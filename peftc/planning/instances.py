@@ -56,7 +56,7 @@ class Instances:
         widest = (max(m.features[0] for m in members), max(m.features[1] for m in members))
         index = places.index((self.edit, self.site.path))
         spread = (sum(m.entries for m in members[:index]), sum(m.entries for m in members))
-        spots = tuple(member.spot for member in members)
+        spots = tuple(map(self.scope.spot, members))
         dims = replace(made.dims, sites=len(members), widest=widest, spread=spread, spots=spots, index=index)
         return replace(made, dims=dims, index=index)
 

@@ -8,6 +8,7 @@ from peftc.diagnostics import Diagnostic, Span
 from peftc.forms.shapes import KeyValue
 from peftc.planning.instances import Instances
 from peftc.planning.ir import Assign, Concat, Placed, Term
+from peftc.planning.parameter_sites import body_at
 from peftc.planning.scope import Scope
 from peftc.planning.terms import Terms, error, quoted
 from peftc.semantics.walk import names
@@ -30,10 +31,11 @@ def place(edit: ast.Edit, site: Site, scope: Scope) -> Placed:
     terms = Terms(edit.name, site, scope, Instances(edit.name, site, scope, scope.tasks if edit.per_task else ()))
     assigns: list[Assign] = []
     lets: list[tuple[int, Term]] = []
-    for i, line in enumerate(edit.body):
+    body = body_at(edit, site)
+    for i, line in enumerate(body):
         if isinstance(line, ast.Equation):
             assigns.append(_assign(line, terms))
-        elif (use := _first_use(line, edit.body[i + 1 :])) is not None:
+        elif (use := _first_use(line, body[i + 1 :])) is not None:
             terms.target = terms.state(*use)
             terms.lets[line.name] = terms.term(line.value)
             lets.append((len(assigns), terms.lets[line.name]))

@@ -26,6 +26,7 @@ from peftc.planning.model import (
     PlanTotals,
     PlanUnread,
 )
+from peftc.planning.parameter_sites import left_out, of_parameters, parameter_sites
 from peftc.planning.regions import Chosen, Region, numel
 from peftc.planning.scope import ONE, Scope, Shared, groups_of, shared_members
 from peftc.planning.select import coverage, resolve
@@ -100,7 +101,7 @@ class _Planner:
 
     def edits(self) -> list[tuple[ast.Edit, list[Placed]]]:
         """Every edit with its places; twice where parameters are shared, since their number is known after one pass."""
-        found = [(edit, self.sites(edit)) for edit in self.spec.statements if isinstance(edit, ast.Edit)]
+        found = [(edit, self.places_of(edit)) for edit in self.spec.statements if isinstance(edit, ast.Edit)]
         for edit, _ in found:
             self.warn(edit, unused(edit))
         groups = {edit.name: groups_of(sites) for edit, sites in found}
@@ -112,6 +113,15 @@ class _Planner:
         for clash in clashes(placed):
             self.report(clash.statement, (clash.diagnostic,))
         return placed
+
+    def places_of(self, edit: ast.Edit) -> list[Site]:
+        """The sites of an edit; those of `wb` are weights and biases."""
+        sites = self.sites(edit)
+        if not sites or not of_parameters(edit):
+            return sites
+        parts = self.attempt(edit, lambda: parameter_sites(edit, sites, self.table))
+        self.warn(edit, left_out(edit, sites, self.table) if parts else ())
+        return parts or []
 
     def placed(
         self, found: Sequence[tuple[ast.Edit, Sequence[Site]]], scope: Scope

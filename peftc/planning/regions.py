@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -55,6 +55,19 @@ class Parameters:
     def rows(self, name: str, rows: Slice, width: int = 1, first: int = 0) -> Iterator[Region]:
         """Some rows of a parameter, counted from its row `first` on; one region a block."""
         return (Region(name, first + start, first + stop, width) for start, stop in rows.runs())
+
+
+def used_ties(table: SiteTable) -> list[list[str]]:
+    """The groups of tied parameters without names that nothing reads: of modules that no forward calls, such as a `shared` embedding
+    beside those of the stacks, and of modules around the one that reads it, such as a head's `bias` that is its Linear's.
+    """
+    idle = {module.name for module in table.modules if not module.called}
+    return [[name for name in group if not _unread(name, group, idle)] for group in table.tied]
+
+
+def _unread(name: str, group: Iterable[str], idle: Collection[str]) -> bool:
+    module = name.rpartition(".")[0]
+    return module in idle or any(other.rpartition(".")[0].startswith(f"{module}.") for other in group)
 
 
 def numel(found: Iterable[Region | Chosen]) -> int:

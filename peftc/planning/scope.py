@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -38,13 +39,14 @@ class Shared:
 
 class Member(NamedTuple):
     """A place of a shared set of parameters: the edit, the path of the site, the features it reads and writes there, and the
-    entries of which some may be chosen, such as those of the weight or bias that it changes.
+    entries of which some may be chosen, such as those of the weight or bias that it changes; the dotted name of its module.
     """
 
     edit: str
     path: str
     features: tuple[int, int]
     entries: int
+    module: str = ""
 
     @property
     def spot(self) -> Spot:
@@ -69,6 +71,7 @@ class Scope:
     bindings: dict[tuple[int, int], tuple[ast.Call, Bound]] = field(default_factory=dict)
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
     depths: dict[str, int] = field(default_factory=dict[str, int])
+    layers: dict[str, str] = field(default_factory=dict[str, str])  # their paths, by module
 
     def bound(self, call: ast.Call, form: Form) -> Bound:
         key = (id(call), id(form))
@@ -95,6 +98,14 @@ class Scope:
             layers = (spot(other.path, 0, 0).layer for other in self.table.sites)
             self.depths[stack] = len({layer for layer in layers if stack and layer.rpartition("[")[0] == stack})
         return self.depths[stack]
+
+    def spot(self, member: Member) -> Spot:
+        """The place of a member, with the layer that its module is in."""
+        if not self.layers:
+            self.layers |= {site.module: site.path for site in self.table.sites if site.steps[-1][0] == "layer"}
+        names = accumulate(member.module.split("."), lambda above, part: f"{above}.{part}")
+        home = next((self.layers[name] for name in names if name in self.layers), member.module)
+        return member.spot._replace(home=home)
 
     def agree(self, name: str, place: str, form: Form, dims: Dims, span: ast.Expr) -> None:
         """Raises: P305 where a shared set of parameters would need another shape than where it was used first in `place`."""
@@ -146,7 +157,13 @@ def shared_members(places: Iterable[Placed], lets: Container[str]) -> dict[str, 
             if one.owner is not None and (one.owner in lets or one.form.common(one.args) == "edit"):
                 features = (width_of(one.dims.input), width_of(one.dims.target))
                 found[one.owner].append(
-                    Member(placed.edit, placed.site.path, features, one.form.entries(one.args, one.dims))
+                    Member(
+                        placed.edit,
+                        placed.site.path,
+                        features,
+                        one.form.entries(one.args, one.dims),
+                        placed.site.module,
+                    )
                 )
     return dict(found)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from peftc.planning import change
 from peftc.planning.affine import FoldTarget, fold_reason, fold_target, parameter_names
 from peftc.planning.ir import Applied, Arithmetic, Concat, Frozen, Placed, Read, Term
-from peftc.planning.regions import Chosen, Parameters, Region
+from peftc.planning.regions import Chosen, Parameters, Region, used_ties
 from peftc.tracing.sites import Site, SiteTable, WeightRef
 
 
@@ -69,7 +69,7 @@ def _own(placed: Placed, sites: Mapping[str, Site]) -> frozenset[str]:
 
 def _at(placed: Placed, order: int, sites: Mapping[str, Site], table: SiteTable, own: Collection[str]) -> _At:
     target = fold_target(placed, sites)
-    obstacle = fold_reason(placed, sites, table.tied, table.overlaps, own)
+    obstacle = fold_reason(placed, sites, used_ties(table), table.overlaps, own)
     return _At(placed, order, None if isinstance(target, str) else target, obstacle)
 
 

@@ -16,9 +16,11 @@ STATES: Mapping[str, str] = {
     "z": "the hidden activation of an ffn",
     "w": "the weight of a Linear, norm or embedding",
     "b": "the bias of a Linear, norm or embedding",
+    "wb": "the weight and the bias of a module, each by itself and where there is one",
 }
 
 PARAMETERS = ("w", "b")  # what `train` can name
+WHOLE = "wb"
 
 STACKS = ("encoder", "decoder")
 TOWERS = ("vision", "text", "audio")  # of models of several media; what else a model may call one, only it can say
@@ -63,7 +65,7 @@ PARTS = (
 )  # have Linears without a role, by their own names
 
 # Site name -> its states, for the sites whose states no model can change. Others may have any.
-_OF_LINEAR = ("h", "x", "w", "b")
+_OF_LINEAR = ("h", "x", "w", "b", "wb")
 STATES_AT: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("q", "k", "v", "o", "up", "gate", "down", "router", "head", "embed", "norm"), _OF_LINEAR),
     **dict.fromkeys(("attn", "self", "cross"), ("h", "x", "res", "c", "q", "k", "v", "kv")),

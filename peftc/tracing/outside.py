@@ -162,7 +162,7 @@ def module_infos(anatomy: Anatomy) -> tuple[ModuleInfo, ...]:
             continue
         own = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
         entry = None if isinstance(module, nn.Embedding) else width(name, seen.inputs)
-        found.append(ModuleInfo(name, type(module).__name__, own, entry, width(name, seen.outputs)))
+        found.append(ModuleInfo(name, type(module).__name__, own, entry, width(name, seen.outputs), name in seen.calls))
     return tuple(found)
 
 

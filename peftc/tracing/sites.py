@@ -127,7 +127,7 @@ class ModuleInfo:
     """Any module of the model, for globs, `**` and `train`.
 
     `input` and `output` are the widths (features) of its first argument and of its result; None where it is not called just
-    once in a forward, or not on features.
+    once in a forward, or not on features. `called`: whether a forward calls it.
     """
 
     name: str  # dotted
@@ -135,6 +135,7 @@ class ModuleInfo:
     parameters: Mapping[str, tuple[int, ...]]  # its own parameters (not its children's): attribute -> stored shape
     input: int | None = None
     output: int | None = None
+    called: bool = True
 
 
 @dataclass(frozen=True)

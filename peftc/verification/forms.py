@@ -28,7 +28,7 @@ class Forms:
 
     def _module(self, placed: ir.Placed, instance: ir.Instance) -> FormModule:
         if instance.owns:
-            place = self.record.places[f"{placed.edit}/{placed.site.path}/{instance.key}"]
+            place = self.record.places[f"{placed.edit}/{placed.owner}/{instance.key}"]
             return cast(FormModule, self.model.get_submodule(place))
         if not instance.tasks:
             return self._member(instance, None)

@@ -84,7 +84,9 @@ class Witness:
         self.placed: dict[str, set[int]] = defaultdict(set)  # edits at sites, likewise
         self.swapped: dict[str, list[tuple[nn.Module, str, Tensor]]] = {}
         for one in placed:
-            self.add(one)
+            modules = {id(base.get_submodule(use.site.module)): use for use in reversed([*one.uses()])}
+            for use in reversed(modules.values()):  # several, where their weights are tied
+                self.add(use)
 
     def add(self, placed: ir.Placed) -> None:
         """Binds the states of an edit at a site to locations."""

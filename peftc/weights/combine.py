@@ -143,13 +143,15 @@ def _apply(fold: Fold, wide: Wide, side: str) -> None:
     placed, target = _part(fold.placed, weights=side == "weight"), fold.target
     if not placed.assigns:
         return
-    assert target.weight is not None
     bias = wide.bias(target)
-    values = wide.read(target.weight), None if bias is None else wide.read(bias)
+    own = target.weight or bias  # a place of a bias alone has no equation of the weight
+    assert own is not None
+    values = wide.read(own), None if bias is None else wide.read(bias)
     folded = folded_terms(placed, fold.modules, *values, "weight" if side == "weight" else target.side)
     if isinstance(folded, Refusal):
         raise CannotFold(fold.placed.edit, folded.reason)
-    wide.write(target.weight, folded[0])
+    if target.weight is not None:
+        wide.write(target.weight, folded[0])
     if folded[1] is not None:
         wide.write(bias or wide.create_bias(fold), folded[1])
 

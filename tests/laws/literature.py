@@ -271,15 +271,6 @@ GATES = (
         on=GATED,
         edits=("all",),
     ),
-    Recipe(
-        "said-gated",
-        shipped("said_gated", "d=9, seed=1"),
-        by_hand.said("all", "q k v o up gate down", scaled=True),
-        identity=True,
-        folds=True,
-        on=GATED,
-        edits=("all",),
-    ),
 )
 
 LITERATURE = (*WEIGHTS, *LAYERS, *GATES, *ROUTES, *HYPER, *MULTITASK)

@@ -128,6 +128,7 @@ SPECS: dict[str, tuple[str, ...]] = {
         SHIPPED % ("prompt_tuning", "prompt_tuning", "", ""),
         SHIPPED % ("spot", "spot", "", ""),
     ),
+    "Intrinsic SAID d=20000, all parameters": (SHIPPED % ("said", "said", "d=20000", ""),),
     "adapters:loreft": (  # one for the first tokens, one for the last
         "edit first at layer[*] { h += reft(h, r=1) }\nedit last at layer[*] { h += reft(h, r=1) }",
     ),

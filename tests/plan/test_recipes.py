@@ -17,7 +17,7 @@ RECIPES = resources.recipes()
 MODELS = ("facebook/bart-large", "bert-base-uncased", "t5-large", "meta-llama/Meta-Llama-3-8B")
 NEED_BIASES = ("bitfit", "difffit", "glora", "far")
 NEED_A_CONTEXT = ("cross_attention",)
-NEED_A_GATE = ("qlora_gated", "adalora_gated", "said_gated")
+NEED_A_GATE = ("qlora_gated", "adalora_gated")
 
 
 @cache
@@ -70,7 +70,7 @@ ADAPTER = 2 * D * 8 + 8 + D  # r = 8
 GLORA = {"attn": 2 * 4 * D + 4 * 2 * D, "up": 2 * 4 * D + 4 * (D + F), "down": 2 * 4 * F + 4 * (D + F)}
 GLORA_BIAS = QKVO * 3 * D + FFN * (2 * F + D) + FFN * (2 * D + F)
 ATTN_OF, FFN_OF = (lambda layers: 3 * layers), (lambda layers: 2 * layers)  # of as many layers of each stack
-WEIGHTS = QKVO * D * D + FFN * 2 * D * F + 5 * 12 * D  # of all Linears and norms in layers
+EVERYTHING = 406_291_456
 NORMS = 5 * 12 * 2 * D  # their weights and biases
 BIASES = QKVO * D + FFN * (F + D)
 HYPER = (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64  # embeddings of 64 and a projector of 128
@@ -84,7 +84,7 @@ COUNTS = {
     "glora_weight": QKVO * GLORA["attn"] + FFN * (GLORA["up"] + GLORA["down"]),
     "glora": QKVO * GLORA["attn"] + FFN * (GLORA["up"] + GLORA["down"]) + GLORA_BIAS,
     "oft": QKVO * (D // 32) * (32 * 31 // 2),
-    "said": 200 + QKVO + 2 * FFN,
+    "said": 200,
     "adalora": QKVO * 12 * (2 * D + 1) + 2 * FFN * 12 * (D + F + 1),
     "compacter": NORMS + 4**3 + 48 * (2 * (D + 32) + 32 + D),
     "compacter_pp": NORMS + 4**3 + FFN * (2 * (D + 32) + 32 + D),
@@ -112,8 +112,8 @@ COUNTS = {
     "ipt": 5 + 5 * 512 + 512 + (512 + 1) * 100 * D,
     "adamix": FFN * (4 * (D * 16 + 16) + D * 16 + D),
     "cross_attention": 12 * (4 * (D * D + D) + 2 * D),  # with the norm behind it
-    "fishmask": round(0.005 * WEIGHTS),
-    "lt_sft": round(0.08 * WEIGHTS),
+    "fishmask": round(0.005 * EVERYTHING),
+    "lt_sft": round(0.08 * EVERYTHING),
     "far": FFN * (round(0.1 * F) * (D + 1) + round(0.1 * D) * (F + 1)),
     "sparse_adapter": round(0.6 * (ATTN + FFN) * 2 * 64 * D) + (ATTN + FFN) * (64 + D),
     "qlora": QKVO * 64 * 2 * D + 2 * FFN * 64 * (D + F),
@@ -123,7 +123,7 @@ COUNTS = {
     "hypernetwork": (1 + 24 + 2 * 2) * 64 + 2 * (4 * 64 * 128 + 128 + 3 * 64 + 65 * (2 * D * 32 + 32 + 3 * D)),
     "hypernetwork_adaptbert": HYPER + 65 * (2 * (2 * D * 16 + 16 + 3 * D) + 2 * F * 16 + 16 + 3 * F),
     "hypernetwork_adaptbert_narrow": HYPER + 3 * 64 * (2 * D * 16 + 2 * D),
-    "diff_pruning": 2 * WEIGHTS + QKVO + 2 * FFN + 5 * 12,
+    "diff_pruning": 2 * EVERYTHING + 2 * (QKVO + 2 * FFN + 5 * 12) + 1 + 2 + 2 * 2,
     "adapterfusion": FFN * (3 * D * D + D),
     "attention_fusion": 2 * D,
     "unipelt": 43_914_372,  # measured in AdapterHub
@@ -137,7 +137,6 @@ SIDES_L = 2 * (2 * D_L + D_L + KV_L) + 3 * (D_L + F_L)  # d_in + d_out of q, o, 
 GATED_COUNTS = {
     "qlora_gated": LAYERS_L * 64 * SIDES_L,
     "adalora_gated": LAYERS_L * 12 * (SIDES_L + 7),
-    "said_gated": 200 + LAYERS_L * 7,
 }
 
 

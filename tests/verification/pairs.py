@@ -14,11 +14,11 @@ from peftc.syntax import ast
 from tests import zoo
 
 RECIPES = resources.recipes()
-SETTINGS = {"r": 4, "a": 4, "len": 5, "l": 3, "m": 6, "t": 5, "d": 9, "reduction": 4}
+SETTINGS = {"r": 4, "a": 4, "len": 5, "l": 3, "m": 6, "t": 5, "d": 40, "reduction": 4}
 BIASES = ("bart", "mbart", "bert", "bert-base", "bert-classifier", "roberta", "gpt2", "opt", "vit")
 CROSS = ("bart", "mbart", "t5", "t5-gated")
 GATED = ("t5-gated", "llama", "qwen2", "qwen3", "mistral")
-WIDE = ("adalora", "glora", "glora_weight", "krona", "loha", "lokr", "oft", "qlora", "said", "lora_adapter", "s4")
+WIDE = ("adalora", "glora", "glora_weight", "krona", "loha", "lokr", "oft", "qlora", "lora_adapter", "s4")
 TEXT = tuple(name for name in zoo.SPECIES if name != "vit")
 DEPTH = ("encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "num_hidden_layers", "n_layer")
 
@@ -34,7 +34,9 @@ def models(recipe: str) -> tuple[str, ...]:
     if recipe in ("ipt", "p_tuning", "prompt_tuning", "spot"):
         return TEXT  # images have no tokens to embed
     text = RECIPES[recipe].read_text(encoding="utf-8")
-    linears = "ffn." in text or ".**" in text or recipe == "prefix_lora_ffn"  # of which a mixture of experts has none
+    linears = (
+        "ffn." in text or " ** {" in text or ".**" in text or recipe == "prefix_lora_ffn"
+    )  # of which a mixture of experts has none
     return tuple(name for name in zoo.SPECIES if not (linears and name == "mixtral"))
 
 
