@@ -104,7 +104,7 @@ def said_args(form: Form) -> str:
 def dims_of(source: Shape | None, target: Shape, form: Form) -> Dims:
     """The last of so many sites that are alike, one in each layer."""
     features = [shape.d if isinstance(shape, Tokens | Vector) else 0 for shape in (source, target)]
-    spots = tuple(Spot(f"layer[{i}]", "ffn", *features) for i in range(SITES))
+    spots = tuple(Spot(f"layer[{i}]", "ffn", features[0], features[1]) for i in range(SITES))
     dims = Dims(source, target, D, SITES, (features[0], features[1]), spots=spots, index=SITES - 1, depth=SITES)
     return replace(dims, spread=(0, SITES * form.entries(example_args(form), dims)))
 
