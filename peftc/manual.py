@@ -57,7 +57,8 @@ EXAMPLES = {  # of what equations have besides forms
     ),
     "edit m at ** { wb += sparse(density=0.5%) }": (
         "`wb` is each weight and each bias of the modules, as a place of its own; one that several modules are tied to is one, and changes "
-        "in all of them. What is in common to an edit, such as a `density`, is of all of them together"
+        "in all of them. What is in common to an edit, such as a `density`, is of all of them together; `let s = shared(sparse(…))` is of several "
+        "edits"
     ),
     "edit cls at head per task { h = linear(x) }": "a head for each task, in the place of the model's own, as wide as that",
 }

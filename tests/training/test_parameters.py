@@ -134,6 +134,24 @@ def test_entries_compete_in_one_budget() -> None:
     assert set(chosen.tolist()) == set(every.topk(count)[1].tolist())
 
 
+def test_edits_that_share_a_form_have_one_budget() -> None:
+    text = """peft 1
+        let s = shared(sparse(density=3%))
+        edit a at layer[*].attn.o { w += s() }
+        edit b at layer[*].ffn.up { wb += s() }"""
+    model, base = peftc.compile(text, zoo.build("gpt2", torch.float64), seed=0), base_of("gpt2")
+    given = zoo.inputs("gpt2", model, labels=True)
+    base(**given).loss.backward()
+    blocks: Any = base.transformer.h
+    grads = [b.attn.c_proj.weight.grad.t() for b in blocks]
+    grads += [g for b in blocks for g in (b.mlp.c_fc.weight.grad.t(), b.mlp.c_fc.bias.grad)]
+    every = torch.cat([g.reshape(-1) ** 2 for g in grads])
+    count = round(0.03 * len(every))
+    assert peftc.plan(text, base).totals.trained == sum(peftc.calibrate(model, [given]).values()) == count
+    ((_, chosen),) = peftc.compiler.states(model).items()
+    assert set(chosen.tolist()) == set(every.topk(count)[1].tolist())
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_what_a_tied_weight_owns_is_there_once(name: str, tmp_path: Path) -> None:
     model = compiled(name, "masked(density=2%, keep=true)")
