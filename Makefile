@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
 CORE := tests/model tests/tracing tests/rewriting tests/weights/test_saved.py tests/test_compiler.py --ignore tests/rewriting/test_variants.py
 
-.PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial verify mutants docs clean
+.PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial interrupts verify mutants docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -61,6 +61,10 @@ verify: $(READY)
 # Mutated specs, malicious adapters and killed saves: some minutes.
 adversarial: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.adversarial
+
+# SIGINT at every line of peftc that an operation runs.
+interrupts: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.interrupts.run
 
 # Small faults put into peftc, one at a time, against the tests that reach them: up to three hours.
 mutants: $(READY)

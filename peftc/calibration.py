@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -18,6 +17,7 @@ from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import FormModule
 from peftc.forms.pruned_module import PrunedValues
 from peftc.forms.sparse_module import SparseValues
+from peftc.interrupts import Deferral, shielded
 from peftc.planning import ir
 from peftc.rewriting.install import SHARED, identifier, refuse_quantised, view_of
 from peftc.rewriting.record import Installation, acting
@@ -76,9 +76,10 @@ def calibrate(
             raise PeftcError(_alike(choice.edit, not bool(torch.isfinite(units).all())))
         places.append(units.topk(choice.module.count)[1])
     chosen = Counter[str]()
-    for choice, where in zip(found, places, strict=True):  # all of them, or none
-        choice.module.choose(where)
-        chosen[choice.edit] += len(where)
+    with Deferral():
+        for choice, where in zip(found, places, strict=True):  # all of them, or none
+            choice.module.choose(where)
+            chosen[choice.edit] += len(where)
     return dict(chosen)
 
 
@@ -201,13 +202,19 @@ def key(ref: WeightRef) -> str:
     return f"{ref.module}.{ref.attribute}".lstrip(".")
 
 
-@contextmanager
-def differentiable(model: nn.Module, leaves: Leaves, training: bool) -> Generator[dict[str, Tensor]]:
-    """What is scored, with gradients of its own, and the model as it was afterwards. Nothing is pruned meanwhile."""
+@shielded
+def differentiable(
+    model: nn.Module, leaves: Leaves, training: bool, values: dict[str, Tensor] | None = None
+) -> Generator[dict[str, Tensor]]:
+    """What is scored, with gradients of its own, and the model as it was afterwards. Nothing is pruned meanwhile. `values`: gets
+    copies of those of now, which are put back.
+    """
     parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in leaves.base}
     refuse_quantised(parameters, leaves.base)
     dense = {name: module.first().requires_grad_() for name, module in leaves.pruned.items()}
     parameters |= dense
+    if values is not None:
+        values |= {name: p.detach().clone() for name, p in parameters.items()}
     flags = {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()}
     modes = {n: m.training for n, m in model.named_modules()}
     model.train(training)
@@ -223,6 +230,9 @@ def differentiable(model: nn.Module, leaves: Leaves, training: bool) -> Generato
         with torch.enable_grad():
             yield parameters
     finally:
+        with torch.no_grad():
+            for name, value in (values or {}).items():
+                parameters[name].copy_(value)
         for module in leaves.pruned.values():
             module.dense = None
         for name, parameter in model.named_parameters():
@@ -280,19 +290,14 @@ def snip(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr:
 
 def change(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
     """|θ₁ − θ₀| after one pass of AdamW without decay."""
-    with differentiable(model, leaves, training=True) as parameters:
-        before = {name: p.detach().clone() for name, p in parameters.items()}
+    before: dict[str, Tensor] = {}
+    with differentiable(model, leaves, training=True, values=before) as parameters:
         optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=0.0)
-        try:
-            for batch in batches:
-                optimizer.zero_grad()
-                backward(loss(model, batch))
-                optimizer.step()
-            return {name: (p.detach() - before[name]).abs().float() for name, p in parameters.items()}
-        finally:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(before[name])
+        for batch in batches:
+            optimizer.zero_grad()
+            backward(loss(model, batch))
+            optimizer.step()
+        return {name: (p.detach() - before[name]).abs().float() for name, p in parameters.items()}
 
 
 def magnitude(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from os import PathLike, fspath
@@ -22,6 +21,7 @@ from peftc.context import Block
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import listed
 from peftc.forms.module import FormModule, checked_seed
+from peftc.interrupts import shielded
 from peftc.model.fakes import fake_copy
 from peftc.model.load import load_model
 from peftc.model.offload import here
@@ -31,11 +31,11 @@ from peftc.planning.design import Design, design_of
 from peftc.planning.plan import Plan, Planned, make_plan
 from peftc.planning.scope import ONE
 from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
-from peftc.rewriting.install import strip, uninstall
-from peftc.rewriting.overlay import put_back, true_parameter
+from peftc.rewriting.install import strip
+from peftc.rewriting.overlay import true_parameter
 from peftc.rewriting.positions import refused
 from peftc.rewriting.record import Installation, Part, acting, installed, is_installed, joint, spec_of_parts
-from peftc.rewriting.reinstall import Done, reinstall
+from peftc.rewriting.reinstall import Done, reinstall, restored, uninstall
 from peftc.rewriting.suspend import suspended
 from peftc.semantics.check_structure import said_of
 from peftc.semantics.expand import expand
@@ -164,7 +164,7 @@ def analysed(
     checked(sample)
     if isinstance(model, nn.Module) and is_installed(model):
         record = installed(model)
-        model, sample = strip(fake_copy(model, whole=True), record.requires_grad), sample or record.sample
+        model, sample = strip(fake_copy(model, whole=True)), sample or record.sample
     source = model if isinstance(model, ModelSource) else resolve(model, trust_remote_code)
     try:
         return analyse(source, sample)
@@ -175,7 +175,7 @@ def analysed(
         raise
 
 
-@contextmanager
+@shielded
 def uncollected() -> Generator[None]:
     """Without Python's collector of cycles: so many objects are made, and so few die, that it would go through everything
     that is imported for nothing.
@@ -272,21 +272,16 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
     gone = record.chosen(name)
     rest = tuple(part for part in record.parts if part not in gone)
     if not rest:
-        return uninstall(model)
+        return uninstall(model, last=restored(record.originals))
     with_sample = sample or record.sample
     analysis = analysed(model, with_sample)
     names = tasks_of(record)
     found = planned(spec_of_parts(rest), analysis, names)
     names = names if has_tasks(found) else ()
 
-    def restored(model: nn.Module) -> None:
-        kept = installed(model).originals
-        with torch.no_grad():
-            for name, value in record.originals.items():
-                if name not in kept:
-                    put_back(true_parameter(model, name), value)
-
-    return reinstall(model, rest, found, analysis.anatomy, sample=with_sample, tasks=names, then=restored)
+    dropped = {name: value for name, value in record.originals.items() if name not in found.trained.values()}
+    last = restored(dropped)
+    return reinstall(model, rest, found, analysis.anatomy, sample=with_sample, tasks=names, last=last)
 
 
 def tasks_of(record: Installation | None) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.interrupts import Shielded
 
 ALL = "*"  # in the place of the names of edits: all of them, those of later specs too
 CHOICE = "peftc_choice"  # the name of a `ChoiceVar` in the attributes of a module
@@ -144,22 +145,18 @@ VIEW = types.ModuleType("peftc.context.view", "The present choices as attributes
 vars(VIEW)["__getattr__"] = _view
 
 
-class Block:
+class Block(Shielded[nn.Module]):
     """`with`: inside, the present context has made a choice for a model. It may be entered again, and in several contexts."""
 
     def __init__(self, model: nn.Module, variable: ChoiceVar, choice: Choice) -> None:
+        super().__init__()
         self.model, self.variable, self.choice = model, variable, choice
 
-    def __enter__(self) -> nn.Module:
-        before = self.variable.blocks()
-        try:
-            self.variable.set_blocks((*before, self.choice))
-            return self.model
-        except BaseException:  # an interrupt, after the choice was set
-            self.variable.set_blocks(before)
-            raise
+    def open(self) -> nn.Module:
+        self.variable.set_blocks((*self.variable.blocks(), self.choice))
+        return self.model
 
-    def __exit__(self, *_: object) -> None:
+    def close(self, *_: object) -> None:
         """Raises: P431 in another context than that in which the block was entered."""
         blocks = self.variable.blocks()
         last = max((i for i, block in enumerate(blocks) if block is self.choice), default=None)

@@ -102,17 +102,21 @@ def drop_task(model: nn.Module, name: str) -> nn.Module:
         raise PeftcError(
             Diagnostic("P537", f"`{name}` is the last task", help="take the edits out with `peftc.remove`")
         )
-    dropped = _with_tasks(model, rest)
-    if (default := chosen.variable.default).task == name:
-        chosen.variable.default = replace(default, task=None)
-    return dropped
+
+    def forget(_: nn.Module) -> None:
+        if (default := chosen.variable.default).task == name:
+            chosen.variable.default = replace(default, task=None)
+
+    return _with_tasks(model, rest, last=forget)
 
 
-def _with_tasks(model: nn.Module, names: tuple[str, ...], then: Done | None = None) -> nn.Module:
+def _with_tasks(
+    model: nn.Module, names: tuple[str, ...], then: Done | None = None, last: Done | None = None
+) -> nn.Module:
     record = acting(model)
     analysis = analysed(model, record.sample)
     parts = tuple(
         replace(part, plan=planned(parse_text(part.text, part.name), analysis, names).plan) for part in record.parts
     )
     found = planned(spec_of_parts(parts), analysis, names)
-    return reinstall(model, parts, found, analysis.anatomy, sample=record.sample, tasks=names, then=then)
+    return reinstall(model, parts, found, analysis.anatomy, sample=record.sample, tasks=names, then=then, last=last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from operator import index
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from peftc.forms.mixture_module import Mixture
 from peftc.forms.module import FormModule, seeded
 from peftc.forms.svd_module import SVD
 from peftc.forms.tasked_module import Tasked
+from peftc.interrupts import Deferral, shielded
 from peftc.rewriting.install import SHARED, identifier
 from peftc.rewriting.record import Installation, acting
 
@@ -37,11 +38,12 @@ def step(model: nn.Module, step: int) -> None:
     """
     record, step = acting(model), _number(step)
     groups: dict[tuple[str, str | None], list[tuple[str, SVD]]] = {}
+    mixtures: list[tuple[str, Mixture]] = []
     for name, form in forms_of(model, record):
         if isinstance(form, SVD) and form.form_args["target"] is not None:
             groups.setdefault((name.partition("/")[0], task_of(name, record)), []).append((name, form))
         elif isinstance(form, Mixture):
-            form.stepped(seeded(f"{record.owner(name.partition('/')[0]).seed}/{name}/{step}"))
+            mixtures.append((name, form))
     trained = {key for key, found in groups.items() if any(form.is_trained() for _, form in found)}
     rounds: list[list[SVD]] = []
     for (edit, task), found in groups.items():
@@ -54,8 +56,11 @@ def step(model: nn.Module, step: int) -> None:
             message = f"`{edit}` has no gradients at {missing[0]}, which say what is important"
             raise PeftcError(Diagnostic("P539", message, help="call `peftc.step` before `optimizer.zero_grad()`"))
         rounds.append(forms)
-    for forms in rounds:
-        allocate(forms, step)
+    with Deferral():
+        for name, mixture in mixtures:
+            mixture.stepped(seeded(f"{record.owner(name.partition('/')[0]).seed}/{name}/{step}"))
+        for forms in rounds:
+            allocate(forms, step)
 
 
 def _number(step: int) -> int:
@@ -100,19 +105,26 @@ def losses(
     for name, sites in counted(model, record).items():
         terms[f"{name}.l0"] = torch.stack([one.expected() for one in sites]).sum()
     if inputs is not None and logits is not None and routed:
-        before = [form.get_buffer("route").clone() for form in routed]
-        for form in routed:
-            form.get_buffer("route").fill_(-1)
-        try:
+        with another_route(routed):
             again = model(**inputs).logits
-        finally:
-            for form, route in zip(routed, before, strict=True):
-                form.get_buffer("route").copy_(route)
         if again.shape != logits.shape:
             message = f"`logits` are {list(logits.shape)}, and those of these inputs {list(again.shape)}"
             raise PeftcError(Diagnostic("P545", message, help="give the logits of the forward of `inputs`"))
         terms["consistency"] = consistency(logits, again)
     return terms
+
+
+@shielded
+def another_route(mixtures: list[Mixture]) -> Generator[None]:
+    """Inside the block each forward draws the experts that it takes."""
+    before = [form.get_buffer("route").clone() for form in mixtures]
+    for form in mixtures:
+        form.get_buffer("route").fill_(-1)
+    try:
+        yield
+    finally:
+        for form, route in zip(mixtures, before, strict=True):
+            form.get_buffer("route").copy_(route)
 
 
 def _check_forward(inputs: Mapping[str, Any] | None, logits: Tensor | None) -> None:

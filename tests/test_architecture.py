@@ -17,6 +17,7 @@ FILES = sorted((ROOT / "peftc").rglob("*.py"))
 STAGES = (
     "peftc.resources",
     "peftc.atomic",
+    "peftc.interrupts",
     "peftc.diagnostics",
     "peftc.safe_io",
     "peftc.syntax",

@@ -137,6 +137,11 @@ WEIGHTS: dict[str, CodeInfo] = {
         "A function of peftc was called with an argument of a type, shape or value that it does not take, or with two that exclude each "
         "other; the message says which. Nothing of the model has changed.",
     ),
+    "P546": CodeInfo(
+        "no room for the old weights",
+        "While weights are folded, those of before are kept in a temporary file, so that an error can be undone bit for bit. The disk that "
+        "TMPDIR names has no room for them. Nothing of the model has changed.",
+    ),
     "P550": CodeInfo(
         "generated file that was changed",
         "A file that `peftc compile -o DIR` wrote earlier is another one now: its hash is not the one in `.peftc.json`, or a link "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,13 +52,11 @@ class Fusion(FormModule):
         """The names of the tensors of an adapter."""
         return tuple(name for name in self.states() if name != FILLED)
 
-    @torch.no_grad()
-    def fill(self, adapters: Sequence[Mapping[str, Tensor]]) -> None:
-        """Takes over the tensors of n adapters."""
+    def filling(self, adapters: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor of the form that adapters fill, and its values from n adapters."""
         for i, tensors in enumerate(adapters):
-            for name in self.adapter():
-                self.get_buffer(name)[i].copy_(tensors[name])
-        self.get_buffer(FILLED).fill_(True)
+            yield from ((self.get_buffer(name)[i], tensors[name]) for name in self.adapter())
+        yield self.get_buffer(FILLED), torch.tensor(True)
 
     def loaded(self) -> None:
         self.known = False

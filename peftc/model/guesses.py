@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from peftc.interrupts import shielded
 from peftc.model.known import Known, tensors, with_data
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ _blocks: list[None] = []  # one for each `fast_paths_closed` of any thread
 _replaced: list[Any] = []  # `nn.Module.to`, once for each such block of any thread: the last one that ends puts it back
 
 
-@contextlib.contextmanager
+@shielded
 def guessing() -> Generator[None]:
     """Inside the block questions about the data of fake tensors are answered: as it is where it is known, else any number by
     1, any truth by True, any selection by one element.
@@ -45,7 +46,7 @@ def guessing() -> Generator[None]:
         log.disabled = before
 
 
-@contextlib.contextmanager
+@shielded
 def fast_paths_closed() -> Generator[None]:
     """Inside the block torch's transformer modules call their children, and make no nested tensors, in this thread."""
     before = getattr(_closed, "fast_paths", False)
@@ -71,7 +72,7 @@ def honest() -> contextlib.AbstractContextManager[None]:
     return _told(True)
 
 
-@contextlib.contextmanager
+@shielded
 def _told(honest: bool) -> Generator[None]:
     before, _honest.value = getattr(_honest, "value", False), honest
     try:
@@ -80,7 +81,7 @@ def _told(honest: bool) -> Generator[None]:
         _honest.value = before
 
 
-@contextlib.contextmanager
+@shielded
 def settled() -> Generator[None]:
     """Inside the block a module that is told to have the dtype that it has stays as it is: the parameters of a copy without
     data cannot be exchanged. And no kernel of torch stands for the children of a module.

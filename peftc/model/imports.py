@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator
-from contextlib import contextmanager
+
+from peftc.interrupts import shielded
 
 
-@contextmanager
+@shielded
 def paused_gc() -> Generator[None]:
     """Runs the body without garbage collection.
 

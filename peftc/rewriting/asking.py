@@ -6,7 +6,6 @@ dtypes were read. Arguments named `symbolic` stay arguments even where they are 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Generator, Mapping
@@ -16,6 +15,7 @@ import torch
 from torch import fx, nn
 from transformers import PretrainedConfig
 
+from peftc.interrupts import shielded
 from peftc.rewriting.sizes import Sizes
 from peftc.tracing.calls import baked
 from peftc.tracing.example import Attribute, Example, attribute, is_example, is_given
@@ -127,7 +127,7 @@ class Asking(RegionTracer):
         with self.watched(root):
             return super().trace_region(root, arguments)
 
-    @contextlib.contextmanager
+    @shielded
     def watched(self, root: nn.Module) -> Generator[None]:
         """Configs tell what is read from them, modules which of their parameters; `root` is a copy made for this trace."""
         for name, module in root.named_modules():

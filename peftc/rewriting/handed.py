@@ -8,7 +8,6 @@ holds of a tensor that could have been None.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import itertools
 import logging
@@ -18,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from peftc.interrupts import shielded
 from peftc.rewriting.asking import Asking, is_argument, name_of
 from peftc.tracing.graphs import ancestors, is_attention
 from peftc.tracing.tracer import Traced
@@ -101,7 +101,7 @@ def tried(trace: Trace, names: frozenset[str], changed: Mapping[str, Any] | None
         return None
 
 
-@contextlib.contextmanager
+@shielded
 def quiet() -> Generator[None]:
     """Inside the block, torch does not tell of every operation on tensors without data that fails."""
     log = logging.getLogger("torch._subclasses.fake_tensor")

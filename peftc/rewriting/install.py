@@ -23,9 +23,9 @@ from peftc.rewriting.edits import Region, RegionEdit, module_name
 from peftc.rewriting.hidden import check_forwards, no_values, refuse_half
 from peftc.rewriting.insert import layout
 from peftc.rewriting.kind import Kind
-from peftc.rewriting.overlay import cover, put_back, uncover
+from peftc.rewriting.overlay import cover, uncover
 from peftc.rewriting.positions import SEQUENCE, picks
-from peftc.rewriting.record import RECORD, Installation, acting, installed, is_installed
+from peftc.rewriting.record import RECORD, Installation, installed, is_installed
 from peftc.rewriting.warm import prepare
 from peftc.runtime import dense, is_quantised, rows_of, slab_of
 from peftc.tracing.sites import WeightRef
@@ -317,28 +317,21 @@ def clear(model: nn.Module) -> None:
     vars(model).pop(RECORD, None)
 
 
-def strip(model: nn.Module, requires_grad: Mapping[str, bool]) -> nn.Module:
-    """The model without edits: its own classes, nothing added; all values stay, those that `train` changed too."""
+def strip(model: nn.Module, requires_grad: Mapping[str, bool] | None = None) -> nn.Module:
+    """The model without edits: its own classes, nothing added; all values stay, those that `train` changed too.
+
+    `requires_grad`: of its parameters then, by name; without it as it was before the first spec. What needs none has no gradient.
+    """
+    flags = installed(model).requires_grad if requires_grad is None else requires_grad
     uncover(model)
     for name, kind in installed(model).regions:
         restore(model.get_submodule(name), kind)
     clear(model)
     for name, parameter in model.named_parameters():
-        flag = requires_grad.get(name, parameter.requires_grad)
+        flag = flags.get(name, parameter.requires_grad)
         parameter.requires_grad_(flag)
         if not flag:
             parameter.grad = None
-    return model
-
-
-def uninstall(model: nn.Module) -> nn.Module:
-    """Restores classes, parameters and `requires_grad` as they were."""
-    record = acting(model)
-    strip(model, record.requires_grad)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in record.originals.items():
-            put_back(parameters[name], value)
     return model
 
 

@@ -6,7 +6,6 @@ import inspect
 import linecache
 import threading
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,6 +15,7 @@ from torch import fx, nn
 
 from peftc.context import ALL, CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.interrupts import Deferral, shielded
 from peftc.model.instance_forward import FORWARD, GENERATED
 from peftc.recomputation import keep_choices
 from peftc.rewriting import emit, guards
@@ -59,7 +59,7 @@ def uncompiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 _preparing = ContextVar("preparing", default=False)
 
 
-@contextmanager
+@shielded
 def preparing() -> Generator[None]:
     """Inside the block, a call pattern that comes up is made ready for training as well as for evaluation, whichever the
     module is in. For copies only: their flags are touched.
@@ -173,8 +173,9 @@ class Kind:
         return self.add(variant)
 
     def add(self, variant: Variant) -> Variant:
-        self.variants.append(variant)
-        self.link()
+        with Deferral():
+            self.variants.append(variant)
+            self.link()
         return variant
 
     def specialised(self, calls: Calls) -> Variant:

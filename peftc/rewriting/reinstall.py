@@ -6,18 +6,29 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from peftc.context import CHOICE
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import FormModule
+from peftc.interrupts import Deferral
 from peftc.model.offload import not_here, offloaded_parameters
 from peftc.planning.plan import Planned
 from peftc.rewriting.assembly import regions_of
 from peftc.rewriting.container import CONTAINER
-from peftc.rewriting.install import SHARED, Surgery, clear, install_class, no_values, refuse_quantised, restore, warm
+from peftc.rewriting.install import (
+    SHARED,
+    Surgery,
+    clear,
+    install_class,
+    no_values,
+    refuse_quantised,
+    restore,
+    strip,
+    warm,
+)
 from peftc.rewriting.kind import Kind
-from peftc.rewriting.overlay import cover, uncover
+from peftc.rewriting.overlay import cover, put_back, true_parameter, uncover
 from peftc.rewriting.positions import SEQUENCE
 from peftc.rewriting.record import RECORD, Installation, Part, acting, is_installed
 from peftc.tracing.kinds import Anatomy
@@ -35,13 +46,14 @@ def reinstall(
     requires_grad: Mapping[str, bool] | None = None,
     tasks: tuple[str, ...] | None = None,
     then: Done | None = None,
+    last: Done | None = None,
 ) -> nn.Module:
     """The model with `parts`, planned together as `found`, and with no other edits; forms that it has already stay as they are.
 
     The base is frozen by the first spec; later ones change no `requires_grad` but those of what they train. Base parameters
     that are trained no longer keep their values here. `requires_grad`: what taking out everything restores, where it is
-    not what the model had before the first spec. `tasks`: as `found` was planned for, those that the model has without it. `then`: a last step that may fail; what it writes are values of new
-    parameters and of newly trained ones. After an error the model is as it was.
+    not what the model had before the first spec. `tasks`: as `found` was planned for, those that the model has without it. `then`: a step that may fail; what it writes are values of new
+    parameters and of newly trained ones. `last`: one that does not fail. After an error, or an interrupt, the model is as it was.
     """
     before = _Before(model)
     surgery = Surgery(
@@ -52,34 +64,66 @@ def reinstall(
         before.tasks if tasks is None else tasks,
     )
     trained = _Trained(before, found)
-    try:
-        before.detach()
-        surgery.prepare(regions_of(found.placed, anatomy))
 
-        def record(done: Surgery) -> Installation:
-            return Installation(
-                parts=parts,
-                regions=[(name, kind) for name, _, kind, _ in done.prepared],
-                requires_grad=dict(requires_grad or before.first_flags),
-                trained=dict(found.trained),
-                originals=trained.originals,
-                places=done.places,
-                placed=list(found.placed),
-                task=done.chosen,
-                sample=sample,
-            )
+    def record(done: Surgery) -> Installation:
+        return Installation(
+            parts=parts,
+            regions=[(name, kind) for name, _, kind, _ in done.prepared],
+            requires_grad=dict(requires_grad or before.first_flags),
+            trained=dict(found.trained),
+            originals=trained.originals,
+            places=done.places,
+            placed=list(found.placed),
+            task=done.chosen,
+            sample=sample,
+        )
 
-        surgery.apply(record)
-        trained.mark()
-        warm(model, sample)
-        if then is not None:
-            then(model)
-    except BaseException:
-        surgery.undo()
-        trained.undo()
-        before.attach()
-        raise
+    with Deferral() as deferral:
+        try:
+            before.detach()
+            with deferral.allowed():
+                surgery.prepare(regions_of(found.placed, anatomy))
+            surgery.apply(record)
+            trained.mark()
+            with deferral.allowed():
+                warm(model, sample)
+                if then is not None:
+                    then(model)
+            if last is not None:
+                last(model)
+        except BaseException:
+            with Deferral():
+                surgery.undo()
+                trained.undo()
+                before.attach()
+            raise
     return model
+
+
+def uninstall(model: nn.Module, requires_grad: Mapping[str, bool] | None = None, last: Done | None = None) -> nn.Module:
+    """The model without edits, as `strip` leaves it. `last`: as in `reinstall`. After an error, or an interrupt, the model is as it was."""
+    before = _Before(model)
+    with Deferral():
+        try:
+            strip(model, requires_grad)
+            if last is not None:
+                last(model)
+        except BaseException:
+            with Deferral():
+                before.attach()
+            raise
+    return model
+
+
+def restored(originals: Mapping[str, Tensor]) -> Done:
+    """A last step: parameters of the base have their first values again."""
+
+    @torch.no_grad()
+    def restore(model: nn.Module) -> None:
+        for name, value in originals.items():
+            put_back(true_parameter(model, name), value)
+
+    return restore
 
 
 class _Trained:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from peftc.interrupts import shielded
 from peftc.tracing.calls import bind, innermost
 
 
@@ -81,7 +81,7 @@ class Repeats:
         return True
 
 
-@contextmanager
+@shielded
 def repeated(layers: Iterable[nn.Module], repeats: Repeats) -> Generator[None]:
     """Inside the block, each of `layers` runs only where it has to."""
     layers = list(layers)

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from transformers.modeling_utils import AttentionInterface
 
+from peftc.interrupts import shielded
 from peftc.tracing.blocks import patched, watched_blocks
 from peftc.tracing.example import mentions_example
 
@@ -83,7 +84,7 @@ def spy(cls: type) -> type:
     return made
 
 
-@contextlib.contextmanager
+@shielded
 def spying(root: nn.Module, tracer: RegionTracer) -> Generator[None]:
     modules = [(m, type(m)) for m in root.modules()]
     try:
@@ -103,7 +104,7 @@ def current() -> RegionTracer | None:
 _patching = threading.RLock()  # a leaf that runs while examples are computed may be traced itself
 
 
-@contextlib.contextmanager
+@shielded
 def live(tracer: RegionTracer) -> Generator[None]:
     """Patches the seams that no subclass reaches: the attention registry, torch's functions that make or shape tensors,
     and the blocks that a graph would lose.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from peftc.interrupts import shielded
 from peftc.model.guesses import guessing, honest, settled
 from peftc.tracing.blocks import AskedNone, Block, TraceError, decorated, entered
 from peftc.tracing.calls import baked, bind, innermost, nested_nodes, positional
@@ -309,7 +310,7 @@ class RegionTracer(fx.Tracer):
 
     # Running -----------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
+    @shielded
     def dead(self) -> Generator[None]:
         """While examples are computed nothing is recorded."""
         live, self.live = self.live, False

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from peftc.interrupts import shielded
 from peftc.planning import ir
 from peftc.verification.batches import Batch
 from peftc.verification.checks import Results
@@ -85,7 +85,7 @@ def compared(first: Steps, second: Steps) -> Difference | None:
     return None
 
 
-@contextmanager
+@shielded
 def quiet() -> Generator[None]:
     """Inside the block, nothing is said of generation settings."""
     log = logging.getLogger("transformers")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from peftc.interrupts import shielded
 
 DROPOUTS = frozenset(
     {"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
@@ -60,7 +61,7 @@ class Deterministic(TorchFunctionMode):
         return value * (1 - rate) if self.scale and rate else value
 
 
-@contextmanager
+@shielded
 def training(model: nn.Module, on: bool) -> Generator[None]:
     """Inside the block all modules are in training mode, or in evaluation mode."""
     before = {module: module.training for module in model.modules()}

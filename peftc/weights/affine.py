@@ -7,7 +7,6 @@ is `peftc.planning.affine`; this module does the arithmetic for edits that do.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
+from peftc.interrupts import shielded
 from peftc.planning.affine import NotAffine, Side, is_linear, said
 from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
 
@@ -74,7 +74,7 @@ def folded_terms(
         return Refusal(found.reason)
 
 
-@contextmanager
+@shielded
 def evaluating(modules: Iterable[FormModule]) -> Generator[None]:
     """Forms as they are when nothing is trained."""
     inner = [one for module in modules for one in module.modules()]

@@ -7,30 +7,29 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
-import torch
 from torch import Tensor, nn
 
 from peftc.compiler import analysed, planned, tasks_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule
+from peftc.interrupts import Deferral
 from peftc.planning.affine import FoldTarget, fold_target
 from peftc.planning.ir import Placed
 from peftc.planning.verdict import Verdict, verdicts
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import slug
-from peftc.rewriting.install import strip
 from peftc.rewriting.record import Installation, Part, acting, spec_of_parts
-from peftc.rewriting.reinstall import reinstall
+from peftc.rewriting.reinstall import reinstall, uninstall
 from peftc.runtime import is_quantised
 from peftc.semantics.walk import names
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
-from peftc.tracing.analysis import Analysis
 from peftc.tracing.calls import signature_of
-from peftc.weights.combine import CannotFold, Fold, NewValue, combine, is_linear
+from peftc.weights.combine import CannotFold, Fold, combine, is_linear
 from peftc.weights.compiled import require_base
+from peftc.weights.journal import Journal
 from peftc.weights.report import Change, Folded, FoldReport, Refused
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def fold(
     `sample`: as in `compile`.
     Returns: what was folded, what became of each parameter, and what was refused, with the sub-expression that prevents it.
     Raises: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529 (switched off), P530 (NaN or infinite entries), P531 and P532
-    (`only`), P538 (no state), P545 (arguments). After an error the model is as it was.
+    (`only`), P538 (no state), P545 (arguments), P546 (no room for the old weights). After an error, or an interrupt, the model is as it was.
     """
     if into not in ("weights", "state"):
         message = f'edits are folded into "weights" or into a "state", not into {into!r}'
@@ -130,27 +129,19 @@ class Folding:
         self.regions = _regions(self.record)
 
     def run(self, strict: bool = True) -> FoldReport:
-        refused, values = self.decided()
-        if strict and self.only is not None and (wrong := [name for name in refused if name in self.only]):
-            message = f"`{wrong[0]}` does not fold: {refused[wrong[0]]}"
-            raise PeftcError(Diagnostic("P531", message, help="fold without `only` to fold what folds"))
-        folded = [name for name in self.names if name not in refused]
-        report = self.report(folded, refused, values)
-        if folded:
-            self.commit(folded, values)
-        return report
+        stays = {n: NOT_ASKED for n in self.names if n in self.others}
+        while True:  # what turns out to have no place is one more that stays
+            refused = stays | self.refused(stays)
+            if strict and self.only is not None and (wrong := [name for name in refused if name in self.only]):
+                message = f"`{wrong[0]}` does not fold: {refused[wrong[0]]}"
+                raise PeftcError(Diagnostic("P531", message, help="fold without `only` to fold what folds"))
+            folded = [name for name in self.names if name not in refused]
+            try:
+                return self.report(folded, refused, self.commit(folded) if folded else [])
+            except CannotFold as cannot:
+                stays[cannot.edit] = cannot.reason
 
     # What folds, and into what ---------------------------------------------------------------------------------------
-
-    def decided(self) -> tuple[dict[str, str], dict[str, NewValue]]:
-        """The edits that stay, with the reasons, and the new values. What cannot be after all is one more that stays."""
-        stays = {n: NOT_ASKED for n in self.names if n in self.others}
-        while True:
-            refused = stays | self.refused(stays)
-            try:
-                return refused, self.values(refused)
-            except CannotFold as found:
-                stays[found.edit] = found.reason
 
     def refused(self, stays: Mapping[str, str]) -> dict[str, str]:
         places: dict[str, list[Placed]] = defaultdict(list)
@@ -186,17 +177,16 @@ class Folding:
         module, _, attribute = name.rpartition(".")
         return dict(self.model.get_submodule(module).named_parameters(recurse=False)).get(attribute)
 
-    def values(self, refused: Collection[str]) -> dict[str, NewValue]:
+    def folds(self, folded: Collection[str]) -> dict[str, list[Fold]]:
+        """What is folded, by the module into which it is."""
         groups: dict[str, list[Fold]] = defaultdict(list)
         first = {name: group[0] for group in self.analysis.table.shared for name in group}
         for placed in self.record.placed:
-            if placed.edit not in refused:
-                made = self.fold(placed)
-                module = _module(made.target)
-                groups[first.get(module, module)].append(made)
-        return {
-            name: new for module, folds in groups.items() for name, new in combine(self.model, module, folds).items()
-        }
+            if placed.edit in folded:
+                one = self.fold(placed)
+                module = _module(one.target)
+                groups[first.get(module, module)].append(one)
+        return groups
 
     def fold(self, placed: Placed) -> Fold:
         target = self.target(placed)
@@ -223,38 +213,62 @@ class Folding:
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
-    def commit(self, folded: Collection[str], values: Mapping[str, NewValue]) -> None:
-        """Writes all values and takes the folded edits out, or does nothing."""
-        written = _Written(self.model, values)
-        flags = self.record.requires_grad | written.created_flags(self.record.requires_grad)
-        try:
-            written.swap()
-            rest = [(part, spec) for part in self.record.parts if (spec := without(part, folded)) is not None]
-            if rest:
-                analysis = analysed(self.model, self.sample) if written.created else self.analysis
-                self.keep(rest, analysis, flags)
-            else:
-                strip(self.model, flags)
-        except BaseException:
-            written.undo()
-            raise
+    def commit(self, folded: Collection[str], into_weights: bool = True) -> list[Change]:
+        """Writes all values, one parameter after the other, and takes the folded edits out, or does nothing.
 
-    def keep(self, rest: Iterable[tuple[Part, ast.Spec]], analysis: Analysis, flags: Mapping[str, bool]) -> None:
-        tasks = tasks_of(self.record)
-        parts = tuple(replace(p, text=print_spec(spec), plan=planned(spec, analysis, tasks).plan) for p, spec in rest)
-        found = planned(spec_of_parts(parts), analysis, tasks)
-        reinstall(self.model, parts, found, analysis.anatomy, sample=self.sample, requires_grad=flags)
+        Raises: CannotFold, P530, P546; whatever planning what stays raises.
+        """
+        changes: list[Change] = []
+        with Journal() as journal, Deferral() as deferral:
+            try:
+                for module, folds in self.folds(folded).items() if into_weights else ():
+                    with deferral.allowed():
+                        values = combine(self.model, module, folds)
+                    while values:  # none is held longer than it takes to write it
+                        name = next(iter(values))
+                        new = values.pop(name)
+                        journal.write(self.model, name, new.value)
+                        changes.append(new.change)
+                self.take_out(folded, [change.parameter for change in changes if change.created], deferral)
+            except BaseException:
+                with Deferral():
+                    journal.undo()
+                raise
+        return changes
+
+    def take_out(
+        self, edits: Collection[str], created: Collection[str], deferral: Deferral, wider: bool = False
+    ) -> None:
+        """The model without some edits. `created`: biases that it did not have: they require gradients where their weights do. `wider`:
+        whether sizes have changed.
+        """
+        flags = self.record.requires_grad
+        flags = flags | {name: flags.get(f"{name.rpartition('.')[0]}.weight", False) for name in created}
+        with deferral.allowed():
+            rest = [(part, spec) for part in self.record.parts if (spec := without(part, edits)) is not None]
+            analysis = analysed(self.model, self.sample) if rest and (created or wider) else self.analysis
+            tasks = tasks_of(self.record)
+            parts = tuple(
+                replace(p, text=print_spec(spec), plan=planned(spec, analysis, tasks).plan) for p, spec in rest
+            )
+            found = planned(spec_of_parts(parts), analysis, tasks) if parts else None
+        if found is None:
+            uninstall(self.model, flags)
+        else:
+            reinstall(self.model, parts, found, analysis.anatomy, sample=self.sample, requires_grad=flags)
 
     # Saying ----------------------------------------------------------------------------------------------------------
 
-    def report(self, folded: Collection[str], refused: Mapping[str, str], values: Mapping[str, NewValue]) -> FoldReport:
+    def report(self, folded: Collection[str], refused: Mapping[str, str], written: Iterable[Change]) -> FoldReport:
         changes: dict[str, list[Change]] = defaultdict(list)
-        for new in values.values():
-            for edit in new.change.edits:
-                changes[edit].append(new.change)
+        names = set[str]()
+        for change in written:
+            names.add(change.parameter)
+            for edit in change.edits:
+                changes[edit].append(change)
         for name, place in self.record.trained.items():
             edit = name.partition("/")[0]
-            if edit in folded and place not in values:
+            if edit in folded and place not in names:
                 changes[edit].append(
                     _trained(place, self.model.get_parameter(place), self.record.originals[place], edit)
                 )
@@ -262,51 +276,6 @@ class Folding:
             tuple(Folded(name, tuple(changes[name])) for name in self.names if name in folded),
             tuple(Refused(name, refused[name]) for name in self.names if name in refused),
         )
-
-
-class _Written:
-    """New values of parameters, put in the place of the old ones and back."""
-
-    def __init__(self, model: nn.Module, values: Mapping[str, NewValue]) -> None:
-        self.model = model
-        self.kept = {name: new.value for name, new in values.items()}
-        self.created = [name for name, new in values.items() if new.change.created]
-        self.swapped: list[str] = []
-
-    def created_flags(self, flags: Mapping[str, bool]) -> dict[str, bool]:
-        """A new bias requires a gradient where its weight does."""
-        return {name: flags.get(f"{name.rpartition('.')[0]}.weight", False) for name in self.created}
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        for name, value in self.kept.items():
-            owner, attribute = self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            self.swapped.append(name)
-            if name in self.created:
-                owner.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
-            elif is_quantised(old := owner.get_parameter(attribute)):
-                owner.register_parameter(attribute, nn.Parameter(value, requires_grad=old.requires_grad))
-                self.kept[name] = old
-            else:
-                self.kept[name] = _exchanged(owner.get_parameter(attribute), value)
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        for name in self.swapped:
-            owner, attribute = self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            if name in self.created:
-                owner.register_parameter(attribute, None)
-            elif isinstance(old := self.kept[name], nn.Parameter):
-                owner.register_parameter(attribute, old)
-            else:
-                owner.get_parameter(attribute).copy_(old)
-
-
-def _exchanged(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Writes a value; gives the old one."""
-    old = parameter.detach().clone()
-    parameter.copy_(value)
-    return old
 
 
 def listed_names(only: Iterable[str]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from peftc.rewriting.record import Installation, acting
 from peftc.syntax.print_expressions import expression
 from peftc.tracing.analysis import Analysis
 from peftc.weights.files import path_of, read
+from peftc.weights.journal import copy_all
 from peftc.weights.loading import check_base, check_tensors, planned_saved, tasks_in
 from peftc.weights.start import checked_names
 
@@ -71,9 +72,9 @@ def fuse(
             name = source.twin(pairs[placed.edit], placed, one)
             for place in places(record, placed, one, named):
                 targets[place].take(i, source, name)
-    for target in targets.values():
-        target.module.fill(target.adapters)
-        target.module.loaded()
+    modules = [target.module for target in targets.values()]
+    values = (pair for target in targets.values() for pair in target.module.filling(target.adapters))
+    copy_all(values, lambda: [module.loaded() for module in modules])
     return tuple(pairs)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from os import PathLike
 
-import torch
 from torch import Tensor, nn
 
 from peftc.compiler import parameters, states
@@ -15,6 +15,7 @@ from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule
 from peftc.rewriting.record import acting
 from peftc.weights.files import path_of, read
+from peftc.weights.journal import copy_all
 from peftc.weights.loading import check_base, check_tensors
 
 
@@ -62,14 +63,15 @@ def warm_start(
         alone = task is None and any(".tasks." in n for n in shapes) and not any(".tasks." in n for n in found)
         help_ = f'say which task begins so: task="{record.task.names[0]}"' if alone else None
         check_tensors(found, shapes, f"what is saved in {directory} does not fit {listed(pairs)} of the model", help_)
-    with torch.no_grad():
-        for saved, values in wanted.items():
-            for value in values:
-                value.copy_(found[saved])
+    copy_all(((value, found[saved]) for saved, values in wanted.items() for value in values), partial(reload, model))
+    return tuple(pairs)
+
+
+def reload(model: nn.Module) -> None:
+    """Tells forms that their values are others."""
     for form in model.modules():
         if isinstance(form, FormModule):
             form.loaded()
-    return tuple(pairs)
 
 
 def checked_names(

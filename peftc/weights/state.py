@@ -93,7 +93,7 @@ def fold_into_state(
     ((edit, found),) = good.items()
     with torch.no_grad():
         made = _tokens(found[0], folding) if _is_prompt(found[0]) else _seed(found, folding)
-    folding.commit([edit], {})
+    folding.commit([edit], into_weights=False)
     stays = {e: reasons.get(e, "it was not asked for") for e in folding.names if e != edit}
     if isinstance(made, Tensor):
         return State(model, (edit,), stays, tokens=made)

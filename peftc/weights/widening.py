@@ -6,26 +6,27 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from transformers import PretrainedConfig
 
-from peftc.compiler import analysed
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight
+from peftc.interrupts import Deferral
 from peftc.planning.affine import is_linear
 from peftc.planning.ir import Placed
-from peftc.rewriting.install import strip
+from peftc.rewriting.container import CONTAINER
+from peftc.rewriting.install import SHARED
 from peftc.rewriting.record import installed, is_installed
 from peftc.runtime import dense
 from peftc.tracing.graphs import passes_through
 from peftc.tracing.kinds import LayerKind
 from peftc.tracing.sites import Site, WeightRef
 from peftc.weights.bottlenecks import NotWider, bottleneck_of, factor_of, is_sum
-from peftc.weights.folding import Folding, listed_names, without
+from peftc.weights.folding import Folding, listed_names
 from peftc.weights.report import Change, Folded, FoldReport, Refused
 
 GRID = torch.linspace(-8, 8, 161, dtype=torch.float64)  # where activations are compared
@@ -175,20 +176,20 @@ class Widening(Folding):
 
     def replace(self, edits: Collection[str], wider: Collection[Wider]) -> None:
         """Puts the wider weights in place and takes the edits out, or does nothing."""
-        flags = self.record.requires_grad | {name: False for one in wider for name in one.created}
-        try:
-            for one in wider:
-                one.swap()
-            rest = [(part, spec) for part in self.record.parts if (spec := without(part, edits)) is not None]
-            if rest:
-                self.keep(rest, analysed(self.model, self.sample), flags)
-            else:
-                strip(self.model, flags)
-        except BaseException:
-            for one in wider:
-                one.undo()
-            raise
-        fit_config(self.model, {one.width for one in wider})
+        with Deferral() as deferral:
+            try:
+                for one in wider:
+                    one.swap()
+                with deferral.allowed():
+                    config = wider_config(self.model, {one.width for one in wider})
+                self.take_out(edits, [name for one in wider for name in one.created], deferral, wider=True)
+            except BaseException:
+                with Deferral():
+                    for one in wider:
+                        one.undo()
+                raise
+            for name, value in config.items():
+                setattr(cast(Any, self.model).config, name, value)
 
 
 class Wider:
@@ -319,24 +320,23 @@ def width_of(site: Site) -> int:
     return shape.d_out
 
 
-def fit_config(model: nn.Module, widths: Collection[tuple[int, int]]) -> None:
-    """Writes the new width into the configuration, where all ffns have the same and a model built from it has these shapes, so that
-    it can be saved and loaded; else it stays as it was.
+def wider_config(model: nn.Module, widths: Collection[tuple[int, int]]) -> dict[str, int]:
+    """What changes in the configuration: the new width, where all ffns have the same and a model built from it has these shapes, so
+    that it can be saved and loaded; else nothing.
     """
     config = getattr(model, "config", None)
     if len(widths) != 1 or not isinstance(config, PretrainedConfig):
-        return
+        return {}
     ((old, new),) = widths
+    names = [name for name, value in config.to_dict().items() if value == old and type(value) is int]
     changed = deepcopy(config)
-    for name, value in config.to_dict().items():
-        if value == old and type(value) is int:
-            setattr(changed, name, new)
+    for name in names:
+        setattr(changed, name, new)
     try:
         with torch.device("meta"):
             shapes = {name: p.shape for name, p in type(model)(changed).named_parameters()}
     except Exception:  # a model's __init__ raises whatever its own checks raise
-        return
-    if all(shapes.get(name) == p.shape for name, p in model.named_parameters()):
-        for name, value in changed.to_dict().items():
-            if value == new and config.to_dict().get(name) == old:
-                setattr(config, name, new)
+        return {}
+    ours = {CONTAINER, SHARED}
+    own = ((name, p) for name, p in model.named_parameters() if ours.isdisjoint(name.split(".")))
+    return dict.fromkeys(names, new) if all(shapes.get(name) == p.shape for name, p in own) else {}

@@ -1,0 +1,90 @@
+"""All that an operation may change, as texts that can be compared."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+
+import peftc
+from peftc.rewriting.record import installed, is_installed
+from tests.interrupts.operations import run
+
+
+def digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def snapshot(model: nn.Module, folder: Path) -> dict[str, str]:
+    """The model, what it computes, its adapter on disk, and what peftc patches elsewhere."""
+    found: dict[str, str] = {"process": process()}
+    for name, module in model.named_modules():
+        kinds = [hasattr(c, "_peftc_kind") and "_peftc_kind" in vars(c) for c in type(module).__mro__]
+        found[f"class of {name}"] = (
+            f"{type(module).__name__} {kinds} {sorted(map(str, vars(module)))} {module.training}"
+        )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[name] = f"{digest(parameter)} {parameter.requires_grad} {parameter.grad is None}"
+    for name, buffer in model.named_buffers():
+        found[f"buffer {name}"] = digest(buffer)
+    if is_installed(model):
+        record = installed(model)
+        default = record.choice.default
+        found["specs"] = "\n".join(f"{part.name}: {part.text}" for part in record.parts)
+        found["choice"] = f"{sorted(default.off)} {default.task} {len(record.choice.blocks())} {record.task.names}"
+        found |= {f"original {name}": digest(value) for name, value in record.originals.items()}
+    found["result"] = digest(run(model))
+    found["config"] = str(getattr(model, "config", None))
+    return found | adapter(folder)
+
+
+def adapter(folder: Path) -> dict[str, str]:
+    if not folder.exists():
+        return {}
+    from peftc.weights.files import read
+
+    _, tensors = read(folder)
+    return {f"saved {name}": digest(tensor) for name, tensor in tensors.items()}
+
+
+def process() -> str:
+    """Patches of torch and transformers, and stacks of modes."""
+    parts: list[Any] = [
+        nn.Module.to.__qualname__,
+        nn.Module.to.__module__,
+        torch.backends.mha.get_fastpath_enabled.__module__,
+        torch.autograd.Function.__dict__["apply"].__func__.__module__,
+        AttentionInterface.get_interface.__module__,
+        torch.zeros.__class__.__name__,
+        torch.arange.__class__.__name__,
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        gc.isenabled(),
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    ]
+    return " ".join(map(str, parts))
+
+
+def between(now: dict[str, str], before: dict[str, str], after: dict[str, str]) -> str:
+    """Where a state is neither of the two; empty where it is one."""
+    if now in (before, after):
+        return ""
+    nearest = min((before, after), key=lambda other: len(differences(now, other)))
+    which = "before" if nearest is before else "after"
+    return f"not as {which}: {', '.join(differences(now, nearest)[:4])}"
+
+
+def differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
+
+
+__all__ = ["between", "peftc", "snapshot"]

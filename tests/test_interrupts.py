@@ -1,0 +1,28 @@
+"""SIGINT at every line from the first write to the end of an operation: the model is as before or as after. `make interrupts` does all lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GROUPS = (
+    ("compile", "load", "fold", "remove", "disabled", "task", "set_enabled"),
+    ("remove one", "warm_start", "fuse", "calibrate", "fold, widen"),
+)
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=["without code", "with code"])
+def test_an_interrupt_finds_the_model_before_or_after(names: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "tests.interrupts.run", "--written", "--json", *names]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    outcomes = json.loads(done.stdout)
+    assert {name: one["between"] for name, one in outcomes.items()} == {name: [] for name in names}
+    assert all(one["lines"] and not one["swallowed"] for one in outcomes.values()), outcomes

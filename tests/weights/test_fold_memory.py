@@ -1,0 +1,158 @@
+"""Memory of a fold: an error when it runs out leaves the model as it was, and one weight at a time is held twice."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import peftc
+from peftc.weights import journal
+from tests import zoo
+from tests.laws.harness import randomise
+
+SPEC = """peft 1
+edit a at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2) }
+edit b at layer[*].attn.k { h += vector(init=0) }
+edit c at layer[*].attn.o { w = magnitude(w + lowrank(r=2)) }
+edit p at layer[*].ffn { h += adapter(h, r=2) }
+"""
+
+
+def compiled() -> nn.Module:
+    model = peftc.compile(SPEC, zoo.build("llama"), seed=0).eval()
+    randomise(peftc.parameters(model))
+    return model
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    values = {name: (id(p), p.requires_grad, p.detach().clone()) for name, p in model.named_parameters()}
+    return values | {f"class of {name}": type(module) for name, module in model.named_modules()}
+
+
+def assert_same(model: nn.Module, before: dict[str, Any]) -> None:
+    now = state(model)
+    assert list(now) == list(before)
+    for name, value in now.items():
+        if isinstance(value, tuple):
+            assert value[:2] == before[name][:2], name
+            assert torch.equal(value[2], before[name][2]), name
+        else:
+            assert value is before[name], name
+
+
+def failing(owner: Any, name: str, count: int, error: BaseException, patch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Lets the call number `count` of a function fail."""
+    original, calls = getattr(owner, name), 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            raise error
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, call)
+    return lambda: calls
+
+
+@torch.no_grad()
+def result(model: nn.Module) -> torch.Tensor:
+    return model(**zoo.inputs("llama", model))[0]
+
+
+PLACES = [(torch.Tensor, "copy_"), (torch.Tensor, "to"), (journal.Journal, "keep"), (nn.Module, "register_parameter")]
+
+
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=[name for _, name in PLACES])
+def test_memory_that_runs_out_at_any_call_leaves_the_model(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = compiled()
+    before, want = state(model), result(model)
+    failed = 0
+    for count in range(1, 400, 7):
+        with monkeypatch.context() as patch:
+            reached = failing(owner, name, count, torch.OutOfMemoryError("injected"), patch)
+            try:
+                peftc.fold(model)
+            except (
+                torch.OutOfMemoryError,
+                peftc.PeftcError,
+            ):  # the latter where planning what stays cannot read a layer for it
+                error = True
+            else:  # none, or it came while a variant was tried that can be made later
+                error = False
+        if error:
+            failed += 1
+            assert_same(model, before)
+            assert torch.equal(result(model), want)
+        else:
+            assert torch.allclose(result(model), want, atol=1e-5)
+            assert len(peftc.parameters(model)) == 4 * 3  # of `p` alone
+            model = compiled()
+            before = state(model)
+        if reached() < count:
+            break
+    assert failed
+
+
+def test_a_disk_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled()
+    before = state(model)
+
+    class Full:
+        def __init__(self, **_: Any) -> None:
+            self.written = 0
+
+        def seek(self, *_: Any) -> int:
+            return self.written
+
+        def write(self, data: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(journal, "SpooledTemporaryFile", Full)
+    with pytest.raises(peftc.PeftcError) as error:
+        peftc.fold(model)
+    assert [d.code for d in error.value.diagnostics] == ["P546"]
+    assert_same(model, before)
+
+
+MEASURE = """
+import resource, sys, torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+import peftc
+torch.set_num_threads(1)
+config = LlamaConfig(hidden_size=1024, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, vocab_size=64)
+small = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, vocab_size=64)
+model = LlamaForCausalLM(config).to(getattr(torch, sys.argv[1])).eval()
+peftc.compile(SPEC, model, seed=0)
+peftc.fold(peftc.compile(SPEC, LlamaForCausalLM(small), seed=0))  # what the first fold imports is not counted
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+peftc.fold(model)
+weights = sum(p.numel() * p.element_size() for p in model.parameters())
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, weights)
+"""
+LINEARS = " | ".join(
+    f"layer[*].{p}" for p in ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_weight_at_a_time_is_held_twice(dtype: str, tmp_path: Path) -> None:
+    spec = f"peft 1\nedit a at {LINEARS} {{ h += lora(x, r=4) }}\n"
+    code = f"SPEC = {spec!r}\n{MEASURE}"
+    done = subprocess.run([sys.executable, "-c", code, dtype], capture_output=True, text=True, check=True)
+    more, weights = map(int, done.stdout.split())
+    assert weights > 1e8
+    assert more < 0.5 * weights, f"{more / 1e6:.0f} MB for weights of {weights / 1e6:.0f} MB"
