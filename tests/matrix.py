@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 Case = TypeVar("Case")
+Other = TypeVar("Other")
 FULL = os.environ.get("PEFTC_TESTS") == "full"
 
 
@@ -19,6 +20,6 @@ def some(cases: Iterable[Case], every: int) -> list[Case]:
     return list(cases)[:: 1 if FULL else every]
 
 
-def checkerboard(rows: Sequence[str], columns: Sequence[str], every: int = 2) -> list[tuple[str, str]]:
+def checkerboard(rows: Sequence[Case], columns: Sequence[Other], every: int = 2) -> list[tuple[Case, Other]]:
     """Pairs of a row and a column: each row meets each `every`-th column, rows in turn; all pairs in the full run."""
     return [(r, c) for i, r in enumerate(rows) for j, c in enumerate(columns) if FULL or (i + j) % every == 0]

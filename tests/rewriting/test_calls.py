@@ -20,6 +20,7 @@ import peftc
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.record import installed
 from tests import zoo
+from tests.matrix import checkerboard
 from tests.survival.harness import CACHED, SPECS, close, compiled, text
 
 GENERATING = ("bart", "t5", "llama", "mixtral")
@@ -132,8 +133,7 @@ def test_positions_of_ones_own(name: str) -> None:
     assert variants(model) == known
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["bart", "llama"])
+@pytest.mark.parametrize(("spec", "name"), checkerboard(tuple(SPECS), ("bart", "llama")))
 def test_an_implementation_switched_after_compiling(name: str, spec: str) -> None:
     model = compiled(name, spec)
     given = zoo.inputs(name, model)

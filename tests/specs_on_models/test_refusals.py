@@ -13,6 +13,7 @@ from torch import nn
 
 import peftc
 from tests.laws.harness import Before, randomise
+from tests.matrix import checkerboard
 from tests.specs_on_models.pairs import fresh, logits, unchanged
 
 FIRST = """peft 1
@@ -85,8 +86,7 @@ def steps(tmp_path: Path) -> dict[str, Callable[[nn.Module], object]]:
     }
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("step", ["compile", "load"])
+@pytest.mark.parametrize(("point", "step"), checkerboard(POINTS, ("compile", "load")))
 def test_a_failure_anywhere_leaves_the_first(
     step: str, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,8 +101,7 @@ def test_a_failure_anywhere_leaves_the_first(
     peftc.remove(model, "first")
 
 
-@pytest.mark.parametrize("point", [*POINTS, "reinstall._Before.detach"])
-@pytest.mark.parametrize("step", ["remove", "fold"])
+@pytest.mark.parametrize(("point", "step"), checkerboard([*POINTS, "reinstall._Before.detach"], ("remove", "fold")))
 def test_a_failure_while_one_is_taken_out_leaves_both(step: str, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = peftc.compile(SECOND, first(), seed=1, name="second")
     randomise(peftc.parameters(model))

@@ -16,6 +16,7 @@ from transformers import EncoderDecoderCache, StaticCache
 
 import peftc
 from tests import zoo
+from tests.matrix import some
 from tests.survival.harness import GENERATING, SPECS, close, compiled, text
 
 Step = tuple[str, Callable[[nn.Module], Any]]
@@ -86,7 +87,9 @@ def run(name: str, model: Any, compiler: Callable[..., Any]) -> Iterator[tuple[s
         yield label, call(fast), counter.frame_count
 
 
-@pytest.mark.parametrize(("name", "spec"), [("bart", "mam"), ("llama", "mam"), ("vit", "mam"), ("mixtral", "weights")])
+@pytest.mark.parametrize(
+    ("name", "spec"), some([("llama", "mam"), ("bart", "mam"), ("mixtral", "weights"), ("vit", "mam")], 2)
+)
 def test_one_graph_the_same_numbers_and_no_more_compilations(name: str, spec: str) -> None:
     model = compiled(name, spec, torch.float32, **SHALLOW.get(name, {}))
     expected = base_frames(name)

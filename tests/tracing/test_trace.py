@@ -16,6 +16,7 @@ from peftc.tracing.calls import bind, innermost
 from peftc.tracing.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer
 from tests import zoo
+from tests.matrix import checkerboard
 
 
 def retraced(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module, list[Kind]]:
@@ -30,8 +31,7 @@ def retraced(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> t
     return base, model, list(kinds.values())
 
 
-@pytest.mark.parametrize("name", zoo.ALL)
-@pytest.mark.parametrize("padding", [None, "right"])
+@pytest.mark.parametrize(("name", "padding"), checkerboard(zoo.ALL, (None, "right")))
 def test_a_traced_layer_computes_what_it_computed(name: str, padding: Any) -> None:
     base, model, kinds = retraced(name)
     given = zoo.inputs(name, base, padding=padding)

@@ -18,6 +18,7 @@ import peftc
 from peftc.weights.adapter import METADATA
 from tests import zoo
 from tests.laws.harness import Before, randomise, values
+from tests.matrix import checkerboard
 
 SPEC = (
     "let s = shared(lora(r=2))\n"
@@ -27,6 +28,7 @@ SPEC = (
     "train n = [w, b] at layer[*].norm\n"
     "expect stored > 10"
 )
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 PREFIX = "edit p at layer[*].attn { kv = concat(prefix(len=3, reparam=mlp(5)), kv) }"
 
 
@@ -76,8 +78,7 @@ def refused(folder: Path, model: nn.Module, code: str, **kwargs: Any) -> peftc.D
 # There and back ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["bart", "gpt2", "llama"])
+@pytest.mark.parametrize(("name", "dtype"), checkerboard(("bart", "gpt2", "llama"), DTYPES))
 def test_what_is_saved_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     spec = SPEC if name != "llama" else SPEC.replace("[w, b]", "[w]")
     model = compiled(name, spec, dtype)
@@ -163,8 +164,7 @@ def test_after_a_partial_fold_the_rest_belongs_to_the_folded_base(tmp_path: Path
 # Prefixes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bart", "t5", "llama"])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("name", "shared"), checkerboard(("bart", "t5", "llama"), (False, True)))
 def test_a_reparametrised_prefix_is_saved_as_rows(name: str, shared: bool, tmp_path: Path) -> None:
     spec = "edit p at decoder.layer[*].attn.self { kv = concat(kv, prefix(len=3, reparam=mlp(5))) }"
     if shared:
