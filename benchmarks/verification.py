@@ -2,7 +2,8 @@
 
     python -m benchmarks.verification [--recipes lora,mam] [--models bart,llama] [--layers 2]
 
-Prints a line for each pair that has a finding or a site that is not witnessed, and the counts.
+Prints a line for each pair that has a finding or a site that is not witnessed, and the counts. A run over all pairs writes
+`results/verification.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ from collections import Counter
 from collections.abc import Sequence
 
 import peftc
+from benchmarks.common import machine, provenance, save, table
 from tests.verification.pairs import compiled, everything
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     counts: Counter[str] = Counter()
+    lines: list[str] = []
     start = time.process_time()
     for recipe, name in everything():
         if (options.recipes and recipe not in options.recipes) or (options.models and name not in options.models):
             continue
         counts["pairs"] += 1
-        if line := verified(recipe, name, options.layers, counts):
-            print(f"{recipe} on {name}: {line}", flush=True)
-    for what, count in counts.items():
-        print(f"{what:24} {count:,}")
-    print(f"{'seconds of CPU':24} {time.process_time() - start:.0f}")
+        if said := verified(recipe, name, options.layers, counts):
+            lines.append(f"{recipe} on {name}: {said}")
+            print(lines[-1], flush=True)
+    counts["seconds of CPU"] = round(time.process_time() - start)
+    rows = [[what, f"{count:,}"] for what, count in counts.items()]
+    for what, count in rows:
+        print(f"{what:24} {count}")
+    if not (options.recipes or options.models):
+        text = f"Every recipe on every model of `tests/zoo.py` that has its sites.\n\n{table(['', 'count'], rows)}"
+        save("verification", {"counts": counts, "lines": lines}, text, provenance() | machine())
     return 1 if counts["findings"] else 0
 
 

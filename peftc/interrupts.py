@@ -87,9 +87,11 @@ class Deferral:
 
     def __init__(self) -> None:
         self.counted = False
+        self.outer = 0  # how many blocks this one stands in
 
     def __enter__(self) -> Deferral:
         if INTERRUPTS.install():
+            self.outer = INTERRUPTS.deferrals
             INTERRUPTS.deferrals += 1
             self.counted = True
         return self
@@ -97,22 +99,22 @@ class Deferral:
     def __exit__(self, *_: object) -> None:
         if self.counted:
             self.counted = False
-            INTERRUPTS.deferrals -= 1
+            INTERRUPTS.deferrals = self.outer
             INTERRUPTS.settle()
 
     @contextmanager
     def allowed(self) -> Generator[None]:
         """Inside of this block a SIGINT is raised at once, where no other deferral is around: for long steps that can be undone."""
-        if not self.counted or INTERRUPTS.deferrals > 1:
+        if not self.counted or self.outer:
             yield
             return
-        INTERRUPTS.deferrals -= 1
         try:
+            INTERRUPTS.deferrals = 0
             if INTERRUPTS.pending:
                 INTERRUPTS.settle()
             yield
         finally:
-            INTERRUPTS.deferrals += 1
+            INTERRUPTS.deferrals = 1
 
 
 class Shielded(ABC, Generic[T]):
