@@ -115,6 +115,7 @@ class Deferral:
             yield
         finally:
             INTERRUPTS.deferrals = 1
+            INTERRUPTS.install()  # a signal that came has put the other handler back
 
 
 class Shielded(ABC, Generic[T]):

@@ -1,4 +1,4 @@
-"""A pytest plugin: which test reaches which lines of peftc, and what it costs.
+"""A pytest plugin: which test reaches which faults, what it costs, and whether it passes.
 
 Loaded by `-p tests.mutants.recorder`, in each worker of xdist, too. MUTANTS_RECORD names the folder that it writes to.
 """
@@ -10,38 +10,38 @@ import os
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
-import coverage
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.mutants import probes
 
 
 class Recorder:
-    """Runs from when it is made, so that what importing peftc runs is in no test's context."""
+    """Writes a line for each test: its id, the seconds of CPU, whether it passed, the numbers of the faults."""
 
     def __init__(self, folder: Path) -> None:
-        self.seconds = folder / f"seconds.{os.getpid()}"
-        file, lines = str(folder / "coverage"), [f"{ROOT}/peftc/*"]
-        self.coverage = coverage.Coverage(
-            data_file=file, data_suffix=f"{os.getpid()}", include=lines, config_file=False
-        )
-        self.coverage.start()
+        self.path = folder / f"reached.{os.getpid()}"
+        self.reached = set[int]()
+        self.failed = set[str]()
+        probes.install(self.reached)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None]:
-        self.coverage.switch_context(item.nodeid)
+        self.reached.clear()
         before = time.process_time()
         yield
-        with self.seconds.open("a") as file:
-            file.write(json.dumps([item.nodeid, time.process_time() - before]) + "\n")
+        seconds = time.process_time() - before
+        with self.path.open("a") as file:
+            file.write(json.dumps([item.nodeid, seconds, item.nodeid not in self.failed, sorted(self.reached)]) + "\n")
 
-    def pytest_sessionfinish(self) -> None:
-        self.coverage.stop()
-        self.coverage.save()
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    probes.install(set())
     distributes = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if not distributes:  # what only hands out tests runs none
         config.pluginmanager.register(Recorder(Path(os.environ["MUTANTS_RECORD"])))

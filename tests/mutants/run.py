@@ -1,4 +1,4 @@
-"""`python -m tests.mutants.run`: records the tests once, then runs each fault against those that reach its line."""
+"""`python -m tests.mutants.run`: records the tests once, then runs each fault against those that reach it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import coverage
-
 from benchmarks.common import machine, save
 from tests.mutants.faults import Fault, chosen
+from tests.mutants.probes import write
 
 ROOT = Path(__file__).resolve().parents[2]
 REASONS = Path(__file__).with_name("reasons.json")
@@ -56,48 +55,36 @@ def environment(root: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CI": "true", **more}
 
 
-def record(folder: Path, tests: Sequence[str], jobs: int) -> None:
-    """One run of the tests with coverage. They must pass."""
-    folder.mkdir(parents=True, exist_ok=True)
-    plugin = ["-p", "tests.mutants.recorder"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *plugin,
-        "-n",
-        str(jobs),
-        "--dist",
-        "worksteal",
-        *tests,
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=environment(ROOT, MUTANTS_RECORD=str(folder)))
-    if done.returncode:
-        raise SystemExit("the tests fail without any fault")
+def record(folder: Path, faults: Sequence[Fault], tests: Sequence[str], jobs: int) -> None:
+    """One run of the tests, in a copy with a probe at each fault. Tests that fail there are not asked later."""
+    copy(folder / "repository")
+    write(folder / "repository", faults)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.recorder"]
+    command += ["-n", str(jobs), "--dist", "worksteal", *tests]
+    more = environment(folder / "repository", MUTANTS_RECORD=str(folder))
+    subprocess.run(command, cwd=folder / "repository", env=more)
+    (folder / "faults.json").write_text(json.dumps([fault.key for fault in faults]))
 
 
 class Reach:
-    """Which tests reach a line, and what each costs."""
+    """Which tests reach a fault, and what each costs."""
 
-    def __init__(self, folder: Path) -> None:
-        data = coverage.CoverageData(str(folder / "combined"))
-        parts = [str(path) for path in folder.glob("coverage.*")]
-        cover = coverage.Coverage(data_file=str(folder / "combined"), config_file=False)
-        cover.combine(parts, keep=True)
-        cover.save()
-        data.read()
-        self.contexts: Mapping[str, Mapping[int, Iterable[str]]] = {
-            str(Path(path).relative_to(ROOT)): data.contexts_by_lineno(path) for path in data.measured_files()
-        }
-        lines = [line for path in folder.glob("seconds.*") for line in path.read_text().splitlines()]
-        self.seconds: dict[str, float] = dict(map(json.loads, lines))
+    def __init__(self, folder: Path, faults: Sequence[Fault]) -> None:
+        if json.loads((folder / "faults.json").read_text()) != [fault.key for fault in faults]:
+            raise SystemExit(f"{folder} is of other faults: remove it")
+        self.numbers = {fault: number for number, fault in enumerate(faults)}
+        self.seconds: dict[str, float] = {}
+        self.reaching: dict[int, list[str]] = defaultdict(list)
+        for line in (line for path in folder.glob("reached.*") for line in path.read_text().splitlines()):
+            test, seconds, passed, numbers = json.loads(line)
+            if passed:
+                self.seconds[test] = seconds
+                for number in numbers:
+                    self.reaching[number].append(test)
 
     def tests(self, fault: Fault) -> list[str]:
         """The cheapest tests that reach the line, files in turn, within the budget."""
-        reaching = [t for t in self.contexts.get(fault.path, {}).get(fault.line, ()) if t in self.seconds]
+        reaching = self.reaching[self.numbers[fault]]
         files: dict[str, list[str]] = defaultdict(list)
         for test in sorted(reaching, key=lambda t: (self.seconds[t], t)):
             files[test.partition("::")[0]].append(test)
@@ -138,24 +125,23 @@ def tried(fault: Fault, tests: Sequence[str], seconds: float, root: Path) -> Out
     )
 
 
-def copies(folder: Path, count: int) -> Queue[Path]:
-    """Copies of the repository, one for each worker."""
-    queue: Queue[Path] = Queue()
-    for i in range(count):
-        root = folder / str(i)
-        for name in COPIED:
-            source = ROOT / name
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, root / name, ignore=ignored) if source.is_dir() else shutil.copy(
-                source, root / name
-            )
-        queue.put(root)
-    return queue
+def copy(root: Path) -> Path:
+    """A copy of the repository."""
+    for name in COPIED:
+        source, target = ROOT / name, root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    return root
 
 
 def run(faults: Sequence[Fault], reach: Reach, jobs: int) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        roots = copies(Path(folder), jobs)
+        roots: Queue[Path] = Queue()
+        for number in range(jobs):
+            roots.put(copy(Path(folder) / str(number)))
 
         def one(fault: Fault) -> Outcome:
             tests = reach.tests(fault)
@@ -206,10 +192,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="faults of paths that begin so")
     parser.add_argument("tests", nargs="*", help="tests to choose from (all)")
     given = parser.parse_args(arguments)
-    if not given.record.exists():
-        record(given.record, given.tests, given.jobs)
-    faults = [fault for fault in chosen(ROOT, given.faults, given.seed) if fault.path.startswith(given.only)]
-    outcomes = run(faults, Reach(given.record), given.jobs)
+    faults = chosen(ROOT, given.faults, given.seed)
+    if not (given.record / "faults.json").exists():
+        record(given.record, faults, given.tests, given.jobs)
+    reach = Reach(given.record, faults)
+    outcomes = run([fault for fault in faults if fault.path.startswith(given.only)], reach, given.jobs)
     if not given.only and not given.tests:
         report(outcomes, given.seed)
     return int(
