@@ -62,3 +62,15 @@ def test_the_coverage() -> None:
     shares = [summary[key].partition("(")[2].rstrip(")") for key in ("a, b, c, e", "d")]
     assert [row[-1] for row in rows("| LoRA on q and v, a parallel adapter")] == shares
     assert f"{summary['ran']} models run" in README
+
+
+def test_the_promises() -> None:
+    broken = results("adversarial")["results"]
+    specs, adapters, kills = (broken[name] for name in ("mutated specs", "malicious adapters", "killed saves"))
+    interrupts = results("interrupts")
+    assert [row[-1] for row in rows("| Bad input")] == [
+        f"{specs['run']:,} mutated specs, {adapters['run']:,} malicious adapters: {specs['tracebacks'] + adapters['tracebacks']} tracebacks, "
+        f"{specs['hangs'] + adapters['hangs']} hangs",
+        f"{kills['run']:,} SIGKILLs, at random and at every boundary: {kills['losses']} losses",
+        f"SIGINT at {interrupts['lines']:,} lines of {len(interrupts['operations'])} operations: {interrupts['between']} in between",
+    ]

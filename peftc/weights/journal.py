@@ -14,7 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.interrupts import Deferral
 from peftc.runtime import is_quantised
 
-IN_MEMORY = 2**26  # bytes; more is kept in a file
+IN_MEMORY = 2**24  # bytes; more is kept in a file
 
 
 class Journal:
@@ -60,7 +60,7 @@ class Journal:
             self.file.write(buffer(as_bytes(tensor)))
             self.file.flush()
         except OSError as error:
-            message = f"there is no room for the weights as they are now in {gettempdir()}: {error.strerror}"
+            message = f"the weights as they are now cannot be kept in {temporary_folder()}: {error.strerror}"
             help_ = "name another folder in TMPDIR: they are kept there until all new ones are written"
             raise PeftcError(Diagnostic("P546", message, help=help_)) from error
         return start
@@ -94,6 +94,13 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], then: Callable[[], object])
 def as_bytes(tensor: Tensor) -> Tensor:
     """The values of a tensor (any shape, dtype and device) as bytes, in the order of its indices."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def temporary_folder() -> str:
+    try:
+        return gettempdir()
+    except OSError:
+        return "a temporary folder, since there is none"
 
 
 def buffer(data: Tensor) -> memoryview:

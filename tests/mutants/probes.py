@@ -19,13 +19,19 @@ def install(reached: set[int]) -> None:
 
 
 def write(root: Path, faults: Sequence[Fault]) -> None:
-    """Puts the probe number i around the expression in which the fault number i is, in the files under `root`."""
+    """Puts the probe number i around the expression in which the fault number i is, in the files under `root`. In processes that tests
+    start it does nothing.
+    """
     by_path: Mapping[str, list[int]] = defaultdict(list)
     for number, fault in enumerate(faults):
         by_path[fault.path].append(number)
     for name, numbers in by_path.items():
         path = root / name
         path.write_text(probed(path.read_text(encoding="utf-8"), [(n, faults[n]) for n in numbers]), encoding="utf-8")
+    package = root / "peftc" / "__init__.py"
+    first, future, rest = package.read_text(encoding="utf-8").partition("from __future__ import annotations\n")
+    idle = f"import builtins\n\nvars(builtins).setdefault({NAME!r}, lambda number: None)\n"
+    package.write_text(f"{first}{future}{idle}{rest}", encoding="utf-8")
 
 
 def probed(text: str, faults: Iterable[tuple[int, Fault]]) -> str:

@@ -128,31 +128,45 @@ def test_a_disk_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MEASURE = """
-import resource, sys, torch
-from torch import nn
+import ctypes, gc, re, sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import peftc
+
+def kilobytes(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+def model(width, layers):
+    config = LlamaConfig(hidden_size=width, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=8, vocab_size=64)
+    edited = peftc.compile(SPEC, LlamaForCausalLM(config).to(getattr(torch, sys.argv[1])), seed=0)
+    for parameter in peftc.parameters(edited).values():
+        parameter.data.normal_(std=0.02)
+    return edited
+
 torch.set_num_threads(1)
-config = LlamaConfig(hidden_size=1024, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, vocab_size=64)
-small = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, vocab_size=64)
-model = LlamaForCausalLM(config).to(getattr(torch, sys.argv[1])).eval()
-peftc.compile(SPEC, model, seed=0)
-peftc.fold(peftc.compile(SPEC, LlamaForCausalLM(small), seed=0))  # what the first fold imports is not counted
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-peftc.fold(model)
-weights = sum(p.numel() * p.element_size() for p in model.parameters())
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, weights)
+peftc.fold(model(32, 1))  # what the first fold imports is not counted
+large = model(1024, 8)
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = kilobytes("VmRSS")
+peftc.fold(large)
+weights = sum(p.numel() * p.element_size() for p in large.parameters())
+print((kilobytes("VmHWM") - before) * 1024, weights)
 """
 LINEARS = " | ".join(
     f"layer[*].{p}" for p in ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
 )
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of memory that begins anew")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_weight_at_a_time_is_held_twice(dtype: str, tmp_path: Path) -> None:
+def test_a_weight_at_a_time_is_held_twice(dtype: str) -> None:
+    """Beside one weight in float32, of 4 MB, its change and the first 16 MB of the old ones: three quarters of the weights, where all of them
+    would be twice as much.
+    """
     spec = f"peft 1\nedit a at {LINEARS} {{ h += lora(x, r=4) }}\n"
     code = f"SPEC = {spec!r}\n{MEASURE}"
     done = subprocess.run([sys.executable, "-c", code, dtype], capture_output=True, text=True, check=True)
     more, weights = map(int, done.stdout.split())
     assert weights > 1e8
-    assert more < 0.5 * weights, f"{more / 1e6:.0f} MB for weights of {weights / 1e6:.0f} MB"
+    assert more < 0.75 * weights, f"{more / 1e6:.0f} MB for weights of {weights / 1e6:.0f} MB"
