@@ -156,13 +156,16 @@ def module_infos(anatomy: Anatomy) -> tuple[ModuleInfo, ...]:
         shape = shapes_seen.get(name, ())
         return shape[-1] if seen.calls.get(name) == 1 and len(shape) in (2, 3) else None
 
+    called = {id(anatomy.model.get_submodule(name)) for name in seen.calls}  # under whichever of its names
     found: list[ModuleInfo] = []
     for name, module in anatomy.model.named_modules(remove_duplicate=not shared):
         if name not in first and name not in shared:
             continue
         own = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
         entry = None if isinstance(module, nn.Embedding) else width(name, seen.inputs)
-        found.append(ModuleInfo(name, type(module).__name__, own, entry, width(name, seen.outputs), name in seen.calls))
+        found.append(
+            ModuleInfo(name, type(module).__name__, own, entry, width(name, seen.outputs), id(module) in called)
+        )
     return tuple(found)
 
 
