@@ -52,8 +52,9 @@ def reinstall(
 
     The base is frozen by the first spec; later ones change no `requires_grad` but those of what they train. Base parameters
     that are trained no longer keep their values here. `requires_grad`: what taking out everything restores, where it is
-    not what the model had before the first spec. `tasks`: as `found` was planned for, those that the model has without it. `then`: a step that may fail; what it writes are values of new
-    parameters and of newly trained ones. `last`: one that does not fail. After an error, or an interrupt, the model is as it was.
+    not what the model had before the first spec. `tasks`: as `found` was planned for, those that the model has without it. `then`: a
+    step that may fail and be interrupted; it writes values of new parameters and of newly trained ones. `last`: one that does not
+    fail, and writes whatever it likes. After an error, or an interrupt, the model is as it was.
     """
     before = _Before(model)
     surgery = Surgery(

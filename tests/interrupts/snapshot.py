@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-import peftc
 from peftc.rewriting.record import installed, is_installed
+from peftc.weights.files import read
 from tests.interrupts.operations import run
 
 
@@ -48,8 +48,6 @@ def snapshot(model: nn.Module, folder: Path) -> dict[str, str]:
 def adapter(folder: Path) -> dict[str, str]:
     if not folder.exists():
         return {}
-    from peftc.weights.files import read
-
     _, tensors = read(folder)
     return {f"saved {name}": digest(tensor) for name, tensor in tensors.items()}
 
@@ -85,6 +83,3 @@ def between(now: dict[str, str], before: dict[str, str], after: dict[str, str]) 
 
 def differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
-
-
-__all__ = ["between", "peftc", "snapshot"]

@@ -161,8 +161,8 @@ LINEARS = " | ".join(
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of memory that begins anew")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_weight_at_a_time_is_held_twice(dtype: str) -> None:
-    """Beside one weight in float32, of 4 MB, its change and the first 16 MB of the old ones: three quarters of the weights, where all of them
-    would be twice as much.
+    """All weights are folded into, and less than three quarters of their memory is needed beside them: with the old and the new values of
+    all at once it would be twice as much.
     """
     spec = f"peft 1\nedit a at {LINEARS} {{ h += lora(x, r=4) }}\n"
     code = f"SPEC = {spec!r}\n{MEASURE}"
