@@ -6,6 +6,7 @@ import ast
 import builtins
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutants.faults import Fault
@@ -35,33 +36,81 @@ def write(root: Path, faults: Sequence[Fault]) -> None:
 
 
 def probed(text: str, faults: Iterable[tuple[int, Fault]]) -> str:
-    spans = list(roots(text))
+    """The text with a probe for each fault: around the innermost expression that has it, or first thing in the functions of the innermost
+    class or function that has it (a value of a class, a decorator), or of the file.
+    """
+    starts = Starts(text)
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    places = [place for function in functions for place in starts.places(function)]
     insertions: list[tuple[int, int, str]] = []
     for number, fault in faults:
-        inside = [(stop - start, start, stop) for start, stop in spans if start <= fault.start and fault.end <= stop]
-        if not inside:
-            continue  # in a default value or a decorator, which importing runs
-        _, start, stop = min(inside)
-        insertions += [(start, 1, f"({NAME}({number}) or ("), (stop, 0, "))")]
+        inside = [place for place in places if place.start <= fault.start and fault.end <= place.end]
+        if inside:
+            place = min(inside, key=lambda place: place.end - place.start)
+            insertions += [(place.first, 1, f"({NAME}({number}) or ("), (place.last, 0, "))")]
+            continue
+        for first in starts.bodies(fault):
+            at = starts.at(first.lineno, first.col_offset)
+            insertions.append((at, -1, f"{NAME}({number})\n" + " " * first.col_offset))
     for at, _, more in sorted(insertions, reverse=True):
         text = text[:at] + more + text[at:]
     return text
 
 
-def roots(text: str) -> Iterator[tuple[int, int]]:
-    """Where the expressions of statements are that are run by a call: what they compute, assign, test, raise or return."""
-    starts = [0]
-    for line in text.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-    lines = [line.encode() for line in text.splitlines()]
+@dataclass(frozen=True)
+class Place:
+    """Characters `start` to `end`, and in them the expression `first` to `last` that a probe can stand around."""
 
-    def at(line: int, column: int) -> int:
-        return starts[line - 1] + len(lines[line - 1][:column].decode())
+    start: int
+    end: int
+    first: int
+    last: int
 
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for statement in (s for function in functions for one in function.body for s in ast.walk(one)):
-        for name in ("value", "test", "exc", "iter", "context_expr", "guard", "subject"):
-            found = getattr(statement, name, None)
-            owner = isinstance(statement, ast.stmt | ast.withitem | ast.match_case)
-            if owner and isinstance(found, ast.expr) and not isinstance(found, ast.Starred):
-                yield at(found.lineno, found.col_offset), at(found.end_lineno or 0, found.end_col_offset or 0)
+
+class Starts:
+    """Where the nodes of a text are."""
+
+    def __init__(self, text: str) -> None:
+        self.tree = ast.parse(text)
+        self.lines = [line.encode() for line in text.splitlines()]
+        self.starts = [0]
+        for line in text.splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line))
+
+    def at(self, line: int, column: int) -> int:
+        return self.starts[line - 1] + len(self.lines[line - 1][:column].decode())
+
+    def span(self, node: ast.stmt | ast.expr) -> tuple[int, int]:
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node, *decorators], key=lambda n: n.lineno)
+        return self.at(first.lineno, first.col_offset), self.at(node.end_lineno or 0, node.end_col_offset or 0)
+
+    def places(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Place]:
+        """What a call of a function computes, assigns, tests, raises or returns."""
+        for statement in (s for one in function.body for s in ast.walk(one)):
+            for name in ("value", "test", "exc", "iter", "context_expr", "guard", "subject"):
+                part = getattr(statement, name, None)
+                owner = isinstance(statement, ast.stmt | ast.withitem | ast.match_case)
+                if owner and isinstance(part, ast.expr) and not isinstance(part, ast.Starred):
+                    whole = statement if isinstance(statement, ast.Raise | ast.Expr) else part
+                    yield Place(*self.span(whole), *self.span(part))
+
+    def bodies(self, fault: Fault) -> list[ast.stmt]:
+        """The first statements of the innermost class or function that has a fault, or of all there are."""
+        scopes = [
+            n for n in ast.walk(self.tree) if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        around = [n for n in scopes if self.span(n)[0] <= fault.start and fault.end <= self.span(n)[1]]
+        for scope in sorted(around, key=lambda n: self.span(n)[1] - self.span(n)[0]):
+            if bodies := first_statements(scope):
+                return bodies
+        return first_statements(self.tree)
+
+
+def first_statements(scope: ast.AST) -> list[ast.stmt]:
+    """Of a function, or of each function in a class or a file: the first statement that is on a line of its own and no docstring."""
+    functions = [n for n in ast.walk(scope) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if functions and functions[0] is scope:
+        functions = functions[:1]
+    bodies = [f.body[1:] if ast.get_docstring(f) is not None else f.body for f in functions]
+    return [body[0] for f, body in zip(functions, bodies, strict=True) if body and body[0].lineno > f.lineno]
