@@ -133,6 +133,10 @@ def test_again_with_other_arguments(written: Path, arguments: list[str], tmp_pat
     gone = {path.name for path in written.iterdir()} - {path.name for path in folder.iterdir()}
     assert gone
     assert f"removed {', '.join(sorted(gone))}, of an earlier run" in out
+    (said,) = [line for line in out.splitlines() if line.startswith("wrote ")]
+    names = [path.name for path in folder.iterdir() if path.name not in ("notes.txt", MARKER)]
+    assert said.endswith(f" to {folder}")
+    assert sorted(said.removeprefix("wrote ").removesuffix(f" to {folder}").split(", ")) == sorted(names)
 
 
 def test_without_a_folder_nothing_is_written(

@@ -181,6 +181,17 @@ def test_deviation_of_first_values(given: dict[str, object], name: str, low: flo
     assert low <= float(module.get_parameter(name).detach().std()) <= high
 
 
+NORMED = every(lambda c: c.name in ("ladder", "hyper") or bool(c.args.get("norm_in") or c.args.get("norm_out")))
+
+
+@pytest.mark.parametrize("case", NORMED, ids=str)
+def test_layer_norms_begin_without_a_scale_and_a_shift(case: Case) -> None:
+    norms = {name: p for name, p in parameters(made(case)).items() if "norm" in name}
+    assert norms
+    for name, parameter in norms.items():
+        assert torch.equal(parameter, torch.full_like(parameter, "weight" in name)), name
+
+
 @pytest.mark.parametrize("case", every(alone), ids=str)
 def test_every_parameter_gets_a_gradient(case: Case) -> None:
     module = shaken(case)

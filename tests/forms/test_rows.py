@@ -125,13 +125,17 @@ def test_affine_where_the_row_says_so_and_nowhere_else(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", every(lambda c: c.form.affine(c.args) is None and c.name in ("adapter", "lora")), ids=str
+    "case", every(lambda c: c.form.affine(c.args) is None and c.form.rank(c.args, c.dims) is not None), ids=str
 )
-def test_rank_bounds_the_change(case: Case) -> None:
-    module, d = shaken(case), case.like().shape[-1]
-    eye = torch.eye(d, dtype=torch.float64)[None]
-    change = module(eye) - module(torch.zeros_like(eye))
-    assert torch.linalg.matrix_rank(change[0]) == case.form.rank(case.args, case.dims)
+def test_rank_is_that_of_the_change(case: Case) -> None:
+    """Of the weight that is given, else of the matrix of the affine map."""
+    module, like = shaken(case), case.like()
+    if isinstance(case.target, Weight):
+        change = module(like)
+    else:
+        eye = torch.eye(like.shape[-1], dtype=torch.float64)[None]
+        change = (module(eye) - module(torch.zeros_like(eye)))[0]
+    assert torch.linalg.matrix_rank(change) == case.form.rank(case.args, case.dims)
 
 
 T, W, KV = Tokens(8), Weight(8, 4), KeyValue(2, 4)
@@ -162,6 +166,8 @@ REFUSED = [
     ("vector", {}, None, W, "P310", None),
     ("vector", {}, None, KV, "P310", None),
     ("gate", {}, Heads(2, 4), T, "P310", "input"),
+    ("linear", {}, Heads(2, 4), T, "P310", "input"),
+    ("linear", {}, T, W, "P310", None),
     ("sparse_adapter", {"density": 0.1}, T, T, "P312", None),
     ("sparse_adapter", {"density": 0.1, "r": 2}, T, W, "P310", None),
     ("masked", {"density": 0.1}, None, T, "P310", None),

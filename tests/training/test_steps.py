@@ -140,6 +140,23 @@ def test_each_task_gives_up_ranks_in_the_steps_that_it_is_in() -> None:
         assert sum(int((p != 0).sum()) for p in values) == 2 * len(values)
 
 
+def test_what_a_task_has_given_up_stays_zero_though_the_optimizer_moves_it() -> None:
+    """After its last round nothing of a task is needed for that: momentum moves it in batches of other tasks, too."""
+    tasks, last = ("a", "b"), TOTAL - 3
+    model = peftc.compile(ADALORA.replace(" {", " per task {"), zoo.build("llama", torch.float64), seed=0, tasks=tasks)
+    given, weights = zoo.inputs("llama", model), peftc.parameters(model)
+    values = [p for key, p in weights.items() if key.endswith(".tasks.a.values")]
+    for step, task in ((0, "a"), (last, "a"), (last + 1, "b")):
+        with torch.no_grad():
+            for parameter in weights.values():
+                parameter += 0.1
+        model.zero_grad()
+        with peftc.task(model, task):
+            model(**given).logits.pow(2).sum().backward()
+        peftc.step(model, step)
+        assert sum(int((p == 0).sum()) for p in values) == (2 * len(values) if step >= last else 0)
+
+
 def test_a_step_without_gradients_is_refused() -> None:
     model = peftc.compile(ADALORA, zoo.build("llama"))
     with pytest.raises(peftc.PeftcError, match="P539"):
