@@ -142,20 +142,23 @@ class Blocks(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    """`before` the blocks; a Linear there has features enough for a logit each, and chooses none of them."""
+
+    def __init__(self, before: nn.Module) -> None:
         super().__init__()
-        self.norm, self.blocks = nn.LayerNorm(8), Blocks()
+        self.norm, self.before, self.blocks = nn.LayerNorm(8), before, Blocks()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.blocks(self.norm(x))
+        return x + self.blocks(self.before(self.norm(x)))
 
 
-def test_matrices_that_nothing_routes_to_are_no_experts() -> None:
-    root = Layer()
+@pytest.mark.parametrize("before", [nn.Identity(), nn.Linear(8, 8)])
+def test_matrices_that_nothing_routes_to_are_no_experts(before: nn.Module) -> None:
+    root = Layer(before)
     traced = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)})
     (ffn,) = subs = sub_layers(traced.graph, root)
     find_experts(traced, subs, root, new_mode())
-    assert (ffn.kind, ffn.experts) == ("ffn", [])
+    assert (ffn.kind, ffn.router, ffn.experts) == ("ffn", None, [])
 
 
 class Experts(nn.Module):

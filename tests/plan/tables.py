@@ -98,7 +98,8 @@ class Builder:
             size = (self.d, self.d_ff) if role == "down" else (self.d_ff, self.d)
             self.linear(name, *size)
             self.linear_site((*steps, (role, None)), name, layer, *size)
-        self.site((*steps, ("hidden", None)), names["down"], layer, {"h": hidden, "x": stream})
+        same = {"h": State("h", hidden, Place(f"{_path(steps)}:z"))}  # under another name
+        self.site((*steps, ("hidden", None)), names["down"], layer, {"x": stream}, weights=same)
         self.norm(norm)
         self.norm_site((*steps, ("norm", None)), norm, layer)
         self.site((*steps, ("add", None)), layer, layer, {"h": stream})

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import peftc
+from peftc.planning.counts import percent
 from peftc.planning.plan import Planned, make_plan
 from peftc.semantics.expand import expand
 from peftc.syntax import parse_text
@@ -182,6 +183,15 @@ def test_counts(row, text):
     totals = planned(text, row["model"], TASKS.get(row["method"], 1)).plan.totals
     assert (totals.trained, totals.stored) == (row["trained"], row["stored"])
     assert totals.base == DATA["base"][row["model"]]
+
+
+@pytest.mark.parametrize(
+    ("value", "base", "text"),
+    [(2, 3, "66.666 %"), (3, 2, "150.000 %"), (1, 10**6, "0.000 %"), (5, 1000, "0.500 %"), (0, 0, "0.000 %")],
+)
+def test_a_share_of_the_base_is_cut(value, base, text):
+    """Nothing is a share of a model without parameters."""
+    assert percent(value, base) == text
 
 
 def test_hyperformer_costs_what_its_paper_prints_for_a_task():

@@ -131,6 +131,17 @@ def test_numbers_take_units():
     assert constants == [0.5, -2.0]
 
 
+def test_a_minus_is_a_product_with_minus_one():
+    (first, *_) = planned("edit e at layer[*].ffn { h += -adapter(x, r=8) }", BART).placed
+    value = first.assigns[0].value
+    assert isinstance(value, Arithmetic)
+    assert isinstance(value.right, Arithmetic)
+    assert (value.op, value.right.op, value.right.shape) == ("+", "*", Tokens(1024))
+    assert isinstance(value.right.left, Constant)
+    assert value.right.left.value == -1
+    assert isinstance(value.right.right, Applied)
+
+
 def _terms(term):
     yield term
     for part in ("left", "right", "input"):
@@ -201,6 +212,10 @@ def test_one_state_under_two_names():
     part = "edit b at layer[*].attn.q { w = magnitude(w) }"
     (found,) = refused(whole + part, GPT2)
     assert found.code == "P302"
+    states = "edit a at layer[*].ffn { z = 2 * z }\nedit b at layer[1].ffn.hidden { h = 3 * h }"
+    (found,) = refused(states, GPT2)
+    assert found.code == "P302"
+    assert found.notes[0] == "`a` assigns `z` in line 2"
     parts = "edit a at layer[*].attn.q { w = magnitude(w) }\nedit b at layer[*].attn.k { w = magnitude(w) }"
     assert len(planned(parts, GPT2).placed) == 4
 

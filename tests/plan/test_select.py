@@ -257,6 +257,14 @@ def test_a_range_past_the_end_of_one_stack_is_a_warning():
     assert found.message == "`0..4` goes past the end of `decoder.layer`"
 
 
+def test_an_attention_without_what_its_layers_other_attention_has_is_a_warning():
+    kept = [site for site in BART.sites if site.path != "decoder.layer[3].attn.cross.v"]
+    (found,) = coverage(path("layer[*].attn.v"), replace(BART, sites=tuple(kept)))
+    assert found.message == "`layer[*].attn.v` is missing on 1 of 36 attentions of these layers"
+    assert found.notes == ("without it: decoder.layer[3].attn.cross",)
+    assert coverage(path("layer[*].attn.v"), BART) == []
+
+
 def test_an_index_from_the_end_reaches_the_first_layer_and_no_further():
     table = tables.llama(layers=3)
     assert paths("layer[-3].ffn", table) == ["decoder.layer[0].ffn"]

@@ -77,6 +77,7 @@ CASES = [
     ("layer[*].ffn", "h += adapter(r=4)", "P108", "adapter", "say what it reads: `adapter(x, …)` or `adapter(h, …)`"),
     ("layer[*].attn", "kv = concat(prefix(30), kv)", "P108", "30", "did you mean `len=30`?"),
     ("layer[*].attn", "kv = concat(kv)", "P108", "concat(kv)", None),
+    ("layer[*].attn", "kv = concat(prefix(len=3), kv, len=4)", "P102", "len=4", None),
     ("layer[*].ffn", "h += norm(h, x)", "P108", "norm(h, x)", None),
     ("layer[*].ffn", "h += shared(adapter(r=3))", "P115", "shared", None),
     ("layer[*].ffn", "let h = gate(x)  h += x", "P121", "let h = gate(x)", "use another name"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.tracing.features import blocks
 from peftc.tracing.roles import sub_layers
 from peftc.tracing.sites import Slice
 from peftc.tracing.tracer import RegionTracer
@@ -93,6 +94,25 @@ def test_rows_that_cannot_be_followed_have_no_role(apart: Any, named: set[str]) 
     above = "encoder.layer[0].attn.self."
     sites = [s for s in table.sites if s.path.startswith(above) and "w" in s.states]
     assert {s.path.removeprefix(above) for s in sites} == named
+
+
+def numbers(rows: Slice) -> list[int]:
+    return [number for start, stop in rows.runs() for number in range(start, stop)]
+
+
+SLICES = [*IN_ORDER, Slice(0, 4, 12, H), Slice(4, 8, 12, H), Slice(8, 12, 12, H), Slice(2, 3, 4, 5), Slice(20, 24)]
+
+
+@pytest.mark.parametrize("rows", SLICES)
+def test_rows_are_the_features_that_a_view_takes(rows: Slice) -> None:
+    """Of pieces of `stride` features, those from `start` to `stop` of each."""
+    stride = rows.stride or 3 * D
+    taken = torch.arange(stride * rows.count).view(rows.count, stride)[:, rows.start : rows.stop].flatten()
+    assert numbers(rows) == taken.tolist()
+    assert len(taken) == rows.width
+    assert blocks(taken, 3 * D) == rows
+    for other in SLICES:
+        assert rows.overlaps(other) == bool(set(numbers(rows)) & set(numbers(other)))
 
 
 class Uneven(nn.Module):

@@ -195,3 +195,43 @@ def test_a_stage_with_a_sub_layer_of_its_own_makes_all_of_its_list_layers() -> N
     assert [module for _, module in found] == ["layers.0", "layers.1"]
     found = paths(Model(StageWithAttention(False), StageWithAttention(False)), {"x": torch.randn(2, 4, D)}, "layer")
     assert [module for _, module in found] == [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
+
+
+class Pyramids(nn.Module):
+    """Two of them, one beside the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = (nn.ModuleDict({"stages": nn.ModuleList([Stage(False), Stage(True)])}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x, x
+        for near, far in zip(self.near["stages"], self.far["stages"], strict=True):
+            one, other = near(one), far(other)
+        return one + other
+
+
+def test_two_pyramids_are_told_apart_by_where_they_are() -> None:
+    found = paths(Pyramids(), {"x": torch.randn(2, 4, D)}, "layer")
+    places = [(f"stages.{i}.blocks.{j}", 2 * i + j) for i in (0, 1) for j in (0, 1)]
+    assert found == [(f"{name}.layer[{at}]", f"{name}.{block}") for name in ("near", "far") for block, at in places]
+
+
+class NoSum(nn.Module):
+    """A block whose result is no sum with what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+def test_blocks_without_a_residual_stream_are_no_layers() -> None:
+    sample = {"x": torch.randn(2, 4, D)}
+    assert paths(Model(NoSum(), NoSum()), sample, "layer") == []
+    assert [module for _, module in paths(Model(Stage(False), NoSum(), NoSum()), sample, "layer")] == [
+        "layers.0.blocks.0",
+        "layers.0.blocks.1",
+    ]

@@ -41,6 +41,26 @@ class Cut(Layer):
         return x[..., :4] + self.second(x)[..., :4]
 
 
+class CutBehindMask(Layer):
+    """Half of the features of some tokens are no stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keep", torch.arange(10).view(2, 5) % 2 == 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x[self.keep, :4] + self.second(x)[self.keep, :4]
+
+
+class Entry(Layer):
+    """One entry is no stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x[0, 0, 0] + self.second(x)[..., :4]
+
+
 class Sums(Layer):
     """Two values of the stream are added."""
 
@@ -105,8 +125,9 @@ def test_the_stream_goes_on(layer: type[Layer]) -> None:
     assert downs(found(layer(), 2, 5, 8)) == ["first", "second"]
 
 
-def test_a_part_of_the_features_is_no_stream() -> None:
-    assert downs(found(Cut(), 2, 5, 8)) == ["first"]
+@pytest.mark.parametrize("layer", [Cut, CutBehindMask, Entry])
+def test_a_part_of_the_features_is_no_stream(layer: type[Layer]) -> None:
+    assert downs(found(layer(), 2, 5, 8)) == ["first"]
 
 
 def test_a_shift_with_a_vector_is_no_sub_layer() -> None:

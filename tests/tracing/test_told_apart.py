@@ -66,6 +66,14 @@ class Capped(Layer):
         return x + self.down(torch.tanh(gate) * torch.sigmoid(gate) * torch.tanh(up))
 
 
+class Bilinear(Layer):
+    """A gate without an activation: what is added to it tells it from `up`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down((1 + self.gate(y)) * self.up(y))
+
+
 def taken(root: nn.Module) -> list[SubLayer]:
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, T, D)}).graph
     return sub_layers(graph, root)
@@ -84,6 +92,7 @@ def roles(sub: SubLayer) -> dict[str, str]:
         (Method, {"gate": "both[0:16]", "up": "both[16:32]"}),
         (Factor, {"gate": "gate", "up": "up"}),
         (Capped, {}),
+        (Bilinear, {"gate": "gate", "up": "up"}),
     ],
 )
 def test_what_comes_before_a_hidden_activation(layer: type[Layer], expected: dict[str, str]) -> None:
@@ -145,3 +154,25 @@ def test_linears_along_tokens_mix_them() -> None:
     assert mixer.x is not None
     assert mixer.x.meta["example"].shape == (2, T, D)
     assert roles(ffn) == {"down": "down", "up": "up"}
+
+
+class Summed(Layer):
+    """Each token has the mean of those up to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))).cumsum(1) / T)
+
+
+class Counted(Layer):
+    """Tokens have no value any more where three have been positive: those before are counted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        number = (y[..., :1] > 0).long().cumsum(1)
+        return x + self.down(torch.relu(self.up(y)) * (number <= 3))
+
+
+@pytest.mark.parametrize(("layer", "kind"), [(Summed, "mixer"), (Counted, "ffn")])
+def test_sums_of_values_mix_tokens_and_counts_do_not(layer: type[Layer], kind: str) -> None:
+    (only,) = taken(layer())
+    assert only.kind == kind

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import peftc
+from peftc.tracing.operands import value_operands
 from peftc.tracing.roles import SubLayer, sub_layers
 from peftc.tracing.sites import Slice
 from peftc.tracing.tracer import RegionTracer
@@ -76,6 +78,20 @@ def test_what_changes_values_is_followed() -> None:
     """A part of the keys is added to the values: these have rows of both, and no name."""
     attn = attention_of(Layer(lambda x, like: x, lambda k, v: v.to(k) + k))
     assert {role: p.rows for role, p in attn.projections.items()} == {"q": Slice(0, D), "k": Slice(D, 2 * D), "o": None}
+
+
+def test_only_keys_and_values_are_handed_on_by_a_cache() -> None:
+    """What an `update` of three gives first and second; nothing is known of what comes third, or of other updates."""
+    graph = fx.Graph()
+    cache, k, v = (graph.placeholder(name) for name in ("cache", "k", "v"))
+    both = graph.call_method("update", (cache, k, v))
+    alone = graph.call_method("update", (cache, k))
+    assert [value_operands(item(both, i)) for i in range(3)] == [[k], [v], [both]]
+    assert [value_operands(item(alone, i)) for i in range(2)] == [[alone], [alone]]
+
+
+def item(node: fx.Node, index: int) -> fx.Node:
+    return node.graph.call_function(operator.getitem, (node, index))
 
 
 class Rotary(nn.Module):
