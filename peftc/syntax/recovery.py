@@ -93,8 +93,9 @@ def _skipped(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> Res
         if token.type == "LBRACE":
             at = _closing(tokens, at) + 1
             continue
-        if token.type in _STARTS or token.type == "RBRACE" or _starts_equation(tokens, at):
-            unwound = _unwound(parser, token)
+        equation = _starts_equation(tokens, at)
+        if token.type in _STARTS or token.type == "RBRACE" or equation:
+            unwound = _unwound(parser, tokens[at : at + 1 + equation])
             if unwound:
                 return Resumed(unwound, at)
         at += 1
@@ -119,14 +120,17 @@ def _closing(tokens: Sequence[Token], at: int) -> int:
 def _starts_equation(tokens: Sequence[Token], at: int) -> bool:
     """A name and an assignment at the beginning of a line."""
     first_of_line = at == 0 or tokens[at - 1].end_line != tokens[at].line
-    return first_of_line and tokens[at].type == "NAME" and at + 1 < len(tokens) and tokens[at + 1].type in _ASSIGNS
+    return first_of_line and tokens[at].type == "NAME" and tokens[at + 1].type in _ASSIGNS
 
 
-def _unwound(parser: InteractiveParser, token: Token) -> InteractiveParser | None:
-    """The parser with as much of its stack dropped as it takes for `token` to fit."""
+def _unwound(parser: InteractiveParser, tokens: Sequence[Token]) -> InteractiveParser | None:
+    """The parser with as much of its stack dropped as it takes for `tokens` to fit. Of an equation the assignment must fit, too:
+    its name alone would pass for the value of the equation before.
+    """
     trial = copied(parser)
     while trial.parser_state.value_stack:
-        if feeds(copied(trial), token):
+        probe = copied(trial)
+        if all(feeds(probe, token) for token in tokens):
             return trial
         trial.parser_state.state_stack.pop()
         trial.parser_state.value_stack.pop()

@@ -256,6 +256,36 @@ def test_what_cannot_be_expanded(text: str, expected: list[str]) -> None:
     assert codes(text) == expected
 
 
+@pytest.mark.parametrize("more", range(8, 13))
+def test_an_expansion_is_whole_or_given_up(more: int) -> None:
+    """Whatever the number of its statements: about a thousand is too much, and nothing is left out."""
+    text = "method m() {" + "".join(f"edit e{i} at layer[*].ffn {{ h += x }} " for i in range(98)) + "} "
+    text += "".join(f"apply m() as a{i} " for i in range(10))
+    text += "".join(f"edit f{i} at layer[*].ffn {{ h += x }} " for i in range(more))
+    if more > 9:
+        assert codes(text) == ["P120"]
+    else:
+        assert len(flat(text).splitlines()) == 980 + more
+
+
+LINES = "edit e at layer[*].ffn { h += adapter(x, r=4) }"
+SUM = " + ".join("x" * 100)
+LARGE = {
+    "methods that double": f"method m0() {{ {LINES} }}"
+    + "".join(f" method m{i + 1}() {{ apply m{i}() as a apply m{i}() as b }}" for i in range(12))
+    + " apply m12()",
+    "many parameters, many times": f"method m({', '.join(f'a{i} = 4' for i in range(400))}) {{ {LINES} }}"
+    + "".join(f" apply m() as b{i}" for i in range(60)),
+    "a deep value": f"method m(s = {SUM}, t = s + {SUM}) {{ edit e at layer[*].ffn {{ h += t }} }}",
+    "a wide value": f"method m(s = {SUM}, t = f(s, s, s, s, s, s)) {{ edit e at layer[*].ffn {{ h += t }} }}",
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_becomes_too_large_is_given_up(name: str) -> None:
+    assert "P120" in codes(LARGE[name])
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_expand_to_what_parses(path: Path) -> None:
     expanded = expand(read_spec(path))

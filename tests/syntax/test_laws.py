@@ -87,6 +87,22 @@ def test_comments_between_any_two_words_are_kept() -> None:
     assert parse_text(printed) == spec
 
 
+@pytest.mark.parametrize(
+    ("head", "printed"),
+    [
+        ("method m(r = 8 # c\n) {", "method m(\n    r = 8,  # c\n) {"),
+        ("method m(r = 8, # c\n) {", "method m(\n    r = 8,  # c\n) {"),
+        ("method m(r = 8) # c\n{", "# c\nmethod m(r = 8) {"),
+        ("method m(r = 8, s = 2,) # c\n{", "# c\nmethod m(r = 8, s = 2) {"),
+        ("method m(r = 8) { # c\n", "method m(r = 8) {  # c"),
+    ],
+)
+def test_a_comment_in_the_head_of_a_method_stays_with_what_it_is_beside(head: str, printed: str) -> None:
+    assert print_spec(parse_text(f"peft 1\n{head} expect stored < 3 }}")) == (
+        f"peft 1\n\n{printed}\n    expect stored < 3\n}}\n"
+    )
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_comment_after_every_word_is_kept(path: Path) -> None:
     """A text with a comment wherever one can be, each another."""

@@ -99,6 +99,45 @@ def test_errors_in_two_statements_are_two_errors() -> None:
     assert [error.span.line for error in errors_of(text) if error.span] == [2, 3]
 
 
+@pytest.mark.parametrize(
+    ("more", "lines"),
+    [
+        ("h += adapter(x, r=)", [3, 4]),
+        ("h = adapter(x r=4)\nh *= f(x r=3)", [3, 4, 5]),
+        ("let g = f(x r=4)", [3, 4]),
+        (") r = adapter(x, r=)", [3]),
+        ("h - adapter(x, r=)", [3]),
+    ],
+)
+def test_what_cannot_be_repaired_is_left_out_up_to_the_next_line_of_an_edit(more: str, lines: list[int]) -> None:
+    """That is an equation or a `let`."""
+    text = f"peft 1\nedit a at layer[*].ffn {{\nh += ) ) ) x\n{more}\n}}\n"
+    assert [error.span.line for error in errors_of(text) if error.span] == lines
+
+
+CLOSED = f"let b = 0{' + (f(1))' * 30} edit c at x{'.x[0]' * 45} {{ h = h }} {'edit d at x { h = h } ' * 45}"
+NESTED = {
+    "parentheses": ("let a = ", "(", "1", ")", ""),
+    "calls": ("let a = ", "f(", "1", ")", ""),
+    "signs": ("let a = ", "-", "1", "", ""),
+    "one around an index": ("edit e at ", "(", "layer[0]", ")", " { h = h }"),
+    "behind others that are closed": (CLOSED + "let a = ", "(", "1", ")", ""),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_forty_levels_are_enough(name: str) -> None:
+    before, opening, inner, closing, after = NESTED[name]
+    most = 40 - inner.count("[")
+
+    def nested(n: int) -> str:
+        return f"peft 1 {before}{opening * n}{inner}{closing * n}{after}"
+
+    parse_text(nested(most))
+    (found,) = errors_of(nested(most + 1))
+    assert found.code == "P018"
+
+
 def test_there_is_an_end_to_messages() -> None:
     assert len(errors_of("peft 1\n" + "edit a at { h += }\n" * 200)) == MOST_ERRORS
 
