@@ -289,6 +289,13 @@ with open({marker!r}, "a") as file:
 class OwnForCausalLM({model}):
     config_class = OwnConfig
 """
+GENERATION = """
+with open({marker!r}, "a") as file:
+    file.write("generation ")
+
+def generate(model, **kwargs):
+    return "own"
+"""
 
 
 @pytest.fixture
@@ -339,6 +346,18 @@ def test_code_of_a_repository_is_run_where_it_is_trusted(repository: tuple[Path,
     there = zoo.build("llama").state_dict()
     now = peftc.remove(model).state_dict()
     assert all(torch.equal(now[k], v) for k, v in there.items())
+
+
+def test_what_a_trusted_repository_generates_by_is_its_own(repository: tuple[Path, Path]) -> None:
+    folder, marker = repository
+    (folder / "custom_generate").mkdir()
+    text = GENERATION.format(marker=str(marker))
+    (folder / "custom_generate" / "generate.py").write_text(text)
+    refused("P504", lambda: peftc.compile(Q, folder))
+    assert not marker.exists()
+    model = peftc.compile(Q, folder, seed=0, trust_remote_code=True)
+    assert "generation" in marker.read_text()
+    assert model.generate(inputs=torch.ones(1, 2, dtype=torch.long)) == "own"
 
 
 def test_the_command_line_asks_before_it_runs_code(

@@ -6,10 +6,11 @@ import time
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from peftc.model.fakes import fake_copy, fake_mode, new_mode
+from peftc.model.fakes import as_fake, fake_copy, fake_mode, new_mode
 from peftc.model.guesses import settled
 from peftc.model.identity import fingerprint, parameters, tied_groups
 from peftc.model.resolve import resolve
@@ -111,6 +112,19 @@ def test_a_skeleton_says_that_it_is_on_the_cpu_in_float32() -> None:
     assert {t.device for t in tensors} == {torch.device("cpu")}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not model.training
+
+
+def test_a_skeleton_of_a_model_that_is_spread_over_devices_is_on_one() -> None:
+    model = fake_copy(zoo.build("llama"))
+    last = model.model.layers[-1]
+    for linear in (m for m in last.modules() if isinstance(m, nn.Linear)):
+        linear.weight = as_fake(linear.weight, new_mode(), device=torch.device("cuda:1"))
+    assert {t.device.type for t in skeleton(resolve(model)).parameters()} == {"cpu", "cuda"}
+    add_hook_to_module(last, AlignDevicesHook("cuda:1"))
+    made = skeleton(resolve(model))
+    assert {t.device for t in (*made.parameters(), *made.buffers())} == {torch.device("cpu")}
+    with fake_mode(made), torch.no_grad():
+        assert made(**sample_inputs(made)).logits.device.type == "cpu"
 
 
 def test_a_skeleton_of_405_billion_is_built_at_once() -> None:
