@@ -66,9 +66,11 @@ def test_nothing_is_found_without_a_fault() -> None:
 # What is done to a model after it was compiled ----------------------------------------------------------------------
 
 
-def test_a_forward_of_an_instance_bypasses_the_edit() -> None:
-    compiled: Any = peftc.compile(QV, model(), seed=0)
-    linear = compiled.model.layers[1].self_attn.v_proj
+@pytest.mark.parametrize(("name", "layer"), [("llama", "model.layers.1"), ("bart", "model.decoder.layers.1")])
+def test_a_forward_of_an_instance_bypasses_the_edit(name: str, layer: str) -> None:
+    """Also where the model returns something more, on which the edit has no effect."""
+    compiled: Any = peftc.compile(QV, model(name), seed=0)
+    linear = compiled.get_submodule(f"{layer}.self_attn.v_proj")
     vars(linear)["forward"] = functools.partial(
         nn.Linear.forward, linear
     )  # an assignment would be followed by the edit
@@ -78,6 +80,7 @@ def test_a_forward_of_an_instance_bypasses_the_edit() -> None:
         assert (finding.edit, finding.site, finding.state) == ("e", "decoder.layer[1].attn.self.v", "h")
     assert found.findings[0].size
     assert found.findings[0].size > 1e-6
+    assert "`logits` differs by" in found.findings[0].message
 
 
 def test_a_fast_path_without_gradients_bypasses_the_edit() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 import peftc
 from peftc import cli
 from peftc.planning import ir
+from peftc.verification.render import verification_text
 from tests import zoo
 from tests.laws.harness import Before
 from tests.specs_on_models.pairs import unchanged
@@ -79,6 +80,14 @@ def test_an_attention_that_is_written_out(name: str) -> None:
     assert found.witnessed == found.sites
     outcomes = {check.name: check.outcome for check in found.checks}
     assert outcomes["q, k and v arrive as such at the attention"] == "holds"
+
+
+@pytest.mark.parametrize("edit", ["e", "an_edit_of_" + "such_" * 12 + "a_name"])
+def test_a_text_is_not_folded_where_it_fits(edit: str) -> None:
+    found = peftc.verify(peftc.compile(QV.replace("edit e", f"edit {edit}"), model(), seed=0))
+    wide = verification_text(found, 300)
+    assert edit in wide
+    assert verification_text(found, max(map(len, wide.splitlines()))) == wide
 
 
 def test_wrong_arguments_have_codes() -> None:

@@ -193,6 +193,7 @@ def test_without_adapters_it_does_nothing_and_is_neither_trained_nor_saved(fused
         (ADAPTER.replace("+= ", "+= 4 * "), "P525", "equations"),
         (ADAPTER.replace("adapter(h, r=3)", "scalar() * adapter(h, r=3)"), "P525", "equations"),
         (ADAPTER.replace("adapter(h, r=3)", "adapter(h, r=3)  h += adapter(h, r=3)"), "P525", "equations"),
+        (ADAPTER.replace("adapter(h, r=3)", "h") + "edit e at layer[0].ffn { h += gate(h) }", "P525", "equations"),
         (ADAPTER.replace("adapter", "phm").replace("r=3", "r=4, n=2"), "P525", "phm"),
         (ADAPTER.replace("*", "0"), "P525", "`ffn` is not at decoder.layer[1].ffn"),
         (ADAPTER.replace(".ffn ", ".ffn | layer[0].attn "), "P525", "the fusion is not at decoder.layer[0].attn.self"),

@@ -222,6 +222,22 @@ def test_an_adapter_replaces_an_adapter_and_leaves_other_files(tmp_path: Path) -
     assert torch.equal(logits("bert", peftc.load(folder, zoo.build("bert"))), logits("bert", model))
 
 
+@pytest.mark.parametrize("lacks", [None, "format_version", "peftc", "sha256"])
+def test_a_description_of_any_format_is_replaced(lacks: str | None, tmp_path: Path) -> None:
+    """Later formats may have other keys; what says no version, or has no hash, is not ours."""
+    said = {"format_version": "9.0", "peftc": "9.0", "sha256": "0" * 64}
+    text = json.dumps({key: value for key, value in said.items() if key != lacks})
+    (tmp_path / METADATA).write_text(text)
+    model = compiled("bert", PREFIX)
+    if lacks is None:
+        peftc.save(model, tmp_path)
+        assert description(tmp_path)["format_version"] == "1.1"
+    else:
+        with pytest.raises(peftc.PeftcError, match="P526"):
+            peftc.save(model, tmp_path)
+        assert [path.read_text() for path in tmp_path.iterdir()] == [text]
+
+
 @pytest.mark.parametrize("what", ["file", "other", "foreign"])
 def test_anything_else_is_left_alone(what: str, tmp_path: Path) -> None:
     target = tmp_path / "target"
@@ -339,6 +355,15 @@ def test_a_damaged_description_is_refused(case: str, folder: Path) -> None:
     assert changed != text
     (folder / METADATA).write_bytes(changed.encode(errors="surrogateescape"))
     refused(folder, zoo.build("bert"), "P521")
+
+
+@pytest.mark.parametrize("keys", [("base",), ("base", "seed"), ("base", "seed", "plan", "spec")], ids=len)
+def test_all_mistakes_in_a_description_are_counted(keys: tuple[str, ...], folder: Path) -> None:
+    (folder / METADATA).write_text(json.dumps({k: v for k, v in description(folder).items() if k not in keys}))
+    found = refused(folder, zoo.build("bert"), "P521")
+    assert found.message.endswith(f" ({len(keys)} mistakes)" if len(keys) > 1 else "an adapter")
+    assert {note.partition(":")[0] for note in found.notes} <= set(keys)
+    assert len(found.notes) == min(3, len(keys))
 
 
 def test_a_newer_format_is_refused(folder: Path) -> None:
