@@ -182,6 +182,12 @@ REWRITE: dict[str, CodeInfo] = {
         "whose first token comes now: its prompt is in the cache already, before the padding. Begin with a call that has at least one "
         "token of each row, as `generate` does.",
     ),
+    "P435": CodeInfo(
+        "parameters that code around the layers reads itself",
+        "Outside of the layers, some code reads the weight of the module to be edited, and asks whether gradients are computed or in which "
+        "mode the model is: it may compute with the weight in the place of calling the module, and the edit would not act. In a layer such "
+        "code is edited as a whole; outside of the layers only modules are.",
+    ),
     "P900": CodeInfo(
         "unexpected error",
         "Something in peftc failed in a way that nobody thought of. That is a bug: please report it with the command, the spec, "

@@ -122,9 +122,17 @@ def find(anchor: Anchor, traced: Traced) -> fx.Node | None:
         for call in calls_of(traced):
             if call.name == anchor.module:
                 return value_at(call.arguments if anchor.kind == "in" else call.result, anchor.key)
-        return None
+        return at_matrix(anchor, traced)
     origin = (anchor.module, *anchor.key[:2])
     return next((n for n in traced.graph.nodes if n.meta.get("origin") == origin), None)
+
+
+def at_matrix(anchor: Anchor, traced: Traced) -> fx.Node | None:
+    """The boundary of a module that this trace does not call, where the code around computes with its weight as it would, once."""
+    nodes = [n for n in traced.graph.nodes if n.op == "call_module" and n.target == anchor.module]
+    if len(nodes) != 1 or len(anchor.key) != int(anchor.kind == "in"):
+        return None
+    return value_at(nodes[0].args, (0,)) if anchor.kind == "in" else nodes[0]
 
 
 def frames_between(region: str, anchor: Anchor, traced: Traced) -> frozenset[str] | None:

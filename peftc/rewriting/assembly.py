@@ -9,7 +9,8 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.rewriting.anchors import contains, relative
 from peftc.rewriting.edits import Region
-from peftc.rewriting.fast_paths import innermost_called, with_fast_paths_closed
+from peftc.rewriting.fast_paths import callers, has_fast_path, innermost_called, with_fast_paths_closed
+from peftc.rewriting.parameter_reads import own_parameters, parameter_reads
 from peftc.rewriting.positions import position_regions
 from peftc.rewriting.prompts import is_prompt, prompt_regions
 from peftc.rewriting.regions import LayerRegions, module_region
@@ -39,6 +40,7 @@ def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
             found.append(module_region(edits, innermost_called(root, anatomy.seen.calls, anatomy.model), anatomy.model))
     found = joined(found, anatomy)
     refuse_entered(found, anatomy)
+    refuse_bypassed(found, anatomy)
     return with_fast_paths_closed(found, anatomy.model, anatomy.shared)
 
 
@@ -55,6 +57,30 @@ def refuse_entered(regions: list[Region], anatomy: Anatomy) -> None:
                 message = f"`{edit.edit}` changes `{name}`, which layers share, and `{own.edit}` is written into its code in one"
                 help_ = "let both edits name the same layers"
                 raise PeftcError(Diagnostic("P213", message, own.assigns[0].source.span, help=help_))
+
+
+def refuse_bypassed(regions: list[Region], anatomy: Anatomy) -> None:
+    """Raises: P435 for a region whose parameters are read around the layers by code that may leave out its call."""
+    names = {name: group for group in anatomy.shared for name in group}
+    for region in regions:
+        for module in names.get(region.module, (region.module,)):
+            entered = [module, *(f"{module}.{name}" for name in region.inline if name)]
+            parameters = [n for e in entered for n in own_parameters(anatomy.model.get_submodule(e), e)]
+            for name in callers(module):
+                around = anatomy.model.get_submodule(name)
+                reads = parameter_reads(around, [relative(parameter, name) for parameter in parameters])
+                if not has_fast_path(type(around)) and any(read.asks for read in reads):
+                    raise PeftcError(bypass(region, module, name or type(around).__name__))
+
+
+def bypass(region: Region, module: str, around: str) -> Diagnostic:
+    return Diagnostic(
+        "P435",
+        f"the code of `{around}` reads parameters of `{module}`, and asks for the mode or for gradients",
+        region.placed[0].assigns[0].source.span if region.placed else None,
+        notes=(f"it may compute with them in the place of calling `{module}`, and the edit would not act",),
+        help="call the module in all modes, or move that code into the layer",
+    )
 
 
 def joined(regions: list[Region], anatomy: Anatomy) -> list[Region]:

@@ -15,7 +15,9 @@ from peftc.planning import ir
 from peftc.planning.paths import stack_steps
 from peftc.rewriting.anchors import Anchor, calls_of, contains, frames_between, relative
 from peftc.rewriting.edits import Bound, Region, RegionEdit, depth, frozen_modules, slug, together, used_states, written
+from peftc.rewriting.fast_paths import callers, has_fast_path
 from peftc.rewriting.gradients import check_gradients
+from peftc.rewriting.parameter_reads import own_parameters, parameter_reads
 from peftc.rewriting.states import may_write, node_of, state_anchors, state_of
 from peftc.runtime import slab_of
 from peftc.tracing.calls import signature_of
@@ -177,7 +179,7 @@ class LayerRegions:
         names = sorted({c.name for c in calls_of(self.kind.traced)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
         for region in names:
             module = self.kind.root.get_submodule(region)
-            if region in barred:
+            if region in barred or self.bypassed(region):
                 continue
             if next(module.parameters(), None) is None or not all(
                 contains(region, f) and f != region for f in functions
@@ -188,6 +190,15 @@ class LayerRegions:
                 return choice
         where = f"of {group[0].site.root} contains all the states that `{group[0].edit}` uses at {group[0].site.path}"
         raise PeftcError(Diagnostic("P401", f"no one module {where}", notes=(f"states: {', '.join(states)}",)))
+
+    def bypassed(self, region: str) -> bool:
+        """Whether code around a region may read its parameters without calling it: the edits have to be in that code, too."""
+        root = self.kind.root
+        around = [n for n in callers(region) if not has_fast_path(type(root.get_submodule(n)))]
+        names = own_parameters(root.get_submodule(region), region, recurse=True) if around else []
+        return any(
+            next(parameter_reads(root.get_submodule(n), [relative(name, n) for name in names]), None) for n in around
+        )
 
     def users(self, state: State, site: Site) -> list[fx.Node]:
         """Where the layer computes a state, or what computes with a parameter."""
