@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import random
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 COMPARISONS = {
@@ -42,11 +42,13 @@ class Fault:
     before: str
     after: str
     function: str
+    number: int = 0  # among those of the function that have the same words
 
     @property
     def key(self) -> str:
         """The same as long as the function does not change around it."""
-        return f"{self.path}::{self.function}: {self.before} -> {self.after}"
+        number = f" ({self.number + 1})" if self.number else ""
+        return f"{self.path}::{self.function}: {self.before} -> {self.after}{number}"
 
     def applied(self, text: str) -> str:
         assert text[self.start : self.end] == self.before, self.key
@@ -72,7 +74,9 @@ class Finder(ast.NodeVisitor):
 
     def add(self, start: int, end: int, after: str, line: int) -> None:
         where = ".".join(self.names) or "module"
-        self.faults.append(Fault(self.path, line, start, end, self.text[start:end], after, where))
+        fault = Fault(self.path, line, start, end, self.text[start:end], after, where)
+        same = sum(replace(f, line=line, start=start, end=end, number=0) == fault for f in self.faults)
+        self.faults.append(replace(fault, number=same))
 
     def between(self, left: ast.AST, right: ast.AST, before: str, after: str) -> None:
         """Replaces an operator between two operands."""
@@ -175,16 +179,25 @@ def faults_of(root: Path) -> Iterator[Fault]:
         yield from finder.faults
 
 
-def chosen(root: Path, count: int, seed: int) -> list[Fault]:
-    """A sample: each package in proportion to its faults, none without some; one fault a function at most."""
+def chosen(root: Path, count: int, seed: int, before: Collection[str] = ()) -> list[Fault]:
+    """A sample: each package in proportion to its faults, none without some; one fault a function at most.
+
+    `before`: the keys of a sample that was drawn before. What of it is still there stays, so that a change of the sources draws few anew.
+    """
     rooms: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults_of(root):
-        parts = fault.path.split("/")
-        rooms[parts[1] if len(parts) > 2 else "peftc"].append(fault)
+        rooms[room(fault)].append(fault)
     total, sample = sum(map(len, rooms.values())), list[Fault]()
     for name, faults in sorted(rooms.items()):
         random.Random(f"{seed}/{name}").shuffle(faults)
+        faults.sort(key=lambda fault: fault.key not in before)
         by_function = {(fault.path, fault.function): fault for fault in reversed(faults)}
-        wanted = max(5, round(count * len(faults) / total))
+        wanted = max(5, round(count * len(faults) / total), sum(fault.key in before for fault in faults))
         sample += [fault for fault in faults if by_function[fault.path, fault.function] is fault][:wanted]
-    return sample
+    return sorted(sample, key=lambda fault: (fault.path, fault.start))
+
+
+def room(fault: Fault) -> str:
+    """The package that a fault is in."""
+    parts = fault.path.split("/")
+    return parts[1] if len(parts) > 2 else "peftc"

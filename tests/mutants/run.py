@@ -19,11 +19,12 @@ from queue import Queue
 from typing import Any
 
 from benchmarks.common import machine, save
-from tests.mutants.faults import Fault, chosen
+from tests.mutants.faults import Fault, chosen, room
 from tests.mutants.probes import write
 
 ROOT = Path(__file__).resolve().parents[2]
 REASONS = Path(__file__).with_name("reasons.json")
+SAMPLE = Path(__file__).with_name("sample.json")  # the keys of the faults, drawn once
 COPIED = (
     "peftc",
     "tests",
@@ -36,6 +37,7 @@ COPIED = (
     "pyproject.toml",
     "CHANGELOG.md",
 )
+SEED = 1
 BUDGET, MOST = 180.0, 400  # seconds of CPU, and tests, for one fault
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
@@ -160,8 +162,7 @@ def report(outcomes: Sequence[Outcome], seed: int) -> None:
     """Writes the results. A survivor that changes nothing anybody could see has its reason in `reasons.json`."""
     reasons: dict[str, str] = json.loads(REASONS.read_text()) if REASONS.exists() else {}
     alive = [o for o in outcomes if o.alive]
-    counts = Counter(o.fault.path.split("/")[1] if o.fault.path.count("/") > 1 else "peftc" for o in outcomes)
-    living = Counter(o.fault.path.split("/")[1] if o.fault.path.count("/") > 1 else "peftc" for o in alive)
+    counts, living = (Counter(room(o.fault) for o in some) for some in (outcomes, alive))
     killed = len(outcomes) - len(alive)
     text = [f"{len(outcomes)} faults, {killed} killed ({100 * killed / len(outcomes):.1f} %). Seed {seed}.", ""]
     text += ["| package | faults | killed |", "| --- | ---: | ---: |"]
@@ -184,7 +185,7 @@ def report(outcomes: Sequence[Outcome], seed: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__)
     parser.add_argument("--faults", type=int, default=160, help="about how many")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=SEED, help="another one draws a sample that is not kept")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
         "--record", type=Path, default=ROOT / "build" / "mutants", help="kept, and used again if it is there"
@@ -192,7 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="faults of paths that begin so")
     parser.add_argument("tests", nargs="*", help="tests to choose from (all)")
     given = parser.parse_args(arguments)
-    faults = chosen(ROOT, given.faults, given.seed)
+    before = json.loads(SAMPLE.read_text()) if SAMPLE.exists() and given.seed == SEED else []
+    faults = chosen(ROOT, given.faults, given.seed, before)
+    if given.seed == SEED:
+        SAMPLE.write_text(json.dumps([fault.key for fault in faults], indent=0) + "\n")
     if not (given.record / "faults.json").exists():
         record(given.record, faults, given.tests, given.jobs)
     reach = Reach(given.record, faults)

@@ -86,3 +86,12 @@ def test_a_sample_has_every_package_and_compiles() -> None:
     for fault in sample:
         text = (ROOT / fault.path).read_text(encoding="utf-8")
         assert ast.dump(ast.parse(fault.applied(text))) != ast.dump(ast.parse(text)), fault.key
+
+
+def test_a_sample_stays_as_far_as_its_places_do() -> None:
+    first = chosen(ROOT, 160, 1)
+    keys = [fault.key for fault in first]
+    assert [fault.key for fault in chosen(ROOT, 160, 2, keys)] == keys
+    other = {fault.key for fault in chosen(ROOT, 160, 2, keys[::2])}
+    assert other > set(keys[::2])
+    assert other != set(keys)
