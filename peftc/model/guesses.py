@@ -154,7 +154,7 @@ class _Guesses(TorchDispatchMode):
             out = self.known.real(func, args, kwargs)
             return tree_map(lambda t: with_data(t, fake.fake_mode) if isinstance(t, torch.Tensor) else t, out)
         if func is aten.index.Tensor and fake is not None:
-            args = (args[0], [self.places(index, fake) for index in args[1]], *args[2:])
+            args = (args[0], [self.places(index, fake) for index in args[1]])
         try:
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):

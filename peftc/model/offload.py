@@ -77,7 +77,7 @@ def moves_only(module: nn.Module) -> bool:
 
 def loads_children(module: nn.Module) -> bool:
     """Whether a hook loads the parameters of all that is in a module, by their names."""
-    return any(getattr(h, "offload", False) and getattr(h, "place_submodules", False) for h in hooks(module))
+    return any(getattr(h, "offload", False) and h.place_submodules for h in hooks(module))
 
 
 def not_here(names: Collection[str], why: str) -> Diagnostic:

@@ -117,7 +117,7 @@ class Terms:
         if wrong is not None:
             raise error("P303", "`concat` joins keys and values", wrong.source.span, label=f"this is {wrong.shape}")
         own = [part for part in parts if isinstance(part, Read)]
-        if len(own) != 1 or len(parts) < 2 or call.kwargs or any(isinstance(part, Concat) for part in parts):
+        if len(own) != 1 or any(isinstance(part, Concat) for part in parts):
             raise error(
                 "P303",
                 "`concat` takes rows to add and, exactly once, `kv`",
@@ -170,6 +170,7 @@ class Terms:
             self.target = outside
 
     def applied(self, call: ast.Call, form: Form, owner: str | None = None, at: ast.Call | None = None) -> Applied:
+        use = at or call
         bound = self.scope.bound(call, form)
         value = None if bound.input is None else self.term(bound.input)
         second = None if bound.second is None else self.term(bound.second)
@@ -183,13 +184,13 @@ class Terms:
             shape = form.shape(bound.args, instance.dims)
         except Illegal as illegal:
             blamed = bound.second if illegal.argument == "second" else bound.input
-            raise self.illegal(illegal, at or call, blamed) from None
+            raise self.illegal(illegal, use, blamed) from None
         if owner is not None:
             place = (
                 f"{owner} at {self.site.path}" if form.anywhere else owner
             )  # each site has its own, used once or twice
-            self.scope.agree(owner, place, form, dims, at or call)
-        return Applied(instance, value, second, shape=shape, source=at or call)
+            self.scope.agree(owner, place, form, dims, use)
+        return Applied(instance, value, second, shape=shape, source=use)
 
     def illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:
         """What a form refuses, at the argument it blames, with the shapes it saw and where they come from."""
