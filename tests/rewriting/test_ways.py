@@ -26,6 +26,19 @@ class Deciding(nn.Module):
         return y * max(0, y.shape[1] - 2)
 
 
+class Nested(Deciding):
+    """Asks again on the way that the first call does not take, and there again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.inner(x))
+        if y.shape[1] > 1:
+            y = y.flip(1)
+            if y.shape[1] > 3:
+                return y.cumsum(1) if y.shape[1] > 5 else y * y.shape[0]
+            y = y + 1
+        return y * 2
+
+
 class Undecided(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -66,11 +79,13 @@ def rewritten(module: nn.Module) -> Kind:
     return kind
 
 
-def test_one_forward_serves_all_sizes() -> None:
-    base, module = Deciding(), Deciding()
+@pytest.mark.parametrize("first", [1, 3, 4, 7])
+@pytest.mark.parametrize("made", [Deciding, Nested])
+def test_one_forward_serves_all_sizes(made: type[nn.Module], first: int) -> None:
+    base, module = made(), made()
     module.load_state_dict(base.state_dict())
     kind = rewritten(module)
-    for tokens in (2, 3, 1, 7, 4):
+    for tokens in (first, 2, 3, 1, 7, 4):
         x = torch.randn(2, tokens, 4)
         assert torch.equal(module(x), base(x))
     assert len(kind.variants) == 1
