@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.rewriting.container import Container
 
 
 class Block(nn.Module):
@@ -56,3 +57,21 @@ def test_a_sequence_that_is_the_model_itself() -> None:
     base = copy.deepcopy(net)
     peftc.compile('peft 1\nedit e at "*" { h *= vector(init=2) }', net, seed=0, sample={"input": x})
     assert torch.equal(net(x), base[1](base[0](x) * 2) * 2 * 2)
+
+
+def test_what_holds_the_modules_of_edits_is_a_module_like_another() -> None:
+    """Also where one is given again, or taken out: PyTorch's own tools do so."""
+    holders = (Container(), nn.Module())
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    for holder in holders:
+        holder.add_module("a", first)
+        holder.add_module("b", first)
+        holder.add_module("a", second)
+        del holder.b
+        with pytest.raises(AttributeError):
+            del holder.b
+    one, other = holders
+    assert one.a is other.a is second
+    assert not hasattr(one, "b")
+    assert dict(one.named_children()) == dict(other.named_children()) == {"a": second}
+    assert list(one.state_dict()) == list(other.state_dict()) == ["a.weight", "a.bias"]

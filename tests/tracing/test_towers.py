@@ -15,6 +15,7 @@ from benchmarks.families import build
 from peftc.model.fakes import new_mode
 from peftc.model.guesses import guessing
 from peftc.model.known import known
+from tests.laws.harness import Before
 
 # type -> its stacks, and the attention that is found in each
 TOWERS = {
@@ -52,6 +53,16 @@ def stacks(table: peftc.SiteTable) -> dict[str, str]:
 def test_every_tower_is_named_by_its_medium(model_type: str) -> None:
     model, _ = family("image-text-to-text", model_type)
     assert stacks(peftc.sites(model)) == TOWERS[model_type]
+
+
+@pytest.mark.parametrize("stack", ["vision", "text"])
+def test_what_a_tower_refuses_is_refused_when_it_is_compiled(stack: str) -> None:
+    """Not at the first image: a text alone does not reach the layers for images."""
+    model, _ = family("image-text-to-text", "llava")
+    before = Before.of(model)
+    with pytest.raises(peftc.PeftcError, match="P405"):
+        peftc.compile(f"peft 1\nedit e at {stack}.layer[*].attn {{ kv = concat(gate(h) * prefix(len=2), kv) }}", model)
+    before.assert_same(model)
 
 
 def test_the_stages_of_a_pyramid_are_one_stack() -> None:
