@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.mutants import probes
-from tests.mutants.faults import Fault, Finder, chosen
+from tests.mutants.faults import Fault, Finder, chosen, faults_of
+from tests.mutants.run import REASONS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = '''
@@ -95,3 +97,7 @@ def test_a_sample_stays_as_far_as_its_places_do() -> None:
     other = {fault.key for fault in chosen(ROOT, 160, 2, keys[::2])}
     assert other > set(keys[::2])
     assert other != set(keys)
+
+
+def test_reasons_are_of_faults_that_are_there() -> None:
+    assert set(json.loads(REASONS.read_text())) <= {fault.key for fault in faults_of(ROOT)}
