@@ -19,6 +19,10 @@ from peftc.forms.shapes import Weight, entries
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
 
+ORDER_16 = [
+    [float((-1) ** (i & j).bit_count()) for j in range(16)] for i in range(16)
+]  # Sylvester's; each corner is one, too
+
 
 class VeRAProjections(FormModule):
     """A and B of all sites, as wide as the widest; narrower sites take their first columns and rows.
@@ -131,10 +135,11 @@ class Fastfood(FormModule):
 
 
 def hadamard(z: Tensor) -> Tensor:
-    """H z, H the Hadamard matrix of order n, a power of two: (n,) to (n,)."""
+    """H z, H the Hadamard matrix of order n, a power of two: (n,) to (n,). H is the Kronecker product of matrices of order 16 at most."""
     n, step = len(z), 1
     while step < n:
-        pairs = z.view(-1, 2, step)
-        z = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), 1).view(n)
-        step *= 2
+        order = min(n // step, len(ORDER_16))
+        h = torch.tensor([row[:order] for row in ORDER_16[:order]], dtype=z.dtype, device=z.device)
+        z = (z.view(-1, order) @ h if step == 1 else h @ z.view(-1, order, step)).view(n)
+        step *= order
     return z
