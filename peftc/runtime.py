@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -36,12 +37,13 @@ __all__ = [
 
 
 def replaced(result: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """`result` with the part at `path` replaced; tuples and lists are copied, not changed."""
+    """`result` with the part at `path` replaced; tuples, lists and dictionaries are copied, not changed."""
     if not path:
         return value
-    parts = list(result)
+    parts = copy.copy(result) if isinstance(result, dict) else list(result)
     parts[path[0]] = replaced(parts[path[0]], path[1:], value)
-    return parts if isinstance(result, list) else tuple(parts)
+    make: Any = getattr(type(result), "_make", tuple)  # of a named tuple
+    return make(parts) if isinstance(result, tuple) else parts
 
 
 def is_quantised(weight: torch.Tensor) -> bool:

@@ -108,4 +108,9 @@ CODES: dict[str, CodeInfo] = {
         "The code that comes with the configuration was run, as you allowed, and raised an error: a file or a package is "
         "missing, or it was written for another version of transformers.",
     ),
+    "P511": CodeInfo(
+        "name of a module that cannot be written",
+        "A module or parameter has half of a surrogate pair in its name. Such a name is no text: no file could hold it, "
+        "so no spec could name the module and no adapter of it could be saved.",
+    ),
 }

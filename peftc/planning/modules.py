@@ -50,9 +50,9 @@ def _states(module: ModuleInfo) -> Iterable[State]:
 
 def _activations(module: ModuleInfo) -> Iterable[State]:
     if module.input is not None:
-        yield State("x", Tokens(module.input), Place(INPUT))
+        yield State("x", Tokens(module.input), Place(INPUT, path=module.entry))
     if module.output is not None:
-        yield State("h", Tokens(module.output), Place(OUTPUT))
+        yield State("h", Tokens(module.output), Place(OUTPUT, path=module.result))
 
 
 def modules_below(reached: Iterable[Steps], table: SiteTable) -> list[ModuleInfo]:

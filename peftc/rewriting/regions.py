@@ -22,7 +22,7 @@ from peftc.rewriting.states import may_write, node_of, state_anchors, state_of
 from peftc.runtime import slab_of
 from peftc.tracing.calls import signature_of
 from peftc.tracing.kinds import LayerKind
-from peftc.tracing.sites import INPUT, OUTPUT, Site, State
+from peftc.tracing.sites import INPUT, OUTPUT, Place, Site, State
 
 
 @dataclass(frozen=True)
@@ -264,16 +264,15 @@ def module_region(placed: list[ir.Placed], region: str, model: nn.Module) -> Reg
                 inline |= {".".join(inner.split(".")[:i]) for i in range(inner.count(".") + 2)}
             else:
                 assert state.place is not None
-                states[name] = Bound(anchor=boundary(state.place.node, module), rows=state.place.rows)
+                states[name] = Bound(anchor=boundary(state.place, module), rows=state.place.rows)
         functions = {f: relative(m, region) for f, m in frozen_modules(p).items()}
         keys = tuple(i.key for i in p.instances)
         edits.append(RegionEdit(p.edit, slug(p), p.assigns, states, functions, keys, p.lets))
     return Region(region, inline, edits, placed)
 
 
-def boundary(node: str, module: nn.Module) -> Anchor:
-    if node == OUTPUT:
-        return Anchor("out", "", ())
-    assert node == INPUT
-    first = list(signature_of(module).parameters)[1]
-    return Anchor("in", "", (first,))
+def boundary(place: Place, module: nn.Module) -> Anchor:
+    if place.node == OUTPUT:
+        return Anchor("out", "", place.path)
+    assert place.node == INPUT
+    return Anchor("in", "", place.path or (list(signature_of(module).parameters)[1],))

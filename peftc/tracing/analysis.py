@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.fakes import fake_mode
 from peftc.model.identity import VERSION, fingerprint, overlaps, parameters, tied_groups
 from peftc.model.instance_forward import instance_forward
@@ -38,10 +40,11 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     """Traces a model on fake tensors; no weight is read.
 
     Args: `sample`: keyword arguments of one forward, for a model that cannot be fed from its config.
-    Raises: P501-P507 (the model).
+    Raises: P501-P507, P511 (the model).
     """
     source = model if isinstance(model, ModelSource) else resolve(model)
     fake = skeleton(source).eval()
+    check_names(fake)
     anatomy = dissect(fake, sample, fake_mode(fake))
     name_stacks(anatomy)
     anatomy.shared = shared_modules(anatomy)
@@ -64,6 +67,17 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         positions=positions(fake),
     )
     return Analysis(source, anatomy, table)
+
+
+def check_names(model: nn.Module) -> None:
+    """Raises: P511 for a name that is no text."""
+    for name in chain(dict(model.named_modules()), dict(model.named_parameters()), dict(model.named_buffers())):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            shown = name.encode(errors="backslashreplace").decode()
+            message = f"the name `{shown}` cannot be written in any file"
+            raise PeftcError(Diagnostic("P511", message, help="rename the module")) from None
 
 
 def warnings(model: str, sites: tuple[Site, ...], unread: tuple[UnreadModule, ...]) -> Iterator[str]:

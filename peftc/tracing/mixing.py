@@ -80,7 +80,7 @@ def seen_mixing(module: nn.Module, shape: tuple[int, ...]) -> bool:
     after[:, -1] += 1
     with torch.no_grad(), contextlib.suppress(Exception):  # of what takes more than one tensor
         one, other = (first_tensor(module(x)) for x in (before, after))
-        return one is not None and other is not None and not torch.equal(one[:, 0], other[:, 0])
+        return one is not None and other is not None and not torch.equal(one[1][:, 0], other[1][:, 0])
     return False
 
 

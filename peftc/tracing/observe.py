@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,16 @@ from peftc.tracing.repeats import Repeats, repeated
 
 @dataclass
 class Observation:
-    """What a sample forward showed. Names are dotted names of the model; shapes are of the first tensor in or out."""
+    """What a sample forward showed. Names are dotted names of the model; shapes are of the first tensor in or out, and `entries` and
+    `results` say where that is: (parameter, *keys) in the arguments, keys in the result.
+    """
 
     order: list[str] = field(default_factory=list[str])
     calls: dict[str, int] = field(default_factory=dict[str, int])
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    entries: dict[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    results: dict[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     layers: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict[str, tuple[str, dict[str, Any]]])
     candidates: set[str] = field(default_factory=set[str])  # what may be a layer
     outer: set[str] = field(default_factory=set[str])  # what is called while none of these runs
@@ -49,23 +53,24 @@ class Observation:
             self.modality[layer] = modality
         self.calls = {**other.calls, **self.calls}
         self.inputs, self.outputs = {**other.inputs, **self.inputs}, {**other.outputs, **self.outputs}
+        self.entries, self.results = {**other.entries, **self.entries}, {**other.results, **self.results}
         self.layers = {**other.layers, **self.layers}
         self.outer |= other.outer
 
 
-def first_tensor(value: Any) -> torch.Tensor | None:
-    """The first floating tensor in arguments or results; the first of any type where none floats."""
-    flat = [v for v in flattened(value) if isinstance(v, torch.Tensor)]
-    floating = [v for v in flat if v.is_floating_point()]
-    return (floating or flat or [None])[0]
+def first_tensor(value: Any) -> tuple[tuple[Any, ...], torch.Tensor] | None:
+    """The first floating tensor in arguments or results, behind the keys that lead to it; the first of any type where none floats."""
+    flat = [(path, v) for path, v in flattened(value) if isinstance(v, torch.Tensor)]
+    floating = [(path, v) for path, v in flat if v.is_floating_point()]
+    return next(iter(floating or flat), None)
 
 
-def flattened(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return [v for item in value for v in flattened(item)]
-    if isinstance(value, dict):
-        return [v for item in value.values() for v in flattened(item)]
-    return [value]
+def flattened(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, (tuple, list, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from flattened(item, (*path, key))
+    else:
+        yield path, value
 
 
 def observe(
@@ -123,9 +128,9 @@ def watched(
         if seen.calls[name] > 1:
             return
         seen.order.append(name)
-        tensor = first_tensor((args, kwargs))
-        if tensor is not None:
-            seen.inputs[name] = tuple(tensor.shape)
+        if (first := first_tensor((args, kwargs))) is not None:
+            seen.inputs[name] = tuple(first[1].shape)
+            seen.entries[name] = entry(module, args, kwargs)
         if name in candidates:
             arguments = bind(innermost(type(module).forward), module, args, kwargs)
             kind = f"{structure(module)} {signature(arguments)}"
@@ -135,9 +140,9 @@ def watched(
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if running and running[-1] == names[id(module)]:
             running.pop()
-        tensor = first_tensor(output if isinstance(output, (tuple, list, dict)) else (output,))
-        if tensor is not None:
-            seen.outputs.setdefault(names[id(module)], tuple(tensor.shape))
+        if (first := first_tensor(output)) is not None:
+            seen.outputs.setdefault(names[id(module)], tuple(first[1].shape))
+            seen.results.setdefault(names[id(module)], first[0])
 
     handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
     handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
@@ -153,6 +158,15 @@ def watched(
         for handle in handles:
             handle.remove()
     return seen
+
+
+def entry(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Where the first tensor is in the arguments of a call, by the names of the module's own parameters; () where they have none."""
+    try:
+        first = first_tensor(bind(innermost(type(module).forward), module, args, kwargs))
+    except (TypeError, ValueError):  # a forward of the instance that takes other arguments
+        return ()
+    return () if first is None else first[0]
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:

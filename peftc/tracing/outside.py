@@ -68,10 +68,14 @@ def module_site(name: str, steps: Steps, anatomy: Anatomy, group: str = "") -> S
     """A site that is one whole module; its graph is the module's own."""
     module = anatomy.model.get_submodule(name)
     states = weight_states(name, module)
-    for state, node, seen in (("x", INPUT, anatomy.seen.inputs), ("h", OUTPUT, anatomy.seen.outputs)):
-        shape = seen.get(name)
+    seen = anatomy.seen
+    for state, node, shapes_seen, paths in (
+        ("x", INPUT, seen.inputs, seen.entries),
+        ("h", OUTPUT, seen.outputs, seen.results),
+    ):
+        shape = shapes_seen.get(name)
         if shape and (state == "h" or not isinstance(module, nn.Embedding)):
-            states[state] = State(state, shapes.Tokens(shape[-1]), Place(node))
+            states[state] = State(state, shapes.Tokens(shape[-1]), Place(node, path=paths.get(name, ())))
     own = {steps[-1][0]: name} if steps[-1][0] in FROZEN and callable_on_one(module) else {}
     return Site(path_of(steps), steps, name, name, type(module).__name__, states, own, group)
 
@@ -164,7 +168,16 @@ def module_infos(anatomy: Anatomy) -> tuple[ModuleInfo, ...]:
         own = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
         entry = None if isinstance(module, nn.Embedding) else width(name, seen.inputs)
         found.append(
-            ModuleInfo(name, type(module).__name__, own, entry, width(name, seen.outputs), id(module) in called)
+            ModuleInfo(
+                name,
+                type(module).__name__,
+                own,
+                entry,
+                width(name, seen.outputs),
+                id(module) in called,
+                seen.entries.get(name, ()),
+                seen.results.get(name, ()),
+            )
         )
     return tuple(found)
 

@@ -29,6 +29,10 @@ class Seen(Protocol):
     def inputs(self) -> dict[str, tuple[int, ...]]: ...
     @property
     def outputs(self) -> dict[str, tuple[int, ...]]: ...
+    @property
+    def entries(self) -> dict[str, tuple[Any, ...]]: ...
+    @property
+    def results(self) -> dict[str, tuple[Any, ...]]: ...
 
 
 @dataclass
@@ -75,9 +79,9 @@ class Repeats:
             if mine not in seen.calls:
                 seen.order.append(mine)
             seen.calls[mine] = seen.calls.get(mine, 0) + run.calls[first]
-            for shapes_seen in (seen.inputs, seen.outputs):
-                if first in shapes_seen:
-                    shapes_seen.setdefault(mine, shapes_seen[first])
+            for facts in (seen.inputs, seen.outputs, seen.entries, seen.results):
+                if first in facts:
+                    facts.setdefault(mine, facts[first])
         return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from peftc.forms.shapes import Shape
 
@@ -74,8 +75,8 @@ INPUT, OUTPUT = "<input>", "<output>"
 class Place:
     """Where a hidden state lives in the traced graph of the layer (or module) `root`.
 
-    `node` names a node of the kind's fully inlined graph, or is INPUT or OUTPUT: the first argument or the result of the
-    site's own module. `rows` is a slice of its last dimension. `map`: its features are its second dimension, as
+    `node` names a node of the kind's fully inlined graph, or is INPUT or OUTPUT: the first tensor among the arguments or in the
+    result of the site's own module, at `path`: (parameter, *keys), of the first parameter where it is empty, or the keys. `rows` is a slice of its last dimension. `map`: its features are its second dimension, as
     convolutions have them: (batch, d, height, width).
     """
 
@@ -83,6 +84,7 @@ class Place:
     rows: Slice | None = None
     map: bool = False
     also: tuple[str, ...] = ()  # other nodes that take what is written there
+    path: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,9 @@ class Site:
 class ModuleInfo:
     """Any module of the model, for globs, `**` and `train`.
 
-    `input` and `output` are the widths (features) of its first argument and of its result; None where it is not called just
-    once in a forward, or not on features. `called`: whether a forward calls it.
+    `input` and `output` are the widths (features) of the first tensor among its arguments and in its result, which are at `entry` and
+    `result` (as the path of a `Place`); None where it is not called just once in a forward, or not on features. `called`: whether a
+    forward calls it.
     """
 
     name: str  # dotted
@@ -136,6 +139,8 @@ class ModuleInfo:
     input: int | None = None
     output: int | None = None
     called: bool = True
+    entry: tuple[Any, ...] = ()
+    result: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

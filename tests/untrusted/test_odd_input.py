@@ -320,3 +320,12 @@ def test_names_of_modules_never_become_code(name: str) -> None:
     for region in peftc.graphs(base).values():
         assert "\nimport os" not in region.code
         compile(region.code, "<generated>", "exec")
+
+
+@pytest.mark.parametrize("name", ["x\ud800", "\udfff"], ids=["high", "low"])
+def test_names_that_are_no_text_are_refused(name: str) -> None:
+    spec = 'peft 1\nedit a at "layers.*.inner.*" { h += lora(x, r=1) }\n'
+    with pytest.raises(peftc.PeftcError) as caught:
+        peftc.compile(spec, Stack(name).eval(), sample={"x": torch.randn(1, 3, 4)})
+    assert [d.code for d in caught.value.diagnostics] == ["P511"]
+    assert str(caught.value).encode()
