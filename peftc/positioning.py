@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftc.caches import UnknownCache, cache_of, past_of
 from peftc.forms.module import has_values
 from peftc.forms.sequence_module import Sequence, Where, unknown
 
@@ -36,8 +37,8 @@ def where(given: dict[str, Any]) -> Where | None:
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         return None
-    count, cache, mask = tokens.shape[1], given.get("past_key_values"), given.get("attention_mask")
-    past = 0 if cache is None else cache.get_seq_length()
+    count, cache, mask = tokens.shape[1], cache_of(given), given.get("attention_mask")
+    past = known_past(given)
     columns = torch.arange(count, device=tokens.device)[None] + past
     if mask is None:
         check_one(given.get("position_ids"))
@@ -55,6 +56,17 @@ def where(given: dict[str, Any]) -> Where | None:
         return Where(columns - first, None)
     last = count - 1 - seen.flip(1).int().argmax(1, keepdim=True)
     return Where(columns - first, last - columns)
+
+
+def known_past(given: dict[str, Any]) -> int:
+    """`past_of`. Raises: P423 for a cache that does not tell how many tokens it has."""
+    try:
+        past = past_of(given)
+    except UnknownCache as cannot:
+        raise unknown(str(cannot)) from cannot
+    if past is None:
+        raise unknown("the call continues a state that does not tell how many tokens it has", "call without a cache")
+    return past
 
 
 def check_one(numbers: Any) -> None:

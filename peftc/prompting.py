@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftc.caches import UnknownCache, past_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
 
@@ -38,11 +39,12 @@ def prompted(
     count = sum(row.shape[-2] for row in rows)
     if not count:
         return base.forward(module, **given)
-    cache = given.get("past_key_values")
-    past = 0 if cache is None else cache.get_seq_length()
     tokens = tokens_of(given)
     if tokens is None:
         return base.forward(module, **given)  # says itself what is missing
+    past = known_past(given)
+    if past is None:
+        return base.forward(module, **continued(given, tokens, count))
     first = past == 0
     starts = None
     if (mask := given.get("attention_mask")) is not None:
@@ -67,6 +69,26 @@ def prompted(
     given |= {"input_ids": None, "inputs_embeds": joined(torch.cat(together, 1), embedded, starts)}
     result = base.forward(module, **given)
     return result if keep else without(result, count, starts)
+
+
+def known_past(given: dict[str, Any]) -> int | None:
+    """`past_of`. Raises: P419 for a cache of which it cannot be told whether the rows are in it."""
+    try:
+        return past_of(given)
+    except UnknownCache as cannot:
+        raise refused(str(cannot)) from cannot
+
+
+def continued(given: dict[str, Any], tokens: Tensor, count: int) -> dict[str, Any]:
+    """The arguments of a call that continues the state of a recurrence: the rows are in it, and its masks are of the call alone.
+
+    Raises: P428 for a row whose first token is behind padding in the state.
+    """
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
+        check_rows(starts_of(mask), mask.shape[1] - tokens.shape[1])
+    numbers = {name: given[name] for name in POSITIONS if given.get(name) is not None}
+    return given | {name: longer_numbers(value, count, None, first=False) for name, value in numbers.items()}
 
 
 def starts_of(mask: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ STAGES = (
     "peftc.model",
     "peftc.tracing",
     "peftc.runtime",
+    "peftc.caches",
     "peftc.prompting",
     "peftc.positioning",
     "peftc.rewriting",

@@ -116,7 +116,7 @@ REWRITE: dict[str, CodeInfo] = {
         "call that has no place for a prompt",
         "The tokens of a prompt come before those of the input in masks, positions and caches. Masks that were made for the layers, "
         "caches of a fixed size, and caches of an earlier call that are given to `generate`, which counts their tokens itself, leave no "
-        "place for them; the call was not run.",
+        "place for them; of a cache that does not tell whether it has tokens nobody knows if they are in it. The call was not run.",
     ),
     "P420": CodeInfo(
         "output that cannot be written",
@@ -140,8 +140,8 @@ REWRITE: dict[str, CodeInfo] = {
     "P423": CodeInfo(
         "call whose positions are not known",
         "A form with `first` or `last` acts on some tokens of a sequence. From this call it cannot be told which: the mask was made for "
-        "the layers, a row holds several sequences, the layer was run outside of its stack (as gradient checkpointing does), or the "
-        "call has a cache, so that its last token is not that of the sequence. Nothing wrong has been computed.",
+        "the layers, a row holds several sequences, the layer was run outside of its stack (as gradient checkpointing does), the call "
+        "continues the state of a recurrence, which does not count, or it has a cache, so that its last token is not that of the sequence. Nothing wrong has been computed.",
     ),
     "P424": CodeInfo(
         "forward of an instance that hides the code",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from benchmarks.families import build
 from tests import zoo
 from tests.reference import literature
 from tests.reference.reference import Reference
@@ -127,6 +128,16 @@ def test_places_whose_positions_nothing_tells_are_refused_as_soon_as_planned(
         assert found.span
         assert found.source.text[found.span.start : found.span.end] == underlined
     assert (type(model), list(model.state_dict())) == before
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "rwkv"])
+def test_a_state_that_does_not_count_its_tokens_is_refused(name: str) -> None:
+    """What continues a recurrence may be the first tokens or not."""
+    model: Any = build("causal-lm", name)[0].eval()
+    peftc.compile(FIRST, model, seed=0)
+    ids = torch.tensor([[5, 6, 7, 4]])
+    assert output(model, {"input_ids": ids}).isfinite().all()
+    assert refusal(lambda: model.generate(ids, max_new_tokens=2, pad_token_id=1)) == "P423"
 
 
 def test_copies_and_other_specs_keep_what_the_forms_know() -> None:

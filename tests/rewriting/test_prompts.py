@@ -10,13 +10,17 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import peftc
+from benchmarks.families import build
 from tests import zoo
 from tests.laws.harness import close, randomise
 
 LENGTH = 3
+RECURRENT = ("mamba", "mamba2", "falcon_mamba", "xlstm")
+HYBRID = ("jamba", "recurrent_gemma", "qwen3_next", "falcon_h1")
 DECODERS = ("gpt2", "llama", "opt", "qwen3")
 ENCODER_DECODERS = ("bart", "t5")
 ENCODERS = ("bert", "roberta")
@@ -191,6 +195,69 @@ def test_caches_that_are_counted_elsewhere_are_refused() -> None:
     with pytest.raises(peftc.PeftcError, match="P419"):
         model.generate(ids, past_key_values=cache, **options)
     assert torch.equal(model.generate(ids, assistant_model=zoo.build("llama", torch.float64).eval(), **options), want)
+
+
+def recurrent(name: str) -> Any:
+    """A model whose cache is the state of a recurrence, at least in some layers."""
+    model = build("causal-lm", name)[0].eval()
+    peftc.compile(spec(), model, seed=0)
+    randomise(peftc.parameters(model))
+    return model
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("name", [*RECURRENT, *HYBRID])
+def test_a_prompt_is_in_the_state_of_a_recurrence_once(name: str, padding: str | None) -> None:
+    model = recurrent(name)
+    ids = torch.tensor([[5, 6, 7, 5, 6, 4], [3, 4, 6, 5, 7, 3]])
+    mask = torch.ones_like(ids)
+    mask[0, : 2 if padding else 0] = 0
+    cached, plain = (
+        model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=4,
+            min_new_tokens=4,
+            do_sample=False,
+            pad_token_id=1,
+            use_cache=use,
+            output_logits=True,
+            return_dict_in_generate=True,
+        ).logits
+        for use in (True, False)
+    )
+    assert len(cached) == 4
+    for one, other in zip(cached, plain, strict=True):
+        near(one, other)
+
+
+def near(one: Tensor, other: Tensor) -> None:
+    """In float32, where a prompt too many moves the logits by about as much as they are."""
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max()))
+
+
+@pytest.mark.parametrize(("name", "cache"), [("rwkv", "state"), ("mamba", "cache_params"), ("mamba2", "cache_params")])
+def test_tokens_that_continue_a_state_are_those_of_the_whole_input(name: str, cache: str) -> None:
+    model = recurrent(name)
+    ids = torch.tensor([[5, 6, 7, 5, 6, 4]])  # one row: transformers' own code of a state broadcasts several
+    whole = model(ids, use_cache=True).logits
+    out = model(ids[:, :3], use_cache=True)
+    parts = [out.logits]
+    for i in range(3, ids.shape[1]):
+        out = model(ids[:, i : i + 1], use_cache=True, **{cache: out[cache]})
+        parts.append(out.logits)
+    near(torch.cat(parts, 1), whole)
+    if cache == "cache_params":
+        first = model(ids[:, :3], use_cache=True, cache_params=transformers.DynamicCache(config=model.config))
+        near(first.logits, whole[:, :3])
+
+
+def test_a_cache_that_does_not_tell_what_it_has_is_refused() -> None:
+    model = compiled("llama")
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(peftc.PeftcError, match="P419") as refused:
+        model(ids, past_key_values=((torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8)),))
+    assert "`past_key_values` is a tuple" in str(refused.value)
 
 
 @pytest.mark.parametrize(
