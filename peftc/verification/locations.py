@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,6 +105,15 @@ class Locator:
         if site.module == site.root:
             raise Unreachable(f"no module computes the result of `{site.path}`")
         return Location(kind, site.module, site.root, site.path)
+
+    def results(self, root: str) -> list[Location]:
+        """The results of all sub-layers of a layer, where a module computes them."""
+        found: list[Location] = []
+        for site in self.sites.values():
+            if site.root == root and "res" in site.states and site.steps[-1][0] != "add":
+                with suppress(Unreachable):
+                    found.append(self.sum(site, "sum"))
+        return found
 
     def attention(self, site: Site, kind: Kind) -> Location:
         child = self.child(site, "q")

@@ -5,7 +5,7 @@ Values are followed by labels: what a labelled tensor goes into has its label, u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,9 @@ SOFTMAX = frozenset({"softmax"})
 
 
 class Label(NamedTuple):
-    """`sum`: the result of a sub-layer on its way to the residual sum; `query`, `scores`, `probabilities`: of its attention."""
+    """`sum`: the result of a sub-layer on its way to the residual sum; `summed`: the same, as a part of a sum of two results that
+    are on it together (parallel blocks); `query`, `scores`, `probabilities`: of its attention.
+    """
 
     what: str
     owner: str
@@ -35,8 +37,10 @@ class Observer(Protocol):
     def arrived(self, owner: str, state: str, value: Tensor) -> None: ...
     def attention(self, owner: str, query: Tensor, pair: Pair) -> tuple[Tensor, Pair]: ...
     def heads(self, owner: str, result: Tensor) -> Tensor: ...
-    def residual(self, owner: str, result: Tensor, residual: Tensor) -> Tensor: ...
-    def total(self, owner: str, value: Tensor) -> Tensor: ...
+    def reads_residual(self, owner: str) -> bool: ...
+    def result(self, owner: str, value: Tensor) -> Tensor: ...
+    def residual(self, owner: str, value: Tensor) -> None: ...
+    def total(self, owners: Collection[str], value: Tensor) -> Tensor: ...
 
 
 class Operations(TorchFunctionMode):
@@ -48,6 +52,7 @@ class Operations(TorchFunctionMode):
         self.labels: dict[int, frozenset[Label]] = {}
         self.held: list[Tensor] = []  # so that no number stands for another tensor
         self.live: set[Label] = set()
+        self.parts: dict[int, tuple[Tensor, Tensor]] = {}  # of sums of two results, with equations that wait
         self.rows: dict[str, tuple[Tensor, Tensor]] = {}  # joined to keys and values, while scores are computed
 
     def label(self, value: Tensor, label: Label) -> None:
@@ -69,6 +74,7 @@ class Operations(TorchFunctionMode):
         self.live = {label for label in self.live if label.owner not in chosen}
         if not self.live:
             self.labels.clear()
+            self.parts.clear()
             self.held.clear()
 
     def of(self, value: object) -> frozenset[Label]:
@@ -98,10 +104,8 @@ class Operations(TorchFunctionMode):
                     return self.attention(label, args, kwargs), labels - {label}
         if name in PRODUCTS and (done := self.product(func, args, kwargs, labels)) is not None:
             return done
-        if name in SUMS:
-            for label in labels:
-                if label.what == "sum" and (operands := self.operands(label, args)) is not None:
-                    return self.sum(func, label, operands, args, kwargs), labels - {label}
+        if name in SUMS and (done := self.sum(func, args, kwargs)) is not None:
+            return done
         return func(*self.widened(args, labels), **kwargs), self.renamed(name, labels)
 
     def consume(self, label: Label) -> None:
@@ -113,27 +117,67 @@ class Operations(TorchFunctionMode):
 
     # The residual sum ------------------------------------------------------------------------------------------------
 
-    def operands(self, label: Label, args: tuple[Any, ...]) -> tuple[int, int] | None:
-        """Which operand is the sub-layer's result and which the residual; None for a sum of something else."""
-        if len(args) < 2 or not all(isinstance(value, Tensor) for value in args[:2]):
-            return None
-        marked = [label in self.of(value) for value in args[:2]]
-        same = args[0].shape == args[1].shape and not any(isinstance(value, nn.Parameter) for value in args[:2])
-        return (marked.index(True), marked.index(False)) if same and marked[0] != marked[1] else None
+    def results(self, value: object) -> frozenset[Label]:
+        """The labels of a value that are on the way to a residual sum."""
+        return frozenset(label for label in self.of(value) if label.what in ("sum", "summed"))
 
     def sum(
-        self,
-        func: Callable[..., Any],
-        label: Label,
-        operands: tuple[int, int],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        self.consume(label)
-        result, residual = operands
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, frozenset[Label]] | None:
+        """The residual sum behind one sub-layer or several, or the sum of two results before it; None for a sum of something else."""
+        if len(args) < 2 or not all(isinstance(value, Tensor) for value in args[:2]):
+            return None
+        if args[0].shape != args[1].shape or any(isinstance(value, nn.Parameter) for value in args[:2]):
+            return None
+        first, second = self.results(args[0]), self.results(args[1])
+        others = (self.of(args[0]) | self.of(args[1])) - (first ^ second)
+        if first - second and second - first:
+            value, labels = self.parallel(func, args, kwargs)
+            return value, others | labels
+        if first == second:
+            return None
+        where = int(not first - second)
+        labels = first ^ second
+        for label in labels:
+            self.consume(label)
+            self.observer.residual(label.owner, args[1 - where])
         changed = list(args)
-        changed[result] = self.observer.residual(label.owner, args[result], args[residual])
-        return self.observer.total(label.owner, func(*changed, **kwargs))
+        changed[where] = self.written(args[where], labels)
+        return self.observer.total({label.owner for label in labels}, func(*changed, **kwargs)), others
+
+    def parallel(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, frozenset[Label]]:
+        """The sum of the results of two sub-layers. What their equations say is put into it, but where one reads the residual,
+        which comes later: that equation waits for the residual sum.
+        """
+        first, second = self.results(args[0]), self.results(args[1])
+        labels = first ^ second
+        if any(label.what == "sum" and self.observer.reads_residual(label.owner) for label in labels):
+            parts = (args[0].clone(), args[1])  # the sum may be written into the first
+            for part, own in zip(parts, (first - second, second - first), strict=True):
+                self.mark(part, own)
+            value = func(*args, **kwargs)
+            if not kwargs and len(args) == 2:
+                self.parts[id(value)] = parts
+                self.held += [value, *parts]
+            return value, labels
+        value = func(self.written(args[0], first - second), self.written(args[1], second - first), *args[2:], **kwargs)
+        for label in labels:
+            self.consume(label)
+        return value, frozenset(self.start(Label("summed", label.owner)) for label in labels)
+
+    def written(self, value: Tensor, labels: frozenset[Label]) -> Tensor:
+        """A result, or a sum of several, with what the equations say of each."""
+        waiting = sorted(label for label in labels if label.what == "sum")
+        if (parts := self.parts.get(id(value))) is not None:
+            first, second = (self.written(part, self.labels.get(id(part), frozenset()) & labels) for part in parts)
+            return first + second
+        if len(waiting) > 1 and any(self.observer.reads_residual(label.owner) for label in waiting):
+            raise Unreachable("the sum of two sub-layers is changed on its way to the residual that an equation reads")
+        for label in waiting:
+            value = self.observer.result(label.owner, value)
+        return value
 
     # Attention -------------------------------------------------------------------------------------------------------
 

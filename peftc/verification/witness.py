@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +76,7 @@ class Witness:
         self.mark: Callable[[Place, Any], None] = unmarked
         self.arrival: Callable[[str, str, Tensor], None] | None = None
         self.watched: dict[str, Location] = {}  # attentions, by the path of the sub-layer
+        self.beside: dict[Location, None] = {}  # the results of sub-layers that are in one layer with those of edits
         self.hooked: list[Hooked] | None = None
         self.inside: Counter[str] = Counter()
         self.streams: dict[str, tuple[int, ...]] = {}
@@ -87,6 +88,10 @@ class Witness:
             modules = {id(base.get_submodule(use.site.module)): use for use in reversed([*one.uses()])}
             for use in reversed(modules.values()):  # several, where their weights are tied
                 self.add(use)
+        for root in dict.fromkeys(
+            location.root for location in self.bound if location.kind in ("sum", "residual", "total")
+        ):
+            self.beside |= dict.fromkeys(self.locator.results(root))
 
     def add(self, placed: ir.Placed) -> None:
         """Binds the states of an edit at a site to locations."""
@@ -134,15 +139,15 @@ class Witness:
         """The modules to hook: those of locations and the layers around them. A module may have several names."""
         if self.hooked is None:
             found: dict[int, Hooked] = {}
-            for location in (*self.bound, *self.watched.values()):
+            for location in self.every():
                 for name in (location.module, location.root):
                     module = self.base.get_submodule(name)
                     found.setdefault(id(module), Hooked(module))
             for location in self.bound:
                 found[id(self.base.get_submodule(location.module))].bound.append(location)
-            for location in self.watched.values():
+            for location in (*self.watched.values(), *self.beside):
                 found[id(self.base.get_submodule(location.module))].watched.append(location)
-            for location in (*self.bound, *self.watched.values()):
+            for location in self.every():
                 found[id(self.base.get_submodule(location.root))].roots[location.root] = None
             self.hooked = list(found.values())
         return self.hooked
@@ -197,7 +202,7 @@ class Witness:
         self.restore(root)
 
     def every(self) -> list[Location]:
-        return [*self.bound, *self.watched.values()]
+        return [*self.bound, *self.watched.values(), *self.beside]
 
     def follow(self, locations: Iterable[Location], result: Any) -> None:
         """Labels the results of modules whose way to an operation is followed."""
@@ -336,15 +341,20 @@ class Witness:
             result = self.passed(location, result.transpose(1, 2)).transpose(1, 2)
         return result
 
-    def residual(self, owner: str, result: Tensor, residual: Tensor) -> Tensor:
-        for location in self.at("residual", owner):
-            self.passed(location, residual)
-        for location in self.at("sum", owner):
-            result = self.passed(location, result)
-        return result
+    def reads_residual(self, owner: str) -> bool:
+        return bool(self.at("residual", owner))
 
-    def total(self, owner: str, value: Tensor) -> Tensor:
-        for location in self.at("total", owner):
+    def residual(self, owner: str, value: Tensor) -> None:
+        for location in self.at("residual", owner):
+            self.passed(location, value)
+
+    def result(self, owner: str, value: Tensor) -> Tensor:
+        for location in self.at("sum", owner):
+            value = self.passed(location, value)
+        return value
+
+    def total(self, owners: Collection[str], value: Tensor) -> Tensor:
+        for location in [one for one in self.bound if one.kind == "total" and one.owner in owners]:
             value = self.passed(location, value)
         return value
 
