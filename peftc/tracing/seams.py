@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.utils import checkpoint
 from transformers.modeling_utils import AttentionInterface
 
 from peftc.interrupts import shielded
@@ -116,6 +117,7 @@ def live(tracer: RegionTracer) -> Generator[None]:
         patches.enter_context(patched(torch, "_check_with", _decided))
         patches.enter_context(watched_blocks(current))
         patches.enter_context(guarded_functions())
+        patches.enter_context(patched(checkpoint, "_checkpoint_without_reentrant_generator", _entered_checkpoint))
         patches.enter_context(patched(nn.functional, "multi_head_attention_forward", _entered))
         outer = getattr(_active, "tracer", None)
         _active.tracer, tracer.live = tracer, True
@@ -134,6 +136,9 @@ def guarded_functions() -> Generator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         now = current()
         if now is not None and mentions_example((args, kwargs)):
+            if cls is checkpoint.CheckpointFunction:
+                function, _, *given = args
+                return function(*given)
             return now.record("call_function", applied, args, {**kwargs, "function": cls})
         return before.__func__(cls, *args, **kwargs)
 
@@ -142,6 +147,20 @@ def guarded_functions() -> Generator[None]:
         yield
     finally:
         owner.apply = before
+
+
+def _entered_checkpoint(before: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands around the function of a checkpoint that is not reentrant: nothing, where the code of the function is traced. What
+    keeps inputs for the backward pass would take traced values for tensors.
+    """
+
+    def around(*args: Any, **kwargs: Any) -> Generator[None]:
+        if current() is None or not mentions_example((args, kwargs)):
+            yield from before(*args, **kwargs)
+        else:
+            yield
+
+    return around
 
 
 def _entered(function: Any) -> Any:

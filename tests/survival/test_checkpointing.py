@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import peftc
 from tests import zoo
@@ -92,3 +94,62 @@ def test_nothing_runs_again_in_evaluation(name: str) -> None:
     loss.backward()
     assert torch.equal(loss, want)
     assert set(counts.values()) == {1}
+
+
+# Checkpoints inside of a layer ---------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A layer that runs its first Linear again in the backward pass, where it is asked for gradients."""
+
+    def __init__(self, asked: Callable[[], bool], options: dict[str, Any]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.asked, self.options = asked, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(x)
+        z = checkpoint(self.up, z, **self.options) if self.asked() else self.up(z)
+        return x + self.down(torch.relu(z))
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("edited", ['"layers.*.up" { h += lora(x, r=2) }', "layer[*].ffn { h += adapter(h, r=2) }"])
+@pytest.mark.parametrize("asked", [torch.is_grad_enabled, lambda: True], ids=["with-gradients", "always"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_in_the_code_of_a_layer(reentrant: bool, asked: Callable[[], bool], edited: str) -> None:
+    """The way through the checkpoint is traced: it computes what the layer computes without one, with the same gradients."""
+
+    def compiled(ask: Callable[[], bool]) -> nn.Module:
+        torch.manual_seed(0)
+        stack = Stack(*(Layer(ask, {"use_reentrant": reentrant}) for _ in range(2))).double()
+        peftc.compile(f"peft 1\nedit e at {edited}\n", stack, seed=0, sample={"x": x})
+        with torch.no_grad():
+            for value in peftc.parameters(stack).values():
+                value.normal_(generator=torch.Generator().manual_seed(1))
+        return stack
+
+    x = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    results: list[list[Tensor]] = []
+    for ask in (asked, lambda: False):
+        model = compiled(ask)
+        out = model(x)
+        out.square().sum().backward()
+        with torch.no_grad():
+            results.append([out, model(x), *(p.grad for p in peftc.parameters(model).values() if p.grad is not None)])
+        assert len(results[-1]) == 2 + len(peftc.parameters(model))
+        with peftc.disabled(model), torch.no_grad():
+            assert not torch.allclose(model(x), out)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
