@@ -184,9 +184,9 @@ REWRITE: dict[str, CodeInfo] = {
     ),
     "P435": CodeInfo(
         "parameters that code around the layers reads itself",
-        "Outside of the layers, some code reads the weight of the module to be edited, and asks whether gradients are computed or in which "
-        "mode the model is: it may compute with the weight in the place of calling the module, and the edit would not act. In a layer such "
-        "code is edited as a whole; outside of the layers only modules are.",
+        "Outside of the layers, some code reads the weight of the module to be edited, or hands the module to other code: it may compute "
+        "with the weight in the place of calling the module, and the edit would not act. In a layer such code is edited as a whole; outside "
+        "of the layers only modules are.",
     ),
     "P900": CodeInfo(
         "unexpected error",

@@ -10,11 +10,12 @@ from peftc.planning import ir
 from peftc.rewriting.anchors import contains, relative
 from peftc.rewriting.edits import Region
 from peftc.rewriting.fast_paths import callers, has_fast_path, innermost_called, with_fast_paths_closed
-from peftc.rewriting.parameter_reads import own_parameters, parameter_reads
+from peftc.rewriting.parameter_reads import own_parameters, parameter_reads, runs_parts
 from peftc.rewriting.positions import position_regions
 from peftc.rewriting.prompts import is_prompt, prompt_regions
 from peftc.rewriting.regions import LayerRegions, module_region
 from peftc.tracing.kinds import Anatomy
+from peftc.tracing.observe import repeated_blocks
 
 
 def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
@@ -60,26 +61,35 @@ def refuse_entered(regions: list[Region], anatomy: Anatomy) -> None:
 
 
 def refuse_bypassed(regions: list[Region], anatomy: Anatomy) -> None:
-    """Raises: P435 for a region whose parameters are read around the layers by code that may leave out its call."""
+    """Raises: P435 for a region whose parameters are read around the layers by code that may leave out its call.
+
+    Outside of the layers a parameter may be used twice (of an embedding, by a head): there only code that asks for the mode is refused.
+    """
     names = {name: group for group in anatomy.shared for name in group}
+    layers = {layer for stack in anatomy.stacks for layer in stack.layers} | set(repeated_blocks(anatomy.model))
     for region in regions:
         for module in names.get(region.module, (region.module,)):
             entered = [module, *(f"{module}.{name}" for name in region.inline if name)]
             parameters = [n for e in entered for n in own_parameters(anatomy.model.get_submodule(e), e)]
+            inside = any(contains(layer, module) for layer in layers)
             for name in callers(module):
                 around = anatomy.model.get_submodule(name)
+                if has_fast_path(type(around)):
+                    continue
                 reads = parameter_reads(around, [relative(parameter, name) for parameter in parameters])
-                if not has_fast_path(type(around)) and any(read.asks for read in reads):
+                within = any(contains(layer, name) for layer in layers)
+                parts = inside and not within and runs_parts(around, relative(module, name))
+                if parts or any(read.asks or (inside and read.told) for read in reads):
                     raise PeftcError(bypass(region, module, name or type(around).__name__))
 
 
 def bypass(region: Region, module: str, around: str) -> Diagnostic:
     return Diagnostic(
         "P435",
-        f"the code of `{around}` reads parameters of `{module}`, and asks for the mode or for gradients",
+        f"the code of `{around}` may read parameters of `{module}` itself",
         region.placed[0].assigns[0].source.span if region.placed else None,
         notes=(f"it may compute with them in the place of calling `{module}`, and the edit would not act",),
-        help="call the module in all modes, or move that code into the layer",
+        help="call the module in all cases, or move that code into the layer",
     )
 
 

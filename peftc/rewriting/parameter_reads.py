@@ -4,7 +4,8 @@ Such code may call the child today and compute with its weight tomorrow (without
 shows one of the two. An edit that stood in the child alone would be bypassed by the other, so it stands in the module that reads.
 
 The code is looked at and not run: the `forward` of the class and of its parent classes, and what it names of its own class and of its
-own file. What asks for the kind of a parameter (`self.fc.weight.dtype`) does not compute with it.
+own file. Code that hands the child itself to something else (`kernel(self.fc, x)`) may read its parameters there. What asks for the kind of a
+parameter (`self.fc.weight.dtype`) does not compute with it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from peftc.model.instance_forward import instance_forward
 from peftc.tracing.calls import innermost
 
 ANY = "*"  # in the place of an index, or of a name that the code computes
+ALL = frozenset({"parameters", "named_parameters", "_parameters", "state_dict", "get_parameter"})
 QUESTIONS = frozenset({"is_grad_enabled", "requires_grad", "is_inference_mode_enabled", "training"})
 METADATA = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
 INSPECTING = frozenset({"isinstance", "hasattr", "id", "type"})
@@ -31,29 +33,62 @@ INSPECTING = frozenset({"isinstance", "hasattr", "id", "type"})
 
 @dataclass(frozen=True)
 class ParameterRead:
-    """`names`: the attributes that lead to the parameter. `rooted`: from the module itself, else from what nobody can tell.
-
-    `asks`: its function asks for gradients or for the mode, too.
+    """`names`: the attributes that lead to the parameter, or, with `below`, to a module all of whose parameters may be read. `rooted`: from
+    the module itself, else from what nobody can tell. `asks`: its function asks for gradients or for the mode, too.
     """
 
     names: tuple[str, ...]
     rooted: bool
     asks: bool
+    below: bool = False
+
+    @property
+    def told(self) -> bool:
+        """Whether the code says which module owns the parameter."""
+        return bool(self.names) if self.rooted or self.below else len(self.names) > 1
 
     def of(self, parameter: str) -> bool:
         """Whether this may be a parameter of that dotted name."""
         path = parameter.split(".")
-        if len(path) < len(self.names) or (self.rooted and len(path) != len(self.names)):
-            return False
-        tail = path[len(path) - len(self.names) :]
-        return all(name in (ANY, own) for name, own in zip(self.names, tail, strict=True))
+        size = len(self.names)
+        starts = range(len(path) - size + 1) if self.below else [len(path) - size]
+        if self.rooted:
+            starts = [0] if self.below or len(path) == size else []
+        return any(start >= 0 and alike(self.names, path[start : start + size]) for start in starts)
+
+
+def alike(names: tuple[str, ...], path: list[str]) -> bool:
+    return len(names) == len(path) and all(name in (ANY, own) for name, own in zip(names, path, strict=True))
 
 
 def parameter_reads(module: nn.Module, parameters: Collection[str]) -> Iterator[ParameterRead]:
     """How the code of a module may read some parameters of its children (dotted names in it)."""
-    last = frozenset(name.rpartition(".")[2] for name in parameters)
-    for forward in forwards(module) if last else ():
-        yield from (read for read in reads_of(forward, type(module), last) if any(map(read.of, parameters)))
+    words = frozenset(word for name in parameters for word in name.split(".")[-2:])
+    for forward in forwards(module) if words else ():
+        yield from (read for read in reads_of(forward, type(module), words) if any(map(read.of, parameters)))
+
+
+def runs_parts(module: nn.Module, region: str) -> bool:
+    """Whether the code of a module may run its part `region` child by child: each of its children that has parameters is called or read."""
+    children = [n for n, c in module.get_submodule(region).named_children() if next(c.parameters(), None) is not None]
+    used = {name for forward in forwards(module) for name in named_parts(forward, type(module), region)}
+    return len(children) > 1 and used.issuperset(children)
+
+
+@cache
+def named_parts(forward: FunctionType, cls: type[nn.Module], region: str) -> frozenset[str]:
+    """The attributes of a part of the module, and of what may be that part, that a forward and what it names ask for."""
+    path = region.split(".")
+    found = {
+        name
+        for function, first in reached(forward, cls)
+        for use in uses(function, first)
+        if not use.text
+        for size in range(len(use.names))
+        if (name := use.names[size])
+        and (alike(use.names[:size], path) if use.rooted else alike(use.names[:size], path[len(path) - size :]))
+    }
+    return frozenset(found)
 
 
 def own_parameters(module: nn.Module, prefix: str, recurse: bool = False) -> list[str]:
@@ -63,11 +98,18 @@ def own_parameters(module: nn.Module, prefix: str, recurse: bool = False) -> lis
 
 
 def forwards(module: nn.Module) -> Iterator[FunctionType]:
-    """The forwards that a call of a module may run, behind what wraps them: its own, and those of its classes."""
+    """The forwards that a call of a module may run, behind what wraps them: its own, that of its class, and those of parent classes as
+    long as each may call the next one.
+    """
     own = instance_forward(module)
     functions = [own.function] if own is not None else []
     functions += [vars(c)["forward"] for c in type(module).__mro__ if c is not nn.Module and "forward" in vars(c)]
-    yield from (plain for function in functions if (plain := plain_function(function)) is not None)
+    for function in functions:
+        plain = plain_function(function)
+        if plain is not None:
+            yield plain
+            if not {"super", "forward"}.intersection(words_of(plain.__code__)):
+                return
 
 
 def plain_function(value: Any) -> FunctionType | None:
@@ -78,21 +120,31 @@ def plain_function(value: Any) -> FunctionType | None:
 
 
 @cache
-def reads_of(forward: FunctionType, cls: type[nn.Module], last: frozenset[str]) -> tuple[ParameterRead, ...]:
-    """The reads of parameters with one of the `last` names, in a forward and in what it names."""
-    todo, seen, reads = [(forward, True)], {forward}, dict[ParameterRead, None]()
+def reads_of(forward: FunctionType, cls: type[nn.Module], words: frozenset[str]) -> tuple[ParameterRead, ...]:
+    """The reads of parameters or modules with one of these names, in a forward and in what it names."""
+    reads = dict[ParameterRead, None]()
+    for function, first in reached(forward, cls):
+        named = set(words_of(function.__code__))
+        if named & (words | ALL):
+            asks = bool(named & QUESTIONS)
+            reads |= dict.fromkeys(read for use in uses(function, first) for read in use.reads(words, asks))
+    return tuple(reads)
+
+
+@cache
+def reached(forward: FunctionType, cls: type[nn.Module]) -> tuple[tuple[FunctionType, str], ...]:
+    """A forward and the functions that it names, of its class and its file, with the name that each has for the module ("" for none)."""
+    todo, seen, functions = [(forward, True)], {forward}, list[tuple[FunctionType, str]]()
     while todo:
         function, method = todo.pop()
-        words = set(words_of(function.__code__))
-        if words & last:
-            first = function.__code__.co_varnames[0] if method and function.__code__.co_argcount else ""
-            reads |= dict.fromkeys(reads_in(function, first, last, bool(words & QUESTIONS)))
-        for word in sorted(words):
+        code = function.__code__
+        functions.append((function, code.co_varnames[0] if method and code.co_argcount else ""))
+        for word in sorted(set(words_of(code))):
             other, inside = named_by(word, function, cls)
             if other is not None and other not in seen:
                 seen.add(other)
                 todo.append((other, inside))
-    return tuple(reads)
+    return tuple(functions)
 
 
 def words_of(code: CodeType) -> Iterator[str]:
@@ -114,32 +166,63 @@ def named_by(word: str, function: FunctionType, cls: type[nn.Module]) -> tuple[F
     return (other if other is not None and other.__module__ == function.__module__ else None), False
 
 
-def reads_in(function: FunctionType, root: str, last: frozenset[str], asks: bool) -> Iterator[ParameterRead]:
-    """The reads in one function, in which `root` is the module. Where its source cannot be had, any parameter may be read."""
+@dataclass(frozen=True)
+class Use:
+    """One place where a function names an attribute. `next`: the attribute that it asks of it, "()" where it calls it, else "". `text`: a
+    constant, which may be the name of one.
+    """
+
+    names: tuple[str, ...]
+    rooted: bool
+    next: str = ""
+    text: bool = False
+
+    def reads(self, words: frozenset[str], asks: bool) -> Iterator[ParameterRead]:
+        """What is read here if `words` are the names of parameters and of the modules that own them."""
+        last = self.names[-1]
+        if last in ALL and not self.text:
+            yield ParameterRead(self.names[:-1], self.rooted, asks, below=True)
+        elif (last in words or last == ANY) and self.next != "()":
+            own = self.rooted and len(self.names) == 1 and not self.text  # a parameter of the module itself, or a child
+            if not own:
+                yield ParameterRead(self.names, self.rooted, asks)
+            if not self.next and not self.text:  # it goes somewhere else
+                yield ParameterRead((*self.names, ANY), self.rooted, asks)
+
+
+@cache
+def uses(function: FunctionType, root: str) -> tuple[Use, ...]:
+    """All attributes that a function names, in which `root` is the module. Where its source cannot be had, any may be there."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
-        yield ParameterRead((ANY,), False, asks)
-        return
+        return (Use(("parameters",), False),)
     around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    found: list[Use] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in last and not only_asks(node, around):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not only_asks(node, around):
             names, base = chain(node)
-            rooted = bool(root) and base == root
-            if not rooted or len(names) > 1:  # not a parameter of the module itself
-                yield ParameterRead(names, rooted, asks)
-        elif isinstance(node, ast.Constant) and node.value in last:  # getattr(self.fc, "weight")
-            yield ParameterRead((str(node.value),), False, asks)
+            if isinstance(node, ast.Subscript) and (not root or base != root):
+                continue  # of tensors, mostly
+            outer = around.get(node)
+            following = outer.attr if isinstance(outer, ast.Attribute) else ""
+            called = isinstance(outer, ast.Call) and outer.func is node
+            found.append(Use(names, bool(root) and base == root, "()" if called else following))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self.fc, "weight")
+            found.append(Use((node.value,), False, text=True))
+    return tuple(dict.fromkeys(found))
 
 
 def only_asks(node: ast.AST, around: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a value is only asked for what kind of value it is."""
+    """Whether a value is only asked for what kind of value it is, or written to."""
     outer = around.get(node)
     if isinstance(outer, ast.Attribute):
         return outer.attr in METADATA
     if isinstance(outer, ast.Compare):
         return all(isinstance(op, ast.Is | ast.IsNot) for op in outer.ops)
-    return isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id in INSPECTING
+    if isinstance(outer, ast.Call) and node in outer.args:
+        return isinstance(outer.func, ast.Name) and outer.func.id in INSPECTING
+    return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
 def chain(node: ast.expr) -> tuple[tuple[str, ...], str]:

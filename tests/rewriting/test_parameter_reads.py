@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 import peftc
@@ -35,6 +36,19 @@ def fastest(fc: nn.Linear, x: Tensor) -> Tensor:
     return fc(x) if torch.is_grad_enabled() else by_function(fc, x)
 
 
+def of_names(layer: Layer, x: Tensor) -> Tensor:
+    named = dict(layer.named_parameters())
+    return F.linear(x, named["fc.weight"], named["fc.bias"])
+
+
+class Kernel:
+    """An object that is no module: nothing is said of what it does with a module."""
+
+    def __call__(self, fc: nn.Linear, x: Tensor) -> Tensor:
+        return fc(x) if torch.is_grad_enabled() else F.linear(x, fc.weight, fc.bias)
+
+
+TABLE = {"linear": Kernel()}
 Way = Callable[["Layer", Tensor], Tensor]
 WAYS: dict[str, Way] = {
     "call with gradients": lambda s, x: s.fc(x) if torch.is_grad_enabled() else F.linear(x, s.fc.weight, s.fc.bias),
@@ -46,6 +60,12 @@ WAYS: dict[str, Way] = {
     "function for a long input": lambda s, x: by_function(s.fc, x) if x.shape[1] > 6 else s.fc(x),
     "another function": lambda s, x: fastest(s.fc, x),
     "a method": lambda s, x: s.fast(x),
+    "another object": lambda s, x: s.kernel(s.fc, x),
+    "one of many": lambda s, x: TABLE["linear"](s.fc, x),
+    "the function of its class": lambda s, x: s.fc(x) if torch.is_grad_enabled() else nn.Linear.forward(s.fc, x),
+    "all parameters of the child": lambda s, x: s.fc(x) if torch.is_grad_enabled() else F.linear(x, *s.fc.parameters()),
+    "all parameters": lambda s, x: s.fc(x) if torch.is_grad_enabled() else of_names(s, x),
+    "a functional call": lambda s, x: s.fc(x) if torch.is_grad_enabled() else functional_call(s.fc, dict(s.fc.named_parameters()), (x,)),
 }  # fmt: skip
 
 
@@ -53,6 +73,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.fc, self.out = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+        self.kernel = Kernel()
 
     def fast(self, x: Tensor) -> Tensor:
         layer = self.fc
@@ -109,33 +130,79 @@ def test_one_effect_on_every_path(way: str, edit: str) -> None:
     assert all(p.grad is not None for p in peftc.parameters(model).values())
 
 
+def by_hand(layer: Layer, x: Tensor) -> Tensor:
+    return x + layer.out(torch.relu(F.linear(layer.norm(x), layer.fc.weight, layer.fc.bias)))
+
+
 class Around(nn.Module):
-    """A model that computes with the weights of its layers itself, where no gradients are needed."""
+    """A model that computes with the weights of its layers itself, now and then."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(PLAIN() for _ in range(2))
+        self.layers, self.fast = nn.ModuleList(PLAIN() for _ in range(2)), False
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if torch.is_grad_enabled():
-                x = layer(x)
-            else:
-                inner = torch.relu(F.linear(layer.norm(x), layer.fc.weight, layer.fc.bias))
-                x = x + layer.out(inner)
+            x = layer(x) if torch.is_grad_enabled() else by_hand(layer, x)
         return x
 
 
-def test_what_is_around_the_layers_is_refused() -> None:
-    model = Around().double()
+class Flagged(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = by_hand(layer, x) if self.fast else layer(x)
+        return x
+
+
+class Lengths(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if x.shape[1] < 6 else x + layer.out(torch.relu(layer.fc(layer.norm(x))))
+        return x
+
+
+class ByModule(nn.Module):
+    """A module without parameters of its own that is given another one."""
+
+    def forward(self, fc: nn.Linear, x: Tensor) -> Tensor:
+        return by_function(fc, x) if self.training else fc(x)
+
+
+class Given(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = ByModule()
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.by(self.fc, x)
+
+
+@pytest.mark.parametrize(
+    ("cls", "glob", "refused"),
+    [
+        (Around, "layers.*.fc", True),  # the sample runs without gradients, and calls no layer
+        (Flagged, "layers.*.fc", True),
+        (Flagged, "layers.*", True),  # the code around runs it part by part
+        (Flagged, "layers.*.out", False),
+        (Lengths, "layers.*", True),
+        (Lengths, "layers.*.fc", False),
+        (lambda: Model(Given), "layers.*.fc", True),
+    ],
+)
+def test_what_is_around_is_refused(cls: Callable[[], nn.Module], glob: str, refused: bool) -> None:
+    model = cls().double().eval()
     before = copy.deepcopy(model.state_dict())
+    edit = "h += adapter(h, r=2)" if glob.endswith("*") else "w += lowrank(r=2)"
+    text = f'peft 1\nedit e at "{glob}" {{ {edit} }}'
+    if not refused:
+        peftc.compile(text, model, sample={"x": X})
+        return
     with pytest.raises(peftc.PeftcError) as caught:
-        peftc.compile('peft 1\nedit e at "layers.*.fc" { w += lowrank(r=2) }', model, sample={"x": X})
+        peftc.compile(text, model, sample={"x": X})
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "P435"
     assert diagnostic.span is not None
     assert model.state_dict().keys() == before.keys()
-    peftc.compile('peft 1\nedit e at "layers.*.out" { w += lowrank(r=2) }', model, sample={"x": X})
 
 
 class Asking(nn.Module):
@@ -160,7 +227,7 @@ class Asking(nn.Module):
         (Around, "layers.1.fc", [("fc", "weight"), ("fc", "bias")]),
         (Around, "layers.1", [("fc", "weight"), ("fc", "bias")]),
         (Around, "layers.1.out", []),
-        (layer_class(WAYS["another function"]), "fc", [("weight",), ("bias",)]),
+        (layer_class(WAYS["another function"]), "fc", [(), ("weight",), ("bias",)]),  # a lambda's text is none
     ],
 )
 def test_reads_in_code(cls: Any, region: str, names: list[tuple[str, ...]]) -> None:
