@@ -85,12 +85,14 @@ class Reach:
                     self.reaching[number].append(test)
 
     def tests(self, fault: Fault) -> list[str]:
-        """The cheapest tests that reach the line, files in turn, within the budget."""
+        """The tests that reach the line, within the budget: those of the module's own file, then the cheapest of each file in turn."""
         reaching = self.reaching[self.numbers[fault]]
         files: dict[str, list[str]] = defaultdict(list)
         for test in sorted(reaching, key=lambda t: (self.seconds[t], t)):
             files[test.partition("::")[0]].append(test)
-        turns = [test for _, test in sorted((i, test) for tests in files.values() for i, test in enumerate(tests))]
+        own = f"test_{Path(fault.path).stem}.py"
+        ranks = [(-1 if Path(f).name == own else i, test) for f, tests in files.items() for i, test in enumerate(tests)]
+        turns = [test for _, test in sorted(ranks)]
         picked, cost = list[str](), 0.0
         for test in turns[:MOST]:
             cost += self.seconds[test]
