@@ -124,8 +124,9 @@ def _branches(words: Sequence[str], modules: Unread, paths: Paths) -> list[str]:
     if words[:1] != ["attn"] or BRANCHES.intersection(words):
         return []
     layers = {module.steps for module in modules}
-    found = (site for site in paths.table.sites if site.steps[:-2] in layers and site.steps[-2][0] == "attn")
-    return list(dict.fromkeys(site.steps[-1][0] for site in found if site.steps[-1][0] in BRANCHES))
+    parts = [site.steps for site in paths.table.sites if len(site.steps) > 2]
+    found = (last for *layer, (name, _), (last, _) in parts if tuple(layer) in layers and name == "attn")
+    return list(dict.fromkeys(last for last in found if last in BRANCHES))
 
 
 def reasons(modules: Iterable[UnreadModule | PlanUnread]) -> list[str]:

@@ -229,6 +229,33 @@ class Softmaxes(nn.Module):
         return self.q(x).softmax(-1) @ (self.k(x).softmax(1).transpose(1, 2) @ self.v(x))
 
 
+@pytest.mark.parametrize("selector", ["layer[*].attn", "layer[*].attn.q", "layer[*].attn.self.q", "layer[*].ffn"])
+def test_what_may_be_in_layers_that_cannot_be_read_is_refused(selector: str) -> None:
+    """Also where all that the model has is an embedding."""
+
+    class Layer(Attention):
+        def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return x if x.sum().item() > 1e9 else x + super().forward(x, x)
+
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layers = nn.Embedding(9, D), nn.ModuleList(Layer() for _ in range(2))
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embed
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    spec = f"peft 1\nedit e at {selector} {{ h += lora(x, r=2) }}\n"
+    with pytest.raises(PeftcError, match="P214"):
+        peftc.plan(spec, Text(), sample={"ids": torch.ones(1, T, dtype=torch.long)})
+
+
 def test_an_attention_of_an_unknown_kind_is_no_mixer() -> None:
     of = model(Softmaxes)
     table = peftc.sites(of, sample=SAMPLE)
