@@ -111,6 +111,7 @@ CODES: dict[str, CodeInfo] = {
     "P511": CodeInfo(
         "name of a module that cannot be written",
         "A module or parameter has half of a surrogate pair in its name. Such a name is no text: no file could hold it, "
-        "so no spec could name the module and no adapter of it could be saved.",
+        "so no spec could name the module and no adapter of it could be saved. Or a module has the name of an attribute of the module that "
+        "holds it, such as `forward`: whoever writes it gets the attribute.",
     ),
 }

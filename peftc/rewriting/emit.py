@@ -6,6 +6,7 @@ import inspect
 import keyword
 import math
 import operator
+import re
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -130,6 +131,9 @@ class Emitter:
     def local(self, node: fx.Node) -> str:
         name = node.name
         taken = set(self.known.values())
+        if not name.isidentifier():  # of a module whose name ends in a new line
+            name = re.sub(r"\W", "_", name)
+            taken |= {other.name for other in self.graph.nodes}
         while name in self.names.values or name in self.signature.parameters or name in taken:
             name += "_"
         return name

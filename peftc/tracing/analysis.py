@@ -70,7 +70,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
 
 
 def check_names(model: nn.Module) -> None:
-    """Raises: P511 for a name that is no text."""
+    """Raises: P511 for a name that is no text, or that is hidden by an attribute."""
     for name in chain(dict(model.named_modules()), dict(model.named_parameters()), dict(model.named_buffers())):
         try:
             name.encode()
@@ -78,6 +78,12 @@ def check_names(model: nn.Module) -> None:
             shown = name.encode(errors="backslashreplace").decode()
             message = f"the name `{shown}` cannot be written in any file"
             raise PeftcError(Diagnostic("P511", message, help="rename the module")) from None
+    for owner, parent in model.named_modules():
+        for name, module in parent.named_children():
+            if getattr(parent, name, None) is not module:
+                shown = f"{owner}.{name}".lstrip(".")
+                message = f"`{shown}` is hidden by an attribute of {type(parent).__name__} that has the same name"
+                raise PeftcError(Diagnostic("P511", message, help="rename the module"))
 
 
 def warnings(model: str, sites: tuple[Site, ...], unread: tuple[UnreadModule, ...]) -> Iterator[str]:

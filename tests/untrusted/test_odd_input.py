@@ -310,7 +310,9 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("name", ['x"""\nimport os\nabort()\n"""', "x\\", 'a"b', "class", "a b", "é", "a'); print(1"])
+@pytest.mark.parametrize(
+    "name", ['x"""\nimport os\nabort()\n"""', "x\\", 'a"b', "class", "a b", "é", "a'); print(1", "x\n"]
+)
 def test_names_of_modules_never_become_code(name: str) -> None:
     base, x = Stack(name).eval(), torch.randn(1, 3, 4)
     before = base(x)
@@ -320,6 +322,41 @@ def test_names_of_modules_never_become_code(name: str) -> None:
     for region in peftc.graphs(base).values():
         assert "\nimport os" not in region.code
         compile(region.code, "<generated>", "exec")
+
+
+def test_a_name_that_ends_in_a_new_line_is_none_of_a_variable() -> None:
+    """Nor is one that differs in this alone taken for it."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.norm = nn.ModuleDict({n: nn.Linear(4, 4) for n in ("x", "x\n", "x_")}), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = (self.inner[n](self.norm(x)) for n in ("x", "x\n", "x_"))
+            return x + torch.relu(a - 2 * b + 3 * c)
+
+    base, x = nn.Sequential(Both(), Both()).eval(), torch.randn(1, 3, 4)
+    before = base(x)
+    peftc.compile("peft 1\nedit a at layer[*] { h *= vector(init=1) }\n", base, sample={"input": x}, seed=0)
+    assert torch.equal(base(x), before)
+
+
+@pytest.mark.parametrize("name", ["forward", "_modules", "parameters"])
+def test_names_that_every_module_has_are_refused(name: str) -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+            self._modules[name] = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self._modules[name](self.norm(x))  # type: ignore[operator]
+
+    spec = "peft 1\nedit a at layer[*] { h *= vector(init=1) }\n"
+    with pytest.raises(peftc.PeftcError) as caught:
+        peftc.compile(spec, nn.Sequential(Hidden(), Hidden()), sample={"input": torch.randn(1, 3, 4)})
+    assert [d.code for d in caught.value.diagnostics] == ["P511"]
 
 
 @pytest.mark.parametrize("name", ["x\ud800", "\udfff"], ids=["high", "low"])
