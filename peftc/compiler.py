@@ -35,7 +35,7 @@ from peftc.rewriting.install import strip
 from peftc.rewriting.overlay import true_parameter
 from peftc.rewriting.positions import refused
 from peftc.rewriting.record import Installation, Part, acting, installed, is_installed, joint, spec_of_parts
-from peftc.rewriting.reinstall import Done, reinstall, restored, uninstall
+from peftc.rewriting.reinstall import Done, reinstall, uninstall
 from peftc.rewriting.suspend import suspended
 from peftc.semantics.check_structure import said_of
 from peftc.semantics.expand import expand
@@ -266,13 +266,14 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
     What `fold` has written into the weights is part of the base from then on, and stays.
 
     Args: `name`: of one spec to take out; the others stay, with what they have trained. `sample`: as in `compile`.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P529 inside of `disabled`.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P529 inside of `disabled`, P546 where
+    there is no room for the values that `train` has changed. After an error, or an interrupt, the model is as it was.
     """
     record = acting(model)
     gone = record.chosen(name)
     rest = tuple(part for part in record.parts if part not in gone)
     if not rest:
-        return uninstall(model, last=restored(record.originals))
+        return uninstall(model, values=record.originals)
     with_sample = sample or record.sample
     analysis = analysed(model, with_sample)
     names = tasks_of(record)
@@ -280,8 +281,7 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
     names = names if has_tasks(found) else ()
 
     dropped = {name: value for name, value in record.originals.items() if name not in found.trained.values()}
-    last = restored(dropped)
-    return reinstall(model, rest, found, analysis.anatomy, sample=with_sample, tasks=names, last=last)
+    return reinstall(model, rest, found, analysis.anatomy, sample=with_sample, tasks=names, values=dropped)
 
 
 def tasks_of(record: Installation | None) -> tuple[str, ...]:

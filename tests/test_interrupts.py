@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = (
     ("compile", "load", "fold", "remove", "disabled", "task", "set_enabled"),
-    ("remove one", "warm_start", "fuse", "calibrate", "fold, widen"),
+    ("remove one", "warm_start", "fuse", "calibrate", "fold, widen", "fold, then widen"),
 )
 
 

@@ -48,7 +48,8 @@ PLAN: dict[str, CodeInfo] = {
     "P212": CodeInfo(
         "parameters over the same memory",
         "Two parameters of the model are views of one storage, with entries in common. A step of training would write both and "
-        "know the gradient of one alone. Make them one parameter (`b.weight = a.weight`), whose gradient is that of all its uses.",
+        "know the gradient of one alone. Make them one parameter (`b.weight = a.weight`), whose gradient is that of all its uses. "
+        "The same holds for entries of one parameter in the same place, as `expand` makes them.",
     ),
     "P301": CodeInfo(
         "shapes that do not go together",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from peftc.model.memory import distinct, memory_of, overlapping
+from peftc.model.memory import distinct, memory_of, overlapping, repeats
 from peftc.model.settings import settings
 
 VERSION = 2  # of fingerprints; 1 covers a few facts of the configuration in the place of all of it
@@ -53,7 +53,7 @@ def tied_groups(model: nn.Module, keep: Callable[[str], bool] = everything) -> t
 
 def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Groups of dotted names of parameters that are objects of their own and share memory, with each other or with buffers:
-    what is written into one of them is written into the others.
+    what is written into one of them is written into the others. One that shares memory with itself is a group alone.
     """
     names: dict[int, list[str]] = {}
     tensors: list[torch.Tensor] = []
@@ -63,11 +63,13 @@ def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
             tensors.append(tensor)
         names.setdefault(id(tensor), []).append(name)
     groups = ([tensors[i] for i in group] for group in overlapping(tensors))
-    return tuple(
+    several = tuple(
         tuple(name for tensor in group for name in names[id(tensor)])
         for group in groups
         if any(isinstance(tensor, nn.Parameter) for tensor in group)
     )
+    alone = ((names[id(t)][0],) for t in tensors if isinstance(t, nn.Parameter) and repeats(t))
+    return (*several, *alone)
 
 
 def identity(model: nn.Module, keep: Callable[[str], bool] = everything, version: int = VERSION) -> dict[str, Any]:

@@ -192,6 +192,11 @@ def distinct(tensors: Sequence[torch.Tensor]) -> int:
     return total + sum(m.block * _count(m.dims) // size for m in rest.values())
 
 
+def repeats(tensor: torch.Tensor) -> bool:
+    """Whether entries of one tensor are in the same place, as those of an expanded one are."""
+    return not tensor.is_contiguous() and bool(memory_of(tensor)) and distinct([tensor]) < tensor.numel()
+
+
 def _count(dims: Dims) -> int:
     total = 1
     for _, count in dims:

@@ -202,6 +202,8 @@ def _called_again(target: FoldTarget) -> str | None:
 def _elsewhere(target: FoldTarget, groups: Collection[Collection[str]], own: Collection[str], what: str) -> str | None:
     mine = parameter_names(target)
     for group in groups:
+        if len(group) == 1 and mine & set(group):
+            return f"entries of `{min(group)}` are in the same place in memory, as in an expanded tensor: a fold would change both"
         others = sorted(set(group) - mine - set(own))
         if mine & set(group) and others:
             return f"`{min(mine & set(group))}` {what} `{others[0]}`: a fold would change both uses"

@@ -55,16 +55,26 @@ def missing(statement: ast.Train, made: Trained) -> list[Diagnostic]:
     ]
 
 
-def _in_common(names: Collection[str], table: SiteTable) -> tuple[str, str] | None:
-    """A parameter among these and another one, an object of its own, over the same memory."""
+def _in_common(names: Collection[str], table: SiteTable) -> tuple[str, str | None] | None:
+    """A parameter among these and another one, an object of its own, over the same memory; None for itself."""
     for group in table.overlaps:
         if mine := next((name for name in group if name in names), None):
+            if len(group) == 1:
+                return mine, None
             ties = next((tied for tied in table.tied if mine in tied), (mine,))
             return mine, next((name for name in group if name not in ties), next(n for n in group if n != mine))
     return None
 
 
-def _overlap(statement: ast.Train, name: str, other: str) -> Diagnostic:
+def _overlap(statement: ast.Train, name: str, other: str | None) -> Diagnostic:
+    if other is None:
+        return Diagnostic(
+            "P212",
+            f"entries of `{name}` are in the same place in memory, as in an expanded tensor",
+            statement.span,
+            label="a step of training would write one over the other",
+            help="give it memory of its own (`.contiguous()`) before you compile",
+        )
     return Diagnostic(
         "P212",
         f"`{name}` and `{other}` are two parameters over the same memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, cast
 
@@ -317,6 +318,13 @@ def clear(model: nn.Module) -> None:
     vars(model).pop(RECORD, None)
 
 
+def require_grad(parameter: torch.Tensor, flag: bool) -> None:
+    """`requires_grad_`, of parameters too that a hook has made inside of `inference_mode`, as those are that are offloaded."""
+    if parameter.requires_grad != flag:
+        with torch.inference_mode() if parameter.is_inference() else nullcontext():
+            parameter.requires_grad_(flag)
+
+
 def strip(model: nn.Module, requires_grad: Mapping[str, bool] | None = None) -> nn.Module:
     """The model without edits: its own classes, nothing added; all values stay, those that `train` changed too.
 
@@ -329,7 +337,7 @@ def strip(model: nn.Module, requires_grad: Mapping[str, bool] | None = None) -> 
     clear(model)
     for name, parameter in model.named_parameters():
         flag = flags.get(name, parameter.requires_grad)
-        parameter.requires_grad_(flag)
+        require_grad(parameter, flag)
         if not flag:
             parameter.grad = None
     return model

@@ -23,12 +23,14 @@ from peftc.rewriting.install import (
     install_class,
     no_values,
     refuse_quantised,
+    require_grad,
     restore,
     strip,
     warm,
 )
+from peftc.rewriting.journal import Journal
 from peftc.rewriting.kind import Kind
-from peftc.rewriting.overlay import cover, put_back, true_parameter, uncover
+from peftc.rewriting.overlay import cover, true_parameter, uncover
 from peftc.rewriting.positions import SEQUENCE
 from peftc.rewriting.record import RECORD, Installation, Part, acting, is_installed
 from peftc.tracing.kinds import Anatomy
@@ -47,6 +49,8 @@ def reinstall(
     tasks: tuple[str, ...] | None = None,
     then: Done | None = None,
     last: Done | None = None,
+    values: Mapping[str, Tensor] | None = None,
+    journal: Journal | None = None,
 ) -> nn.Module:
     """The model with `parts`, planned together as `found`, and with no other edits; forms that it has already stay as they are.
 
@@ -54,7 +58,8 @@ def reinstall(
     that are trained no longer keep their values here. `requires_grad`: what taking out everything restores, where it is
     not what the model had before the first spec. `tasks`: as `found` was planned for, those that the model has without it. `then`: a
     step that may fail and be interrupted; it writes values of new parameters and of newly trained ones. `last`: one that does not
-    fail, and writes whatever it likes. After an error, or an interrupt, the model is as it was.
+    fail, and writes whatever it likes. `journal`: of a transaction that this is a part of, which may undo it. After an error, or an
+    interrupt, the model is as it was.
     """
     before = _Before(model)
     surgery = Surgery(
@@ -79,7 +84,12 @@ def reinstall(
             sample=sample,
         )
 
-    with Deferral() as deferral:
+    def undo() -> None:
+        surgery.undo()
+        trained.undo()
+        before.attach()
+
+    with _Part(journal, undo) as part, Deferral() as deferral:
         try:
             before.detach()
             with deferral.allowed():
@@ -90,41 +100,67 @@ def reinstall(
                 warm(model, sample)
                 if then is not None:
                     then(model)
+            part.write(model, values or {})
             if last is not None:
                 last(model)
         except BaseException:
-            with Deferral():
-                surgery.undo()
-                trained.undo()
-                before.attach()
+            part.undo()
             raise
     return model
 
 
-def uninstall(model: nn.Module, requires_grad: Mapping[str, bool] | None = None, last: Done | None = None) -> nn.Module:
-    """The model without edits, as `strip` leaves it. `last`: as in `reinstall`. After an error, or an interrupt, the model is as it was."""
+def uninstall(
+    model: nn.Module,
+    requires_grad: Mapping[str, bool] | None = None,
+    last: Done | None = None,
+    values: Mapping[str, Tensor] | None = None,
+    journal: Journal | None = None,
+) -> nn.Module:
+    """The model without edits, as `strip` leaves it. `last`, `values`, `journal`: as in `reinstall`. After an error, or an interrupt,
+    the model is as it was.
+    """
     before = _Before(model)
-    with Deferral():
+    with _Part(journal, before.attach) as part, Deferral():
         try:
             strip(model, requires_grad)
+            part.write(model, values or {})
             if last is not None:
                 last(model)
         except BaseException:
-            with Deferral():
-                before.attach()
+            part.undo()
             raise
     return model
 
 
-def restored(originals: Mapping[str, Tensor]) -> Done:
-    """A last step: parameters of the base have their first values again."""
+class _Part:
+    """A change with values of the base that it writes: a transaction of its own, or a part of one with a journal. `back`: undoes the
+    change, but not the values.
+    """
+
+    def __init__(self, journal: Journal | None, back: Callable[[], object]) -> None:
+        self.own = Journal() if journal is None else None
+        self.journal = journal or cast(Journal, self.own)
+        self.start = len(self.journal.steps)
+        self.journal.steps.append(back)
+
+    def __enter__(self) -> _Part:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.own is not None:
+            self.own.__exit__(*error)
 
     @torch.no_grad()
-    def restore(model: nn.Module) -> None:
-        for name, value in originals.items():
-            put_back(true_parameter(model, name), value)
+    def write(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
+        """Gives parameters of the base their values of before; an embedding may have got more rows since, or lost some."""
+        for name, value in values.items():
+            parameter = true_parameter(model, name)
+            rows = slice(min(len(value), len(parameter))) if value.ndim else ...
+            self.journal.copy(parameter[rows], value[rows])
 
-    return restore
+    def undo(self) -> None:
+        with Deferral():
+            self.journal.undo(self.start)
 
 
 class _Trained:
@@ -148,9 +184,9 @@ class _Trained:
     def mark(self) -> None:
         for name, parameter in self.parameters.items():
             if name in self.new:
-                parameter.requires_grad_(True)
+                require_grad(parameter, True)
             elif self.first or name in self.dropped:
-                parameter.requires_grad_(False)
+                require_grad(parameter, False)
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -176,6 +212,7 @@ class _Before:
         self.regions = [_Region(model.get_submodule(name), kind) for name, kind in regions]
         self.shared = vars(model)["_modules"].get(SHARED)
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
+        self.gradients = {name: p.grad for name, p in model.named_parameters()}
         self.first_flags = self.record.requires_grad if self.record else self.flags
         added = {id(p) for form in self.forms.values() for p in form.parameters()}
         self.parameters = {n: p for n, p in model.named_parameters() if id(p) not in added}  # of the base
@@ -200,7 +237,8 @@ class _Before:
             vars(self.model)[RECORD] = self.record
             cover(self.model, self.record)
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(self.flags[name])
+            require_grad(parameter, self.flags[name])
+            parameter.grad = self.gradients[name]
 
 
 class _Region:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -19,6 +20,7 @@ from peftc.planning.ir import Placed
 from peftc.planning.verdict import Verdict, verdicts
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import slug
+from peftc.rewriting.journal import Journal
 from peftc.rewriting.record import Installation, Part, acting, spec_of_parts
 from peftc.rewriting.reinstall import reinstall, uninstall
 from peftc.runtime import is_quantised
@@ -29,7 +31,6 @@ from peftc.syntax.printer import print_spec
 from peftc.tracing.calls import signature_of
 from peftc.weights.combine import CannotFold, Fold, combine, is_linear
 from peftc.weights.compiled import require_base
-from peftc.weights.journal import Journal
 from peftc.weights.report import Change, Folded, FoldReport, Refused
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def fold(
 
 
 class Folding:
-    """A fold in the making: nothing of the model changes before `commit`."""
+    """A fold in the making: nothing of the model changes before `commit`. `journal`: of a transaction that it is a part of."""
 
     def __init__(
         self,
@@ -116,8 +117,9 @@ class Folding:
         name: str | None,
         sample: Mapping[str, Any] | None,
         dequantize: bool = False,
+        journal: Journal | None = None,
     ) -> None:
-        self.model, self.record, self.dequantize = model, acting(model), dequantize
+        self.model, self.record, self.dequantize, self.journal = model, acting(model), dequantize, journal
         self.sample = sample or self.record.sample
         asked = [edit for part in self.record.chosen(name) for edit in part.edits]
         require_base(model)
@@ -219,7 +221,8 @@ class Folding:
         Raises: CannotFold, P530, P546; whatever planning what stays raises.
         """
         changes: list[Change] = []
-        with Journal() as journal, Deferral() as deferral:
+        with self.steps() as journal, Deferral() as deferral:
+            start = len(journal.steps)
             try:
                 for module, folds in self.folds(folded).items() if into_weights else ():
                     with deferral.allowed():
@@ -229,15 +232,25 @@ class Folding:
                         new = values.pop(name)
                         journal.write(self.model, name, new.value)
                         changes.append(new.change)
-                self.take_out(folded, [change.parameter for change in changes if change.created], deferral)
+                created = [change.parameter for change in changes if change.created]
+                self.take_out(folded, created, deferral, journal)
             except BaseException:
                 with Deferral():
-                    journal.undo()
+                    journal.undo(start)
                 raise
         return changes
 
+    def steps(self) -> AbstractContextManager[Journal]:
+        """Where a commit notes what it does: the journal of the whole, which stays open, or one of its own."""
+        return Journal() if self.journal is None else nullcontext(self.journal)
+
     def take_out(
-        self, edits: Collection[str], created: Collection[str], deferral: Deferral, wider: bool = False
+        self,
+        edits: Collection[str],
+        created: Collection[str],
+        deferral: Deferral,
+        journal: Journal,
+        wider: bool = False,
     ) -> None:
         """The model without some edits. `created`: biases that it did not have: they require gradients where their weights do. `wider`:
         whether sizes have changed.
@@ -253,9 +266,10 @@ class Folding:
             )
             found = planned(spec_of_parts(parts), analysis, tasks) if parts else None
         if found is None:
-            uninstall(self.model, flags)
+            uninstall(self.model, flags, journal=journal)
         else:
-            reinstall(self.model, parts, found, analysis.anatomy, sample=self.sample, requires_grad=flags)
+            model, sample, anatomy = self.model, self.sample, analysis.anatomy
+            reinstall(model, parts, found, anatomy, sample=sample, requires_grad=flags, journal=journal)
 
     # Saying ----------------------------------------------------------------------------------------------------------
 

@@ -16,11 +16,11 @@ from peftc.forms.fusion_module import Fusion
 from peftc.planning import ir
 from peftc.rewriting.assembly import regions_of
 from peftc.rewriting.install import SHARED, identifier
+from peftc.rewriting.journal import copy_all
 from peftc.rewriting.record import Installation, acting
 from peftc.syntax.print_expressions import expression
 from peftc.tracing.analysis import Analysis
 from peftc.weights.files import path_of, read
-from peftc.weights.journal import copy_all
 from peftc.weights.loading import check_base, check_tensors, planned_saved, tasks_in
 from peftc.weights.start import checked_names
 

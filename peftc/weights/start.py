@@ -13,9 +13,9 @@ from peftc.compiler import parameters, states
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule
+from peftc.rewriting.journal import copy_all
 from peftc.rewriting.record import acting
 from peftc.weights.files import path_of, read
-from peftc.weights.journal import copy_all
 from peftc.weights.loading import check_base, check_tensors
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from peftc.planning.affine import is_linear
 from peftc.planning.ir import Placed
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.install import SHARED
+from peftc.rewriting.journal import Journal
 from peftc.rewriting.record import installed, is_installed
 from peftc.runtime import dense
 from peftc.tracing.graphs import passes_through
@@ -53,11 +55,29 @@ def fold_and_widen(
     sample: Mapping[str, Any] | None,
     dequantize: bool,
 ) -> FoldReport:
-    """Folds what folds, widens what can be, and folds what could not be before."""
+    """Folds what folds, widens what can be, and folds what could not be before: all of it or, after an error or an interrupt, nothing."""
     asked = None if only is None else listed_names(only)
+    with Journal() as journal, Deferral() as deferral:
+        try:
+            with deferral.allowed():
+                return _by_turns(model, asked, name, sample, dequantize, journal)
+        except BaseException:
+            with Deferral():
+                journal.undo()
+            raise
+
+
+def _by_turns(
+    model: nn.Module,
+    asked: tuple[str, ...] | None,
+    name: str | None,
+    sample: Mapping[str, Any] | None,
+    dequantize: bool,
+    journal: Journal,
+) -> FoldReport:
     folded: list[Folded] = []
     while True:
-        report = Folding(model, asked, name, sample, dequantize).run(strict=False)
+        report = Folding(model, asked, name, sample, dequantize, journal).run(strict=False)
         folded += report.folded
         if not is_installed(model):
             return FoldReport(tuple(folded), ())
@@ -65,7 +85,8 @@ def fold_and_widen(
         if left == ():
             return FoldReport(tuple(folded), report.refused)
         names = {part.name for part in installed(model).parts}
-        widened, why = Widening(model, left, name if name in names else None, sample, dequantize).widened()
+        one = name if name in names else None
+        widened, why = Widening(model, left, one, sample, dequantize, journal).widened()
         if not widened:
             refused = tuple(
                 Refused(r.edit, f"{r.reason}; not wider: {why[r.edit]}" if r.edit in why else r.reason)
@@ -176,20 +197,24 @@ class Widening(Folding):
 
     def replace(self, edits: Collection[str], wider: Collection[Wider]) -> None:
         """Puts the wider weights in place and takes the edits out, or does nothing."""
-        with Deferral() as deferral:
+        with self.steps() as journal, Deferral() as deferral:
+            start = len(journal.steps)
             try:
                 for one in wider:
+                    journal.steps.append(one.undo)
                     one.swap()
                 with deferral.allowed():
-                    config = wider_config(self.model, {one.width for one in wider})
-                self.take_out(edits, [name for one in wider for name in one.created], deferral, wider=True)
+                    values = wider_config(self.model, {one.width for one in wider})
+                created = [name for one in wider for name in one.created]
+                self.take_out(edits, created, deferral, journal, wider=True)
+                config = cast(Any, self.model).config if values else None
+                for name, value in values.items():
+                    journal.steps.append(partial(setattr, config, name, getattr(config, name)))
+                    setattr(config, name, value)
             except BaseException:
                 with Deferral():
-                    for one in wider:
-                        one.undo()
+                    journal.undo(start)
                 raise
-            for name, value in config.items():
-                setattr(cast(Any, self.model).config, name, value)
 
 
 class Wider:

@@ -93,6 +93,13 @@ def widen() -> Case:
     return made
 
 
+def fold_and_widen() -> Case:
+    """Two writes of the weights, one after the other."""
+    made = case(LORA + WIDE.removeprefix(HEADER), "t5")
+    made.action = lambda: peftc.fold(made.model, widen=True)
+    return made
+
+
 def remove() -> Case:
     made = case(TWO)
     made.action = lambda: peftc.remove(made.model)
@@ -188,6 +195,7 @@ OPERATIONS: dict[str, Callable[[], Case]] = {
     "fold": fold,
     "fold in part": fold_in_part,
     "fold, widen": widen,
+    "fold, then widen": fold_and_widen,
     "remove": remove,
     "remove one": remove_one,
     "disabled": disabled,

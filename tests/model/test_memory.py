@@ -90,6 +90,24 @@ def test_what_shares_memory_is_neither_folded_nor_trained(views: Any) -> None:
     assert torch.equal(model.layers[1].self_attn.q_proj.weight, other)
 
 
+def test_entries_in_the_same_place_are_neither_folded_nor_trained() -> None:
+    """A row for all of them, by `expand`: it runs, and nothing can be written into it entry by entry."""
+    model = with_weights(matrix(1, WIDTH).expand(WIDTH, WIDTH), matrix(WIDTH, WIDTH))
+    assert overlaps(model) == ((Q.format(0),),)
+    with pytest.raises(PeftcError, match="P212"):
+        peftc.plan("peft 1\ntrain t = [w] at layer[0].attn.q", model)
+    fold = peftc.plan(LORA, model).edits[0]
+    assert not fold.foldable
+    assert "expanded" in fold.reason
+    peftc.compile(LORA, model)
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter.fill_(0.3)
+    before = model(torch.arange(5)[None]).last_hidden_state
+    assert not peftc.fold(model).folded
+    assert torch.equal(model(torch.arange(5)[None]).last_hidden_state, before)
+
+
 @pytest.mark.parametrize("views", [halves, columns])
 def test_views_that_have_nothing_in_common_are_not_tied(views: Any) -> None:
     model = with_weights(*views())

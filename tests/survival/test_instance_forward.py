@@ -184,6 +184,20 @@ def test_edits_that_are_offloaded_are_not_trained(want: dict[str, Any]) -> None:
 
 
 @offloads
+def test_offloaded_weights_of_inference_mode_are_those_of_before(want: dict[str, Any]) -> None:
+    """The hooks make new parameters at each call, and those that are made in inference mode take no flag outside."""
+    model = cpu_offload(llama(), torch.device("cpu"))
+    before = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
+    peftc.compile(SPEC, model, seed=0)
+    with torch.inference_mode():
+        logits(model)
+    peftc.remove(model)
+    assert not peftc.rewriting.record.is_installed(model)
+    assert {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()} == before
+    assert torch.equal(logits(model), want["base"])
+
+
+@offloads
 def test_what_offloaded_weights_cannot_do() -> None:
     model = cpu_offload(llama(), torch.device("cpu"))
     before = Before.of(model)

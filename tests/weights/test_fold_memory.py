@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import peftc
-from peftc.weights import journal
+from peftc.rewriting import journal
+from peftc.weights import folding, widening
 from tests import zoo
 from tests.laws.harness import randomise
 
@@ -102,6 +104,103 @@ def test_memory_that_runs_out_at_any_call_leaves_the_model(
         if reached() < count:
             break
     assert failed
+
+
+TRAINED = """peft 1
+edit a at layer[*].attn.q { h += lora(x, r=2) }
+train n = [w] at layer[*].ffn.down | norm
+"""
+WIDER = """peft 1
+edit a at layer[*].attn.q { h += lora(x, r=2) }
+edit b at layer[*].ffn { h += adapter(x, r=2, act=relu) }
+"""
+
+
+class Failing(TorchDispatchMode):
+    """Lets one of torch's own calls run out of memory, by its number."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise torch.OutOfMemoryError("injected")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [None, "one"])
+def test_trained_weights_are_all_put_back_by_remove_or_none(name: str | None) -> None:
+    def begin() -> nn.Module:
+        model = peftc.compile(TRAINED, zoo.build("llama"), seed=0, name="one").eval()
+        if name is not None:
+            peftc.compile("peft 1\nedit o at layer[*].attn.o { h += lora(x, r=2) }", model, seed=0, name="two")
+        randomise(peftc.parameters(model))
+        return model
+
+    model = begin()
+    with Failing(0) as counted:
+        peftc.remove(model, name)
+    model = begin()
+    before, want = state(model), result(model)
+    next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
+    reached = 0
+    for at in range(1, counted.calls + 1) if name is None else range(counted.calls - 12, counted.calls + 1):
+        try:
+            with Failing(at):
+                peftc.remove(model, name)
+        except (torch.OutOfMemoryError, peftc.PeftcError):
+            reached += 1
+            assert_same(model, before)
+            assert torch.equal(result(model), want)
+            assert next(model.parameters()).grad is not None
+        else:
+            model = begin()
+            next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
+            before = state(model)
+    assert reached > 4
+    peftc.remove(model, name)
+    for key, parameter in zoo.build("llama").named_parameters():
+        assert torch.equal(model.get_parameter(key), parameter), key
+
+
+def wider() -> nn.Module:
+    model = peftc.compile(WIDER, zoo.build("opt"), seed=0).eval()
+    randomise(peftc.parameters(model))
+    return model
+
+
+def observed(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**zoo.inputs("opt", model))[0]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_fold_that_widens_is_done_or_undone_as_a_whole(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it ends: before, in, or behind the second write."""
+    model = wider()
+    before, want, config = state(model), observed(model), str(model.config)
+    places = [
+        (widening.Widening, "widened"),
+        (widening.Wider, "swap"),
+        (widening, "wider_config"),
+        (folding, "uninstall"),
+    ]
+    for owner, name in places:
+        with monkeypatch.context() as patch:
+            failing(owner, name, 1, error("injected"), patch)
+            with pytest.raises(error):
+                peftc.fold(model, widen=True)
+        assert_same(model, before)
+        assert torch.equal(observed(model), want)
+        assert str(model.config) == config
+        assert list(peftc.specs(model)) == ["default"]
+        assert {name.partition("/")[0] for name in peftc.parameters(model)} == {"a", "b"}
+    assert not peftc.fold(model, widen=True).refused
+    assert torch.allclose(observed(model), want, atol=1e-5)
 
 
 def test_a_disk_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

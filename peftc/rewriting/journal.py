@@ -1,4 +1,4 @@
-"""Parameters of a model exchanged one by one, with what they were kept to go back to."""
+"""What a transaction has done to a model, step by step, with what it takes to undo it: values of before among it."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Journal:
             raise PeftcError(Diagnostic("P546", message, help=help_)) from error
         return start
 
-    def undo(self) -> None:
-        """Puts back what was there, the last one first."""
+    def undo(self, start: int = 0) -> None:
+        """Undoes all steps but the first `start`, the last one first."""
         with torch.no_grad():
-            while self.steps:
+            while len(self.steps) > start:
                 self.steps[-1]()
                 self.steps.pop()
 
