@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from peftc.compiler import disabled
 from peftc.diagnostics import PeftcError
+from peftc.model.configs import first_line
 from peftc.planning import ir
 from peftc.verification.batches import Batch
 from peftc.verification.determinism import training
@@ -24,9 +25,11 @@ from peftc.verification.trial import (
     TRAINING,
     WITH_DROPOUT,
     WITH_GRADIENTS,
+    Broken,
     Mode,
     Run,
     Trial,
+    passes,
 )
 from peftc.verification.witness import Place
 from peftc.weights import fold
@@ -57,12 +60,14 @@ class Results:
             self.fails(name, Finding(code=code, message=f"{what}: {found}", size=found.size))
 
     @contextmanager
-    def attempt(self, name: str) -> Generator[None]:
-        """A check that cannot be made is named as such, with the reason."""
+    def attempt(self, name: str, code: str) -> Generator[None]:
+        """A check that cannot be made is named as such, with the reason. It fails where the compiled model alone raises an error."""
         try:
             yield
         except Unreachable as reason:
             self.skip(name, str(reason))
+        except Broken as error:
+            self.fails(name, Finding(code=code, message=f"{name}: {error}"))
         except PeftcError as error:
             self.skip(name, f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
 
@@ -72,21 +77,30 @@ class Results:
 
 def check_base(trial: Trial, batch: Batch, original: nn.Module | None, done: Results) -> None:
     """Disabled and removed edits leave the base, bit for bit."""
+    name, other = "disabled equals the base", "removed equals the base"
     with torch.no_grad():
         base = results(trial.base(**batch))
-        with disabled(trial.copy):
-            off = results(trial.copy(**batch))
-        done.equal("disabled equals the base", "P607", "inside `peftc.disabled`", difference(base, off, 0))
+        with done.attempt(name, "P607"), disabled(trial.copy):
+            with trial.telling(batch, EVALUATION):
+                off = results(trial.copy(**batch))
+            done.equal(name, "P607", "inside `peftc.disabled`", difference(base, off, 0))
         if original is None:
             return
-        with training(original, False):
-            first = results(original(**batch))
-    done.equal(
-        "removed equals the base",
-        "P608",
-        "after `peftc.remove`",
-        difference(first, base, 0) or state(original, trial.base),
-    )
+        with done.attempt(other, "P608"), training(original, False):
+            first = plain(original, batch)
+            found = difference(first, base, 0) or state(original, trial.base)
+            done.equal(other, "P608", "after `peftc.remove`", found)
+
+
+def plain(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The results of a model that nobody says anything about. Raises: Unreachable where it does not run."""
+    try:
+        with torch.no_grad():
+            return results(model(**batch))
+    except Exception as error:  # whatever the model's own code raises
+        if passes(error):
+            raise
+        raise Unreachable(f"it does not run: {first_line(error)}") from error
 
 
 def state(first: nn.Module, second: nn.Module) -> Difference | None:
@@ -110,31 +124,33 @@ def check_equations(trial: Trial, batch: Batch, done: Results) -> bool:
         return False
     for name, move in (("outputs equal the equations", False), ("outputs equal the equations, parameters moved", True)):
         trial.reset()
-        if move:
-            trial.randomise(batch)
-        found = difference(trial.expected(batch, EVALUATION).outputs, trial.compiled(batch, EVALUATION).outputs)
-        if found is not None:
+        with done.attempt(name, "P602"):
+            if move:
+                trial.randomise(batch)
+            found = difference(trial.expected(batch, EVALUATION).outputs, trial.compiled(batch, EVALUATION).outputs)
+            if found is None:
+                done.holds(name)
+                continue
             done.fails(name, located(trial, batch, found))
-            return False
-        done.holds(name)
-    check_modes(trial, batch, done)
+        return False
+    for mode in (WITH_GRADIENTS, TRAINING, WITH_DROPOUT, INFERENCE):
+        with done.attempt(f"{mode.name}: outputs", "P610"):
+            check_mode(trial, batch, mode, done)
+        trial.without_gradients()
     return True
 
 
-def check_modes(trial: Trial, batch: Batch, done: Results) -> None:
-    """Gradients, training and inference."""
-    for mode in (WITH_GRADIENTS, TRAINING, WITH_DROPOUT, INFERENCE):
-        warm(trial, batch, mode)
-        want = trial.expected(batch, EVALUATION if mode is INFERENCE else mode)
-        got = trial.compiled(batch, mode)
-        if difference(want.outputs, got.outputs) is not None and is_random(trial, batch, mode, got):
-            done.skip(f"{mode.name}: outputs", "two calls of the model differ, with the same parameters and inputs")
-            trial.without_gradients()
-            continue
-        done.equal(f"{mode.name}: outputs", "P610", f"in {mode.name}", difference(want.outputs, got.outputs))
-        if mode.gradients:
-            check_gradients(trial, mode, want, got, done)
-        trial.without_gradients()
+def check_mode(trial: Trial, batch: Batch, mode: Mode, done: Results) -> None:
+    """With gradients, in training, or in inference."""
+    warm(trial, batch, mode)
+    want = trial.expected(batch, EVALUATION if mode is INFERENCE else mode)
+    got = trial.compiled(batch, mode)
+    if difference(want.outputs, got.outputs) is not None and is_random(trial, batch, mode, got):
+        done.skip(f"{mode.name}: outputs", "two calls of the model differ, with the same parameters and inputs")
+        return
+    done.equal(f"{mode.name}: outputs", "P610", f"in {mode.name}", difference(want.outputs, got.outputs))
+    if mode.gradients:
+        check_gradients(trial, mode, want, got, done)
 
 
 def is_random(trial: Trial, batch: Batch, mode: Mode, run: Run) -> bool:
@@ -145,14 +161,15 @@ def is_random(trial: Trial, batch: Batch, mode: Mode, run: Run) -> bool:
 def warm(trial: Trial, batch: Batch, mode: Mode) -> None:
     """One plain call: what is compiled when it is first called is not compiled under a torch function mode."""
     if mode.train:
-        with trial.tasked(), torch.no_grad():
-            trial.copy.train()
+        with trial.tasked(), training(trial.copy, True), torch.no_grad(), trial.telling(batch, mode):
             trial.copy(**batch)
-            trial.copy.eval()
 
 
 def check_gradients(trial: Trial, mode: Mode, want: Run, got: Run, done: Results) -> None:
     """Every parameter of the edits has the gradient of the equations, and no other parameter has one."""
+    if want.failure or got.failure:
+        done.skip(f"{mode.name}: gradients", want.failure or got.failure)
+        return
     floor = max((value.abs().max().item() for value in want.gradients.values() if value.numel()), default=0.0)
     for name, first in want.gradients.items():
         found = difference({name: first}, {name: got.gradients[name]}, GRADIENT)
@@ -181,13 +198,14 @@ def _floor(value: Tensor) -> float:
 def check_fold(trial: Trial, batch: Batch, done: Results) -> None:
     """What folds computes the same in the weights. Last: the copy is folded."""
     name = "folded equals unfolded"
-    with done.attempt(name), trial.tasked():
+    with done.attempt(name, "P609"), trial.tasked():
         before = trial.compiled(batch, EVALUATION).outputs
         report = fold(trial.copy)
         if not report.folded:
             done.skip(name, "no edit folds")
             return
-        after = trial.compiled(batch, EVALUATION).outputs if report.refused else _plain(trial.copy, batch)
+        with trial.telling(batch, EVALUATION):
+            after = trial.compiled(batch, EVALUATION).outputs if report.refused else _plain(trial.copy, batch)
         edits = ", ".join(f"`{one.edit}`" for one in report.folded)
         done.equal(name, "P609", f"after folding {edits}", difference(before, after, 10.0))
 

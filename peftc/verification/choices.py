@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftc.calibration import calibrate
 from peftc.compiler import states
-from peftc.diagnostics import PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.multitask import task, tasks
 from peftc.verification.batches import Batch
 from peftc.verification.determinism import training
@@ -27,9 +27,20 @@ def choose(model: nn.Module, batch: Batch) -> None:
         with task(model, name) if name is not None else nullcontext():
             code = refusal(model, batch)
             if code == UNCHOSEN:
-                calibrate(model, [batch], loss=loss)
+                chosen(model, batch)
             elif code == UNFILLED:
                 fill(model)
+
+
+def chosen(model: nn.Module, batch: Batch) -> None:
+    """Chooses by one batch. Raises: P509 where the model cannot be calibrated on it."""
+    try:
+        calibrate(model, [batch], loss=loss)
+    except (PeftcError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        message = f"nothing can be chosen by the batch: this {type(model).__name__} does not train on it"
+        raise PeftcError(Diagnostic("P509", message, notes=(f"{type(error).__name__}: {error}",))) from error
 
 
 def refusal(model: nn.Module, batch: Batch) -> str | None:
@@ -41,6 +52,10 @@ def refusal(model: nn.Module, batch: Batch) -> str | None:
         if error.diagnostics[0].code in (UNCHOSEN, UNFILLED):
             return error.diagnostics[0].code
         raise
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # of a model that does not run in training; the checks say so
+        return None
     return None
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from peftc.interrupts import shielded
+from peftc.model.configs import first_line
 from peftc.planning import ir
 from peftc.verification.batches import Batch
 from peftc.verification.checks import Results
+from peftc.verification.locations import Unreachable
 from peftc.verification.outputs import Difference, difference
-from peftc.verification.trial import EVALUATION, Trial
+from peftc.verification.trial import EVALUATION, Broken, Trial, passes
 
 NEW = 3  # tokens
 Steps = tuple[Tensor, tuple[Tensor, ...]]  # tokens (batch, length), and the logits of each that is new
@@ -31,8 +33,8 @@ def check_decoding(trial: Trial, batch: Batch, done: Results) -> None:
     if not generates(trial.base, batch):
         done.skip(name, "the model does not generate from this batch")
         return
-    with trial.tasked(), EVALUATION.of(trial.copy), done.attempt(name):
-        cached, plain = (steps(trial.copy, batch, cache) for cache in (True, False))
+    with trial.tasked(), EVALUATION.of(trial.copy), done.attempt(name, "P610"):
+        cached, plain = (decoded(trial, batch, cache) for cache in (True, False))
         apart = compared(plain, cached)
         if trial.unreached or trial.witness.prompts:
             if apart is not None and looks_at_all(trial):
@@ -56,7 +58,28 @@ def looks_at_all(trial: Trial) -> bool:
 def expected(trial: Trial, batch: Batch, cache: bool) -> Steps:
     """What the base generates while it computes the equations."""
     with EVALUATION.of(trial.base), trial.witness.acting():
+        return own_steps(trial, batch, cache)
+
+
+def decoded(trial: Trial, batch: Batch, cache: bool) -> Steps:
+    """What the copy generates. Raises: Unreachable where the base does not generate in this way; Broken where it does, alone."""
+    try:
+        return steps(trial.copy, batch, cache)
+    except Exception as error:  # whatever the model's own code raises
+        if passes(error):
+            raise
+        own_steps(trial, batch, cache)
+        raise Broken(f"the compiled model raises {first_line(error)}") from error
+
+
+def own_steps(trial: Trial, batch: Batch, cache: bool) -> Steps:
+    """What the base generates. Raises: Unreachable."""
+    try:
         return steps(trial.base, batch, cache)
+    except Exception as error:  # whatever the model's own code raises
+        if passes(error):
+            raise
+        raise Unreachable(f"the model does not generate so: {first_line(error)}") from error
 
 
 def generates(model: nn.Module, batch: Batch) -> bool:

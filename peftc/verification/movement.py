@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from peftc.planning import ir
@@ -36,13 +36,23 @@ def sampled(placed: Sequence[ir.Placed], everywhere: bool) -> list[ir.Placed]:
 
 def check_movement(trial: Trial, batch: Batch, everywhere: bool, done: Results) -> Moved:
     """Perturbs the sample one by one, the other parameters as they are. Where nothing moves, the equations tell whether it should."""
-    found = Moved()
+    found, name = Moved(), "each edit alone moves the output, and nothing before it"
+    with done.attempt(name, "P602"):
+        failures = list(perturbed(trial, batch, everywhere, found))
+        if failures:
+            done.fails(name, *failures)
+        else:
+            done.holds(name, f"{sum(found.perturbed.values())} sites")
+    return found
+
+
+def perturbed(trial: Trial, batch: Batch, everywhere: bool, found: Moved) -> Iterator[Finding]:
+    """What is wrong with the sites of the sample, each perturbed alone; they are counted in `found`."""
     before, recorder = Recorder(), Recorder()
     base = trial.values()
     order = Recorder()
     still = Run({}) if trial.unreached else trial.expected(batch, EVALUATION, order)
     plain = trial.compiled(batch, EVALUATION, before)
-    failures: list[Finding] = []
     seen: set[tuple[str, ...]] = set()
     for placed in sampled(trial.record.placed, everywhere):
         names = tuple(trial.parameters_of(placed))
@@ -59,15 +69,9 @@ def check_movement(trial: Trial, batch: Batch, everywhere: bool, done: Results) 
         else:
             wanted = moves or difference(still.outputs, trial.expected(batch, EVALUATION).outputs) is not None
             found.inert[placed.edit] += not wanted
-            failures += _without_effect(placed) if wanted and not moves else []
-            failures += _upstream(trial, placed, names, order, before, recorder)
+            yield from _without_effect(placed) if wanted and not moves else []
+            yield from _upstream(trial, placed, names, order, before, recorder)
         trial.reset(base)
-    name = "each edit alone moves the output, and nothing before it"
-    if failures:
-        done.fails(name, *failures)
-    else:
-        done.holds(name, f"{sum(found.perturbed.values())} sites")
-    return found
 
 
 def _without_effect(placed: ir.Placed) -> list[Finding]:

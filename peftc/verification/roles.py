@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftc.model.configs import first_line
 from peftc.tracing.sites import Site, Slice
 from peftc.verification.batches import Batch
 from peftc.verification.checks import Results
@@ -18,7 +19,7 @@ from peftc.verification.locations import Location, Unreachable
 from peftc.verification.movement import sampled
 from peftc.verification.outputs import first_tensor, with_first
 from peftc.verification.report import Finding
-from peftc.verification.trial import EVALUATION, Trial
+from peftc.verification.trial import EVALUATION, Trial, passes
 from peftc.verification.witness import Witness
 
 NAMES = {"q": "queries", "k": "keys", "v": "values"}
@@ -110,6 +111,10 @@ def arrivals(
                 trial.base(**batch)
         except _Arrived:
             pass
+        except Exception as error:  # whatever the model's own code raises of noise
+            if passes(error):
+                raise
+            raise Unreachable(first_line(error)) from error
         finally:
             if handle is not None:
                 handle()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any, cast
@@ -11,11 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from peftc.diagnostics import PeftcError
 from peftc.forms.module import seeded
+from peftc.model.configs import first_line
 from peftc.multitask import task
 from peftc.planning import ir
 from peftc.rewriting.record import Installation
 from peftc.verification.determinism import Deterministic, training
+from peftc.verification.locations import Unreachable
 from peftc.verification.outputs import results, weighed
 from peftc.verification.prompts import Prompts
 from peftc.verification.recorder import Recorder
@@ -51,12 +54,22 @@ WITH_DROPOUT = Mode("train, dropout as a factor", train=True, scale=True)
 INFERENCE = Mode("inference_mode", inference=True)
 
 
+class Broken(Exception):
+    """The copy raises in a call that the base takes; the text says what."""
+
+
+def passes(error: Exception) -> bool:
+    """Whether an error says nothing about the model: a diagnostic, or a lack of memory."""
+    return isinstance(error, (PeftcError, Unreachable, Broken, MemoryError, torch.OutOfMemoryError))
+
+
 @dataclass
 class Run:
-    """The floating results of a call, and the gradient of a linear function of them, by parameter."""
+    """The floating results of a call, and the gradient of a linear function of them, by parameter; `failure`: why there is none."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    failure: str = ""
 
 
 class Trial:
@@ -82,19 +95,42 @@ class Trial:
             yield
 
     def compiled(self, batch: Mapping[str, Any], mode: Mode, recorder: Recorder | None = None) -> Run:
-        """What the copy computes. Without a recorder nothing is attached to it: hooks may choose another way through the code."""
+        """What the copy computes. Without a recorder nothing is attached to it: hooks may choose another way through the code.
+
+        Raises: Broken; Unreachable where the base does not run in this way, either.
+        """
         recording = recorder.recording(self.copy, self.names) if recorder is not None else nullcontext()
-        with self.tasked(), mode.of(self.copy), recording:
-            outputs = results(self.copy(**batch))
-            run = Run(outputs)
-            if mode.gradients and (loss := weighed(outputs)) is not None:
-                loss.backward()
-                run.gradients = {n: _gradient(p) for n, p in self.own.items()}
-        return run
+        with self.tasked(), mode.of(self.copy), recording, self.telling(batch, mode):
+            return differentiated(results(self.copy(**batch)), mode, self.backward)
+
+    @contextmanager
+    def telling(self, batch: Mapping[str, Any], mode: Mode) -> Generator[None]:
+        """Errors inside the block, where the copy is called, are its own if the base runs in the same way."""
+        try:
+            yield
+        except Exception as error:  # whatever the model's own code raises
+            if passes(error):
+                raise
+            try:
+                with mode.of(self.base):
+                    self.base(**batch)
+            except Exception as own:  # likewise
+                if passes(own):
+                    raise
+                raise Unreachable(f"the model without its edits does not run so: {first_line(own)}") from own
+            raise Broken(f"the compiled model raises {first_line(error)}") from error
+
+    def backward(self, loss: Tensor) -> dict[str, Tensor]:
+        loss.backward()
+        return {n: _gradient(p) for n, p in self.own.items()}
 
     def expected(self, batch: Mapping[str, Any], mode: Mode, recorder: Recorder | None = None) -> Run:
-        """What the spec says, computed on the base. Raises: Unreachable where an equation finds no values to read."""
+        """What the spec says, computed on the base. Raises: Unreachable where an equation finds no values to read, or where the base
+        does not run with hooks.
+        """
         with self.tasked(), ExitStack() as stack:
+            stack.callback(self.copy.eval)
+            stack.callback(self.unmark)
             if recorder is not None:
                 self.witness.mark = recorder.mark
             self.copy.train(mode.train)  # its forms are called
@@ -103,16 +139,22 @@ class Trial:
             if recorder is not None:
                 stack.enter_context(recorder.recording(self.base, self.names))
             prompts = Prompts(self.base, self.witness.prompts, self.witness.interpreter, batch)
-            outputs = prompts.behind(results(self.base(**prompts.arguments)))
-            run = Run(outputs)
-            if mode.gradients and (loss := weighed(outputs)) is not None:
-                unused = torch.autograd.grad(loss, list(self.own.values()), allow_unused=True)
-                found = cast("tuple[Tensor | None, ...]", unused)
-                pairs = zip(self.own.items(), found, strict=True)
-                run.gradients = {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
+            try:
+                outputs = prompts.behind(results(self.base(**prompts.arguments)))
+            except Exception as error:  # of code that is hooked in a way it was not made for
+                if passes(error):
+                    raise
+                raise Unreachable(first_line(error)) from error
+            return differentiated(outputs, mode, self.derivatives)
+
+    def derivatives(self, loss: Tensor) -> dict[str, Tensor]:
+        unused = torch.autograd.grad(loss, list(self.own.values()), allow_unused=True)
+        found = cast("tuple[Tensor | None, ...]", unused)
+        pairs = zip(self.own.items(), found, strict=True)
+        return {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
+
+    def unmark(self) -> None:
         self.witness.mark = unmarked
-        self.copy.eval()
-        return run
 
     def without_gradients(self) -> None:
         for parameter in self.copy.parameters():
@@ -141,8 +183,9 @@ class Trial:
         for size in NOISE:
             self.reset()
             self.perturb(self.own, size)
-            if all(bool(value.isfinite().all()) for value in self.compiled(batch, EVALUATION).outputs.values()):
-                return
+            with suppress(Broken):  # by values that are too large
+                if all(bool(value.isfinite().all()) for value in self.compiled(batch, EVALUATION).outputs.values()):
+                    return
 
     def values(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.own.items()}
@@ -164,6 +207,21 @@ class Trial:
         chosen = set(names)
         everyone = [other for other in self.record.placed if chosen & set(self.parameters_of(other))]
         return [(other.edit, other.site.path) for other in (placed, *everyone)]
+
+
+def differentiated(outputs: dict[str, Tensor], mode: Mode, gradients: Callable[[Tensor], dict[str, Tensor]]) -> Run:
+    """The results of a call with their gradients, if the mode has them; or the reason why torch has none, such as values that the
+    model overwrites.
+    """
+    run = Run(outputs)
+    if mode.gradients and (loss := weighed(outputs)) is not None:
+        try:
+            run.gradients = gradients(loss)
+        except RuntimeError as error:
+            if passes(error):
+                raise
+            run.failure = first_line(error)
+    return run
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -128,7 +128,8 @@ def examined(
         equal = check_equations(trial, batch, done) and equal
     trial.task = trial.tasks[0]
     check_roles(trial, batch, everywhere, sites, done)
-    trial.randomise(batch)
+    with done.attempt("far from the present parameters", "P602"):
+        trial.randomise(batch)
     moved = check_movement(trial, batch, everywhere, done)
     if equal or trial.unreached:
         check_decoding(trial, batch, done)
@@ -141,11 +142,8 @@ def witnessed(trial: Trial, batch: Batch) -> None:
     everyone = [(placed.edit, placed.site.path) for placed in trial.record.placed]
     try:
         trial.expected(batch, EVALUATION)
-    except PeftcError:
-        raise
-    except Exception as error:  # of code that is hooked in a way it was not made for
-        reason = str(error) if isinstance(error, Unreachable) else f"{type(error).__name__}: {error}"
-        trial.unreached = dict.fromkeys(everyone, reason) | trial.unreached
+    except Unreachable as reason:
+        trial.unreached = dict.fromkeys(everyone, str(reason)) | trial.unreached
         return
     for write in trial.witness.missing():
         place = (write.placed.edit, write.placed.site.path)

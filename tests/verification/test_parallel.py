@@ -73,3 +73,13 @@ def test_an_edit_of_the_sum_in_place_of_one_of_the_two_is_found(name: str, monke
     moved(monkeypatch, change)
     found = verified(name, "results")
     assert "P602" in {finding.code for finding in found.findings}
+
+
+def test_a_dropout_between_the_sum_and_the_residual_that_is_read() -> None:
+    """An equation that reads the residual waits for it, and is not witnessed where its sum is another value by then."""
+    found = verified("falcon", "residual", hidden_dropout=0.2)
+    assert found.ok, str(found)
+    told = {check.name: check for check in found.checks}
+    assert told["train, dropout 0: outputs"].outcome == "holds"
+    assert told["train, dropout as a factor: outputs"].outcome == "not checked"
+    assert verified("falcon", "results", hidden_dropout=0.2).ok

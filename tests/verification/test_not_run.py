@@ -1,0 +1,141 @@
+"""What a model's own code raises in one of the ways of calling is told; it is no error of the verification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import peftc
+from peftc.verification import Verification
+from tests.verification.test_faults import codes
+
+SPEC = "peft 1\nedit e at layer[*].ffn { h += adapter(x, r=2) }\n"
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """`fault` is called with each result, which it may refuse or change."""
+
+    def __init__(self, fault: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.fault = nn.ModuleList(Layer() for _ in range(2)), fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.fault(self, x)
+
+
+def no_training(model: nn.Module, x: Tensor) -> Tensor:
+    if model.training:
+        raise RuntimeError("this model is not trained\nnever")
+    return x
+
+
+def no_inference(model: nn.Module, x: Tensor) -> Tensor:
+    if torch.is_inference_mode_enabled():
+        raise ValueError("no inference")
+    return x
+
+
+def written_in_place(model: nn.Module, x: Tensor) -> Tensor:
+    y = x.exp()
+    z = y * y
+    y += 1
+    return z + y
+
+
+def no_gradients(model: nn.Module, x: Tensor) -> Tensor:
+    return x.detach()
+
+
+def verified(fault: Callable[[nn.Module, Tensor], Tensor], spec: str = SPEC) -> Verification:
+    torch.manual_seed(0)
+    model = Model(fault).double().eval()
+    x = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return peftc.verify(peftc.compile(spec, model, seed=0, sample={"x": x}))
+
+
+def outcomes(found: Verification) -> dict[str, str]:
+    return {check.name: f"{check.outcome}: {check.detail}" for check in found.checks}
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "why"),
+    [
+        (no_training, "train, dropout 0: outputs", "RuntimeError: this model is not trained"),
+        (no_inference, "inference_mode: outputs", "ValueError: no inference"),
+        (written_in_place, "eval, with gradients: gradients", "RuntimeError: one of the variables needed for gradient"),
+    ],
+)
+def test_a_way_of_calling_that_the_model_does_not_take(fault: Any, check: str, why: str) -> None:
+    found = verified(fault)
+    assert found.ok, str(found)
+    told = outcomes(found)
+    assert told[check].startswith("not checked")
+    assert why in told[check]
+    assert told["outputs equal the equations, parameters moved"].startswith("holds")
+    assert told["each edit alone moves the output, and nothing before it"].startswith("holds")
+
+
+def test_results_without_gradients_are_compared() -> None:
+    found = verified(no_gradients)
+    assert "P602" not in codes(found)
+
+
+def test_an_error_of_the_compiled_model_alone_is_found() -> None:
+    compiled: list[bool] = []
+
+    def no_edits(model: nn.Module, x: Tensor) -> Tensor:
+        if compiled and any("peftc" in name for name, _ in model.named_parameters()):
+            raise RuntimeError("what is edited does not run")
+        return x
+
+    model, x = Model(no_edits).double().eval(), torch.randn(2, 3, 8, dtype=torch.float64)
+    peftc.compile(SPEC, model, seed=0, sample={"x": x})
+    compiled.append(True)
+    found = peftc.verify(model)
+    assert codes(found) == {"P602", "P607"}
+    assert "the compiled model raises RuntimeError: what is edited does not run" in str(found.diagnostics)
+
+
+def test_entries_that_no_batch_can_choose() -> None:
+    with pytest.raises(peftc.PeftcError, match="P509"):
+        verified(written_in_place, "peft 1\nedit e at layer[*].ffn.up { w += sparse(density=0.1, select=fisher) }\n")
+
+
+def test_a_model_of_two_towers() -> None:
+    """It has no embedding of its own, and those of its text are found."""
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    ids = {"vocab_size": 61, "max_position_embeddings": 32, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    config = transformers.CLIPConfig(
+        text_config={**size, **ids}, vision_config={**size, "image_size": 8, "patch_size": 4}, projection_dim=8
+    )
+    model = transformers.CLIPModel(config).eval()
+    spec = "peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2, alpha=4) }\n"
+    found = peftc.verify(peftc.compile(spec, model, seed=0, verify=True))
+    assert found.ok, str(found)
+    assert found.witnessed == found.sites == 4
+
+
+def test_values_that_a_model_overwrites_in_its_backward_pass() -> None:
+    torch.manual_seed(0)
+    config = transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    spec = "peft 1\nedit t at input.embed { h = concat(prompt(len=3), h) }\n"
+    found = peftc.verify(peftc.compile(spec, transformers.RwkvForCausalLM(config).eval(), seed=0))
+    told = outcomes(found)
+    assert told["eval, with gradients: gradients"].startswith("not checked: RuntimeError: one of the variables")
+    assert told["outputs equal the equations, parameters moved"].startswith("holds")
