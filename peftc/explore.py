@@ -148,8 +148,9 @@ def rewrite(
     parameters = {name[len(region.module) + 1 :] for name in weights}
     layer = LayerRegions(region.kind, region.module, {})
     traced = again(region.kind, parameters, analysis)
-    inserter = Inserter(traced)
-    for edit in layer.whole(placed):
+    inserter, written = Inserter(traced), layer.whole(placed)
+    inserter.lookup.prepare(written)
+    for edit in written:
         inserter.insert(edit)
     return traced.graph
 
