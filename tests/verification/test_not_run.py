@@ -119,8 +119,19 @@ def test_entries_that_no_batch_can_choose() -> None:
 
 def test_a_model_of_two_towers() -> None:
     """It has no embedding of its own, and those of its text are found."""
-    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    ids = {"vocab_size": 61, "max_position_embeddings": 32, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    size: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    ids: dict[str, Any] = {
+        "vocab_size": 61,
+        "max_position_embeddings": 32,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
     config = transformers.CLIPConfig(
         text_config={**size, **ids}, vision_config={**size, "image_size": 8, "patch_size": 4}, projection_dim=8
     )

@@ -16,10 +16,10 @@ from peftc.planning import ir
 from peftc.verification import Verification
 from tests.verification.test_faults import moved
 
-SIZE = {"vocab_size": 61, "bos_token_id": 0, "eos_token_id": 2}
-WIDE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-DEEP = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64}
-NARROW = {"intermediate_size": 48, "max_position_embeddings": 64}
+SIZE: dict[str, Any] = {"vocab_size": 61, "bos_token_id": 0, "eos_token_id": 2}
+WIDE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+DEEP: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64}
+NARROW: dict[str, Any] = {"intermediate_size": 48, "max_position_embeddings": 64}
 MODELS: dict[str, Callable[..., Any]] = {
     "falcon": lambda **o: transformers.FalconForCausalLM(transformers.FalconConfig(**SIZE, **WIDE, **o)),
     "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZE, **WIDE, **NARROW)),
