@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -24,6 +25,10 @@ def cache_of(given: dict[str, Any]) -> tuple[str, Any] | None:
     return next(((name, given[name]) for name in names if given.get(name) is not None), None)
 
 
+def tensors(cache: Any) -> bool:
+    return isinstance(cache, list | tuple) and all(isinstance(part, Tensor) for part in cast(Iterable[object], cache))
+
+
 def past_of(given: dict[str, Any]) -> int | None:
     """How many tokens the cache of a call has; 0 without one. None: it has some, and does not tell how many, as the state of a
     recurrence.
@@ -33,7 +38,7 @@ def past_of(given: dict[str, Any]) -> int | None:
     if (found := cache_of(given)) is None:
         return 0
     name, cache = found
-    if name in STATES and isinstance(cache, list | tuple) and all(isinstance(part, Tensor) for part in cache):  # pyright: ignore[reportUnknownVariableType]
+    if name in STATES and tensors(cache):
         return None
     if name not in CACHES:
         raise UnknownCache(name, cache)
