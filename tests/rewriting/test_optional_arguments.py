@@ -128,35 +128,6 @@ def test_a_low_rank_update_is_that_of_the_weight(names: tuple[str, ...]) -> None
     close(model(**given(*names)), base(**given(*names)), "lora")
 
 
-class Network(nn.Module):
-    """A feed-forward network that has a factor for what its Linears read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 12), nn.Linear(12, D)
-
-    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
-        if extra is not None:
-            x = x * extra
-        return self.down(torch.relu(self.up(x)))
-
-
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.network = nn.LayerNorm(D), Network()
-
-    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
-        return x + self.network(self.norm(x), extra)
-
-
-def test_what_the_linears_read_is_not_what_their_module_takes() -> None:
-    base, equation = model_of(Nested), "ffn { h += adapter(x, r=2, act=tanh) }"
-    models = [compiled(base, equation, given(*names)) for names in ((), ("extra",))]
-    for names in ((), ("extra",)):
-        close(models[0](**given(*names)), models[1](**given(*names)), str(names))
-
-
 class Gated(nn.Module):
     """What enters the residual sum has another factor where there is an argument for it."""
 
