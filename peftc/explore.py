@@ -148,9 +148,8 @@ def rewrite(
     parameters = {name[len(region.module) + 1 :] for name in weights}
     layer = LayerRegions(region.kind, region.module, {})
     traced = again(region.kind, parameters, analysis)
-    inserter, written = Inserter(traced), layer.whole(placed)
-    inserter.lookup.prepare(written)
-    for edit in written:
+    inserter = Inserter(traced)
+    for edit in layer.whole(placed):
         inserter.insert(edit)
     return traced.graph
 

@@ -37,8 +37,7 @@ REWRITE: dict[str, CodeInfo] = {
     "P403": CodeInfo(
         "state missing in a call pattern",
         "The layer was analysed in one call. In this call the model takes another way through its code, on which the state that "
-        "the edit names is not computed, or on which what was one value there is several: an optional argument may put an operation in "
-        "between. A `sample` with such arguments lets the layer be analysed in that call.",
+        "the edit names is not computed.",
     ),
     "P404": CodeInfo(
         "weight that the forward does not read",

@@ -13,14 +13,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.configs import first_line
 from peftc.model.fakes import fake_copy, new_mode
-from peftc.rewriting.asking import Asking, plain_arguments
+from peftc.rewriting.asking import Asking, Origin, plain_arguments
 from peftc.rewriting.classes import exchanged
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, told_by_identity, unlooked
 from peftc.rewriting.rest import open_rest
 from peftc.tracing.blocks import AskedNone, TraceError
 from peftc.tracing.calls import innermost
-from peftc.tracing.places import Origin
 
 
 class LookedAt(Exception):

@@ -12,12 +12,11 @@ from torch import fx
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.prompting import batch_of
-from peftc.rewriting.anchors import Anchor
+from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import STREAM, Bound, RegionEdit, contains_state, heads_of, rows
 from peftc.rewriting.emit import base_call
-from peftc.rewriting.lookup import Lookup
 from peftc.rewriting.positions import located_call, tells
 from peftc.rewriting.prompts import prompted_call, set_tokens
 from peftc.rewriting.slabs import Slabs, layout
@@ -41,7 +40,6 @@ class Inserter:
     def __init__(self, traced: Traced, base: type | None = None) -> None:
         self.traced, self.graph, self.base = traced, traced.graph, base
         self.latest: dict[fx.Node, fx.Node] = {}
-        self.lookup = Lookup(traced)
         self.made = 0
         self.weights: dict[tuple[str, str], fx.Node] = {}  # the parameter reads that have been rewritten
 
@@ -64,6 +62,19 @@ class Inserter:
     def now(self, node: fx.Node) -> fx.Node:
         while node in self.latest:
             node = self.latest[node]
+        return node
+
+    def locate(self, anchor: Anchor, what: str) -> fx.Node:
+        node = find(anchor, self.traced)
+        if node is None:
+            raise PeftcError(
+                Diagnostic(
+                    "P403",
+                    f"in this call pattern the model computes no `{what}` where its layer was analysed",
+                    notes=(f"looked for {anchor.kind} {anchor.key} of `{anchor.module or 'the region'}`",),
+                    help="report the model and the call; the model has not been changed by this call",
+                )
+            )
         return node
 
 
@@ -97,7 +108,7 @@ class _Assignment:
 
     def write_value(self, bound: Bound) -> None:
         assert bound.anchor is not None
-        node = self.inserter.now(self.inserter.lookup.state(bound, self.assign.state))
+        node = self.inserter.now(self.inserter.locate(bound.anchor, self.assign.state))
         self.start_after(node)
         new = self.value()
         if self.unflattened(bound):
@@ -238,7 +249,7 @@ class _Assignment:
         if bound.anchor.kind == "argument":
             call, name = self.attention_call(bound.anchor)
             return Called(call).get(name)
-        node = self.inserter.now(self.inserter.lookup.state(bound, state))
+        node = self.inserter.now(self.inserter.locate(bound.anchor, state))
         self.move_after(node)
         value = node if bound.rows is None else self.cut(node, bound.rows, -1, bound.width)
         if bound.map:
@@ -264,7 +275,7 @@ class _Assignment:
         return seen if bound.weight.rows is None else self.cut(seen, bound.weight.rows, 0, bound.width)
 
     def attention_call(self, anchor: Anchor) -> tuple[fx.Node, str]:
-        return self.inserter.lookup.at(anchor, str(anchor.key[2])), str(anchor.key[2])
+        return self.inserter.locate(anchor, str(anchor.key[2])), str(anchor.key[2])
 
     def value(self) -> Any:
         for let in self.lets:

@@ -5,15 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from peftc.planning.paths import stack_steps
-from peftc.rewriting.anchors import Anchor, anchors, calls_of, contains, operand, ordinal, origin, parts, relative
+from peftc.rewriting.anchors import Anchor, anchors, calls_of, contains, parts, relative
 from peftc.rewriting.edits import STREAM
-from peftc.tracing.graphs import first_input, is_linear
-from peftc.tracing.kinds import LayerKind
-from peftc.tracing.places import branches
-from peftc.tracing.roles import SubLayer
 from peftc.tracing.sites import INPUT, OUTPUT, Site, State
-from peftc.tracing.table import sub_layer_steps
 from peftc.tracing.tracer import Traced
 
 
@@ -43,73 +37,9 @@ def state_anchors(state: State, layer: str, site: Site, traced: Traced) -> list[
     node = node_of(state, layer, site, traced)
     if argument:
         also = [next(n for n in traced.graph.nodes if n.name == name) for name in state.place.also]
-        key = (*ordinal(node, traced), argument, *(ordinal(other, traced) for other in also))
-        return [Anchor("argument", origin(node)[0], key)]
+        frame, operation, n = node.meta["origin"]
+        return [Anchor("argument", frame, (operation, n, argument, *(other.meta["origin"][1:] for other in also)))]
     return anchors(node, traced)
-
-
-def definitions(state: State, layer: str, site: Site, kind: LayerKind) -> tuple[list[Anchor], list[Anchor]]:
-    """Anchors at which a state is what the language calls by its name; and those at which the layer has to take it besides.
-
-    The `x` and `h` of a Linear or a norm are its input and its output; the `x` of a sub-layer is what its first Linears read, `c` what
-    keys and values are made from, `z` what `down` reads, `res` what is summed up with `h`. None of others.
-    """
-    assert state.place is not None
-    node, traced = node_of(state, layer, site, kind.traced), kind.traced
-    if "." in state.place.node or state.place.node in (INPUT, OUTPUT):
-        return [], []
-    named = anchors(node, traced)
-    own = relative(site.module, layer)
-    bounds = [a for a in named if a.module == own and a.kind == ("out" if node.target == own else "in")]
-    if bounds and any(n.op == "call_module" and n.target == own for n in traced.graph.nodes):
-        return bounds, []
-    sub = sub_layer_of(site, kind)
-    if sub is None or node is sub.add:
-        return [a for a in named if a.kind == "node" and sub is not None], []
-    if state.name in ("h", "res"):
-        taken = [operand(node, sub.add, traced)] if node in sub.add.args else []
-        return (taken, []) if state.name == "res" else ([], taken)
-    readers = {str(n.target) for n in readers_of(state.name, node, sub, kind)}
-    return [a for a in named if a.kind == "in" and a.module in readers], []
-
-
-def comes_apart(anchor: Anchor, other: Anchor, traced: Traced) -> bool:
-    """Whether calls may exist in which code makes another value of what one anchor names before it gets to the other, or after.
-
-    `other` is what a Linear takes, behind a module's argument, or an operand, behind a module's result.
-    """
-    calls = {c.name: c for c in traced.calls}
-    if anchor.kind == "in" and other.kind == "in":
-        name = other.module
-        while name != anchor.module:
-            if name not in calls or branches("", calls[name].place):
-                return True
-            name = calls[name].frame
-        return False
-    if anchor.kind == "out" and other.kind == "operand":
-        name, last = anchor.module, other.key[1].place
-        while name in calls:
-            inner, name = calls[name], calls[name].frame
-            if name == other.module:
-                return branches(inner.place, last)
-            if branches(inner.place, ""):
-                return True
-    return False
-
-
-def sub_layer_of(site: Site, kind: LayerKind) -> SubLayer | None:
-    """The sub-layer that a site is, or is a part of."""
-    steps = site.steps[stack_steps([name for name, _ in site.steps]) + 1 :]
-    found = zip(kind.subs, sub_layer_steps(kind.subs), strict=True)
-    return next((sub for sub, own in found if steps[: len(own)] == own), None)
-
-
-def readers_of(name: str, node: fx.Node, sub: SubLayer, kind: LayerKind) -> list[fx.Node]:
-    """The Linears that a state of a sub-layer is made for, those that read this node."""
-    roles = {"x": ("q",) if sub.kind == "attn" else (), "c": ("k", "v"), "z": ("down",)}.get(name, ())
-    played = [sub.projections[role].node for role in roles if role in sub.projections]
-    nodes = played or [n for n in sub.body if is_linear(n, kind.root) and name == "x"]
-    return [n for n in nodes if first_input(n) is node]
 
 
 def may_write(anchor: Anchor, frames: frozenset[str], node: fx.Node) -> bool:

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from peftc.tracing.places import Origin
-
 if TYPE_CHECKING:
     from peftc.tracing.tracer import RegionTracer
 
@@ -51,7 +49,7 @@ class TraceError(Exception):
 class AskedNone(TraceError):
     """The region's code looked at a part of a result that is None, as at one that is not; `origin` tells which part."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: tuple[str, str, int]) -> None:
         super().__init__(f"a part of a result that is None was used: {origin[1]}")
         self.origin = origin
 

@@ -24,7 +24,6 @@ from peftc.tracing.calls import baked, bind, innermost, nested_nodes, positional
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
 from peftc.tracing.linears import linear_of
 from peftc.tracing.pieces import Lengths, Loops, unknown
-from peftc.tracing.places import Origin, place
 from peftc.tracing.seams import attention, branch, computed_by, live, selects, spying, taken_from
 from peftc.tracing.tape import Made, Remembering, Tape
 
@@ -49,7 +48,6 @@ class ModuleCall:
     arguments: dict[str, Any]
     result: Any
     inlined: bool
-    place: str = ""  # in that code
 
 
 @dataclass
@@ -83,8 +81,8 @@ class RegionTracer(fx.Tracer):
         self.facts: dict[tuple[str, str], Any] = {}
         self.calls: list[ModuleCall] = []
         self.frames: list[str] = []
-        self.counts: dict[tuple[str, str, str], int] = {}
-        self.nones = set[Origin]()  # origins of parts of results that Python gets as None where they are None
+        self.counts: dict[tuple[str, str], int] = {}
+        self.nones = set[Any]()  # origins of parts of results that Python gets as None where they are None
         self.blocks: list[Block] = []  # open now
         self.surroundings: dict[tuple[str, tuple[Any, ...]], Any] = {}  # what torch was asked, and answered
         self.loops = Loops(self)
@@ -200,13 +198,14 @@ class RegionTracer(fx.Tracer):
         node = super().create_node(kind, target, *args, **kwargs)
         frame = self.frames[-1] if self.frames else ""
         word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        word = word.removeprefix(f"{frame}.") if kind == "call_module" and frame else word
+        if kind == "call_module" and frame:
+            word = word.removeprefix(f"{frame}.")
         if target is operator.getitem:  # one sort for each thing indexed, so that cache updates do not shift the count
             source, index = args[0]
             word = f"{word} {index} of {source.meta['origin'][1] if isinstance(source, fx.Node) else source}"
-        key = (frame, f"{kind} {word}", place())
+        key = (frame, f"{kind} {word}")
         self.counts[key] = self.counts.get(key, -1) + 1
-        node.meta["origin"] = (frame, key[1], (key[2], self.counts[key]))
+        node.meta["origin"] = (frame, key[1], self.counts[key])
         self.loops.add(node)
         return node
 
@@ -327,21 +326,22 @@ class RegionTracer(fx.Tracer):
             raise TraceError(f"a {type(module).__name__} from outside the region is called in it")
         if isinstance(module, nn.Identity) and args == (None,):
             return None
-        arguments = bind(innermost(type(module).forward), module, args, kwargs)
+        forward = innermost(type(module).forward)
+        arguments = bind(forward, module, args, kwargs)
         inlined = self.inline(name)
-        result = self.enter(module, args, kwargs) if inlined else self.record("call_module", name, args, kwargs)
+        if inlined and decorated(type(module).forward):
+            self.frames.append(name)  # it can stay a leaf
+            raise TraceError(
+                f"the forward of {type(module).__name__} is decorated with a block of gradients or autocast"
+            )
+        if inlined:
+            self.frames.append(name)
+            result = forward(module, *args, **kwargs)
+            self.frames.pop()  # not after an error: the frames left open tell where it happened
+        else:
+            result = self.record("call_module", name, args, kwargs)
         frame = self.frames[-1] if self.frames else ""
-        self.calls.append(ModuleCall(name, frame, nested_nodes(arguments), nested_nodes(result), inlined, place()))
-        return result
-
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a child's code."""
-        self.frames.append(self.names[id(module)])
-        if decorated(type(module).forward):  # it can stay a leaf
-            what = type(module).__name__
-            raise TraceError(f"the forward of {what} is decorated with a block of gradients or autocast")
-        result = innermost(type(module).forward)(module, *args, **kwargs)
-        self.frames.pop()  # not after an error: the frames left open tell where it happened
+        self.calls.append(ModuleCall(name, frame, nested_nodes(arguments), nested_nodes(result), inlined))
         return result
 
     def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> Traced:
