@@ -34,7 +34,7 @@ from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
 from peftc.rewriting.install import strip
 from peftc.rewriting.overlay import true_parameter
 from peftc.rewriting.positions import refused
-from peftc.rewriting.record import Installation, Part, acting, installed, is_installed, joint, spec_of_parts, whole
+from peftc.rewriting.record import Installation, Part, acting, installed, is_installed, joint, spec_of_parts
 from peftc.rewriting.reinstall import Done, reinstall, uninstall
 from peftc.rewriting.suspend import suspended
 from peftc.semantics.check_structure import said_of
@@ -348,10 +348,9 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
 
     Parameters of the base that `train` unfroze are named `<edit>/<dotted name>`.
     Args: `name`: of one spec, for its parameters alone.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436 where an edited
-    module was replaced, P566 (offloaded).
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P566 (offloaded).
     """
-    record = whole(model)
+    record = installed(model)
     edits = {edit for part in record.chosen(name) for edit in part.edits}
     found: dict[str, nn.Parameter] = {}
     for place, where in record.places.items():
@@ -365,7 +364,7 @@ def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]
 
     Args: `name`: as in `parameters`. Raises: as `parameters`.
     """
-    record = whole(model)
+    record = installed(model)
     edits = {edit for part in record.chosen(name) for edit in part.edits}
     forms = {n: cast(FormModule, model.get_submodule(where)) for n, where in record.places.items()}
     return {

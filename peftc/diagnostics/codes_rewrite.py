@@ -188,12 +188,6 @@ REWRITE: dict[str, CodeInfo] = {
         "with the weight in the place of calling the module, and the edit would not act. In a layer such code is edited as a whole; outside "
         "of the layers only modules are.",
     ),
-    "P436": CodeInfo(
-        "edited module that was replaced",
-        "Edits are in the modules that they were compiled into. One that is assigned in the place of such a module has none of them, and the "
-        "model would compute without them in silence, so the assignment is refused; a module that wraps the edited one may be assigned. What was replaced "
-        "without an assignment is noticed by the next operation on the model, which changes nothing.",
-    ),
     "P900": CodeInfo(
         "unexpected error",
         "Something in peftc failed in a way that nobody thought of. That is a bug: please report it with the command, the spec, "

@@ -6,11 +6,9 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.instance_forward import GENERATED, instance_forward
-from peftc.rewriting.container import CONTAINER
 from peftc.tracing.calls import innermost
 
 
@@ -32,26 +30,6 @@ def followed(module: nn.Module, value: Any) -> Any:
     for link in found.links:
         link.set(module, now)
     return value
-
-
-def refuse_loss(parent: nn.Module, name: str, value: nn.Module | None) -> None:
-    """Called by torch before a module gets a child. A wrapper of an edited module has it inside.
-
-    Raises: P436 where an edited module would go: its edits would act no more, and nobody would notice.
-    """
-    old = vars(parent)["_modules"].get(name)
-    if old is None or old is value:
-        return
-    inside = set() if value is None else set(value.modules())
-    for path, module in old.named_modules():
-        if CONTAINER in vars(module)["_modules"] and module not in inside:
-            there = f"{name}.{path}".rstrip(".")
-            message = f"`{there}` of this {type(parent).__name__} is edited, and would be replaced"
-            help_ = "take the edits out with `peftc.remove`, replace it, and compile again"
-            raise PeftcError(Diagnostic("P436", message, help=help_))
-
-
-register_module_module_registration_hook(refuse_loss)
 
 
 def exchanged(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:

@@ -15,7 +15,6 @@ from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.tasked_module import Chosen
 from peftc.planning import ir
 from peftc.planning.model import Plan
-from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.kind import Kind
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
@@ -88,23 +87,6 @@ def installed(model: nn.Module) -> Installation:
     return record
 
 
-def whole(model: nn.Module) -> Installation:
-    """The record of a compiled model that has all of its edited modules. Raises: P410; P436 where one is not there any more."""
-    record = installed(model)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name, kind in record.regions:
-        module = modules.get(name)
-        if module is None or CONTAINER not in vars(module)["_modules"] or kind.cls not in type(module).__mro__:
-            raise replaced(name, None if module is None else type(module).__name__)
-    return record
-
-
-def replaced(name: str, other: str | None) -> PeftcError:
-    now = "is not there any more" if other is None else f"is a {other} without its edits now"
-    help_ = "put the edited module back; take edits out with `peftc.remove` before you replace what they are in"
-    return PeftcError(Diagnostic("P436", f"`{name}` was edited, and {now}", help=help_))
-
-
 def is_installed(model: object) -> bool:
     return RECORD in getattr(model, "__dict__", {})
 
@@ -112,9 +94,9 @@ def is_installed(model: object) -> bool:
 def acting(model: nn.Module) -> Installation:
     """The record of a compiled model all of whose edits act in the present context.
 
-    Raises: P410 for a model that is not compiled, P436 where an edited module was replaced, P529 where edits are switched off.
+    Raises: P410 for a model that is not compiled, P529 where edits are switched off.
     """
-    record = whole(model)
+    record = installed(model)
     if record.choice.default.off:
         help_ = "peftc.set_enabled(model, True)"
         raise PeftcError(Diagnostic("P529", "edits of this model are switched off by `peftc.set_enabled`", help=help_))

@@ -14,7 +14,7 @@ from peftc.compiler import analysed, parameters, remove
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
 from peftc.model.running import checked
-from peftc.rewriting.record import Installation, is_installed, whole
+from peftc.rewriting.record import Installation, installed, is_installed
 from peftc.tracing.sites import Site
 from peftc.verification.batches import Batch, sample_batch
 from peftc.verification.checks import Results, check_base, check_equations, check_fold
@@ -48,10 +48,10 @@ def verify(
     Args: `batch`: the keyword arguments of one forward; without it, what the model was compiled with, or random inputs of its
     kind. `sites`: which ones are perturbed alone: the first, a middle and the last of each kind, or "all". `base`: the model before
     it was compiled, to which it must return when its edits are removed. `weights`: where its weights are from, for the report.
-    Raises: P410 (not compiled), P436 (replaced), P507 (no inputs), P509 (it does not run on the batch), P545 (no batch), P601 (no weights, cannot be copied). What is wrong with the
+    Raises: P410 (not compiled), P507 (no inputs), P509 (it does not run on the batch), P545 (no batch), P601 (no weights, cannot be copied). What is wrong with the
     model is not raised: it is among the `findings` of the result, P602-P611.
     """
-    record = whole(model)
+    record = installed(model)
     checked(batch)
     if sites not in ("sample", "all"):
         raise PeftcError(Diagnostic("P545", f'`sites` is "sample" or "all", not {sites!r}'))
@@ -84,7 +84,7 @@ def prepared(other: nn.Module, batch: Batch) -> tuple[Trial, dict[str, Site]]:
     base = remove(duplicate(other))
     refuse_batch(base, batch)
     choose(other, batch)
-    record = whole(other)
+    record = installed(other)
     table = {site.path: site for site in analysed(base, record.sample).table.sites}
     trained: dict[str, Tensor] = {name: other.get_parameter(name) for name in record.trained.values()}
     base.requires_grad_(False)
