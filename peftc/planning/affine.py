@@ -80,6 +80,7 @@ def fold_reason(
         or _called_again(target)
         or _elsewhere(target, tied, own, "is tied to")
         or _elsewhere(target, overlaps, own, "shares memory with")
+        or _repeated(target, overlaps)
     )
 
 
@@ -199,11 +200,18 @@ def _called_again(target: FoldTarget) -> str | None:
     return f"`{target.site.module}` is called {calls} times, and the edit is at one of these calls: a fold would change all"
 
 
+def _repeated(target: FoldTarget, overlaps: Collection[Collection[str]]) -> str | None:
+    """A parameter that shares memory with itself is a group alone."""
+    alone = {name for group in overlaps if len(group) == 1 for name in group}
+    repeated = sorted(parameter_names(target) & alone)
+    if not repeated:
+        return None
+    return f"entries of `{repeated[0]}` are in the same place in memory, as in an expanded tensor: a fold would change both"
+
+
 def _elsewhere(target: FoldTarget, groups: Collection[Collection[str]], own: Collection[str], what: str) -> str | None:
     mine = parameter_names(target)
     for group in groups:
-        if len(group) == 1 and mine & set(group):
-            return f"entries of `{min(group)}` are in the same place in memory, as in an expanded tensor: a fold would change both"
         others = sorted(set(group) - mine - set(own))
         if mine & set(group) and others:
             return f"`{min(mine & set(group))}` {what} `{others[0]}`: a fold would change both uses"
