@@ -29,15 +29,15 @@ def tensors(cache: Any) -> bool:
     return isinstance(cache, list | tuple) and all(isinstance(part, Tensor) for part in cast(Iterable[object], cache))
 
 
-def past_of(given: dict[str, Any]) -> int | None:
-    """How many tokens the cache of a call has; 0 without one. None: it has some, and does not tell how many, as the state of a
+def past_of(given: dict[str, Any]) -> Any:
+    """How many tokens the cache of a call has, a tensor for caches of a fixed size; 0 without one. None: it has some, and does not tell how many, as the state of a
     recurrence.
 
     Raises: UnknownCache.
     """
-    if (found := cache_of(given)) is None:
+    name, cache = cache_of(given) or ("", None)
+    if cache is None:
         return 0
-    name, cache = found
     if name in STATES and tensors(cache):
         return None
     if name not in CACHES:

@@ -48,7 +48,7 @@ def where(given: dict[str, Any]) -> Where | None:
         raise unknown(
             f"an attention mask with {said} does not tell which tokens are padding", "give it as (batch, tokens)"
         )
-    if (cache is None and mask.shape[1] != count) or mask.shape[1] < past + count:
+    if (cache is None and mask.shape[1] != count) or (isinstance(past, int) and mask.shape[1] < past + count):
         raise unknown(f"the attention mask is for {mask.shape[1]} tokens, and cache and call have {past + count}")
     seen = mask != 0
     first = seen.int().argmax(1, keepdim=True)
@@ -58,7 +58,7 @@ def where(given: dict[str, Any]) -> Where | None:
     return Where(columns - first, last - columns)
 
 
-def known_past(given: dict[str, Any]) -> int:
+def known_past(given: dict[str, Any]) -> Any:
     """`past_of`. Raises: P423 for a cache that does not tell how many tokens it has."""
     try:
         past = past_of(given)

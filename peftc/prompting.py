@@ -71,7 +71,7 @@ def prompted(
     return result if keep else without(result, count, starts)
 
 
-def known_past(given: dict[str, Any]) -> int | None:
+def known_past(given: dict[str, Any]) -> Any:
     """`past_of`. Raises: P419 for a cache of which it cannot be told whether the rows are in it."""
     try:
         return past_of(given)

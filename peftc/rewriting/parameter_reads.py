@@ -79,7 +79,7 @@ def runs_parts(module: nn.Module, region: str) -> bool:
 def named_parts(forward: FunctionType, cls: type[nn.Module], region: str) -> frozenset[str]:
     """The attributes of a part of the module, and of what may be that part, that a forward and what it names ask for."""
     path = region.split(".")
-    found = {
+    return frozenset(
         name
         for function, first in reached(forward, cls)
         for use in uses(function, first)
@@ -87,8 +87,7 @@ def named_parts(forward: FunctionType, cls: type[nn.Module], region: str) -> fro
         for size in range(len(use.names))
         if (name := use.names[size])
         and (alike(use.names[:size], path) if use.rooted else alike(use.names[:size], path[len(path) - size :]))
-    }
-    return frozenset(found)
+    )
 
 
 def own_parameters(module: nn.Module, prefix: str, recurse: bool = False) -> list[str]:
@@ -198,7 +197,7 @@ def uses(function: FunctionType, root: str) -> tuple[Use, ...]:
     except (OSError, TypeError, SyntaxError):
         return (Use(("parameters",), False),)
     around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    found: list[Use] = []
+    attributes: list[Use] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Subscript) and not only_asks(node, around):
             names, base = chain(node)
@@ -207,10 +206,10 @@ def uses(function: FunctionType, root: str) -> tuple[Use, ...]:
             outer = around.get(node)
             following = outer.attr if isinstance(outer, ast.Attribute) else ""
             called = isinstance(outer, ast.Call) and outer.func is node
-            found.append(Use(names, bool(root) and base == root, "()" if called else following))
+            attributes.append(Use(names, bool(root) and base == root, "()" if called else following))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self.fc, "weight")
-            found.append(Use((node.value,), False, text=True))
-    return tuple(dict.fromkeys(found))
+            attributes.append(Use((node.value,), False, text=True))
+    return tuple(dict.fromkeys(attributes))
 
 
 def only_asks(node: ast.AST, around: dict[ast.AST, ast.AST]) -> bool:
