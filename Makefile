@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
 CORE := tests/model tests/tracing tests/rewriting tests/weights/test_saved.py tests/test_compiler.py --ignore tests/rewriting/test_variants.py
 
-.PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial interrupts verify mutants docs clean
+.PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial interrupts verify mutants suite docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -69,6 +69,10 @@ interrupts: $(READY)
 # Small faults put into peftc, one at a time, against the tests that reach them: up to three hours.
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run
+
+# What `make test` costs, for the README. Nothing else should run beside it.
+suite: $(READY)
+	$(BIN)/python -m benchmarks.suite
 
 # Every model type of the installed transformers: hours on few cores.
 coverage: $(READY)

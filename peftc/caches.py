@@ -30,8 +30,8 @@ def tensors(cache: Any) -> bool:
 
 
 def past_of(given: dict[str, Any]) -> Any:
-    """How many tokens the cache of a call has, a tensor for caches of a fixed size; 0 without one. None: it has some, and does not tell how many, as the state of a
-    recurrence.
+    """How many tokens the cache of a call has, a tensor for caches of a fixed size; 0 without one. None: it has some, and does not tell
+    how many, as the state of a recurrence.
 
     Raises: UnknownCache.
     """

@@ -34,7 +34,7 @@ from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
 from peftc.rewriting.install import strip
 from peftc.rewriting.overlay import true_parameter
 from peftc.rewriting.positions import refused
-from peftc.rewriting.record import Installation, Part, acting, installed, is_installed, joint, spec_of_parts
+from peftc.rewriting.record import Installation, Part, acting, installed, is_installed, joint, spec_of_parts, whole
 from peftc.rewriting.reinstall import Done, reinstall, uninstall
 from peftc.rewriting.suspend import suspended
 from peftc.semantics.check_structure import said_of
@@ -225,8 +225,8 @@ def compile(
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
     flat = prefixed(flat_of(spec, settings, include), prefix)
+    record = whole(model) if is_installed(model) else None
     analysis = analysed(model, sample)
-    record = installed(model) if is_installed(model) else None
     names = checked_tasks(tasks, tasks_of(record))
     found = used(tasks, planned(flat, analysis, names))
     if found.findings:
@@ -263,17 +263,20 @@ def added(
 def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, Any] | None = None) -> nn.Module:
     """The base model again: classes, parameters and `requires_grad` as they were before `compile`, bit for bit.
 
-    What `fold` has written into the weights is part of the base from then on, and stays.
+    What `fold` has written into the weights is part of the base from then on, and stays. An edited module that was replaced
+    is gone with its edits; where all specs are taken out, the rest of the model is restored.
 
     Args: `name`: of one spec to take out; the others stay, with what they have trained. `sample`: as in `compile`.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P529 inside of `disabled`, P546 where
-    there is no room for the values that `train` has changed. After an error, or an interrupt, the model is as it was.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436 where others stay and an edited
+    module was replaced, P529 inside of `disabled`, P546 where there is no room for the values that `train` has changed. After an
+    error, or an interrupt, the model is as it was.
     """
-    record = acting(model)
+    record = acting(model, complete=False)
     gone = record.chosen(name)
     rest = tuple(part for part in record.parts if part not in gone)
     if not rest:
         return uninstall(model, values=record.originals)
+    whole(model)
     with_sample = sample or record.sample
     analysis = analysed(model, with_sample)
     names = tasks_of(record)
@@ -330,7 +333,8 @@ def disabled(model: nn.Module, name: str | None = None) -> Block:
 
     Args: `name`: of one spec; the others go on acting.
     Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P431 for a block that is left in another
-    context, P432 for a base parameter that is trained and whose first value a module would not see.
+    context, P432 for a base parameter that is trained and whose first value a module would not see, P436 where an edited module
+    was replaced.
     """
     return suspended(model, name)
 
@@ -348,9 +352,10 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
 
     Parameters of the base that `train` unfroze are named `<edit>/<dotted name>`.
     Args: `name`: of one spec, for its parameters alone.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P566 (offloaded).
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436 where an edited module was
+    replaced, P566 (offloaded).
     """
-    record = installed(model)
+    record = whole(model)
     edits = {edit for part in record.chosen(name) for edit in part.edits}
     found: dict[str, nn.Parameter] = {}
     for place, where in record.places.items():
@@ -364,7 +369,7 @@ def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]
 
     Args: `name`: as in `parameters`. Raises: as `parameters`.
     """
-    record = installed(model)
+    record = whole(model)
     edits = {edit for part in record.chosen(name) for edit in part.edits}
     forms = {n: cast(FormModule, model.get_submodule(where)) for n, where in record.places.items()}
     return {

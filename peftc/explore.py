@@ -22,6 +22,7 @@ from peftc.semantics.load import Include
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.tracing.analysis import Analysis, ModelLike
+from peftc.tracing.attention import attention_at
 from peftc.tracing.calls import signature_of
 from peftc.tracing.kinds import LayerKind, has_children
 from peftc.tracing.sites import Site
@@ -110,17 +111,17 @@ def region_of(
         below = [name if index is None else f"{name}[{index}]" for name, index in site.steps[cut:]]
         for name, state in site.states.items():
             if state.place is not None:
-                node = argument_of(node_of(state, module, site, kind.traced), state.place.node)
+                node = argument_of(node_of(state, module, site, kind.traced), state.place.node, kind)
                 states[".".join([*below, name])] = node
                 node.meta["states"] = [*node.meta.get("states", ()), f"{site.path}.{name}"]
     return TracedRegion(module, layers, kind.traced.graph, states, sites, kind.traced, kind, analysis)
 
 
-def argument_of(node: fx.Node, place: str) -> fx.Node:
-    """For q, k and v: the node that feeds the attention call; for kv the call itself."""
+def argument_of(node: fx.Node, place: str, kind: LayerKind) -> fx.Node:
+    """For q, k and v: the node that feeds the attention, however that is written; for kv the attention itself."""
     name = place.partition(".")[2]
-    value = node.args["qkv".index(name) + 2] if name in ("q", "k", "v") else node
-    return value if isinstance(value, fx.Node) else node
+    attention = attention_at(node, kind.root) if name in ("q", "k", "v") else None
+    return node if attention is None else {"q": attention.q, "k": attention.k, "v": attention.v}[name]
 
 
 def selector_of(text: str) -> ast.Selector:
@@ -148,8 +149,9 @@ def rewrite(
     parameters = {name[len(region.module) + 1 :] for name in weights}
     layer = LayerRegions(region.kind, region.module, {})
     traced = again(region.kind, parameters, analysis)
-    inserter = Inserter(traced)
-    for edit in layer.whole(placed):
+    inserter, written = Inserter(traced), layer.whole(placed)
+    inserter.lookup.prepare(written)
+    for edit in written:
         inserter.insert(edit)
     return traced.graph
 

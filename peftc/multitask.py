@@ -14,7 +14,7 @@ from peftc.compiler import analysed, checked_tasks, parameters, planned, states
 from peftc.context import Block, Choice, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule
-from peftc.rewriting.record import acting, installed, spec_of_parts
+from peftc.rewriting.record import acting, installed, spec_of_parts, whole
 from peftc.rewriting.reinstall import Done, reinstall
 from peftc.syntax.parser import parse_text
 
@@ -39,9 +39,10 @@ def task(
     started with `contextvars.copy_context().run`. A copy of the model has no block.
 
     Args: `name`: of one task. `task_ids`: numbers of tasks (batch,), as `tasks` lists them, or their names; a tensor or a sequence.
-    Raises: P410 (not compiled), P534 (unknown), P535 (no numbers of tasks, or none and both given), P431 (left elsewhere).
+    Raises: P410 (not compiled), P436 (an edited module was replaced), P534 (unknown), P535 (no numbers of tasks, or none and both
+    given), P431 (left elsewhere).
     """
-    record = installed(model)
+    record = whole(model)
     if (name is None) == (task_ids is None):
         raise PeftcError(Diagnostic("P535", "either one task is chosen by its name, or one for each row as `task_ids`"))
     if task_ids is None:
@@ -54,9 +55,9 @@ def set_task(model: nn.Module, name: str | None) -> nn.Module:
 
     It is a property of the model, not of a context: all threads see it, and copies have it. Saved adapters have not.
 
-    Raises: P410 (not compiled), P534 (unknown).
+    Raises: P410 (not compiled), P436 (an edited module was replaced), P534 (unknown).
     """
-    record = installed(model)
+    record = whole(model)
     record.choice.default = replace(record.choice.default, task=None if name is None else record.task.of(name))
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
 
 POSITIONS = ("position_ids", "cache_position")  # numbers of tokens, from 0 on
-KINDS = ("token_type_ids",)  # told for each token
+# Told for each token; a row is one of text, and no image.
+KINDS = ("token_type_ids", "mm_token_type_ids", "visual_pos_masks")
+TOKENS = ("input_ids", "inputs_embeds")
+CONTEXT = "encoder_"  # begins the names of what is told of another stack
 
 
 def prompted(
@@ -46,6 +50,8 @@ def prompted(
     if past is None:
         return base.forward(module, **continued(given, tokens, count))
     first = past == 0
+    if first and (reason := unjoinable(given)) is not None:
+        raise refused(reason)
     starts = None
     if (mask := given.get("attention_mask")) is not None:
         starts = starts_of(checked_mask(mask, None if first else past - count + tokens.shape[1]))
@@ -68,7 +74,7 @@ def prompted(
     together = [row.to(embedded.dtype).expand(len(tokens), -1, -1) for row in rows]
     given |= {"input_ids": None, "inputs_embeds": joined(torch.cat(together, 1), embedded, starts)}
     result = base.forward(module, **given)
-    return result if keep else without(result, count, starts)
+    return result if keep else without(result, count, starts, tokens.shape[1])
 
 
 def known_past(given: dict[str, Any]) -> Any:
@@ -152,16 +158,32 @@ def batch_of(arguments: dict[str, Any], rest: dict[str, Any], weight: Tensor) ->
     return weight[:1].expand(1 if tokens is None else tokens.shape[0], 1, -1)
 
 
-def tokens_of(given: dict[str, Any]) -> Tensor | None:
+def tokens_of(given: Mapping[str, Any]) -> Tensor | None:
     """The tokens of a call, (batch, tokens), or embedded as (batch, tokens, d)."""
     return given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
 
 
+def unjoinable(given: Mapping[str, Any]) -> str | None:
+    """Why the arguments of a call have no place for rows: something in them is told of each token, and of no row."""
+    mask, tokens = given.get("attention_mask"), tokens_of(given)
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        kind = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
+        return f"an attention mask with {kind} cannot be made longer by the tokens of a prompt"
+    if tokens is None:
+        return None
+    known = {*TOKENS, *POSITIONS, *KINDS, "attention_mask"}
+    for name, value in given.items():
+        if name in known or name.startswith(CONTEXT) or not isinstance(value, Tensor) or value.ndim < 2:
+            continue
+        if value.shape[:2] == tokens.shape[:2] and (value.ndim > 2 or not value.is_floating_point()):
+            return f"`{name}` has values of each token, and the tokens of a prompt have none"
+    return None
+
+
 def checked_mask(mask: Any, expected: int | None) -> Tensor:
     """A mask (batch, tokens). `expected`: tokens of cache and call. Raises: P419 for any other."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        said = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
-        raise refused(f"an attention mask with {said} cannot be made longer by the tokens of a prompt")
+    if (reason := unjoinable({"attention_mask": mask})) is not None:
+        raise refused(reason)
     if expected is not None and mask.shape[1] != expected:
         raise refused(f"the attention mask is for {mask.shape[1]} tokens, and the cache and the call have {expected}")
     return mask
@@ -203,13 +225,22 @@ def longer_context(given: dict[str, Any], count: int) -> dict[str, Any]:
     return {**given, "encoder_attention_mask": joined(mask.new_ones(count), mask, starts_of(mask))}
 
 
-def without(result: Any, count: int, starts: Tensor | None) -> Any:
-    """A result whose last hidden state has only the tokens that were given, and not the `count` of the prompt."""
+def without(result: Any, count: int, starts: Tensor | None, tokens: int) -> Any:
+    """A result whose last hidden state has only the `tokens` that were given, and not the `count` of the prompt.
+
+    Raises: P419 where it has others besides, of an image, say: which are the prompt's is not known.
+    """
+    states = result if isinstance(result, Tensor) else result[0]
+    if states.shape[1] != tokens + count:
+        raise refused(
+            f"the call has {tokens} tokens and {count} of the prompt, and the stack returns {states.shape[1]}"
+        )
+    states = tokens_behind(states, count, starts)
     if isinstance(result, tuple):
-        return (tokens_behind(result[0], count, starts), *result[1:])
+        return (states, *result[1:])
     if isinstance(result, Tensor):
-        return tokens_behind(result, count, starts)
-    result.last_hidden_state = tokens_behind(result.last_hidden_state, count, starts)
+        return states
+    result.last_hidden_state = states
     return result
 
 

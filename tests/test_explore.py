@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import peftc
+from benchmarks.families import build
 from tests import zoo
 
 SPEC = "peft 1\nedit e at layer[*].ffn { h += 4 * adapter(x, r=4, act=relu) }\n"
@@ -19,6 +20,17 @@ def test_regions_name_their_states() -> None:
     assert "decoder.layer[0].ffn.h" in decoder.state("ffn.h").meta["states"]
     assert decoder.state("ffn.x") in decoder.state("ffn.up.h").all_input_nodes
     assert "self.fc1(" in decoder.code
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon"])
+def test_queries_keys_and_values_are_what_an_attention_takes(name: str) -> None:
+    """Through transformers' interface and as a call of torch's function, whose operands have other places."""
+    region = peftc.trace(build("causal-lm", name)[0], "layer[*].attn")[0]
+    attention = region.state("self.kv")
+    operands = [region.state(f"self.{each}") for each in "qkv"]
+    assert len(set(operands)) == 3
+    assert all(attention in node.users for node in operands)
+    assert all(node.meta["example"].ndim == 4 for node in operands)
 
 
 def test_a_selector_narrows_to_its_sites() -> None:

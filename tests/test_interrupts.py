@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-GROUPS = (
-    ("compile", "load", "fold", "remove", "disabled", "task", "set_enabled"),
-    ("remove one", "warm_start", "fuse", "calibrate", "fold, widen", "fold, then widen"),
-)
+GROUPS = {
+    "without code": ("", ["compile", "load", "fold", "remove", "disabled", "task", "set_enabled"]),
+    "with code": ("", ["remove one", "warm_start", "fuse", "calibrate", "fold, widen"]),
+    "long": ("weights/,rewriting/journal,atomic,multitask", ["save", "add_task", "fold, then widen"]),
+}
 
 
-@pytest.mark.parametrize("names", GROUPS, ids=["without code", "with code"])
-def test_an_interrupt_finds_the_model_before_or_after(names: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "tests.interrupts.run", "--written", "--json", *names]
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_interrupt_finds_the_model_before_or_after(group: str) -> None:
+    """Of what is long, the lines that write, and those around them."""
+    paths, names = GROUPS[group]
+    command = [sys.executable, "-m", "tests.interrupts.run", "--written", "--json", "--paths", paths, *names]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout, done.stderr

@@ -67,10 +67,18 @@ def test_the_coverage() -> None:
 def test_the_promises() -> None:
     broken = results("adversarial")["results"]
     specs, adapters, kills = (broken[name] for name in ("mutated specs", "malicious adapters", "killed saves"))
-    interrupts = results("interrupts")
+    interrupts, mutants = results("interrupts"), results("mutants")
     assert [row[-1] for row in rows("| Bad input")] == [
         f"{specs['run']:,} mutated specs, {adapters['run']:,} malicious adapters: {specs['tracebacks'] + adapters['tracebacks']} tracebacks, "
         f"{specs['hangs'] + adapters['hangs']} hangs",
         f"{kills['run']:,} SIGKILLs, at random and at every boundary: {kills['losses']} losses",
         f"SIGINT at {interrupts['lines']:,} lines of {len(interrupts['operations'])} operations: {interrupts['between']} in between",
+        f"{mutants['faults']} small faults, one at a time: {mutants['killed']} noticed ({mutants['killed'] / mutants['faults']:.1%})".replace(
+            "%", " %"
+        ),
     ]
+
+
+def test_the_time_of_the_tests() -> None:
+    suite = results("suite")
+    assert f"make test    # {suite['counts']['passed']:,} tests: {suite['wall']:.0f} minutes on two cores" in README

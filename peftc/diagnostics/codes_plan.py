@@ -43,12 +43,14 @@ PLAN: dict[str, CodeInfo] = {
         "part of a shared module",
         "Layers may have a part in common: one module under several names (`layers[1].mlp = layers[0].mlp`). What is done to it in one "
         "layer is done in all, so a selector names all of its sites or none. Named together they have one set of parameters, "
-        "counted and saved once, which acts at each use.",
+        "counted and saved once, which acts at each use. Modules of their own may have one parameter (`b.weight = a.weight`): `train` "
+        "names all of its uses in layers. Uses outside of the layers, such as a head's that is tied to the embedding, need not be named.",
     ),
     "P212": CodeInfo(
         "parameters over the same memory",
         "Two parameters of the model are views of one storage, with entries in common. A step of training would write both and "
-        "know the gradient of one alone. Make them one parameter (`b.weight = a.weight`), whose gradient is that of all its uses. "
+        "know the gradient of one alone. Make them one parameter (`b.weight = a.weight`), whose gradient is that of all its uses, "
+        "and name all of these that are in layers (P211). "
         "The same holds for entries of one parameter in the same place, as `expand` makes them.",
     ),
     "P301": CodeInfo(

@@ -37,7 +37,8 @@ REWRITE: dict[str, CodeInfo] = {
     "P403": CodeInfo(
         "state missing in a call pattern",
         "The layer was analysed in one call. In this call the model takes another way through its code, on which the state that "
-        "the edit names is not computed.",
+        "the edit names is not computed, or on which what was one value there is several: an optional argument may put an operation in "
+        "between. A `sample` with such arguments lets the layer be analysed in that call.",
     ),
     "P404": CodeInfo(
         "weight that the forward does not read",
@@ -110,11 +111,14 @@ REWRITE: dict[str, CodeInfo] = {
     "P418": CodeInfo(
         "tokens that cannot be joined",
         "A prompt is joined to the embedded tokens where a stack of layers takes them, as `inputs_embeds`. No module around these layers "
-        "does, or the edit does something else besides.",
+        "does, or the edit does something else besides. Or the stack needs more of a token than its embedding, which the rows of a prompt "
+        "do not have: its id, to look up or to scale something else, a mask that the model makes for the layers, or another value beside "
+        "each token. Or it returns more than one state of each token.",
     ),
     "P419": CodeInfo(
         "call that has no place for a prompt",
-        "The tokens of a prompt come before those of the input in masks, positions and caches. Masks that were made for the layers, "
+        "The tokens of a prompt come before those of the input in masks, positions and caches. Other values of each token, masks that "
+        "were made for the layers, a stack that returns the tokens of an image besides, "
         "caches of a fixed size, and caches of an earlier call that are given to `generate`, which counts their tokens itself, leave no "
         "place for them; of a cache that does not tell whether it has tokens nobody knows if they are in it. The call was not run.",
     ),
@@ -187,6 +191,13 @@ REWRITE: dict[str, CodeInfo] = {
         "Outside of the layers, some code reads the weight of the module to be edited, or hands the module to other code: it may compute "
         "with the weight in the place of calling the module, and the edit would not act. In a layer such code is edited as a whole; outside "
         "of the layers only modules are.",
+    ),
+    "P436": CodeInfo(
+        "edited module that was replaced",
+        "Edits are in the modules that they were compiled into. What is assigned in the place of such a module has none of them, "
+        "so the next call of the model and the next operation on it are refused, and change nothing. Put the edited module back, or take "
+        "the edits out first: `peftc.remove` restores what is left of the model. A module that has the edited one inside (a wrapper) can be "
+        "called; operations that name parameters want the edited module at its own place. A call of a part of the model asks nothing.",
     ),
     "P900": CodeInfo(
         "unexpected error",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed
-from peftc.planning.regions import Parameters, used_ties
+from peftc.planning.regions import Parameters, parameter_name, used_ties
 from peftc.semantics.substitute import substitute
 from peftc.semantics.vocabulary import PARAMETERS, WHOLE
 from peftc.semantics.walk import names
@@ -124,4 +124,4 @@ def _name(site: Site) -> str:
     """The dotted name of the parameter."""
     (state,) = site.states.values()
     assert state.weight is not None
-    return f"{state.weight.module}.{state.weight.attribute}".lstrip(".")
+    return parameter_name(state.weight)

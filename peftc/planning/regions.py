@@ -38,7 +38,7 @@ class Parameters:
         self._sizes = {f"{m.name}.{a}".lstrip("."): shape for m in table.modules for a, shape in m.parameters.items()}
 
     def canonical(self, ref: WeightRef) -> str:
-        name = f"{ref.module}.{ref.attribute}".lstrip(".")
+        name = parameter_name(ref)
         return self._first.get(name, name)
 
     def numel(self, name: str) -> int:
@@ -55,6 +55,11 @@ class Parameters:
     def rows(self, name: str, rows: Slice, width: int = 1, first: int = 0) -> Iterator[Region]:
         """Some rows of a parameter, counted from its row `first` on; one region a block."""
         return (Region(name, first + start, first + stop, width) for start, stop in rows.runs())
+
+
+def parameter_name(ref: WeightRef) -> str:
+    """The dotted name of a parameter."""
+    return f"{ref.module}.{ref.attribute}".lstrip(".")
 
 
 def used_ties(table: SiteTable) -> list[list[str]]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed
-from peftc.planning.regions import Parameters, Region, numel
+from peftc.planning.regions import Parameters, Region, numel, parameter_name, used_ties
+from peftc.planning.sharing import SHOWN, shown, uses
 from peftc.syntax import ast
-from peftc.tracing.sites import Site, SiteTable, State
+from peftc.tracing.sites import Site, SiteTable, State, WeightRef
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Trained:
 def trained(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Trained:
     """What a `train` statement unfreezes at these sites. A site need not have all the states (an RMS norm has no `b`).
 
-    Raises: P205 where none has any of them. P212 for one that shares its memory. P309 where only some rows of a parameter are
-    meant.
+    Raises: P205 where none has any of them. P211 for one that layers use at other sites, too. P212 for one that shares its
+    memory. P309 where only some rows of a parameter are meant.
     """
     parameters = Parameters(table)
     found = [(site, state) for site in sites for name in statement.states if (state := site.states.get(name))]
@@ -42,6 +43,8 @@ def trained(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Tr
             raise PeftcError(_part(statement, site, state, name))
     if common := _in_common(names, table):
         raise PeftcError(_overlap(statement, *common))
+    if wrong := _tied(statement, [use for site in sites for use in uses(site)], table):
+        raise PeftcError(wrong)
     return Trained(statement.name, statement.states, _unique([site for site, _, _ in refs]), regions, tuple(names))
 
 
@@ -64,6 +67,42 @@ def _in_common(names: Collection[str], table: SiteTable) -> tuple[str, str | Non
             ties = next((tied for tied in table.tied if mine in tied), (mine,))
             return mine, next((name for name in group if name not in ties), next(n for n in group if n != mine))
     return None
+
+
+def _tied(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Diagnostic | None:
+    """P211 for a parameter that modules in layers have in common which are not all among these sites."""
+    named = {parameter_name(ref) for site in sites for n in statement.states if (ref := _weight(site, n)) is not None}
+    for group, used in zip(table.tied, used_ties(table), strict=True):
+        mine = next((name for name in group if name in named), None)
+        others = [name for name in used if name not in named and _in_layers(name, table)] if mine else []
+        if mine and others:
+            paths = {parameter_name(ref): site.path for site, ref in _weights(table)}
+            every = " | ".join(paths.get(name, f'"{name.rpartition(".")[0]}"') for name in (mine, *others))
+            return Diagnostic(
+                "P211",
+                f"`{mine}` is one parameter with {shown(others)}",
+                statement.span,
+                label="what is trained here is trained there, too",
+                help="name all of its uses in layers" + (f", `at {every}`" if len(others) < SHOWN else ""),
+            )
+    return None
+
+
+def _in_layers(name: str, table: SiteTable) -> bool:
+    """Whether a parameter is in a layer, as far as sites tell where layers are."""
+    layers = {site.root for site in table.sites if any(step == "layer" for step, _ in site.steps)}
+    return any(name.startswith(f"{layer}.") for layer in layers)
+
+
+def _weights(table: SiteTable) -> Iterator[tuple[Site, WeightRef]]:
+    """Each site with each parameter that is all its own; the first site of a parameter comes last."""
+    for site in reversed(table.sites):
+        refs = (state.weight for state in site.states.values())
+        yield from ((site, ref) for ref in refs if ref is not None and not ref.part)
+
+
+def _weight(site: Site, state: str) -> WeightRef | None:
+    return site.states[state].weight if state in site.states else None
 
 
 def _overlap(statement: ast.Train, name: str, other: str | None) -> Diagnostic:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -20,10 +20,9 @@ from peftc.rewriting.sizes import Sizes
 from peftc.tracing.calls import baked
 from peftc.tracing.example import Attribute, Example, attribute, is_example, is_given
 from peftc.tracing.graphs import acts, ancestors
+from peftc.tracing.places import Origin
 from peftc.tracing.seams import current
 from peftc.tracing.tracer import RegionTracer, Traced
-
-Origin: TypeAlias = tuple[str, str, int]
 
 
 class Asking(RegionTracer):

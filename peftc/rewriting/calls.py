@@ -13,13 +13,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.model.configs import first_line
 from peftc.model.fakes import fake_copy, new_mode
-from peftc.rewriting.asking import Asking, Origin, plain_arguments
+from peftc.rewriting.asking import Asking, plain_arguments
 from peftc.rewriting.classes import exchanged
 from peftc.rewriting.container import CONTAINER
-from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, told_by_identity, unlooked
+from peftc.rewriting.handed import Call, compared_with_none, handed_on, same, unlooked
 from peftc.rewriting.rest import open_rest
 from peftc.tracing.blocks import AskedNone, TraceError
 from peftc.tracing.calls import innermost
+from peftc.tracing.decisions import told_by_identity
+from peftc.tracing.places import Origin
 
 
 class LookedAt(Exception):
@@ -99,7 +101,7 @@ class Calls:
     def by_identity(self) -> bool:
         """Whether code that is entered may tell truths apart where nobody notices."""
         entered = (m for n, m in self.module.named_modules() if n and n in self.inline)
-        return any(told_by_identity(innermost(cls.forward)) for cls in {self.base, *map(type, entered)})
+        return any(told_by_identity(innermost(cls.forward), cls) for cls in {self.base, *map(type, entered)})
 
     def opened(self, script: tuple[bool, ...]) -> tuple[Call, frozenset[str]] | None:
         """The trace for whatever keywords are handed on; None where the code may tell them apart."""

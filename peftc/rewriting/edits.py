@@ -22,7 +22,8 @@ STREAM = "<stream>"  # the layer's input, used only for its batch and tokens
 class Bound:
     """A state of an edit, found: by an anchor in its region, or as a parameter. Names are relative to the region.
 
-    Where the state is only some rows of the value, `width` is the number of all its rows.
+    `defining`: the anchors of what the language calls by that name, whatever else another call makes of the value; `also`: all
+    that name the value in the layer's trace. Where the state is only some rows of the value, `width` is the number of all its rows.
     """
 
     anchor: Anchor | None = None
@@ -31,6 +32,9 @@ class Bound:
     flat: bool = False  # (batch · tokens, d) in the model's own code
     map: Literal["", "second", "last"] = ""  # an image there: which of its dimensions is d
     weight: WeightRef | None = None
+    defining: tuple[Anchor, ...] = ()
+    also: tuple[Anchor, ...] = ()
+    overwritten: bool = False  # by the code of the region, which is not entered
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from peftc.rewriting.lines import wrapped
 from peftc.rewriting.loops import Loop, late, loops_of
 from peftc.runtime import untraced
 from peftc.tracing.blocks import entered, left
+from peftc.tracing.in_place import AUGMENTED, changed
 from peftc.tracing.operands import is_size
 from peftc.tracing.pieces import ended
 from peftc.tracing.seams import branch
@@ -197,6 +198,13 @@ class Emitter:
             target, key, value = node.args
             self.texts[node] = self.arg(target)
             return [f"{self.arg(target)}[{self.index(key)}] = {self.arg(value)}"]
+        if node.target is changed:
+            self.texts[node] = self.arg(node.args[0])
+            return []
+        target: Any = node.target
+        if target in AUGMENTED and (name := self.operand(node.args[0])).isidentifier():
+            self.texts[node] = name
+            return [f"{name} {AUGMENTED[target]} {self.arg(node.args[1])}"]
         text = self.expression(node)
         if node.op == "get_attr" or (is_size(node) and self.stable(node)):
             self.texts[node] = text
@@ -334,7 +342,7 @@ def attribute_path(target: str) -> str:
 
 def remove_dead(graph: fx.Graph) -> None:
     """Removes unused nodes that only look: everything that may act stays."""
-    looks = (getattr, operator.getitem, operator.contains, *INFIX, *PREFIX)
+    looks = (getattr, operator.getitem, operator.contains, changed, *INFIX, *PREFIX)
     for node in reversed(list(graph.nodes)):
         looking = node.op == "get_attr" or is_size(node) or node.target in (*looks, "get")
         if looking and not node.users:

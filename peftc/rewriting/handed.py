@@ -9,7 +9,6 @@ holds of a tensor that could have been None.
 from __future__ import annotations
 
 import dis
-import itertools
 import logging
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeAlias
@@ -123,12 +122,6 @@ def compared_with_none(function: Callable[..., Any]) -> frozenset[str]:
             found.add(str(before[-2].argval))
         before = [*before[-1:], instruction]
     return frozenset(found)
-
-
-def told_by_identity(function: Callable[..., Any]) -> bool:
-    """Whether a function's own code has `is True` or `is False`, which no proxy notices."""
-    code = list(dis.get_instructions(function))
-    return any(b.opname == "IS_OP" and isinstance(a.argval, bool) for a, b in itertools.pairwise(code))
 
 
 def asked(call: Call) -> frozenset[str]:

@@ -12,11 +12,13 @@ from torch import fx
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.prompting import batch_of
-from peftc.rewriting.anchors import Anchor, find
+from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import STREAM, Bound, RegionEdit, contains_state, heads_of, rows
 from peftc.rewriting.emit import base_call
+from peftc.rewriting.lookup import Lookup
+from peftc.rewriting.overwritten import STANDS_FOR, copy_of, keep_reads
 from peftc.rewriting.positions import located_call, tells
 from peftc.rewriting.prompts import prompted_call, set_tokens
 from peftc.rewriting.slabs import Slabs, layout
@@ -40,6 +42,7 @@ class Inserter:
     def __init__(self, traced: Traced, base: type | None = None) -> None:
         self.traced, self.graph, self.base = traced, traced.graph, base
         self.latest: dict[fx.Node, fx.Node] = {}
+        self.lookup = Lookup(traced)
         self.made = 0
         self.weights: dict[tuple[str, str], fx.Node] = {}  # the parameter reads that have been rewritten
 
@@ -50,6 +53,7 @@ class Inserter:
         for i, assign in enumerate(edit.assigns):
             lets = [term for at, term in edit.lets if at == i]
             _Assignment(self, edit, assign, memo, lets).run()
+        keep_reads(self.graph)
         try:
             self.graph.lint()
         except RuntimeError as error:
@@ -62,19 +66,6 @@ class Inserter:
     def now(self, node: fx.Node) -> fx.Node:
         while node in self.latest:
             node = self.latest[node]
-        return node
-
-    def locate(self, anchor: Anchor, what: str) -> fx.Node:
-        node = find(anchor, self.traced)
-        if node is None:
-            raise PeftcError(
-                Diagnostic(
-                    "P403",
-                    f"in this call pattern the model computes no `{what}` where its layer was analysed",
-                    notes=(f"looked for {anchor.kind} {anchor.key} of `{anchor.module or 'the region'}`",),
-                    help="report the model and the call; the model has not been changed by this call",
-                )
-            )
         return node
 
 
@@ -108,7 +99,7 @@ class _Assignment:
 
     def write_value(self, bound: Bound) -> None:
         assert bound.anchor is not None
-        node = self.inserter.now(self.inserter.locate(bound.anchor, self.assign.state))
+        node = self.inserter.now(self.inserter.lookup.state(bound, self.assign.state))
         self.start_after(node)
         new = self.value()
         if self.unflattened(bound):
@@ -119,6 +110,7 @@ class _Assignment:
             new = self.joined(node, bound.rows, new, -1, bound.width)
         mine = set(self.made)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in mine)
+        new.meta[STANDS_FOR] = node.meta.get(STANDS_FOR, node)
         self.inserter.latest[node] = new
 
     def write_tokens(self, anchor: Anchor) -> None:
@@ -249,8 +241,10 @@ class _Assignment:
         if bound.anchor.kind == "argument":
             call, name = self.attention_call(bound.anchor)
             return Called(call).get(name)
-        node = self.inserter.now(self.inserter.locate(bound.anchor, state))
+        node = self.inserter.now(self.inserter.lookup.state(bound, state))
         self.move_after(node)
+        if bound.overwritten:
+            node = copy_of(node)
         value = node if bound.rows is None else self.cut(node, bound.rows, -1, bound.width)
         if bound.map:
             return self.function(tokens_of, value, bound.map == "second")
@@ -275,7 +269,7 @@ class _Assignment:
         return seen if bound.weight.rows is None else self.cut(seen, bound.weight.rows, 0, bound.width)
 
     def attention_call(self, anchor: Anchor) -> tuple[fx.Node, str]:
-        return self.inserter.locate(anchor, str(anchor.key[2])), str(anchor.key[2])
+        return self.inserter.lookup.at(anchor, str(anchor.key[2])), str(anchor.key[2])
 
     def value(self) -> Any:
         for let in self.lets:

@@ -26,6 +26,7 @@ from peftc.rewriting.insert import layout
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.overlay import cover, uncover
 from peftc.rewriting.positions import SEQUENCE, picks
+from peftc.rewriting.presence import edited
 from peftc.rewriting.record import RECORD, Installation, installed, is_installed
 from peftc.rewriting.warm import prepare
 from peftc.runtime import dense, is_quantised, rows_of, slab_of
@@ -332,8 +333,8 @@ def strip(model: nn.Module, requires_grad: Mapping[str, bool] | None = None) -> 
     """
     flags = installed(model).requires_grad if requires_grad is None else requires_grad
     uncover(model)
-    for name, kind in installed(model).regions:
-        restore(model.get_submodule(name), kind)
+    for module in edited(model, installed(model)):
+        restore(module, cast(Any, module)._peftc_kind)
     clear(model)
     for name, parameter in model.named_parameters():
         flag = flags.get(name, parameter.requires_grad)

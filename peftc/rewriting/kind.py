@@ -251,6 +251,7 @@ class Kind:
 
     def rewrite(self, traced: Traced) -> None:
         inserter = Inserter(traced, self.base)
+        inserter.lookup.prepare(self.edits)
         for edit in self.edits:
             inserter.insert(edit)
 

@@ -1,24 +1,25 @@
 """Classes put over those of modules that have something else inside of `disabled`: base parameters that `train` has changed have
-their first values, and `save_pretrained` of the model writes the base.
+their first values, and `save_pretrained` of the model writes the base. A call of the model itself asks whether all edits are in it.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from peftc.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.rewriting.presence import ORIGINALS, PRESENCE, VIEW, Presence, refuse_loss, refuse_loss_of
 from peftc.rewriting.record import Installation, installed, is_installed
 
-ORIGINALS = "peftc_originals"  # the name of the first values in the attributes of a module
 _UNDER = "_peftc_under"
 _saving: ContextVar[bool] = ContextVar("peftc_saving", default=False)
 
@@ -56,14 +57,16 @@ def cover(model: nn.Module, record: Installation) -> None:
             owners.setdefault(owner, {})[attribute] = first[saved]
     for module, originals in owners.items():
         vars(module).update({CHOICE: record.choice, ORIGINALS: originals})
-    if hasattr(model, "save_pretrained"):
-        owners.setdefault(model, {})
+    owners.setdefault(model, {})
     for module, originals in owners.items():
-        module.__class__ = over(type(module), tuple(originals), module is model)
+        saves, root = module is model and hasattr(model, "save_pretrained"), module is model
+        module.__class__ = over(type(module), tuple(originals), saves, root)
+    vars(model)[PRESENCE] = Presence(model)
 
 
 def uncover(model: nn.Module) -> None:
     """Takes them off."""
+    vars(model).pop(PRESENCE, None)
     for module in model.modules():
         while (under := vars(type(module)).get(_UNDER)) is not None:
             module.__class__ = under
@@ -94,22 +97,30 @@ def check_readable(model: nn.Module, names: Iterable[str]) -> None:
                 raise PeftcError(Diagnostic("P432", message, help="compare with a copy: peftc.remove(deepcopy(model))"))
 
 
-_made: weakref.WeakValueDictionary[tuple[type, tuple[str, ...], bool], type[nn.Module]] = weakref.WeakValueDictionary()
+_made: weakref.WeakValueDictionary[tuple[type, tuple[str, ...], bool, bool], type[nn.Module]] = (
+    weakref.WeakValueDictionary()
+)
 
 
-def over(cls: type[nn.Module], names: tuple[str, ...], saves: bool) -> type[nn.Module]:
-    """A subclass under the same names whose parameters `names` are those of the present context."""
-    return _made.get((cls, names, saves)) or _made.setdefault((cls, names, saves), _make(cls, names, saves))
+def over(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:
+    """A subclass under the same names whose parameters `names` are those of the present context.
+
+    `saves`: it writes what the model is in the present context. `root`: its calls are those of the model.
+    """
+    key = (cls, names, saves, root)
+    return _made.get(key) or _made.setdefault(key, _make(*key))
 
 
-def _make(cls: type[nn.Module], names: tuple[str, ...], saves: bool) -> type[nn.Module]:
+def _make(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:
     members: dict[str, Any] = {name: _parameter(name) for name in names}
     members |= {part: getattr(cls, part) for part in ("__module__", "__qualname__", "__doc__")}
-    members |= {_UNDER: cls, "__reduce_ex__": _reduce, "_peftc_over": (names, saves)}
+    members |= {_UNDER: cls, "__reduce_ex__": _reduce, "_peftc_over": (names, saves, root)}
     if names:
         members["_replicate_for_data_parallel"] = _replicate
     if saves:
         members |= {"state_dict": _state_dict, "save_pretrained": _save_pretrained}
+    if root:
+        members |= {"__call__": _call(cls), "__setstate__": _setstate(cls)}
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members))
 
 
@@ -132,9 +143,30 @@ def _reduce(self: Any, protocol: Any) -> Any:
     return (_blank, (vars(under).get("_peftc_kind", under), *type(self)._peftc_over), state)
 
 
-def _blank(under: Any, names: tuple[str, ...], saves: bool) -> nn.Module:
-    cls = over(under if isinstance(under, type) else under.cls, names, saves)
+def _blank(under: Any, names: tuple[str, ...], saves: bool, root: bool = False) -> nn.Module:
+    cls = over(under if isinstance(under, type) else under.cls, names, saves, root)
     return cls.__new__(cls)
+
+
+def _call(under: Any) -> Callable[..., Any]:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            presence = self.peftc_presence
+            if not getattr(VIEW, presence.attribute):
+                refuse_loss_of(presence.number)
+        else:
+            refuse_loss(self)
+        return under.__call__(self, *args, **kwargs)
+
+    return __call__
+
+
+def _setstate(under: Any) -> Callable[..., None]:
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        under.__setstate__(self, state)
+        vars(self)[PRESENCE] = Presence(self)
+
+    return __setstate__
 
 
 def _replicate(self: Any) -> Any:

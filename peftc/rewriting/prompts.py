@@ -6,20 +6,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from transformers.utils.generic import ModelOutput
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.suggestions import listed
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
-from peftc.prompting import prompted
+from peftc.prompting import prompted, unjoinable
 from peftc.rewriting.anchors import Anchor, contains, relative
 from peftc.rewriting.edits import Bound, Region, RegionEdit, slug
 from peftc.rewriting.emit import base_call
 from peftc.tracing.calls import signature_of
 from peftc.tracing.kinds import Anatomy, Stack
 from peftc.tracing.outside import enclosing
+from peftc.tracing.sites import Site
+from peftc.tracing.token_flow import EMBEDS, Sample, TokenFlow, token_flow
 
-EMBEDS, CONTEXT, CONTEXT_MASK = "inputs_embeds", "encoder_hidden_states", "encoder_attention_mask"
+CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
 
 
 def is_prompt(placed: ir.Placed) -> bool:
@@ -31,18 +35,19 @@ def prompt_regions(placed: ir.Placed, anatomy: Anatomy) -> Iterator[Region]:
     """The stack that takes the tokens, and one that attends to what it gives.
 
     Rows of the prompt leave an encoder that a decoder attends to; of any other stack the result has those of the input.
-    Raises: P418 where no module takes embedded tokens, or where the same edit does something else besides.
+    Raises: P418 where no module takes embedded tokens, or needs more of them than that, or where the same edit does something
+    else besides.
     """
     span = next(iter(placed.assigns)).source.span
     if len(placed.assigns) > 1 or placed.lets:
         message = f"`{placed.edit}` joins tokens and does something else"
         raise PeftcError(Diagnostic("P418", message, span, help="write two edits"))
-    stack = _stack(placed, anatomy)
-    module = taking((EMBEDS,), placed.site.module, stack, anatomy)
-    if module is None:
-        message = f"no module takes the tokens of `{placed.site.path}` as `{EMBEDS}`, so none can be joined to them"
-        raise PeftcError(Diagnostic("P418", message, span))
-    readers = [other for other in anatomy.stacks if other is not stack and attends(other)] if not attends(stack) else []
+    try:
+        stack, module = taker(placed.site, anatomy)
+    except Unjoinable as cannot:
+        raise PeftcError(Diagnostic("P418", str(cannot), span, notes=cannot.notes)) from None
+    later = anatomy.stacks[anatomy.stacks.index(stack) + 1 :]
+    readers = [other for other in later if attends(other)] if not attends(stack) else []
     keys = (relative(placed.site.module, module), bool(readers))
     yield _region(placed, module, Anchor("tokens", "", keys))
     for other in readers:
@@ -51,9 +56,58 @@ def prompt_regions(placed: ir.Placed, anatomy: Anatomy) -> Iterator[Region]:
             yield _region(replace(placed, instances=()), reader, Anchor("context", "", ()))
 
 
+class Unjoinable(Exception):
+    """Why no rows can be joined to the tokens of a site."""
+
+    def __init__(self, message: str, *notes: str) -> None:
+        super().__init__(message)
+        self.notes = notes
+
+
+def taker(site: Site, anatomy: Anatomy) -> tuple[Stack, str]:
+    """The stack that takes the tokens of a site, and the module of it that takes them embedded.
+
+    Raises: Unjoinable where there is none, or where it needs of a token what a row does not have: its id, or a number beside it.
+    """
+    around = [(s, m) for s in anatomy.stacks if (m := taking((EMBEDS,), site.module, s, anatomy)) is not None]
+    flow = flow_of(site.module, around, anatomy) if around else TokenFlow()
+    around = [(stack, module) for stack, module in around if module in flow.takers]
+    if not around:
+        raise Unjoinable(f"no module takes the tokens of `{site.path}` as `{EMBEDS}`, so none can be joined to them")
+    name = ".".join(step for step, _ in site.steps[:-1])
+    own = [(stack, module) for stack, module in around if stack.name == name]
+    stack, module = own[0] if own else max(around, key=lambda found: len(found[1].split(".")) if found[1] else 0)
+    shown = f"`{module}`" if module else "the model"
+    if (need := flow.needs.get(module)) is not None:
+        message = f"{shown} needs the ids of tokens besides their embeddings, and the rows of a prompt have none"
+        raise Unjoinable(message, need)
+    if (reason := unjoinable(flow.takers[module])) is not None:
+        raise Unjoinable(f"{shown} is called with more than tokens: {reason}")
+    if module and not attends(stack) and (others := other_states(flow.results[module])):
+        raise Unjoinable(f"{shown} returns more states of tokens than the last one: {listed(others)}")
+    return stack, module
+
+
+def other_states(result: Any) -> list[str]:
+    """Names of what a stack returns for tokens besides the last hidden state: (batch, tokens, features), or some of each token."""
+    named = list(result.items())[1:] if isinstance(result, ModelOutput) else []
+    states = [(name, value) for name, value in named if isinstance(value, Tensor) and not name.startswith("encoder_")]
+    return [name for name, value in states if value.ndim == 3 and value.is_floating_point()]
+
+
+def flow_of(embedding: str, around: Sequence[tuple[Stack, str]], anatomy: Anatomy) -> TokenFlow:
+    """The flow of an embedding's tokens, which is followed once."""
+    if embedding not in anatomy.flows:
+        layers = [layer for stack in anatomy.stacks for layer in stack.layers]
+        sample = Sample(anatomy.model, anatomy.mode, anatomy.seen.sample, layers)
+        anatomy.flows[embedding] = token_flow(embedding, dict.fromkeys(module for _, module in around), sample)
+    return anatomy.flows[embedding]
+
+
 def attends(stack: Stack) -> bool:
     """Whether the layers of a stack attend to what another stack gives."""
-    return any(sub.variant == "cross" for kind in stack.kinds for sub in kind.subs)
+    crossing = any(sub.variant == "cross" for kind in stack.kinds for sub in kind.subs)
+    return crossing or any(kind.arguments.get(CONTEXT) is not None for kind in stack.kinds)
 
 
 def prompted_call(graph: fx.Graph) -> fx.Node:
@@ -80,12 +134,6 @@ def set_tokens(
     assert isinstance(rows, Sequence)
     assert isinstance(before, int)
     call.args = (*first, [*made, *rows], embedding or name, keep and keeps, before + context)
-
-
-def _stack(placed: ir.Placed, anatomy: Anatomy) -> Stack:
-    name = ".".join(step for step, _ in placed.site.steps[:-1])
-    found = [stack for stack in anatomy.stacks if stack.name == name]
-    return (found or anatomy.stacks)[0]
 
 
 def taking(parameters: tuple[str, ...], inner: str, stack: Stack, anatomy: Anatomy) -> str | None:

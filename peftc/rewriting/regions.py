@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -18,9 +18,10 @@ from peftc.rewriting.edits import Bound, Region, RegionEdit, depth, frozen_modul
 from peftc.rewriting.fast_paths import callers, has_fast_path
 from peftc.rewriting.gradients import check_gradients
 from peftc.rewriting.parameter_reads import own_parameters, parameter_reads
-from peftc.rewriting.states import may_write, node_of, state_anchors, state_of
+from peftc.rewriting.states import comes_apart, definitions, may_write, node_of, overwritten, state_anchors, state_of
 from peftc.runtime import slab_of
-from peftc.tracing.calls import signature_of
+from peftc.tracing.calls import innermost, signature_of
+from peftc.tracing.decisions import alters
 from peftc.tracing.kinds import LayerKind
 from peftc.tracing.sites import INPUT, OUTPUT, Place, Site, State
 
@@ -42,7 +43,7 @@ class LayerRegions:
         self,
         kind: LayerKind,
         layer: str,
-        memory: dict[tuple[object, ...], _Choice],
+        memory: dict[tuple[object, ...], Any],
         shared: Iterable[tuple[str, ...]] = (),
     ) -> None:
         self.kind, self.layer, self.memory = kind, layer, memory
@@ -120,10 +121,35 @@ class LayerRegions:
         assert anchor is not None
         assert state.place is not None
         rows = state.place.rows
-        example = node_of(state, self.layer, site, self.kind.traced).meta["example"]
+        node = node_of(state, self.layer, site, self.kind.traced)
+        example = node.meta["example"]
         flat = site.stream is not None and isinstance(state.shape, Tokens) and example.ndim == 2
         width = example.shape[-1] if rows else 0
-        return Bound(anchor.relative(region), rows, width, flat=flat, map=map_of(state, site, example))
+        defining, also = self.named(state, anchor, region, site)
+        shape = map_of(state, site, example)
+        bound = Bound(anchor.relative(region), rows, width, flat=flat, map=shape, defining=defining, also=also)
+        return replace(bound, overwritten=overwritten(anchor, region, node))
+
+    def named(
+        self, state: State, anchor: Anchor, region: str, site: Site
+    ) -> tuple[tuple[Anchor, ...], tuple[Anchor, ...]]:
+        """The anchors in a region that define a state, and all that name it there; two of its own arguments need not be one."""
+        if anchor.kind == "argument":
+            return (), ()
+        own = (relative(site.module, self.layer), site.steps[stack_steps([n for n, _ in site.steps]) + 1 :])
+        key = ("named", id(self.kind), own, state, anchor, region)
+        if key not in self.memory:
+            defining, taken = definitions(state, self.layer, site, self.kind)
+            known = state_anchors(state, self.layer, site, self.kind.traced)
+            others = [a for a in known if a == anchor or a.kind == "node" or a.module != region]
+            sure = [a for a in others if not any(comes_apart(a, end, self.kind.traced) for end in taken)]
+            others = sure or others
+            self.memory[key] = self.inside(region, defining), self.inside(region, [*others, *taken])
+        return self.memory[key]
+
+    def inside(self, region: str, found: list[Anchor]) -> tuple[Anchor, ...]:
+        """The anchors that are in a region, as seen from it."""
+        return tuple(a.relative(region) for a in found if frames_between(region, a, self.kind.traced) is not None)
 
     def anchored(self, placed: ir.Placed, choice: _Choice, region: str) -> dict[str, Anchor | None]:
         if region == choice.region and choice.anchors:
@@ -135,7 +161,7 @@ class LayerRegions:
                 found[name] = None
                 continue
             options = self.options(state, name in written(placed), region, placed.site)
-            found[name] = min(options, key=lambda o: len(o[1]))[0] if options else None
+            found[name] = self.nearest(options, state, placed.site)[0] if options else None
         return found
 
     def choice(self, group: list[ir.Placed]) -> _Choice:
@@ -191,6 +217,15 @@ class LayerRegions:
         where = f"of {group[0].site.root} contains all the states that `{group[0].edit}` uses at {group[0].site.path}"
         raise PeftcError(Diagnostic("P401", f"no one module {where}", notes=(f"states: {', '.join(states)}",)))
 
+    def altering(self, region: str, argument: str) -> frozenset[str]:
+        """The modules to enter where the code of a region may change an argument in place, in some calls."""
+        inside = [c.name for c in self.kind.traced.calls if c.inlined and contains(region, c.name)]
+        root = self.kind.root
+        forwards = {name: (innermost((cls := type(root.get_submodule(name))).forward), cls) for name in inside}
+        forwards |= {region: (innermost((cls := type(root.get_submodule(region))).forward), cls)} if inside else {}
+        writers = [n for n, forward in forwards.items() if alters(*forward, argument if n == region else "")]
+        return frozenset[str]().union(*(self.path(region, name) for name in writers))
+
     def bypassed(self, region: str) -> bool:
         """Whether code around a region may read its parameters without calling it: the edits have to be in that code, too."""
         root = self.kind.root
@@ -222,18 +257,30 @@ class LayerRegions:
             options = self.options(state, name in writes, region, site)
             if not options:
                 return None
-            found[name], frames = min(options, key=lambda option: len(option[1]))
+            found[name], frames = self.nearest(options, state, site)
             inline |= frames
         return _Choice(region, inline, found)
+
+    def nearest(
+        self, options: list[tuple[Anchor, frozenset[str]]], state: State, site: Site
+    ) -> tuple[Anchor, frozenset[str]]:
+        """The option for which the fewest modules are entered; one that defines the state before others."""
+        defining, _ = definitions(state, self.layer, site, self.kind)
+        return min(options, key=lambda option: (len(option[1]), option[0] not in defining))
 
     def options(self, state: State, write: bool, region: str, site: Site) -> list[tuple[Anchor, frozenset[str]]]:
         """The anchors of a state that can be used in `region`, each with the modules to enter for it."""
         traced = self.kind.traced
         found: list[tuple[Anchor, frozenset[str]]] = []
+        defining, taken = definitions(state, self.layer, site, self.kind)
         for anchor in state_anchors(state, self.layer, site, traced):
-            frames = frames_between(region, anchor, traced)
-            if frames is None:
+            ends = [] if anchor in defining else [e for e in (*defining, *taken) if comes_apart(anchor, e, traced)]
+            ways = [frames_between(region, one, traced) for one in (anchor, *ends)]
+            if None in ways:
                 continue
+            frames = frozenset[str]().union(*filter(None, ways))
+            if anchor.kind == "in" and anchor.module == region and not frames:
+                frames = self.altering(region, str(anchor.key[0]))
             if write and not may_write(anchor, frames, node_of(state, self.layer, site, traced)):
                 continue
             found.append((anchor, frames))

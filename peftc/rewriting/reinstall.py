@@ -32,6 +32,7 @@ from peftc.rewriting.journal import Journal
 from peftc.rewriting.kind import Kind
 from peftc.rewriting.overlay import cover, true_parameter, uncover
 from peftc.rewriting.positions import SEQUENCE
+from peftc.rewriting.presence import ORIGINALS, edited, module_at
 from peftc.rewriting.record import RECORD, Installation, Part, acting, is_installed
 from peftc.tracing.kinds import Anatomy
 
@@ -122,14 +123,21 @@ def uninstall(
     before = _Before(model)
     with _Part(journal, before.attach) as part, Deferral():
         try:
+            present = {name: value for name, value in (values or {}).items() if trains(model, name)}
             strip(model, requires_grad)
-            part.write(model, values or {})
+            part.write(model, present)
             if last is not None:
                 last(model)
         except BaseException:
             part.undo()
             raise
     return model
+
+
+def trains(model: nn.Module, name: str) -> bool:
+    """Whether the module that has a parameter is the one whose parameter `train` named: it may have been replaced."""
+    module = module_at(model, name.rpartition(".")[0])
+    return module is not None and ORIGINALS in vars(module)
 
 
 class _Part:
@@ -199,17 +207,18 @@ class _Before:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.record = acting(model) if is_installed(model) else None
+        self.record = acting(model, complete=False) if is_installed(model) else None
         self.tasks = self.record.task.names if self.record else ()
-        regions = self.record.regions if self.record else []
         places = self.record.places if self.record else {}
         named = [*places.items(), *((place, place) for place in places.values() if place.startswith(f"{SHARED}."))]
-        self.forms = {name: cast(FormModule, model.get_submodule(place)) for name, place in named}
+        there = ((name, module_at(model, place)) for name, place in named)
+        self.forms = {name: cast(FormModule, form) for name, form in there if form is not None}
         inner = {id(m): m for form in self.forms.values() for m in form.modules()}.values()
         self.told = [
             (m, vars(m)[SEQUENCE]) for m in inner if SEQUENCE in vars(m)
         ]  # of forms that stay in the new model
-        self.regions = [_Region(model.get_submodule(name), kind) for name, kind in regions]
+        here = edited(model, self.record) if self.record else []
+        self.regions = [_Region(module) for module in here if hasattr(module, "_peftc_kind")]
         self.shared = vars(model)["_modules"].get(SHARED)
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
         self.gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -242,6 +251,6 @@ class _Before:
 
 
 class _Region:
-    def __init__(self, module: nn.Module, kind: Kind) -> None:
-        self.module, self.kind = module, kind
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.kind = module, cast(Kind, cast(Any, module)._peftc_kind)
         self.container = vars(module)["_modules"][CONTAINER]

@@ -8,16 +8,16 @@ from torch import nn
 
 from peftc.context import ALL, Block, Choice
 from peftc.rewriting.overlay import check_readable
-from peftc.rewriting.record import Installation, installed
+from peftc.rewriting.record import Installation, whole
 
 
 def suspended(model: nn.Module, name: str | None = None) -> Block:
     """Inside the block the edits of the spec `name` (of all where it is None) do not act in the present context; what `train`
     of it has changed has its first value there. Blocks may stand in each other.
 
-    Raises: P413 (name), P432 where a module would not see that value.
+    Raises: P413 (name), P432 where a module would not see that value, P436 where an edited module was replaced.
     """
-    record = installed(model)
+    record = whole(model)
     off = edits_of(record, name)
     prepare(model, record, record.choice.get().then(Choice(off)))
     return Block(model, record.choice, Choice(off))
@@ -29,9 +29,9 @@ def set_enabled(model: nn.Module, enabled: bool, name: str | None = None) -> nn.
     Inside of a `disabled` block they do not act in any case. A saved adapter does not say it.
 
     Args: `name`: of one spec; all without it.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P432 as `disabled`.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P432 and P436 as `disabled`.
     """
-    record = installed(model)
+    record = whole(model)
     now, edits = record.choice.default.off, edits_of(record, name)
     if enabled:
         every = edits_of(record, None) - {ALL} if ALL in now else now

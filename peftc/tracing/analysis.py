@@ -113,7 +113,7 @@ def positions(model: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(text, "max_position_embeddings", None)
-    if not isinstance(found, int):
+    if not isinstance(found, int) or found < 1:  # some say -1 for any number
         return None
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == found]
     if found == getattr(text, "vocab_size", None):

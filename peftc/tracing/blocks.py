@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from peftc.tracing.places import Origin
+
 if TYPE_CHECKING:
     from peftc.tracing.tracer import RegionTracer
 
@@ -49,7 +51,7 @@ class TraceError(Exception):
 class AskedNone(TraceError):
     """The region's code looked at a part of a result that is None, as at one that is not; `origin` tells which part."""
 
-    def __init__(self, origin: tuple[str, str, int]) -> None:
+    def __init__(self, origin: Origin) -> None:
         super().__init__(f"a part of a result that is None was used: {origin[1]}")
         self.origin = origin
 

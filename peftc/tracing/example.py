@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from peftc.tracing.in_place import AUGMENTED
 from peftc.tracing.pieces import Pieces, unknown
 
 if TYPE_CHECKING:
@@ -25,13 +26,41 @@ class Example(fx.Proxy):
 
     Python asks it questions (`isinstance`, is it true, how long, which dtype); it answers from the example, and every
     answer that another call could contradict is recorded by the tracer as a guard. Tensor sizes stay symbolic.
+
+    An operation that changes the tensor in place gives the proxy another node: that of its result, or one that is made when the
+    proxy is used next. `first` is the node from before all changes, which has the same sizes.
     """
 
     tracer: RegionTracer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, node: fx.Node, tracer: RegionTracer, value: Any) -> None:
         object.__setattr__(self, "_value", value)
+        self.here = self.first = node
+        self.writers: list[fx.Node] = []  # since `here` stood for the tensor
+        self.shape_before = value.shape if isinstance(value, torch.Tensor) else ()
         super().__init__(node, tracer)
+        if isinstance(value, torch.Tensor):
+            tracer.in_place.add(self)
+
+    @property
+    def node(self) -> fx.Node:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.writers:
+            writers, self.writers = self.writers, []
+            self.here = self.tracer.in_place.present(self.here, writers, self._value)
+        return self.here
+
+    @node.setter
+    def node(self, node: fx.Node) -> None:
+        self.here = node
+
+    def change(self, writer: fx.Node, result: object) -> None:
+        """`writer`, which gives `result`, has changed the tensor."""
+        if result is self._value:
+            self.here, self.writers = writer, []
+        else:
+            self.writers.append(writer)
+        if self._value.shape != self.shape_before:
+            self.first, self.shape_before = self.here, self._value.shape
 
     if TYPE_CHECKING:  # at run time fx adds the operators
 
@@ -130,6 +159,8 @@ class Example(fx.Proxy):
     def size(self, *dims: int) -> Any:
         if isinstance(self._value, torch.Tensor) and not dims:
             return tuple(self.size(i) for i in range(self._value.ndim))
+        if self.first is not self.here or self.writers:
+            return Example(self.first, self.tracer, self._value).size(*dims)
         return self.tracer.record("call_method", "size", (self, *dims))
 
     def dim(self) -> int:
@@ -143,6 +174,21 @@ class Example(fx.Proxy):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.record("call_function", operator.setitem, (self, key, value))
+
+
+def _augmented(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`x += y`, which fx would record as `x = x + y`: another tensor, where code has a second name for the first."""
+
+    def method(self: Example, other: Any) -> Any:
+        if not isinstance(self._value, torch.Tensor):  # pyright: ignore[reportPrivateUsage]
+            return NotImplemented
+        return self.tracer.record("call_function", function, (self, other))
+
+    return method
+
+
+for _function in AUGMENTED:
+    setattr(Example, f"__{_function.__name__}__", _augmented(_function))
 
 
 def is_given(node: fx.Node) -> bool:

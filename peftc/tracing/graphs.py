@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx, nn
 
+from peftc.tracing.in_place import CHANGES
 from peftc.tracing.operands import changes, is_fact, value_operands, value_users
 from peftc.tracing.pieces import piece
 from peftc.tracing.seams import attention
 
 EDIT = "<edit>"  # in the place of a module's name, in the origin of nodes that edits make
 ADDS = (operator.add, operator.iadd, torch.add)
-SCALINGS = (operator.mul, torch.mul, operator.truediv, torch.div)
+SCALINGS = (operator.mul, operator.imul, torch.mul, operator.truediv, operator.itruediv, torch.div)
 PRODUCTS = (operator.matmul, torch.matmul, torch.bmm, torch.baddbmm, torch.einsum, torch.mm)
 PASSING_METHODS = frozenset(
     {"to", "type", "type_as", "contiguous", "view", "reshape", "float", "clone", "squeeze", "unsqueeze", "flatten"}
@@ -91,7 +92,7 @@ def is_scaling(node: fx.Node) -> bool:
     """A product or quotient, element by element."""
     if node.op == "call_function":
         return node.target in SCALINGS
-    return node.op == "call_method" and node.target in ("mul", "div")
+    return node.op == "call_method" and node.target in ("mul", "div", "mul_", "div_")
 
 
 def is_product(node: fx.Node) -> bool:
@@ -154,7 +155,7 @@ def fed(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.Node | None:
 
 def acts(node: fx.Node) -> bool:
     """Whether running a node twice could change something, or costs a module's forward."""
-    if node.op == "call_module":
+    if node.op == "call_module" or CHANGES in node.meta:
         return True
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")

@@ -29,6 +29,7 @@ from peftc.tracing.roles import SubLayer, sub_layers
 from peftc.tracing.routed import find_experts
 from peftc.tracing.stages import convolutional_blocks, refined
 from peftc.tracing.stream import stream_input
+from peftc.tracing.token_flow import TokenFlow
 from peftc.tracing.tracer import RegionTracer, Traced
 from peftc.tracing.unread import Unread, opaque_modules, unread_parts
 
@@ -71,6 +72,9 @@ class Anatomy:
     stacks: list[Stack]
     untraced: dict[str, str] = field(default_factory=dict[str, str])  # layers that could not be traced, and why
     shared: tuple[tuple[str, ...], ...] = ()
+    flows: dict[str, TokenFlow] = field(
+        default_factory=dict[str, TokenFlow]
+    )  # of the tokens of embeddings, where asked for
 
 
 def dissect(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> Anatomy:

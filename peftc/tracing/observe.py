@@ -35,6 +35,7 @@ class Observation:
     candidates: set[str] = field(default_factory=set[str])  # what may be a layer
     outer: set[str] = field(default_factory=set[str])  # what is called while none of these runs
     modality: dict[str, str] = field(default_factory=dict[str, str])  # what a layer is for, where only that reaches it
+    sample: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the arguments of the forward
 
     @property
     def missing(self) -> set[str]:
@@ -81,6 +82,7 @@ def observe(
     `blocks`: the names of what may be a layer. `layers` keeps, for the first layer of each kind, a copy of its bound arguments.
     """
     inputs, seen = on_sample(model, sample, lambda given: observed(model, lambda: model(**given), mode, blocks))
+    seen.sample = inputs
     for call in part_calls(model, inputs, seen.unseen):
         if not seen.missing:
             break

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
+from peftc.tracing.in_place import AUGMENTED, changed
+
 # Operands by position and by keyword. An operation that is not listed takes the values of all of them.
 Operands = tuple[int | str, ...]
 _FIRST: Operands = (0, "input", "self")
@@ -137,7 +139,7 @@ def is_write(node: fx.Node) -> bool:
     """Whether a node changes its first argument in place: `copy_`, `index_add_`, `t[key] = value`."""
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    return node.target is operator.setitem
+    return node.target is operator.setitem or node.target in AUGMENTED
 
 
 def changes(node: fx.Node, value: fx.Node) -> bool:
@@ -151,7 +153,7 @@ def writes(node: fx.Node) -> Iterator[fx.Node]:
         if user.args and user.args[0] is node:
             if is_write(user):
                 yield user
-            elif user.target is operator.getitem or (user.op == "call_method" and user.target in _VIEWS):
+            elif user.target in (operator.getitem, changed) or (user.op == "call_method" and user.target in _VIEWS):
                 yield from writes(user)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -97,15 +97,38 @@ def embeddings(anatomy: Anatomy) -> Iterator[Site]:
         own = getter() if getter else None
     except NotImplementedError:
         own = None
-    for name in outside(anatomy):
-        module = anatomy.model.get_submodule(name)
-        if (
-            isinstance(module, nn.Embedding)
-            and isinstance(own, nn.Embedding)
-            and module.weight.shape == own.weight.shape
-        ):
-            stack = stack_of(name, anatomy)
-            yield module_site(name, qualified(stack, (("embed", None),)), anatomy, stack or "")
+    if not isinstance(own, nn.Embedding):
+        return
+    names = [name for name in outside(anatomy) if alike(anatomy.model.get_submodule(name), own)]
+    for name, stack in embedded_stacks(names, own, anatomy).items():
+        yield module_site(name, qualified(stack, (("embed", None),)), anatomy, stack or "")
+
+
+def alike(module: nn.Module, own: nn.Embedding) -> bool:
+    """Whether a module is an embedding of the size of another one."""
+    return isinstance(module, nn.Embedding) and module.weight.shape == own.weight.shape
+
+
+def embedded_stacks(names: Sequence[str], own: nn.Embedding, anatomy: Anatomy) -> dict[str, str | None]:
+    """The stacks of token embeddings.
+
+    Of several without one, each is of the stack that is nearest. Of several in one stack, one of which is the model's own, the others
+    embed something else that happens to have as many values.
+    """
+    # Seen in pairs of an encoder and a decoder that were trained apart, and where shapes of characters or proteins are embedded, too.
+    stacks = {name: stack_of(name, anatomy) for name in names}
+    if list(stacks.values()).count(None) > 1:
+        stacks = {name: stack or nearest_stack(name, anatomy) for name, stack in stacks.items()}
+    first = next((stack for name, stack in stacks.items() if anatomy.model.get_submodule(name) is own), "")
+    return {n: s for n, s in stacks.items() if not first or s != first or anatomy.model.get_submodule(n) is own}
+
+
+def nearest_stack(name: str, anatomy: Anatomy) -> str | None:
+    """The stack whose layers' path has the most steps in common with a module's; None for several."""
+    around = [*enclosing(name)]
+    common = {s.name: sum(parent in around for parent in enclosing(s.path)) for s in anatomy.stacks}
+    most = [stack for stack, count in common.items() if count == max(common.values())]
+    return most[0] if len(most) == 1 else None
 
 
 def final_norms(anatomy: Anatomy) -> Iterator[Site]:

@@ -131,7 +131,9 @@ class Loops:
         self.forget()
         self.open = []
         self.inside.update(first)
-        self.tracer.create_node("call_function", ended, (first[0],), {}).meta["example"] = None
+        end = self.tracer.create_node("call_function", ended, (first[0],), {})
+        end.meta["example"] = None
+        self.tracer.in_place.end_loop(end)
 
     @property
     def constants(self) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:

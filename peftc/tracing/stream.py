@@ -10,7 +10,8 @@ from torch import fx, nn
 
 from peftc.model.known import tensors
 from peftc.tracing import graphs
-from peftc.tracing.operands import value_operands
+from peftc.tracing.in_place import changed, writes_to
+from peftc.tracing.operands import operation, value_operands
 from peftc.tracing.parallel import mixture
 
 
@@ -21,6 +22,10 @@ def stream_input(graph: fx.Graph) -> fx.Node | None:
         if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.is_floating_point():
             return node
     return None
+
+
+# Nothing is left of the value before.
+OVERWRITES = frozenset({"copy_", "fill_", "zero_", "set_", "normal_", "uniform_"})
 
 
 class Stream:
@@ -42,7 +47,7 @@ class Stream:
         """
         while node not in self.values:
             before = graphs.passes_through(node, self.root) or self.normed(node) or self.scaled(node) or part(node)
-            before = before or self.shifted(node) or self.mixed(node)
+            before = before or self.shifted(node) or self.mixed(node) or partly(node)
             if before is None:
                 return False
             node = before
@@ -85,6 +90,15 @@ class Stream:
             if taken:
                 return taken[0]
         return None
+
+
+def partly(node: fx.Node) -> fx.Node | None:
+    """The tensor that was changed in place, in part or through a view, where that is no sum and no value of its own."""
+    before = graphs.first_input(node)
+    if node.target is changed:
+        return before
+    inside = before is not None and graphs.is_tensor(node) and writes_to(node, graphs.example(before))
+    return before if inside and not graphs.is_add(node) and operation(node) not in OVERWRITES else None
 
 
 def gives_states(node: fx.Node) -> bool:

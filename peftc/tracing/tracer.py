@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,10 @@ from peftc.model.guesses import guessing, honest, settled
 from peftc.tracing.blocks import AskedNone, Block, TraceError, decorated, entered
 from peftc.tracing.calls import baked, bind, innermost, nested_nodes, positional
 from peftc.tracing.example import Attribute, Example, Flag, attribute, is_example, values
+from peftc.tracing.in_place import WORDS, InPlace, versions
 from peftc.tracing.linears import linear_of
 from peftc.tracing.pieces import Lengths, Loops, unknown
+from peftc.tracing.places import Origin, place
 from peftc.tracing.seams import attention, branch, computed_by, live, selects, spying, taken_from
 from peftc.tracing.tape import Made, Remembering, Tape
 
@@ -48,6 +51,7 @@ class ModuleCall:
     arguments: dict[str, Any]
     result: Any
     inlined: bool
+    place: str = ""  # in that code
 
 
 @dataclass
@@ -81,11 +85,11 @@ class RegionTracer(fx.Tracer):
         self.facts: dict[tuple[str, str], Any] = {}
         self.calls: list[ModuleCall] = []
         self.frames: list[str] = []
-        self.counts: dict[tuple[str, str], int] = {}
-        self.nones = set[Any]()  # origins of parts of results that Python gets as None where they are None
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        self.nones = set[Origin]()  # origins of parts of results that Python gets as None where they are None
         self.blocks: list[Block] = []  # open now
         self.surroundings: dict[tuple[str, tuple[Any, ...]], Any] = {}  # what torch was asked, and answered
-        self.loops = Loops(self)
+        self.loops, self.in_place = Loops(self), InPlace(self)
         self.places: dict[fx.Node, fx.Node] = {}  # behind a node: what was next when something was put in between
 
     # What Python asks --------------------------------------------------------------------------------------------
@@ -158,12 +162,14 @@ class RegionTracer(fx.Tracer):
         own = linear_of(args, kwargs, self.root, self.tensors, self.tape) if target is nn.functional.linear else None
         if own is not None and not self.inline(own):
             kind, target, args, kwargs = "call_module", own, args[:1], {}
+        operands = values(tuple(args)), values(dict(kwargs))
+        before = list(versions(operands))
         with self.dead():
-            value = self.compute(kind, target, values(tuple(args)), values(dict(kwargs)))
-        node = self.create_node(
-            kind, target, tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs)), name, type_expr
+            value = self.compute(kind, target, *operands)
+        arguments = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs))
+        node = self.in_place.computed(
+            self.create_node(kind, target, *arguments, name or WORDS.get(target), type_expr), value, before
         )
-        node.meta["example"] = value
         if self.materialises(node, value):
             return self.decide(node, "is", value)
         return Example(node, self, value)
@@ -188,24 +194,21 @@ class RegionTracer(fx.Tracer):
         if node.meta["origin"] in self.nones:
             self.facts.update(computed_by(self, source))
             return value is None
-        if source.op == "call_module" or source.target is attention:
-            return False
-        if node.target is operator.setitem:
+        if source.op == "call_module" or source.target in (attention, operator.setitem):
             return False
         return value is None or isinstance(value, (torch.dtype, str))
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:  # pyright: ignore[reportIncompatibleMethodOverride]
         node = super().create_node(kind, target, *args, **kwargs)
         frame = self.frames[-1] if self.frames else ""
-        word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        if kind == "call_module" and frame:
-            word = word.removeprefix(f"{frame}.")
+        word = WORDS.get(target) or (target if isinstance(target, str) else getattr(target, "__name__", str(target)))
+        word = word.removeprefix(f"{frame}.") if kind == "call_module" and frame else word
         if target is operator.getitem:  # one sort for each thing indexed, so that cache updates do not shift the count
             source, index = args[0]
             word = f"{word} {index} of {source.meta['origin'][1] if isinstance(source, fx.Node) else source}"
-        key = (frame, f"{kind} {word}")
-        self.counts[key] = self.counts.get(key, -1) + 1
-        node.meta["origin"] = (frame, key[1], self.counts[key])
+        sort, at = (frame, f"{kind} {word}"), place()
+        node.meta |= {"origin": (*sort, (at, self.counts[*sort, at])), "number": self.counts[sort]}
+        self.counts.update((sort, (*sort, at)))
         self.loops.add(node)
         return node
 
@@ -326,22 +329,20 @@ class RegionTracer(fx.Tracer):
             raise TraceError(f"a {type(module).__name__} from outside the region is called in it")
         if isinstance(module, nn.Identity) and args == (None,):
             return None
-        forward = innermost(type(module).forward)
-        arguments = bind(forward, module, args, kwargs)
+        arguments = bind(innermost(type(module).forward), module, args, kwargs)
         inlined = self.inline(name)
-        if inlined and decorated(type(module).forward):
-            self.frames.append(name)  # it can stay a leaf
-            raise TraceError(
-                f"the forward of {type(module).__name__} is decorated with a block of gradients or autocast"
-            )
-        if inlined:
-            self.frames.append(name)
-            result = forward(module, *args, **kwargs)
-            self.frames.pop()  # not after an error: the frames left open tell where it happened
-        else:
-            result = self.record("call_module", name, args, kwargs)
+        result = self.enter(module, args, kwargs) if inlined else self.record("call_module", name, args, kwargs)
         frame = self.frames[-1] if self.frames else ""
-        self.calls.append(ModuleCall(name, frame, nested_nodes(arguments), nested_nodes(result), inlined))
+        self.calls.append(ModuleCall(name, frame, nested_nodes(arguments), nested_nodes(result), inlined, place()))
+        return result
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a child's code."""
+        self.frames.append(self.names[id(module)])
+        if decorated(forward := type(module).forward):  # it can stay a leaf
+            raise TraceError(f"`{forward.__qualname__}` is decorated with a block of gradients or autocast")
+        result = innermost(forward)(module, *args, **kwargs)
+        self.frames.pop()  # not after an error: the frames left open tell where it happened
         return result
 
     def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> Traced:
@@ -363,8 +364,7 @@ class RegionTracer(fx.Tracer):
     def so_far(self) -> Traced:
         """What has been traced; after an error, up to where it was raised."""
         assert self.root is not None
-        floating = ((n, p.dtype) for n, p in self.root.named_parameters() if p.is_floating_point())
-        parameter = next(floating, None)
+        parameter = next(((n, p.dtype) for n, p in self.root.named_parameters() if p.is_floating_point()), None)
         found = Traced(self.graph, self.calls, self.guards, self.facts, self.depends_on_dtype, parameter)
         found.outcomes, found.root = tuple(self.outcomes), self.root
         return found

@@ -48,10 +48,11 @@ def verify(
     Args: `batch`: the keyword arguments of one forward; without it, what the model was compiled with, or random inputs of its
     kind. `sites`: which ones are perturbed alone: the first, a middle and the last of each kind, or "all". `base`: the model before
     it was compiled, to which it must return when its edits are removed. `weights`: where its weights are from, for the report.
-    Raises: P410 (not compiled), P507 (no inputs), P509 (it does not run on the batch), P545 (no batch), P601 (no weights, cannot be copied). What is wrong with the
+    Raises: P410 (not compiled), P436 (an edited module was replaced), P507 (no inputs), P509 (it does not run on the batch), P545 (no batch), P601 (no weights, cannot be copied). What is wrong with the
     model is not raised: it is among the `findings` of the result, P602-P611.
     """
     record = installed(model)
+    parameters(model)  # raises P436
     checked(batch)
     if sites not in ("sample", "all"):
         raise PeftcError(Diagnostic("P545", f'`sites` is "sample" or "all", not {sites!r}'))

@@ -87,7 +87,7 @@ FAMILIES = (
 )
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, 4), ids=lambda family: family.key)
+@pytest.mark.parametrize("family", some(FAMILIES, 6), ids=lambda family: family.key)
 def test_five_edits(family: Family) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the models' own code

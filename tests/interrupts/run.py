@@ -104,10 +104,13 @@ def offsets() -> Iterator[tuple[int, int]]:
 
 
 class Interrupter:
-    """Runs an operation under a tracer that forks. `written`: only from the first change of the model on."""
+    """Runs an operation under a tracer that forks. `written`: only from the first change of the model on. `paths`: only lines of files whose
+    paths in the package begin so.
+    """
 
-    def __init__(self, case: Case, written: bool) -> None:
+    def __init__(self, case: Case, written: bool, paths: tuple[str, ...] = ("",)) -> None:
         self.case, self.written, self.outcome = case, written, Outcome()
+        self.paths = tuple(PACKAGE + path for path in paths)
         self.seen = set[tuple[str, int]]()
         self.before = snapshot(case.model, case.folder)
         self.start = self.marks()
@@ -134,7 +137,7 @@ class Interrupter:
             return None
         if event == "line" and (path, frame.f_lineno) not in self.seen:
             self.seen.add((path, frame.f_lineno))
-            if not self.written or self.marks() != self.start:
+            if path.startswith(self.paths) and (not self.written or self.marks() != self.start):
                 self.written = False
                 self.interrupt(f"{path.removeprefix(PACKAGE)}:{frame.f_lineno}")
         return self.trace
@@ -196,9 +199,9 @@ class Interrupter:
         return self.outcome
 
 
-def interrupted(name: str, written: bool = False) -> Outcome:
+def interrupted(name: str, written: bool = False, paths: tuple[str, ...] = ("",)) -> Outcome:
     import_all()
-    return Interrupter(OPERATIONS[name](), written).run()
+    return Interrupter(OPERATIONS[name](), written, paths).run()
 
 
 def report(outcomes: dict[str, Outcome], seconds: float) -> None:
@@ -223,14 +226,20 @@ def report(outcomes: dict[str, Outcome], seconds: float) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="interrupts", description=__doc__)
     parser.add_argument("--written", action="store_true", help="only from the first change on")
+    parser.add_argument(
+        "--paths", default="", help="only lines of files that begin so, with commas between: `weights/,rewriting/`"
+    )
     parser.add_argument("--json", action="store_true", help="print the outcomes, and keep no results")
     parser.add_argument("operations", nargs="*", help="(all)")
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it runs in the background without
     torch.set_num_threads(1)  # a fork has none of the threads of its parent
+    paths = tuple(chosen.paths.split(","))
     start, outcomes = time.monotonic(), dict[str, Outcome]()
     for name in chosen.operations or OPERATIONS:
-        result = in_fork(lambda name=name: interrupted(name, chosen.written))  # a process of its own: nothing is cached
+        result = in_fork(
+            lambda name=name: interrupted(name, chosen.written, paths)
+        )  # a process of its own: nothing is cached
         if not isinstance(result, Outcome):
             raise SystemExit(f"{name}: {result}")
         outcomes[name] = result
@@ -239,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: {result.lines} lines, {len(wrong)} wrong", *wrong, sep="\n  ", flush=True)
     if chosen.json:
         print(json.dumps({name: vars(one) for name, one in outcomes.items()}))
-    elif not chosen.operations and not chosen.written:
+    elif not (chosen.operations or chosen.written or chosen.paths):
         report(outcomes, time.monotonic() - start)
     return int(any(one.between or one.swallowed for one in outcomes.values()))
 

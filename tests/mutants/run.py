@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from benchmarks.common import machine, save
+from benchmarks.common import RESULTS, machine, save
 from tests.mutants.faults import Fault, chosen, room
 from tests.mutants.probes import write
 
@@ -38,7 +38,7 @@ COPIED = (
     "CHANGELOG.md",
 )
 SEED = 1
-BUDGET, MOST = 180.0, 400  # seconds of CPU, and tests, for one fault
+BUDGET, MOST = 180.0, 600  # seconds of CPU, and tests, for one fault
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
@@ -85,7 +85,10 @@ class Reach:
                     self.reaching[number].append(test)
 
     def tests(self, fault: Fault) -> list[str]:
-        """The tests that reach the line, within the budget: those of the module's own file, then the cheapest of each file in turn."""
+        """The tests that reach the line, as far as the budget goes: those of the module's own file, then the cheapest of each file in
+        turn, those of its own package for at most half of the budget, before the others. What is too dear for the rest of it is left
+        out, and what is cheaper is not.
+        """
         reaching = self.reaching[self.numbers[fault]]
         files: dict[str, list[str]] = defaultdict(list)
         for test in sorted(reaching, key=lambda t: (self.seconds[t], t)):
@@ -93,23 +96,28 @@ class Reach:
         own = f"test_{Path(fault.path).stem}.py"
         ranks = [(-1 if Path(f).name == own else i, test) for f, tests in files.items() for i, test in enumerate(tests)]
         turns = [test for _, test in sorted(ranks)]
-        picked, cost = list[str](), 0.0
-        for test in turns[:MOST]:
-            cost += self.seconds[test]
-            if picked and cost > BUDGET:
-                break
-            picked.append(test)
+        near = self.afforded([test for test in turns if test.startswith(f"tests/{room(fault)}/")], BUDGET / 2)
+        left = BUDGET - sum(self.seconds[test] for test in near)
+        return [*near, *self.afforded([test for test in turns if test not in near], left, always=not near)][:MOST]
+
+    def afforded(self, tests: Sequence[str], budget: float, always: bool = False) -> list[str]:
+        """Those of the tests, in their order, that there is time for. `always`: the first in any case."""
+        picked = list[str]()
+        for test in tests:
+            if self.seconds[test] <= budget or (always and not picked):
+                picked.append(test)
+                budget -= self.seconds[test]
         return picked
 
 
 def tried(fault: Fault, tests: Sequence[str], seconds: float, root: Path) -> Outcome:
-    """The fault in a copy of the repository. A run that takes ten times what it should hangs: that is seen, too."""
+    """The fault in a copy of the repository. A run that takes three times what it should hangs: that is seen, too."""
     if not tests:
         return Outcome(fault, "not reached")
     path = root / fault.path
     text = path.read_text(encoding="utf-8")
     path.write_text(fault.applied(text), encoding="utf-8")
-    limit = int(10 * seconds + 120)
+    limit = int(3 * seconds + 60)
     try:
         done = subprocess.run(
             [*PYTEST, "-x", *tests],
@@ -160,28 +168,44 @@ def run(faults: Sequence[Fault], reach: Reach, jobs: int) -> list[Outcome]:
         return list(pool.map(one, faults))
 
 
-def report(outcomes: Sequence[Outcome], seed: int) -> None:
-    """Writes the results. A survivor that changes nothing anybody could see has its reason in `reasons.json`."""
-    reasons: dict[str, str] = json.loads(REASONS.read_text()) if REASONS.exists() else {}
+def reasons() -> dict[str, str]:
+    """Why a fault changes nothing that anybody could see, by its key."""
+    return json.loads(REASONS.read_text()) if REASONS.exists() else {}
+
+
+def report(outcomes: Sequence[Outcome], asked: int, seed: int) -> None:
+    """Writes the results. A survivor that changes nothing anybody could see has its reason in `reasons.json`.
+
+    Args: `asked`: how many faults were tried for them; the verdicts of the others are of a run before.
+    """
+    why = reasons()
     alive = [o for o in outcomes if o.alive]
     counts, living = (Counter(room(o.fault) for o in some) for some in (outcomes, alive))
     killed = len(outcomes) - len(alive)
-    text = [f"{len(outcomes)} faults, {killed} killed ({100 * killed / len(outcomes):.1f} %). Seed {seed}.", ""]
+    again = "" if asked == len(outcomes) else f" {asked} of them, which had survived, were tried again."
+    text = [f"{len(outcomes)} faults, {killed} killed ({100 * killed / len(outcomes):.1f} %). Seed {seed}.{again}", ""]
     text += ["| package | faults | killed |", "| --- | ---: | ---: |"]
     text += [f"| {name} | {count} | {count - living[name]} |" for name, count in sorted(counts.items())]
     text += ["", "Survivors:", ""] if alive else []
     text += [
-        f"* `{o.fault.key}` (line {o.fault.line}, {o.verdict}): {reasons.get(o.fault.key, 'no reason yet')}"
-        for o in alive
+        f"* `{o.fault.key}` (line {o.fault.line}, {o.verdict}): {why.get(o.fault.key, 'no reason yet')}" for o in alive
     ]
     results: dict[str, Any] = {
         "seed": seed,
         "faults": len(outcomes),
         "killed": killed,
+        "asked": asked,
         "outcomes": [{"fault": o.fault.key, "line": o.fault.line, "verdict": o.verdict, "by": o.by} for o in outcomes],
     }
     save("mutants", results, "\n".join(text), machine())
     print("\n".join(text))
+
+
+def kept(faults: Sequence[Fault]) -> list[Outcome]:
+    """The outcomes in the last results, of faults that are still there."""
+    text = (RESULTS / "mutants.json").read_text()
+    by_key = {one["fault"]: one for one in json.loads(text)["outcomes"]}
+    return [Outcome(f, by_key[f.key]["verdict"], by_key[f.key]["by"]) for f in faults if f.key in by_key]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -191,6 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
         "--record", type=Path, default=ROOT / "build" / "mutants", help="kept, and used again if it is there"
+    )
+    parser.add_argument(
+        "--survivors",
+        action="store_true",
+        help="only those of the last results that have no reason; the others stay as they are",
     )
     parser.add_argument("--only", default="", help="faults of paths that begin so")
     parser.add_argument("tests", nargs="*", help="tests to choose from (all)")
@@ -202,15 +231,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (given.record / "faults.json").exists():
         record(given.record, faults, given.tests, given.jobs)
     reach = Reach(given.record, faults)
-    outcomes = run([fault for fault in faults if fault.path.startswith(given.only)], reach, given.jobs)
+    settled = [o for o in kept(faults) if not o.alive or o.fault.key in reasons()] if given.survivors else []
+    left = [fault for fault in faults if fault not in {o.fault for o in settled}]
+    asked = run([fault for fault in left if fault.path.startswith(given.only)], reach, given.jobs)
+    outcomes = sorted([*settled, *asked], key=lambda o: faults.index(o.fault))
     if not given.only and not given.tests:
-        report(outcomes, given.seed)
-    return int(
-        any(
-            o.alive and o.fault.key not in (json.loads(REASONS.read_text()) if REASONS.exists() else {})
-            for o in outcomes
-        )
-    )
+        report(outcomes, len(asked), given.seed)
+    return int(any(o.alive and o.fault.key not in reasons() for o in outcomes))
 
 
 if __name__ == "__main__":

@@ -128,6 +128,67 @@ def test_a_child_that_gives_something_for_the_first_time_is_noticed() -> None:
         module(x)
 
 
+def factor(doubled: bool | None) -> float:
+    return 2.0 if doubled is True else 3.0
+
+
+class Factored(nn.Module):
+    """Chooses a number by a flag in another function, in a way that no stand-in for the flag notices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, doubled: bool | None = None) -> Tensor:
+        return self.inner(x) * factor(doubled)
+
+
+class Chooser:
+    def __init__(self) -> None:
+        self.choose = factor
+
+
+class Chosen(Factored):
+    """The same, where the function is told by no name."""
+
+    def forward(self, x: Tensor, doubled: bool | None = None) -> Tensor:
+        return self.inner(x) * Chooser().choose(doubled)
+
+
+@pytest.mark.parametrize(
+    ("made", "flags"),
+    [(Factored, (True, False, None)), (Factored, (None, True)), (Chosen, (True, False, None)), (Chosen, (False, True))],
+)
+def test_a_number_that_a_flag_chooses(made: type[nn.Module], flags: tuple[bool | None, ...]) -> None:
+    base, module = made(), made()
+    module.load_state_dict(base.state_dict())
+    rewritten(module)
+    x = torch.randn(2, 3, 4)
+    for flag in flags:
+        assert torch.equal(module(x, flag), base(x, flag))
+
+
+class Handing(nn.Module):
+    """Hands a flag on, and computes a number again in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Factored()
+
+    def forward(self, x: Tensor, doubled: bool | None = None) -> Tensor:
+        return self.child(x, doubled) * float("1.5")
+
+
+def test_what_is_only_handed_on_is_not_asked() -> None:
+    base, module = Handing(), Handing()
+    module.load_state_dict(base.state_dict())
+    kind = rewritten(module)
+    x = torch.randn(2, 3, 4)
+    for flag in (True, False, None):
+        assert torch.equal(module(x, flag), base(x, flag))
+    assert len(kind.variants) == 1
+
+
 class Pooled(nn.Module):
     """Takes the one table where its queries are pooled, the other where they are not, and a mask that may be missing."""
 

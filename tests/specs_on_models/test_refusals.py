@@ -28,7 +28,7 @@ train o = [w] at layer[*].attn.o
 """
 
 
-def first(name: str = "bart") -> nn.Module:
+def first(name: str = "bert") -> nn.Module:
     model = peftc.compile(FIRST, fresh(name), seed=0, name="first")
     randomise(peftc.parameters(model))
     next(iter(peftc.parameters(model).values())).requires_grad_(False)
@@ -79,7 +79,7 @@ POINTS += ["reinstall._Trained.mark"]
 
 
 def steps(tmp_path: Path) -> dict[str, Callable[[nn.Module], object]]:
-    saved = peftc.save(peftc.compile(SECOND, fresh("bart"), seed=1), tmp_path / "second")
+    saved = peftc.save(peftc.compile(SECOND, fresh("bert"), seed=1), tmp_path / "second")
     return {
         "compile": lambda model: peftc.compile(SECOND, model, seed=1),
         "load": lambda model: peftc.load(saved, model),
@@ -91,12 +91,12 @@ def test_a_failure_anywhere_leaves_the_first(
     step: str, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, run = first(), steps(tmp_path)[step]
-    want = logits("bart", model)
+    want = logits("bert", model)
     with monkeypatch.context() as patch, unchanged(model):
         patch.setattr(f"peftc.rewriting.{point}", failing)
         with pytest.raises(Broken):
             run(model)
-    assert torch.equal(logits("bart", model), want)
+    assert torch.equal(logits("bert", model), want)
     run(model)
     peftc.remove(model, "first")
 
@@ -105,14 +105,14 @@ def test_a_failure_anywhere_leaves_the_first(
 def test_a_failure_while_one_is_taken_out_leaves_both(step: str, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = peftc.compile(SECOND, first(), seed=1, name="second")
     randomise(peftc.parameters(model))
-    want = logits("bart", model)
+    want = logits("bert", model)
     run = {"remove": lambda: peftc.remove(model, "first"), "fold": lambda: peftc.fold(model, name="second")}[step]
     with monkeypatch.context() as patch, unchanged(model):
         patch.setattr(f"peftc.rewriting.{point}", failing)
         with pytest.raises(Broken):
             run()
-    assert torch.equal(logits("bart", model), want)
-    before = Before.of(fresh("bart"))
+    assert torch.equal(logits("bert", model), want)
+    before = Before.of(fresh("bert"))
     peftc.remove(model)
     before.assert_same(model)
 
@@ -143,13 +143,13 @@ def test_two_adapters_of_one_recipe(tmp_path: Path) -> None:
     text += "edit p at layer[*].attn { k *= vector(init=2) }\n"
     made = []
     for seed in (1, 2):
-        model = peftc.compile(text, fresh("bart"), seed=seed)
+        model = peftc.compile(text, fresh("bert"), seed=seed)
         with torch.no_grad():
             for parameter in peftc.parameters(model).values():
                 parameter += seed
         made.append(dict(peftc.parameters(model)))
         peftc.save(model, tmp_path / str(seed))
-    both = peftc.load(tmp_path / "1", fresh("bart"))
+    both = peftc.load(tmp_path / "1", fresh("bert"))
     with unchanged(both), pytest.raises(peftc.PeftcError, match="P412"):
         peftc.load(tmp_path / "2", both)
     peftc.load(tmp_path / "2", both, prefix="two")
@@ -160,11 +160,11 @@ def test_two_adapters_of_one_recipe(tmp_path: Path) -> None:
     one = text + text.removeprefix("peft 1\n").replace("edit ", "edit two.").replace("let s", "let t").replace(
         "s(x)", "t(x)"
     )
-    joint = peftc.compile(one, fresh("bart"))
+    joint = peftc.compile(one, fresh("bert"))
     with torch.no_grad():
         for parameter, value in zip(peftc.parameters(joint).values(), peftc.parameters(both).values(), strict=True):
             parameter.copy_(value)
-    assert torch.equal(logits("bart", both), logits("bart", joint))
+    assert torch.equal(logits("bert", both), logits("bert", joint))
 
 
 def test_a_name_that_no_spec_has_is_told() -> None:
@@ -186,7 +186,7 @@ def test_a_name_that_no_spec_has_is_told() -> None:
 
 def test_nothing_is_put_on_or_taken_out_while_edits_are_switched_off(tmp_path: Path) -> None:
     model = peftc.compile(SECOND, first(), seed=1, name="second")
-    want = logits("bart", model)
+    want = logits("bert", model)
     saved = peftc.save(model, tmp_path / "saved", "second")
     for off in ("second", None):
         with peftc.disabled(model, off):
@@ -200,7 +200,7 @@ def test_nothing_is_put_on_or_taken_out_while_edits_are_switched_off(tmp_path: P
             ):
                 with unchanged(model), pytest.raises(peftc.PeftcError, match="P529"):
                     call()
-    assert torch.equal(logits("bart", model), want)
+    assert torch.equal(logits("bert", model), want)
 
 
 @pytest.mark.parametrize("name", ["bart", "llama"])

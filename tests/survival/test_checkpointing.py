@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import peftc
 from tests import zoo
 from tests.laws.harness import randomise
+from tests.layers import Layers
 from tests.survival.harness import SOME, SPECIES, all_close, compiled, given, gradients, layers, text
 
 pairs = pytest.mark.parametrize(("name", "spec"), SOME)
@@ -113,17 +114,6 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(z))
 
 
-class Stack(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("edited", ['"layers.*.up" { h += lora(x, r=2) }', "layer[*].ffn { h += adapter(h, r=2) }"])
 @pytest.mark.parametrize("asked", [torch.is_grad_enabled, lambda: True], ids=["with-gradients", "always"])
@@ -133,7 +123,7 @@ def test_a_checkpoint_in_the_code_of_a_layer(reentrant: bool, asked: Callable[[]
 
     def compiled(ask: Callable[[], bool]) -> nn.Module:
         torch.manual_seed(0)
-        stack = Stack(*(Layer(ask, {"use_reentrant": reentrant}) for _ in range(2))).double()
+        stack = Layers(*(Layer(ask, {"use_reentrant": reentrant}) for _ in range(2))).double()
         peftc.compile(f"peft 1\nedit e at {edited}\n", stack, seed=0, sample={"x": x})
         with torch.no_grad():
             for value in peftc.parameters(stack).values():

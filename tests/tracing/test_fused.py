@@ -14,6 +14,7 @@ from peftc.tracing.features import blocks
 from peftc.tracing.roles import sub_layers
 from peftc.tracing.sites import Slice
 from peftc.tracing.tracer import RegionTracer
+from tests.layers import Layers
 
 D, H = 8, 2
 functional: Any = nn.functional
@@ -35,17 +36,6 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mixed = functional.scaled_dot_product_attention(*self.apart(self, self.qkv(x)))
         return x + self.o(mixed.transpose(1, 2).flatten(2))
-
-
-class Model(nn.Module):
-    def __init__(self, layer: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer(), layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def stacked(_: Layer, y: Tensor) -> Sequence[Tensor]:
@@ -90,7 +80,7 @@ def test_rows_are_followed(name: str) -> None:
     ],
 )
 def test_rows_that_cannot_be_followed_have_no_role(apart: Any, named: set[str]) -> None:
-    table = peftc.sites(Model(lambda: Layer(apart)), sample={"x": torch.randn(2, 5, D)})
+    table = peftc.sites(Layers(Layer(apart), Layer(apart)), sample={"x": torch.randn(2, 5, D)})
     above = "encoder.layer[0].attn.self."
     sites = [s for s in table.sites if s.path.startswith(above) and "w" in s.states]
     assert {s.path.removeprefix(above) for s in sites} == named
@@ -156,6 +146,6 @@ class Crossed(nn.Module):
 
 @pytest.mark.parametrize("written", [True, False])
 def test_nothing_is_joined_to_features(written: bool) -> None:
-    table = peftc.sites(Model(lambda: Crossed(written)), sample={"x": torch.randn(2, 5, D)})
+    table = peftc.sites(Layers(Crossed(written), Crossed(written)), sample={"x": torch.randn(2, 5, D)})
     site = next(s for s in table.sites if s.path == "encoder.layer[0].attn.self")
     assert set(site.states) == {"x", "h", "c", "res"}

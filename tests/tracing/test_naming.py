@@ -13,6 +13,7 @@ from peftc.semantics.check_selectors import is_tower
 from peftc.syntax import ast
 from peftc.tracing.kinds import Stack
 from peftc.tracing.outside import stack_of
+from tests.layers import Layers
 
 D = 8
 functional: Any = nn.functional
@@ -123,19 +124,8 @@ class Gated(nn.Module):
         return x + self.inner(x) * self.one(x) * self.other(x)
 
 
-class Model(nn.Module):
-    def __init__(self, layer: type[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer(), layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_linears_of_one_name_are_told_apart() -> None:
-    table = peftc.sites(Model(Gated), sample={"x": torch.randn(2, 5, D)})
+    table = peftc.sites(Layers(Gated(), Gated()), sample={"x": torch.randn(2, 5, D)})
     above = "encoder.layer[0].attn.self."
     found = [s.path.removeprefix(above) for s in table.sites if s.path.startswith(above) and "linear" in s.path]
     assert found == ["one.linear", "other.linear"]
@@ -154,7 +144,7 @@ class Twice(nn.Module):
 
 
 def test_an_edit_at_one_call_of_a_linear_does_not_fold() -> None:
-    model, sample = Model(Twice), {"x": torch.randn(2, 5, D)}
+    model, sample = Layers(Twice(), Twice()), {"x": torch.randn(2, 5, D)}
     found = [s for s in peftc.sites(model, sample=sample).sites if s.path.startswith("encoder.layer[0].attn.self.")]
     calls = {s.path.rpartition(".")[2]: s.calls for s in found if "w" in s.states}
     assert calls == {"q": 1, "k": 2, "v": 1, "o": 1, "scale": 2}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from tests.layers import Layers
 
 D = 8
 
@@ -30,20 +31,9 @@ class Layer(nn.Module):
         return h + self.down(self.up(h).relu())
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_x_of_an_attention_is_the_stream_where_its_queries_read_the_stream() -> None:
     torch.manual_seed(0)
-    model, x = Model().double(), torch.randn(2, 3, D, dtype=torch.float64)
+    model, x = Layers(Layer(), Layer()).double(), torch.randn(2, 3, D, dtype=torch.float64)
     peftc.compile("peft 1\nedit e at layer[*].attn { h += lora(x, r=2) }", model, seed=0, sample={"x": x})
     values = [p.data.normal_() for p in peftc.parameters(model).values()]
     got = model(x)

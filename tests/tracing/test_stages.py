@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.forms.shapes import Tokens
+from tests.layers import Layers
 
 D = 8
 
@@ -102,30 +103,19 @@ class Normed(nn.Module):
         return x + self.mix(self.norm(x))
 
 
-class Model(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def paths(model: nn.Module, sample: dict[str, Tensor], last: str) -> list[tuple[str, str]]:
     return [(s.path, s.module) for s in peftc.sites(model, sample=sample).sites if s.steps[-1][0] == last]
 
 
 def test_the_layers_of_a_pyramid_are_in_its_stages() -> None:
-    model = Model(Stage(False), Stage(True))
+    model = Layers(Stage(False), Stage(True))
     found = paths(model, {"x": torch.randn(2, 4, D)}, "layer")
     blocks = [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
     assert found == [(f"encoder.layer[{i}]", name) for i, name in enumerate(blocks)]
 
 
 def test_a_list_of_feed_forward_networks_makes_no_stage() -> None:
-    found = paths(Model(Layer(2), Layer(2)), {"x": torch.randn(2, 4, D)}, "layer")
+    found = paths(Layers(Layer(2), Layer(2)), {"x": torch.randn(2, 4, D)}, "layer")
     assert [module for _, module in found] == ["layers.0", "layers.1"]
 
 
@@ -133,7 +123,7 @@ def test_a_list_of_feed_forward_networks_makes_no_stage() -> None:
 def test_blocks_of_convolutions_are_layers_where_there_are_no_others(bare: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, D, 3, 5)
-    model = Model(Convolutional(bare), Convolutional(bare)).eval()
+    model = Layers(Convolutional(bare), Convolutional(bare)).eval()
     before = model(x)
     peftc.compile("peft 1\nedit e at layer[*] { h *= vector(init=1) }", model, sample={"x": x})
     assert torch.equal(model(x), before)
@@ -152,7 +142,7 @@ def test_an_image_is_read_and_written_as_tokens() -> None:
     """x is (batch, height, width, d) where the Linears read it, h (batch, d, height, width) where it is added."""
     torch.manual_seed(0)
     x = torch.randn(2, D, 3, 5)
-    model = Model(Separable(), Separable()).eval()
+    model = Layers(Separable(), Separable()).eval()
     assert [p for p, _ in paths(model, {"x": x}, "ffn")] == [f"encoder.layer[{i}].ffn" for i in (0, 1)]
     assert [p for p, _ in paths(model, {"x": x}, "mixer")] == [f"encoder.layer[{i}].mixer" for i in (0, 1)]
     before = model(x)
@@ -169,7 +159,7 @@ def test_an_image_is_read_and_written_as_tokens() -> None:
 
 
 def test_a_norm_may_have_the_features_of_an_image_second() -> None:
-    table = peftc.sites(Model(Normed(), Normed()), sample={"x": torch.randn(2, D, 3, 5)})
+    table = peftc.sites(Layers(Normed(), Normed()), sample={"x": torch.randn(2, D, 3, 5)})
     states = {(s.path, name): state for s in table.sites for name, state in s.states.items() if state.place is not None}
     assert ("encoder.layer[0].mixer", "x") in states
     assert {(state.shape, state.place.map) for state in states.values() if state.place} == {(Tokens(D), True)}
@@ -191,9 +181,9 @@ class StageWithAttention(nn.Module):
 
 def test_a_stage_with_a_sub_layer_of_its_own_makes_all_of_its_list_layers() -> None:
     """If its blocks were the layers, nothing could name its attention."""
-    found = paths(Model(StageWithAttention(False), StageWithAttention(True)), {"x": torch.randn(2, 4, D)}, "layer")
+    found = paths(Layers(StageWithAttention(False), StageWithAttention(True)), {"x": torch.randn(2, 4, D)}, "layer")
     assert [module for _, module in found] == ["layers.0", "layers.1"]
-    found = paths(Model(StageWithAttention(False), StageWithAttention(False)), {"x": torch.randn(2, 4, D)}, "layer")
+    found = paths(Layers(StageWithAttention(False), StageWithAttention(False)), {"x": torch.randn(2, 4, D)}, "layer")
     assert [module for _, module in found] == [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
 
 
@@ -230,8 +220,8 @@ class NoSum(nn.Module):
 
 def test_blocks_without_a_residual_stream_are_no_layers() -> None:
     sample = {"x": torch.randn(2, 4, D)}
-    assert paths(Model(NoSum(), NoSum()), sample, "layer") == []
-    assert [module for _, module in paths(Model(Stage(False), NoSum(), NoSum()), sample, "layer")] == [
+    assert paths(Layers(NoSum(), NoSum()), sample, "layer") == []
+    assert [module for _, module in paths(Layers(Stage(False), NoSum(), NoSum()), sample, "layer")] == [
         "layers.0.blocks.0",
         "layers.0.blocks.1",
     ]

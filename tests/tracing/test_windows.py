@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.tracing.written import labelled
+from tests.layers import Layers
 
 D, H = 8, 2
 functional: Any = nn.functional
@@ -45,19 +46,12 @@ class Layer(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-class Model(nn.Module):
-    def __init__(self, windows: int, how: str) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(windows, how), Layer(windows, how)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def stack(windows: int, how: str) -> Layers:
+    return Layers(Layer(windows, how), Layer(windows, how))
 
 
 def with_prefix(windows: int, how: str, state: dict[str, Any], x: Tensor) -> nn.Module:
-    model = Model(windows, how)
+    model = stack(windows, how)
     model.load_state_dict(state)
     return peftc.compile(TEXT, model.eval(), seed=0, sample={"x": x})
 
@@ -65,7 +59,7 @@ def with_prefix(windows: int, how: str, state: dict[str, Any], x: Tensor) -> nn.
 @pytest.mark.parametrize("how", ["heads first", "windows first", "dots", "labels"])
 def test_each_window_attends_to_the_prefix(how: str) -> None:
     torch.manual_seed(0)
-    x, state = torch.randn(2, 8, D), Model(1, how).state_dict()
+    x, state = torch.randn(2, 8, D), stack(1, how).state_dict()
     windows, plain = with_prefix(2, how, state, x), with_prefix(1, "dots", state, x[:, :4])
     expected = torch.cat([plain(x[:, :4]), plain(x[:, 4:])], 1)
     torch.testing.assert_close(windows(x), expected)
@@ -81,8 +75,8 @@ class Twice(Layer):
 
 def test_attentions_side_by_side_share_a_prefix() -> None:
     torch.manual_seed(0)
-    x, state = torch.randn(2, 4, D), Model(1, "dots").state_dict()
-    twice = Model(1, "dots")
+    x, state = torch.randn(2, 4, D), stack(1, "dots").state_dict()
+    twice = stack(1, "dots")
     twice.layers = nn.ModuleList([Twice(1, "dots"), Twice(1, "dots")])
     twice.load_state_dict(state)
     peftc.compile(TEXT, twice.eval(), seed=0, sample={"x": x})
@@ -121,8 +115,8 @@ class Handed(Layer):
 )
 def test_linears_whose_parameters_alone_are_used(text: str) -> None:
     torch.manual_seed(0)
-    x, state = torch.randn(2, 4, D), Model(1, "dots").state_dict()
-    plain, handed = Model(1, "dots"), Model(1, "dots")
+    x, state = torch.randn(2, 4, D), stack(1, "dots").state_dict()
+    plain, handed = stack(1, "dots"), stack(1, "dots")
     plain.layers = nn.ModuleList([Scaled(1, "dots"), Scaled(1, "dots")])
     handed.layers = nn.ModuleList([Handed(1, ""), Handed(1, "")])
     for model in (plain, handed):
@@ -171,8 +165,8 @@ class Masked(Layer):
 @pytest.mark.parametrize("function", [MaskedSoftmax, HidingSoftmax])
 def test_joined_keys_count_for_a_softmax_with_a_mask(function: type[MaskedSoftmax]) -> None:
     torch.manual_seed(0)
-    x, state = torch.randn(2, 4, D), Model(1, "dots").state_dict()
-    plain, masked = with_prefix(1, "dots", state, x), Model(1, "dots")
+    x, state = torch.randn(2, 4, D), stack(1, "dots").state_dict()
+    plain, masked = with_prefix(1, "dots", state, x), stack(1, "dots")
     masked.layers = nn.ModuleList([Masked(function), Masked(function)])
     masked.load_state_dict(state)
     peftc.compile(TEXT, masked.eval(), seed=0, sample={"x": x})

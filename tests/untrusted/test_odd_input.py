@@ -23,6 +23,7 @@ from peftc.diagnostics.render import render_text
 from peftc.semantics import check_file, read_spec
 from peftc.semantics.check_file import check_file as check
 from peftc.syntax import parse_text, print_spec
+from tests.layers import Layers
 
 EDIT = "peft 1\nedit a at layer[*].attn.q { h += lora(x, r=2) }\n"
 TASKED = EDIT.replace(" {", " per task {")
@@ -299,22 +300,11 @@ class Block(nn.Module):
         return x + self.inner[self.name](x)
 
 
-class Stack(nn.Module):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(name) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 @pytest.mark.parametrize(
     "name", ['x"""\nimport os\nabort()\n"""', "x\\", 'a"b', "class", "a b", "é", "a'); print(1", "x\n"]
 )
 def test_names_of_modules_never_become_code(name: str) -> None:
-    base, x = Stack(name).eval(), torch.randn(1, 3, 4)
+    base, x = Layers(Block(name), Block(name)).eval(), torch.randn(1, 3, 4)
     before = base(x)
     spec = 'peft 1\nedit a at "layers.*.inner.*" { h += lora(x, r=1) }\n'
     peftc.compile(spec, base, sample={"x": x}, seed=0)
@@ -363,6 +353,6 @@ def test_names_that_every_module_has_are_refused(name: str) -> None:
 def test_names_that_are_no_text_are_refused(name: str) -> None:
     spec = 'peft 1\nedit a at "layers.*.inner.*" { h += lora(x, r=1) }\n'
     with pytest.raises(peftc.PeftcError) as caught:
-        peftc.compile(spec, Stack(name).eval(), sample={"x": torch.randn(1, 3, 4)})
+        peftc.compile(spec, Layers(Block(name), Block(name)).eval(), sample={"x": torch.randn(1, 3, 4)})
     assert [d.code for d in caught.value.diagnostics] == ["P511"]
     assert str(caught.value).encode()

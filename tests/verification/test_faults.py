@@ -140,6 +140,17 @@ def test_an_edit_that_is_scaled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.findings[0].site, found.findings[0].state) == ("encoder.layer[0].ffn", "h")
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_an_edit_that_is_wrong_from_the_beginning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named by what differs first behind it."""
+    rewritten(monkeypatch, lambda _, made, t: made(t) ** 2 if isinstance(t, ir.Constant) else made(t))
+    for step in ("layer[0].ffn", "layer[1].attn.heads"):
+        found = verified(f"peft 1\nedit e at layer[*].attn.o {{ h += 0 * h }}\nedit f at {step} {{ h *= 3 }}\n", name)
+        (finding,) = [one for one in found.findings if one.code == "P602"]
+        site = str(finding.site).partition(".")[2].replace(".self", "")
+        assert (finding.edit, site, finding.state) == ("f", step, "h")
+
+
 def test_an_edit_without_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     rewritten(monkeypatch, lambda _, made, t: 1.0 if isinstance(t, ir.Constant) else made(t))
     assert codes(verified(SCALED, "bert")) == {"P602"}

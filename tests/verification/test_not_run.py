@@ -150,3 +150,18 @@ def test_values_that_a_model_overwrites_in_its_backward_pass() -> None:
     told = outcomes(found)
     assert told["eval, with gradients: gradients"].startswith("not checked: RuntimeError: one of the variables")
     assert told["outputs equal the equations, parameters moved"].startswith("holds")
+
+
+def test_a_cache_that_the_base_uses_otherwise() -> None:
+    """With two rows, RWKV of transformers computes something else with a cache; a prompt is compared where it does not."""
+    torch.manual_seed(0)
+    config: Any = transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    model = transformers.RwkvForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    peftc.compile("peft 1\nedit p at embed { h = concat(prompt(len=3), h) }\n", model, seed=0)
+    ids, name = torch.tensor([[1, 2, 3, 4, 5], [11, 12, 13, 14, 15]]), "decoding with a cache equals decoding without"
+    outcomes_of = [outcomes(peftc.verify(model, {"input_ids": rows}))[name] for rows in (ids, ids[:1])]
+    assert outcomes_of[0].endswith("the model without its edits computes something else with a cache")
+    assert outcomes_of[1].startswith("holds")
