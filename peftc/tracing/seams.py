@@ -37,6 +37,11 @@ def applied(*args: Any, function: type[torch.autograd.Function]) -> Any:
     return function.apply(*args)
 
 
+def scripted(*args: Any, function: torch.jit.ScriptFunction[..., Any], **kwargs: Any) -> Any:
+    """What a function compiled by `torch.jit.script` gives; there is no Python code to enter."""
+    return function(*args, **kwargs)
+
+
 def computed_by(tracer: RegionTracer, call: fx.Node) -> dict[tuple[str, str], Any]:
     """The fact which implementation computes an attention: only some give their weights. Of any other call, none."""
     if call.target is not attention or not isinstance(held := call.args[0], fx.Node):
@@ -129,9 +134,12 @@ def live(tracer: RegionTracer) -> Generator[None]:
 
 @contextlib.contextmanager
 def guarded_functions() -> Generator[None]:
-    """Inside the block an autograd function of traced values becomes a leaf; its C code would take them for tensors."""
+    """Inside the block an autograd function or a scripted function of traced values becomes a leaf; their C code would take
+    the values for tensors.
+    """
     owner: Any = torch.autograd.Function
-    before = vars(owner)["apply"]
+    compiled: Any = torch.jit.ScriptFunction
+    before, call_compiled = vars(owner)["apply"], compiled.__call__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         now = current()
@@ -142,11 +150,17 @@ def guarded_functions() -> Generator[None]:
             return now.record("call_function", applied, args, {**kwargs, "function": cls})
         return before.__func__(cls, *args, **kwargs)
 
-    owner.apply = classmethod(apply)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now = current()
+        if now is not None and mentions_example((args, kwargs)):
+            return now.record("call_function", scripted, args, {**kwargs, "function": self})
+        return call_compiled(self, *args, **kwargs)
+
+    owner.apply, compiled.__call__ = classmethod(apply), call
     try:
         yield
     finally:
-        owner.apply = before
+        owner.apply, compiled.__call__ = before, call_compiled
 
 
 def _entered_checkpoint(before: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,6 +59,7 @@ def process() -> str:
         nn.Module.to.__module__,
         torch.backends.mha.get_fastpath_enabled.__module__,
         torch.autograd.Function.__dict__["apply"].__func__.__module__,
+        torch.jit.ScriptFunction.__call__.__qualname__,
         AttentionInterface.get_interface.__module__,
         torch.zeros.__class__.__name__,
         torch.arange.__class__.__name__,
