@@ -1,5 +1,6 @@
 """No test needs the network: the hub is switched off before anything can ask for it. And golden files."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--update-golden is refused where CI=true: golden files are read by people before they change"
         )
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays until the end: no collection needs to look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

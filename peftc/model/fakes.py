@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+)
 
 from peftc.model.instance_forward import without_instance_forward
 from peftc.model.memory import MEMORY, memory_of
@@ -104,6 +107,11 @@ def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = Fal
     Args: `whole`: a whole model, which is on one device in the copy where accelerate has spread it.
     """
     mode = mode or new_mode()
+    with _disable_current_modes():  # a mode that is active would be asked of each tensor that is made
+        return _fake_copy(value, mode, widen, whole)
+
+
+def _fake_copy(value: T, mode: FakeTensorMode, widen: bool, whole: bool) -> T:
     spread = whole and isinstance(value, nn.Module) and is_dispatched(value)
     device = torch.device("cpu") if spread else None
     memo: dict[int, Any] = {}

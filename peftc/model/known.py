@@ -64,6 +64,8 @@ class Known:
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Keeps what an operation that was done on fake tensors makes known, or spoils."""
+        if any(isinstance(a, FakeTensor) and _KEY not in vars(a) for a in args) and not func._schema.is_mutable:
+            return  # as nearly always
         made = list(tensors(out))
         if not made or torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
             return

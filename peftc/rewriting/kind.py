@@ -30,7 +30,7 @@ from peftc.rewriting.insert import Inserter
 from peftc.rewriting.lines import all_of, decided
 from peftc.runtime import still
 from peftc.tracing.calls import bind, innermost
-from peftc.tracing.seams import branch
+from peftc.tracing.seams import branch, within_trace
 from peftc.tracing.tracer import Traced
 
 MOST_WAYS = 32  # through the code of one call, before it is refused
@@ -140,7 +140,11 @@ class Kind:
             self.add(self.variant(traced.graph, {}, (), frozenset()))
 
     def unseen(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A call pattern that no variant holds for: traced, rewritten, added and run."""
+        """A call pattern that no variant holds for: traced, rewritten, added and run. Within a trace of another region only the
+        shapes of the result count, which are those of the base: a variant is made when such a call really comes.
+        """
+        if within_trace():
+            return cast("Any", self.base).forward(module, *args, **kwargs)
         with self.lock:
             variant = self.known(module, *args, **kwargs)  # another thread may have been first
             variant = variant or self.learn(module, args, kwargs)

@@ -37,7 +37,8 @@ class Example(fx.Proxy):
         object.__setattr__(self, "_value", value)
         self.here = self.first = node
         self.writers: list[fx.Node] = []  # since `here` stood for the tensor
-        self.shape_before = value.shape if isinstance(value, torch.Tensor) else ()
+        with torch._C.DisableTorchFunction():
+            self.shape_before = value.shape if isinstance(value, torch.Tensor) else ()
         super().__init__(node, tracer)
         if isinstance(value, torch.Tensor):
             tracer.in_place.add(self)

@@ -59,7 +59,7 @@ class InPlace:
         """`node` has given `result`: whatever it changed has another node from now on. `versions`: of its arguments, before."""
         node.meta["example"] = result
         written = [
-            t for t, before in versions if version(t) != before or (t.is_inference() and self.writes(node, t, result))
+            t for t, before in versions if version(t) != before or (in_inference(t) and self.writes(node, t, result))
         ]
         if not written:
             return node
@@ -102,13 +102,21 @@ class InPlace:
 
 def memory(value: object) -> int:
     """What tells apart the tensors that share no memory; 0 of what has none."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return 0
-    return value.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    with torch._C.DisableTorchFunction():  # a trace does not record that this is read
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return 0
+        return value.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    with torch._C.DisableTorchFunction():
+        return 0 if tensor.is_inference() else tensor._version
+
+
+def in_inference(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made in `inference_mode`, where tensors have no version."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_inference()
 
 
 def versions(value: Any) -> Iterator[tuple[torch.Tensor, int]]:

@@ -107,6 +107,11 @@ def current() -> RegionTracer | None:
     return tracer if tracer is not None and tracer.live else None
 
 
+def within_trace() -> bool:
+    """Whether this thread traces a region, be it that it records or that it computes an example."""
+    return getattr(_active, "tracer", None) is not None
+
+
 _patching = threading.RLock()  # a leaf that runs while examples are computed may be traced itself
 
 
