@@ -63,6 +63,7 @@ def test_rewriting_enters_a_linear_whose_weight_is_edited() -> None:
     assert any(n.op == "get_attr" and n.target == "self_attn.q_proj.weight" for n in graph.nodes)
 
 
+@pytest.mark.ahead_of_time
 def test_installed_graphs_are_those_that_run() -> None:
     model = zoo.build("bert")
     with pytest.raises(peftc.PeftcError, match="P410"):

@@ -1,4 +1,6 @@
-"""SIGINT at every line from the first write to the end of an operation: the model is as before or as after. `make interrupts` does all lines."""
+"""SIGINT at every line from the first write to the end of an operation: the model is as before or as after. `make interrupts` does all lines,
+and operations that are made of these.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = {
-    "without code": ("", ["compile", "load", "fold", "remove", "disabled", "task", "set_enabled"]),
-    "with code": ("", ["remove one", "warm_start", "fuse", "calibrate", "fold, widen"]),
-    "long": ("weights/,rewriting/journal,atomic,multitask", ["save", "add_task", "fold, then widen"]),
+    "whole": ("", ["compile", "load", "fold", "fold, widen", "remove", "disabled", "task", "set_enabled"]),
+    "long": ("weights/,rewriting/journal,atomic,multitask", ["save", "add_task"]),
 }
 
 

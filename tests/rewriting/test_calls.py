@@ -73,6 +73,7 @@ def variants(model: nn.Module) -> int:
     return sum(len(k.variants) for k in {id(k): k for _, k in installed(model).regions}.values())
 
 
+@pytest.mark.ahead_of_time
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", GENERATING)
 def test_cached_is_uncached(name: str, kind: str) -> None:
@@ -120,6 +121,7 @@ def test_packed_sequences() -> None:
             close(model(input_ids=ids, position_ids=positions, use_cache=False, **lengths).logits, want, spec)
 
 
+@pytest.mark.ahead_of_time
 @pytest.mark.parametrize("name", ["bert", "llama", "mixtral"])
 def test_positions_of_ones_own(name: str) -> None:
     model = compiled(name, "mam")

@@ -18,6 +18,8 @@ from peftc.rewriting.record import installed
 from tests import zoo
 from tests.matrix import checkerboard, some
 
+pytestmark = pytest.mark.ahead_of_time
+
 ADAPTER = "peft 1\nedit e at layer[*].ffn { h += adapter(x, r=4, act=relu) }\n"
 PREFIX = "peft 1\nedit p at layer[*].attn { kv = concat(prefix(len=3), kv) }\n"
 

@@ -19,6 +19,8 @@ from tests import zoo
 from tests.matrix import some
 from tests.survival.harness import GENERATING, SPECS, close, compiled, text
 
+pytestmark = pytest.mark.ahead_of_time
+
 Step = tuple[str, Callable[[nn.Module], Any]]
 SHALLOW: dict[str, dict[str, int]] = {  # compiling takes long, and a second layer is compiled as the first
     "bart": {"encoder_layers": 1, "decoder_layers": 1},

@@ -18,7 +18,7 @@ WORLD = 2
 CASES = [
     ("llama", "weights"),
     ("bart", "mam"),
-    *some([(name, ("weights", "lora", "mam")[i % 3]) for i, name in enumerate(SPECIES)], 3),
+    *some([(name, ("weights", "lora", "mam")[i % 3]) for i, name in enumerate(SPECIES)], 6),
 ]
 
 

@@ -55,6 +55,7 @@ def test_every_tower_is_named_by_its_medium(model_type: str) -> None:
     assert stacks(peftc.sites(model)) == TOWERS[model_type]
 
 
+@pytest.mark.ahead_of_time
 @pytest.mark.parametrize("stack", ["vision", "text"])
 def test_what_a_tower_refuses_is_refused_when_it_is_compiled(stack: str) -> None:
     """Not at the first image: a text alone does not reach the layers for images."""
