@@ -11,7 +11,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import analyses
 from tests.matrix import FULL
+
+# The folders of tests about what is done to models, and not about how these are read.
+READ_ONCE = ("compatibility", "laws", "specs_on_models", "tasks", "training", "weights")
 
 # In CI a failure must be the fault of the change: every run draws the same examples. Elsewhere each run looks for new ones.
 settings.register_profile("ci", derandomize=True, database=None)
@@ -42,14 +46,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """What holds of an edited model holds with variants that are made ahead of time, and with those that a call makes: a fifth of the tests
+    """What holds of an edited model holds with variants that are made ahead of time, and with those that a call makes: an eighth of the tests
     have the first ones to begin with, the others the second ones alone. In the full run all have the first, and always those
     marked `ahead_of_time`. Fixtures of a whole module are in the case that asks for them first.
     """
-    ahead = FULL or item.get_closest_marker("ahead_of_time") or crc32(item.nodeid.encode()) % 5 == 0
+    ahead = FULL or item.get_closest_marker("ahead_of_time") or crc32(item.nodeid.encode()) % 8 == 0
     with pytest.MonkeyPatch.context() as patch:
         if not ahead:
             patch.setattr("peftc.rewriting.reinstall.warm", lambda model, sample=None: None)
+        if not FULL and item.path.relative_to(item.config.rootpath).parts[1] in READ_ONCE:
+            patch.setattr("peftc.compiler.analyse", analyses.analyse)
         return (yield)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from peftc.tracing.in_place import AUGMENTED
+from peftc.tracing.in_place import AUGMENTED, unobserved
 from peftc.tracing.pieces import Pieces, unknown
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Example(fx.Proxy):
         object.__setattr__(self, "_value", value)
         self.here = self.first = node
         self.writers: list[fx.Node] = []  # since `here` stood for the tensor
-        with torch._C.DisableTorchFunction():
+        with unobserved():
             self.shape_before = value.shape if isinstance(value, torch.Tensor) else ()
         super().__init__(node, tracer)
         if isinstance(value, torch.Tensor):

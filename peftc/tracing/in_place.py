@@ -38,6 +38,9 @@ AUGMENTED = {
 WORDS = {function: function.__name__[1:] for function in AUGMENTED}
 CHANGES = "changes"  # in a node's meta: the memories that it changes in place, where it does
 
+# Inside a block of it no function mode is told what is read of a tensor: a trace would record that.
+unobserved: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
+
 
 def changed(value: Any, *_writers: Any) -> Any:
     """A tensor behind the operations that have changed it, or a tensor that shares its memory."""
@@ -102,20 +105,20 @@ class InPlace:
 
 def memory(value: object) -> int:
     """What tells apart the tensors that share no memory; 0 of what has none."""
-    with torch._C.DisableTorchFunction():  # a trace does not record that this is read
+    with unobserved():
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return 0
         return value.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def version(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunction():
+    with unobserved():
         return 0 if tensor.is_inference() else tensor._version
 
 
 def in_inference(tensor: torch.Tensor) -> bool:
     """Whether a tensor was made in `inference_mode`, where tensors have no version."""
-    with torch._C.DisableTorchFunction():
+    with unobserved():
         return tensor.is_inference()
 
 

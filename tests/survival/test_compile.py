@@ -90,7 +90,7 @@ def run(name: str, model: Any, compiler: Callable[..., Any]) -> Iterator[tuple[s
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"), some([("llama", "mam"), ("bart", "mam"), ("mixtral", "weights"), ("vit", "mam")], 2)
+    ("name", "spec"), some([("llama", "mam"), ("bart", "mam"), ("mixtral", "weights"), ("vit", "mam")], 4)
 )
 def test_one_graph_the_same_numbers_and_no_more_compilations(name: str, spec: str) -> None:
     model = compiled(name, spec, torch.float32, **SHALLOW.get(name, {}))
