@@ -72,7 +72,7 @@ def fake_mode(model: nn.Module) -> FakeTensorMode:
 def as_fake(
     tensor: torch.Tensor, mode: FakeTensorMode, widen: bool = False, device: torch.device | None = None
 ) -> torch.Tensor:
-    """A fake tensor (or parameter) of the same shape, strides, dtype, device (cpu for meta) and `requires_grad`.
+    """A fake tensor (or parameter) of the same shape, strides, dtype, device (cpu for meta) and `requires_grad`; made outside of modes.
 
     `widen`: float32 in place of half precision. `device`: another one.
     """
@@ -80,21 +80,15 @@ def as_fake(
         return tensor
     own = torch.device("cpu") if tensor.is_meta and not isinstance(tensor, FakeTensor) else tensor.device
     dtype = torch.float32 if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-    fake = empty(tensor, dtype, device or own, mode).requires_grad_(tensor.requires_grad)
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+    fake = FakeTensor(mode, meta, device or own).requires_grad_(
+        tensor.requires_grad
+    )  # dispatching takes ten times as long
     if memory := memory_of(tensor):
         vars(fake)[MEMORY] = memory  # so that what shares memory is known of a skeleton, too
     if isinstance(tensor, nn.Parameter):
         vars(fake)["_is_param"] = True  # what makes a parameter of a tensor that is not a plain one
     return fake
-
-
-def empty(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor of the size and strides of `tensor`; made at once, as dispatching takes ten times as long."""
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
-    if not isinstance(meta, FakeTensor):
-        return FakeTensor(mode, meta, device)
-    with mode:  # inside a mode there are fake tensors only
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
 
 
 def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = False, whole: bool = False) -> T:

@@ -17,6 +17,7 @@ import peftc
 from peftc.rewriting.anchors import Ordinal
 from peftc.rewriting.edits import Bound
 from peftc.rewriting.kind import Kind
+from peftc.rewriting.record import installed
 from tests.laws.harness import close
 from tests.matrix import checkerboard
 
@@ -379,6 +380,19 @@ def test_masks_of_torchs_layers_and_their_states(make: Any, equation: str) -> No
             assert (first - base(**masks(name))).abs().max() > 1e-3
             for other in others:
                 close(other, first, f"{equation} {name}")
+
+
+def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder, its layers and their attention are edited, one inside of the other: each has a forward for each call, and no more."""
+    monkeypatch.setattr("peftc.rewriting.reinstall.warm", lambda model, sample=None: None)
+    torch.manual_seed(0)
+    model = compiled(Encoder().double().eval(), "attn { kv = concat(prefix(len=2), kv) }", masks(""))
+    with torch.no_grad():
+        for name in CALLS:
+            model(**masks(name))
+    variants = {kind.name: len(kind.variants) for _, kind in installed(model).regions}
+    encoder, layer, attention = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
+    assert variants == {cls.__name__: len(CALLS) for cls in (encoder, layer, attention)}
 
 
 # Operations of one sort --------------------------------------------------------------------------------------------
