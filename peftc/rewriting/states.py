@@ -105,11 +105,11 @@ def way(anchor: Anchor, traced: Traced) -> list[str]:
     """The places in the code of one module after the other, from the outermost on, on the way to an anchor."""
     callers = callers_of(traced)
     within = anchor.kind in ("in", "out")
-    name, found = anchor.module, [] if within else [anchor.key[1].place]
+    name, places = anchor.module, [] if within else [anchor.key[1].place]
     while name in callers:
         name, place = callers[name]
-        found.insert(0, place)
-    return found
+        places.insert(0, place)
+    return places
 
 
 def sub_layer_of(site: Site, kind: LayerKind) -> SubLayer | None:
