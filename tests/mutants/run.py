@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +69,12 @@ def record(folder: Path, faults: Sequence[Fault], tests: Sequence[str], jobs: in
 
 
 class Reach:
-    """Which tests reach a fault, and what each costs."""
+    """Which tests reach a fault, and what each costs. Args: `noticed`: the test that noticed it last, by the fault's key."""
 
-    def __init__(self, folder: Path, faults: Sequence[Fault]) -> None:
+    def __init__(self, folder: Path, faults: Sequence[Fault], noticed: Mapping[str, str]) -> None:
         if json.loads((folder / "faults.json").read_text()) != [fault.key for fault in faults]:
             raise SystemExit(f"{folder} is of other faults: remove it")
+        self.noticed = noticed
         self.numbers = {fault: number for number, fault in enumerate(faults)}
         self.seconds: dict[str, float] = {}
         self.reaching: dict[int, list[str]] = defaultdict(list)
@@ -85,11 +86,12 @@ class Reach:
                     self.reaching[number].append(test)
 
     def tests(self, fault: Fault) -> list[str]:
-        """The tests that reach the line, as far as the budget goes: those of the module's own file, then the cheapest of each file in
-        turn, those of its own package for at most half of the budget, before the others. What is too dear for the rest of it is left
-        out, and what is cheaper is not.
+        """The tests that reach the line, as far as the budget goes: the one that noticed it last, then those of the module's own file, then
+        the cheapest of each file in turn, those of its own package for at most half of the budget, before the others. What is too dear
+        for the rest of it is left out, and what is cheaper is not.
         """
         reaching = self.reaching[self.numbers[fault]]
+        first = [test for test in reaching if test == self.noticed.get(fault.key)]
         files: dict[str, list[str]] = defaultdict(list)
         for test in sorted(reaching, key=lambda t: (self.seconds[t], t)):
             files[test.partition("::")[0]].append(test)
@@ -98,7 +100,8 @@ class Reach:
         turns = [test for _, test in sorted(ranks)]
         near = self.afforded([test for test in turns if test.startswith(f"tests/{room(fault)}/")], BUDGET / 2)
         left = BUDGET - sum(self.seconds[test] for test in near)
-        return [*near, *self.afforded([test for test in turns if test not in near], left, always=not near)][:MOST]
+        far = self.afforded([test for test in turns if test not in near], left, always=not near)
+        return list(dict.fromkeys([*first, *near, *far]))[:MOST]
 
     def afforded(self, tests: Sequence[str], budget: float, always: bool = False) -> list[str]:
         """Those of the tests, in their order, that there is time for. `always`: the first in any case."""
@@ -230,8 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SAMPLE.write_text(json.dumps([fault.key for fault in faults], indent=0) + "\n")
     if not (given.record / "faults.json").exists():
         record(given.record, faults, given.tests, given.jobs)
-    reach = Reach(given.record, faults)
-    settled = [o for o in kept(faults) if not o.alive or o.fault.key in reasons()] if given.survivors else []
+    last = kept(faults)
+    reach = Reach(given.record, faults, {o.fault.key: o.by for o in last if not o.alive})
+    settled = [o for o in last if not o.alive or o.fault.key in reasons()] if given.survivors else []
     left = [fault for fault in faults if fault not in {o.fault for o in settled}]
     asked = run([fault for fault in left if fault.path.startswith(given.only)], reach, given.jobs)
     outcomes = sorted([*settled, *asked], key=lambda o: faults.index(o.fault))

@@ -13,6 +13,7 @@ from torch import nn
 import peftc
 from peftc import cli
 from peftc.planning import ir
+from peftc.verification.recorder import Event, Recorder
 from peftc.verification.render import verification_text
 from tests import zoo
 from tests.laws.harness import Before
@@ -170,3 +171,15 @@ def test_wrong_usage(files: tuple[str, str], capsys: pytest.CaptureFixture[str])
     assert ended.value.code == 2
     assert cli.main(["verify", spec, "--model", f"{folder}/nothing"]) == 1
     capsys.readouterr()
+
+
+def test_the_edit_before_an_event_is_the_last_that_acted() -> None:
+    record = Recorder()
+    first, second = Event("output", "a", 1), Event("output", "b", 1)
+    record.add(first, torch.ones(2))
+    record.mark(("e", "layer[0]"), torch.ones(2))
+    record.mark(("f", "layer[0]"), torch.ones(2))
+    record.add(second, torch.ones(2))
+    record.mark(("e", "layer[1]"), torch.ones(2))
+    assert record.place_before(first) is None
+    assert record.place_before(second) in {("e", "layer[0]"), ("f", "layer[0]")}
