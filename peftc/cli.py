@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
+            print(f"peftc: {error}; TMPDIR names one", file=sys.stderr)
+            return 2
         if os.environ.get("PEFTC_TRACEBACK"):
             raise
         failed(PeftcError(unexpected(error)), getattr(args, "output_format", "text"))

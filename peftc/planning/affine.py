@@ -6,7 +6,7 @@ itself is `peftc.weights.affine`, which interprets the same terms.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,11 +63,13 @@ def fold_reason(
     tied: Collection[Collection[str]] = (),
     overlaps: Collection[Collection[str]] = (),
     own: Collection[str] = (),
+    elsewhere: Iterable[Sequence[str]] = (),
 ) -> str | None:
     """None where the edit folds exactly at its site, else why not.
 
     Args: dotted names of parameters. `tied`: those that are one parameter; `overlaps`: those that share memory; `own`: those
-    that the same edit folds into at other sites of the module.
+    that the same edit folds into at other sites of the module; `elsewhere`: a parameter, and the modules that compute with it beside its
+    own.
     """
     if tasks := next((one.tasks for one in placed.instances if one.tasks), ()):
         return f"it has parameters for each task ({', '.join(tasks)}), and a weight is one for all"
@@ -81,6 +83,7 @@ def fold_reason(
         or _elsewhere(target, tied, own, "is tied to")
         or _elsewhere(target, overlaps, own, "shares memory with")
         or _repeated(target, overlaps)
+        or _read_elsewhere(target, elsewhere)
     )
 
 
@@ -215,6 +218,14 @@ def _elsewhere(target: FoldTarget, groups: Collection[Collection[str]], own: Col
         others = sorted(set(group) - mine - set(own))
         if mine & set(group) and others:
             return f"`{min(mine & set(group))}` {what} `{others[0]}`: a fold would change both uses"
+    return None
+
+
+def _read_elsewhere(target: FoldTarget, elsewhere: Iterable[Sequence[str]]) -> str | None:
+    for name, reader, *_ in elsewhere:
+        if name in parameter_names(target):
+            who = f"`{reader}` computes" if reader else "the model's own code computes"
+            return f"{who} with `{name}`, too: a fold would change both uses"
     return None
 
 

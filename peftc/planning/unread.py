@@ -24,7 +24,8 @@ Unread = tuple[UnreadModule, ...]
 
 def missed(selector: ast.Selector, paths: Paths) -> list[Diagnostic]:
     """P214, one for each arm that asks for what may be in modules that could not be read."""
-    found = [(arm, _asked(selector, arm, paths)) for arm in _arms(selector)]
+    removed = {module for right in _removed(selector) for module in needed(right, paths)}
+    found = [(arm, tuple(m for m in needed(arm, paths) if m not in removed)) for arm in _arms(selector)]
     return [_error(arm, modules, paths) for arm, modules in found if modules]
 
 
@@ -41,13 +42,8 @@ def _arms(selector: ast.Selector) -> Iterator[ast.Path]:
             pass
 
 
-def _asked(selector: ast.Selector, arm: ast.Path, paths: Paths) -> Unread:
-    """What an arm asks for and cannot have, without what a difference takes away again."""
-    removed = {module for right in _removed(selector) for module in needed(right, paths)}
-    return tuple(module for module in needed(arm, paths) if module not in removed)
-
-
 def _removed(selector: ast.Selector) -> Iterator[ast.Path]:
+    """What the differences in a selector take away again."""
     if isinstance(selector, ast.Difference):
         yield from _arms(selector.right)
         yield from _removed(selector.left)

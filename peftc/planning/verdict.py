@@ -69,7 +69,7 @@ def _own(placed: Placed, sites: Mapping[str, Site]) -> frozenset[str]:
 
 def _at(placed: Placed, order: int, sites: Mapping[str, Site], table: SiteTable, own: Collection[str]) -> _At:
     target = fold_target(placed, sites)
-    obstacle = fold_reason(placed, sites, used_ties(table), table.overlaps, own)
+    obstacle = fold_reason(placed, sites, used_ties(table), table.overlaps, own, table.elsewhere)
     return _At(placed, order, None if isinstance(target, str) else target, obstacle)
 
 

@@ -32,6 +32,11 @@ def followed(module: nn.Module, value: Any) -> Any:
     return value
 
 
+def rebased(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
+    """A class that others have derived from `old`, derived from `new` in its place: the class itself where these are one."""
+    return cls if old is new else exchanged(cls, old, new)
+
+
 def exchanged(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
     """The class of a module with `old`, its own one, replaced by `new`: others may have derived theirs from it since (FSDP,
     parametrizations).

@@ -22,7 +22,7 @@ from peftc.rewriting import emit, guards
 from peftc.rewriting.asking import Asking
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.calls import Calls, LookedAt, Raised
-from peftc.rewriting.classes import followed
+from peftc.rewriting.classes import followed, rebased
 from peftc.rewriting.container import own_children, own_length
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.handed import quiet
@@ -361,10 +361,13 @@ def replicate(self: Any) -> Any:
 
 
 def reduce(self: Any, protocol: Any) -> Any:
-    """Copies and pickles a module of a generated class by its kind."""
+    """Copies and pickles a module of a generated class by its kind, and by the class that others have derived from it."""
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-    return (blank, (type(self)._peftc_kind,), state)
+    cls = type(self)
+    kind: Kind = cls._peftc_kind
+    return (blank, (kind,) if cls is kind.cls else (kind, cls), state)
 
 
-def blank(kind: Kind) -> nn.Module:
-    return kind.cls.__new__(kind.cls)
+def blank(kind: Kind, derived: Any = None) -> nn.Module:
+    cls = kind.cls if derived is None else rebased(derived, derived._peftc_kind.cls, kind.cls)
+    return cls.__new__(cls)

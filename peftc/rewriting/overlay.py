@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from peftc.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.rewriting.classes import exchanged, rebased
 from peftc.rewriting.presence import ORIGINALS, PRESENCE, VIEW, Presence, refuse_loss, refuse_loss_of
 from peftc.rewriting.record import Installation, installed, is_installed
 
@@ -68,8 +69,8 @@ def uncover(model: nn.Module) -> None:
     """Takes them off."""
     vars(model).pop(PRESENCE, None)
     for module in model.modules():
-        while (under := vars(type(module)).get(_UNDER)) is not None:
-            module.__class__ = under
+        while (own := _made_here(type(module))) is not None:
+            module.__class__ = exchanged(type(module), own, vars(own)[_UNDER])
         if vars(module).pop(ORIGINALS, None) is not None and not hasattr(type(module), "_peftc_kind"):
             vars(module).pop(CHOICE, None)
 
@@ -137,19 +138,25 @@ def _parameter(name: str) -> property:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Copies and pickles a module by the class or the kind below."""
+    """Copies and pickles a module by the class or the kind below, and by the class that others have derived from the one made here."""
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-    under: Any = vars(_over(self))[_UNDER]
-    return (_blank, (vars(under).get("_peftc_kind", under), *type(self)._peftc_over), state)
+    cls, own = type(self), _over(self)
+    under: Any = vars(own)[_UNDER]
+    made = (vars(under).get("_peftc_kind", under), *cls._peftc_over)
+    return (_blank, made if cls is own else (*made, cls), state)
 
 
-def _blank(under: Any, names: tuple[str, ...], saves: bool, root: bool = False) -> nn.Module:
+def _blank(under: Any, names: tuple[str, ...], saves: bool, root: bool = False, derived: Any = None) -> nn.Module:
     cls = over(under if isinstance(under, type) else under.cls, names, saves, root)
+    if derived is not None:
+        cls = rebased(derived, _made_here(derived) or cls, cls)
     return cls.__new__(cls)
 
 
 def _call(under: Any) -> Callable[..., Any]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, PRESENCE):  # a bound method of it, such as `torch.compile` keeps, may outlive the edits
+            return type(self).__call__(self, *args, **kwargs)
         if is_dynamo_compiling():
             presence = self.peftc_presence
             if not getattr(VIEW, presence.attribute):
@@ -196,6 +203,11 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         return save(*call.args, **call.kwargs)
     finally:
         _saving.reset(token)
+
+
+def _made_here(cls: type[Any]) -> type[Any] | None:
+    """The uppermost class made here from which a class is derived, or which it is."""
+    return next((c for c in cls.__mro__ if _UNDER in vars(c)), None)
 
 
 def _over(self: nn.Module, member: str = _UNDER) -> type[Any]:

@@ -29,7 +29,8 @@ _presences: weakref.WeakValueDictionary[int, Presence] = weakref.WeakValueDictio
 
 
 class Presence:
-    """The attributes between a compiled model and its edited modules. While they hold what they held, no edit is lost.
+    """The attributes between a compiled model and its edited modules. While they hold what they held, modules of the same classes, no
+    edit is lost.
 
     Every call of the model compares them. Where one has changed, all modules are looked at: an edited one may be inside of a
     wrapper, or in another place. A copy of the model has a `Presence` of its own.
@@ -53,8 +54,8 @@ class Presence:
         """Whether nothing has changed since all modules were looked at."""
         if self.links is None:
             return False
-        owners, names, modules = self.links
-        return all(map(is_, map(dict.get, owners, names), modules))
+        owners, names, modules, classes = self.links
+        return all(map(is_, map(dict.get, owners, names), modules)) and all(map(is_, map(type, modules), classes))
 
     def look(self, model: nn.Module, record: Installation) -> None:
         """Looks at all modules. Raises: P436 where an edited one is not in the model."""
@@ -69,7 +70,8 @@ class Presence:
                 ):
                     raise PeftcError(_replaced(model, use.module))
         self.named = all(_is_edited_at(model, name, record) for name in _names(record))
-        self.links = tuple(zip(*links, strict=True)) or ((), (), ())
+        parts = tuple(zip(*links, strict=True)) or ((), (), ())
+        self.links = (*parts, tuple(map(type, parts[2])))
 
     def confirm(self, model: nn.Module, record: Installation) -> None:
         """Raises: P436 where an edited module is not in the model, or has another name than the record knows."""

@@ -16,6 +16,7 @@ from torch import fx, nn
 from peftc.tracing import graphs
 from peftc.tracing.operands import value_operands, value_users
 from peftc.tracing.seams import applied, attention
+from peftc.tracing.softmax_axis import compared_dim
 
 SOFTMAX = (nn.functional.softmax, torch.softmax)
 
@@ -80,14 +81,14 @@ def written(softmax: fx.Node, root: nn.Module) -> Attention | None:
     alike = [(mixing, scores) for mixing in mixings for scores in candidates if of_itself(scores, mixing[1], root)]
     if alike and len(mixings) > 1:  # keys of its own beside others, of global tokens
         (out, v), scores = alike[0]
-        q, k = operands(scores)
+        q, k = compared(scores, softmax, root)
         return Attention("written", softmax, q, k, v, out, scores)
     out, v = mixings[0]
     read = read_by(v, root)
-    related = [n for n in candidates if read_by(operands(n)[1], root) & read]
+    related = [n for n in candidates if read_by(compared(n, softmax, root)[1], root) & read]
     related += [n for n in candidates if graphs.shape(n) == graphs.shape(first)]  # no scores of relative positions
     scores = (related or candidates)[0]
-    q, k = operands(scores)
+    q, k = compared(scores, softmax, root)
     return Attention("written", softmax, q, k, v, out, scores)
 
 
@@ -154,6 +155,28 @@ def operands(product: fx.Node) -> tuple[fx.Node, ...]:
     elif str(getattr(product.target, "__name__", product.target)) == "baddbmm":
         given = [product.kwargs.get("batch1", given[1]), product.kwargs.get("batch2", given[2])]
     return tuple(g for g in given[:2] if isinstance(g, fx.Node))
+
+
+def compared(scores: fx.Node, softmax: fx.Node, root: nn.Module) -> tuple[fx.Node, ...]:
+    """The queries and the keys of a product: the probabilities of a query are those of all keys. Where the softmax cannot be followed
+    back, it is taken to be over the last dimension.
+    """
+    first, second = operands(scores)
+    dim = compared_dim(softmax, scores, root)
+    own = rows_of_result(scores)
+    return (second, first) if dim is not None and dim == own else (first, second)
+
+
+def rows_of_result(product: fx.Node) -> int | None:
+    """The dimension of the result of a product that is of its first operand, as `operands` gives them, alone."""
+    size = len(graphs.shape(product))
+    if product.target is not torch.einsum:
+        return size - 2
+    inputs, _, result = str(product.args[0]).replace(" ", "").partition("->")
+    texts = inputs.split(",")
+    first, second = texts[::-1] if last_label_first(str(product.args[0])) else texts
+    own = [c for c in result if c in first and c not in second and c != "."]
+    return size - len(result[result.index(own[0]) :].replace("...", "")) if len(own) == 1 else None
 
 
 def last_label_first(equation: str) -> bool:

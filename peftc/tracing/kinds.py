@@ -23,7 +23,7 @@ from peftc.tracing.blocks import AskedNone, TraceError
 from peftc.tracing.calls import innermost
 from peftc.tracing.leaf_operands import mark_operands
 from peftc.tracing.mixing import weighted
-from peftc.tracing.observe import Observation, observe, repeated_blocks
+from peftc.tracing.observe import Observation, list_around, observe, repeated_blocks
 from peftc.tracing.pieces import Uncounted
 from peftc.tracing.roles import SubLayer, sub_layers
 from peftc.tracing.routed import find_experts
@@ -120,10 +120,20 @@ def taken_apart(
         if isinstance(kind, str):
             anatomy.untraced[name] = kind
         elif kind.subs or (bare and stream_input(kind.traced.graph) is not None):
-            members.setdefault(name.rpartition(".")[0], []).append((name, kind))
+            members.setdefault(list_around(model, name), []).append((name, kind))
+    for path, layers in members.items():
+        shapes = {parameter_shapes(model.get_submodule(name)) for name, _ in layers}
+        for name, (key, _) in seen.layers.items():
+            missing = not isinstance(kinds[key], str) and not any(name == layer for layer, _ in layers)
+            if missing and list_around(model, name) == path and parameter_shapes(model.get_submodule(name)) in shapes:
+                anatomy.untraced[name] = "it has the parameters of its neighbours, but no sum with its input was found"
     anatomy.stacks = gathered(members, {name: i for i, name in enumerate(seen.order)})
     found = {name: kinds[key] for name, (key, _) in seen.layers.items()}
     return anatomy, {name: [] if isinstance(kind, str) else kind.subs for name, kind in found.items()}
+
+
+def parameter_shapes(module: nn.Module) -> frozenset[tuple[str, tuple[int, ...]]]:
+    return frozenset((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
 def gathered(members: Mapping[str, list[tuple[str, LayerKind]]], order: Mapping[str, int]) -> list[Stack]:

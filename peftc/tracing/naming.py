@@ -102,9 +102,12 @@ def above(layer: str, model: nn.Module) -> Iterator[nn.Module]:
 
 def sections_of(modules: list[nn.Module]) -> Iterator[str]:
     """The sections of the configuration that lead to the innermost of nested modules, `_config` left out."""
-    section = getattr(modules[0], "config", None)
-    for module in modules[1:]:
+    section: Any = None
+    for module in modules:
         own = getattr(module, "config", None)
+        if section is None:  # of a wrapper that has no configuration
+            section = own if isinstance(own, PretrainedConfig) else None
+            continue
         name = section_named(section, own)
         if name is not None:
             yield "_".join(part for part in name.split("_") if part != "config")

@@ -16,6 +16,7 @@ from peftc.model.fakes import fake_copy
 from peftc.model.guesses import guessing
 from peftc.model.parts import on_sample, part_calls
 from peftc.tracing.calls import bind, innermost
+from peftc.tracing.parameter_uses import ParameterUses, merged
 from peftc.tracing.repeats import Repeats, repeated
 
 
@@ -36,6 +37,9 @@ class Observation:
     outer: set[str] = field(default_factory=set[str])  # what is called while none of these runs
     modality: dict[str, str] = field(default_factory=dict[str, str])  # what a layer is for, where only that reaches it
     sample: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the arguments of the forward
+    elsewhere: dict[str, tuple[str, ...]] = field(
+        default_factory=dict[str, tuple[str, ...]]
+    )  # who computes with a parameter, too
 
     @property
     def missing(self) -> set[str]:
@@ -57,6 +61,7 @@ class Observation:
         self.entries, self.results = {**other.entries, **self.entries}, {**other.results, **self.results}
         self.layers = {**other.layers, **self.layers}
         self.outer |= other.outer
+        self.elsewhere = merged(self.elsewhere, other.elsewhere)
 
 
 def first_tensor(value: Any) -> tuple[tuple[Any, ...], torch.Tensor] | None:
@@ -119,9 +124,12 @@ def watched(
     seen = Observation(candidates=candidates)
     kinds: set[str] = set()
     running: list[str] = []
+    called: list[str] = []
+    uses = ParameterUses(model, called)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = names[id(module)]
+        called.append(name)
         seen.calls[name] = seen.calls.get(name, 0) + 1
         if not running:
             seen.outer.add(name)
@@ -142,6 +150,8 @@ def watched(
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if running and running[-1] == names[id(module)]:
             running.pop()
+        if called and called[-1] == names[id(module)]:
+            called.pop()
         if (first := first_tensor(output)) is not None:
             seen.outputs.setdefault(names[id(module)], tuple(first[1].shape))
             seen.results.setdefault(names[id(module)], first[0])
@@ -150,7 +160,7 @@ def watched(
     handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
     skipping = [] if every else [model.get_submodule(n) for n in candidates]
     try:
-        with mode, guessing(), torch.no_grad(), repeated(skipping, Repeats(names, seen, structure)):
+        with mode, uses, guessing(), torch.no_grad(), repeated(skipping, Repeats(names, seen, structure)):
             call()
     except Exception:
         seen.layers = {n: kept for n, kept in seen.layers.items() if n in seen.outputs}
@@ -159,6 +169,7 @@ def watched(
     finally:
         for handle in handles:
             handle.remove()
+    seen.elsewhere = uses.elsewhere(candidates)
     return seen
 
 
@@ -204,6 +215,14 @@ def holds_list(model: nn.Module, name: str, blocks: list[str]) -> bool:
     inside = [b.removeprefix(f"{name}.").split(".") for b in blocks if b.startswith(f"{name}.")]
     around = {".".join([name, *steps[:i]]) for steps in inside for i in range(1, len(steps))}
     return any(isinstance(model.get_submodule(n), (nn.ModuleList, nn.Sequential)) for n in around)
+
+
+def list_around(model: nn.Module, layer: str) -> str:
+    """The list that a layer is in, maybe inside of a wrapper; else the module that it is a part of."""
+    parts = layer.split(".")
+    around = [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
+    lists = (name for name in around if isinstance(model.get_submodule(name), (nn.ModuleList, nn.Sequential)))
+    return next(lists, layer.rpartition(".")[0])
 
 
 def outermost(blocks: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from peftc.forms import shapes
 from peftc.semantics.vocabulary import FROZEN
 from peftc.tracing import graphs
 from peftc.tracing.kinds import Anatomy, Stack, example_width
+from peftc.tracing.observe import list_around
 from peftc.tracing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, UnreadModule, WeightRef
 
 Steps = tuple[tuple[str, int | None], ...]
@@ -217,12 +218,12 @@ def unread_modules(anatomy: Anatomy) -> tuple[UnreadModule, ...]:
                 found.append(UnreadModule(module, made, part.reason, steps, part.hides))
     for name, reason in anatomy.untraced.items():
         made = type(anatomy.model.get_submodule(name)).__name__
-        around = next((s for s in anatomy.stacks if same_list(name, s)), None)
+        around = next((s for s in anatomy.stacks if same_list(name, s, anatomy.model)), None)
         steps = qualified(around.name, ()) if around is not None else ()
         found.append(UnreadModule(name, made, reason, steps, frozenset({"layer"})))
     return tuple(found)
 
 
-def same_list(layer: str, stack: Stack) -> bool:
+def same_list(layer: str, stack: Stack, model: nn.Module) -> bool:
     """Whether a layer is in the list, or one of the lists, of a stack."""
-    return layer.rpartition(".")[0] in {name.rpartition(".")[0] for name in stack.layers}
+    return list_around(model, layer) in {list_around(model, name) for name in stack.layers}

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from peftc.tracing.observe import list_around
 from peftc.tracing.roles import SubLayer
 
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -23,7 +24,7 @@ def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn
     """
     lists: dict[str, list[str]] = {}
     for name in blocks:
-        lists.setdefault(name.rpartition(".")[0], []).append(name)
+        lists.setdefault(list_around(model, name), []).append(name)
     found: list[str] = []
     for members in lists.values():
         ran = {name: model.get_submodule(name) for name in members if name in subs}

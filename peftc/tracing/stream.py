@@ -16,12 +16,19 @@ from peftc.tracing.parallel import mixture
 
 
 def stream_input(graph: fx.Graph) -> fx.Node | None:
-    """The layer's hidden state: its first floating tensor argument."""
-    for node in graph.nodes:
+    """The layer's hidden state: its first floating tensor argument. A layer that takes `*args` and `**kwargs` has it there."""
+    values = [n for n in graph.nodes if n.op == "placeholder" or of_variadic(n)]
+    for node in sorted(values, key=lambda n: n.op != "placeholder"):
         value = graphs.example(node)
-        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.is_floating_point():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
             return node
     return None
+
+
+def of_variadic(node: fx.Node) -> bool:
+    """Whether a node is one of the arguments in `*args` or `**kwargs`."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.op == "placeholder" and str(source.target).startswith("*")
 
 
 # Nothing is left of the value before.

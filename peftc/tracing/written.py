@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from peftc.forms.shapes import KeyValue
 from peftc.tracing import features, graphs
-from peftc.tracing.attention import Attention
+from peftc.tracing.attention import Attention, operands
 from peftc.tracing.operands import value_operands
 from peftc.tracing.seams import applied
 
@@ -221,6 +221,8 @@ def joining(attention: Attention, root: nn.Module) -> Joining | None:
     first, scores = graphs.first_input(attention.call), attention.scores
     behind = [n for n in value_operands(attention.out) if reaches(attention.call, n)]
     if first is None or scores is None or len(behind) != 1 or not maskable(attention.call):
+        return None
+    if attention.k is not operands(scores)[1]:  # scores of keys and queries, the other way around
         return None
     ways = way(scores, first), way(attention.call, behind[0])
     keys = operand_layout(scores, attention.k, True, root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from peftc.verification.batches import Batch
 from peftc.verification.determinism import training
 from peftc.verification.locations import Unreachable
 from peftc.verification.outputs import GRADIENT, Difference, difference, results
-from peftc.verification.recorder import Recorder, first_difference
+from peftc.verification.recorder import Recorder, first_difference, first_output
 from peftc.verification.report import Check, Finding
 from peftc.verification.trial import (
     EVALUATION,
@@ -148,9 +148,23 @@ def check_mode(trial: Trial, batch: Batch, mode: Mode, done: Results) -> None:
     if difference(want.outputs, got.outputs) is not None and is_random(trial, batch, mode, got):
         done.skip(f"{mode.name}: outputs", "two calls of the model differ, with the same parameters and inputs")
         return
-    done.equal(f"{mode.name}: outputs", "P610", f"in {mode.name}", difference(want.outputs, got.outputs))
+    found = difference(want.outputs, got.outputs)
+    if found is None:
+        done.holds(f"{mode.name}: outputs")
+    else:
+        done.fails(f"{mode.name}: outputs", differing(trial, batch, mode, found))
     if mode.gradients:
         check_gradients(trial, mode, want, got, done)
+
+
+def differing(trial: Trial, batch: Batch, mode: Mode, found: Difference) -> Finding:
+    """That a way of calling differs, with the first module that does so where it can be seen."""
+    module, place = None, None
+    with suppress(Unreachable, Broken):
+        module, place = first_module(trial, batch, mode)
+    edit, site = place or (None, None)
+    message = f"in {mode.name}: {found}"
+    return Finding(code="P610", message=message, edit=edit, site=site, module=module, size=found.size)
 
 
 def is_random(trial: Trial, batch: Batch, mode: Mode, run: Run) -> bool:
@@ -223,7 +237,7 @@ def located(trial: Trial, batch: Batch, found: Difference) -> Finding:
     before the first module which takes other values.
     """
     moved = trial.values()
-    module, place = first_module(trial, batch)
+    module, place = first_module(trial, batch, EVALUATION)
     suspects = _suspects(trial, batch, place)
     trial.reset(moved)
     if suspects:
@@ -242,13 +256,22 @@ def located(trial: Trial, batch: Batch, found: Difference) -> Finding:
     )
 
 
-def first_module(trial: Trial, batch: Batch) -> tuple[str | None, Place | None]:
-    """The first module that takes other values, and the edit that acted last before."""
+def first_module(trial: Trial, batch: Batch, mode: Mode) -> tuple[str | None, Place | None]:
+    """The first module that takes other values, and the edit that makes them: the one whose own module returns other values before,
+    else the one that acted last.
+    """
     want, got = Recorder(), Recorder()
-    trial.expected(batch, EVALUATION, want)
-    trial.compiled(batch, EVALUATION, got)
+    trial.expected(batch, EVALUATION if mode is INFERENCE else mode, want)
+    trial.compiled(batch, mode, got)
     first = first_difference(want.events, got.events)
-    return (first[0].module or "the model", want.place_before(first[0])) if first else (None, None)
+    if first is None:
+        return None, None
+    # What a module of a generated class returns is seen behind its edits; what others return may be seen before them.
+    rewritten = {name for name, _ in trial.record.regions}
+    at = {(p.edit, p.site.path): p.site.module for p in trial.record.placed if p.site.module in rewritten}
+    own = first_output(want.events, got.events, set(at.values()), first[0])
+    places = [place for place in want.places if own is not None and at.get(place) == own.module]
+    return first[0].module or "the model", places[-1] if places else want.place_before(first[0])
 
 
 def _suspects(trial: Trial, batch: Batch, place: Place | None) -> list[Place]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from peftc.interrupts import shielded
 
@@ -59,6 +60,32 @@ class Deterministic(TorchFunctionMode):
 
     def thinned(self, value: Any, rate: float) -> Any:
         return value * (1 - rate) if self.scale and rate else value
+
+
+@shielded
+def without_checkpoints() -> Generator[None]:
+    """Inside the block nothing is computed twice for gradients: what `torch.utils.checkpoint` would run again is run once. A reentrant
+    checkpoint gives gradients to nothing but its arguments, and a hook brings parameters that are none of them.
+    """
+    module: Any = checkpoint
+    reentrant, around = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Once, _nothing_around
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = reentrant, around
+
+
+class _Once:
+    """Stands for `torch.utils.checkpoint.CheckpointFunction`."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _nothing_around(*args: Any, **kwargs: Any) -> Generator[None]:
+    yield
 
 
 @shielded

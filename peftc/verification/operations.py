@@ -44,11 +44,14 @@ class Observer(Protocol):
 
 
 class Operations(TorchFunctionMode):
-    """Follows labelled tensors through torch's functions. `paused`: calls that are not the model's own."""
+    """Follows labelled tensors through torch's functions. `paused`: calls that are not the model's own. `roles`: scores have gradients,
+    which tell queries and keys apart.
+    """
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
-        self.observer, self.paused = observer, False
+        self.observer, self.paused, self.roles = observer, False, False
+        self.factors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # scores and what they are the product of, by owner
         self.labels: dict[int, frozenset[Label]] = {}
         self.held: list[Tensor] = []  # so that no number stands for another tensor
         self.live: set[Label] = set()
@@ -106,7 +109,10 @@ class Operations(TorchFunctionMode):
             return done
         if name in SUMS and (done := self.sum(func, args, kwargs)) is not None:
             return done
-        return func(*self.widened(args, labels), **kwargs), self.renamed(name, labels)
+        result = func(*self.widened(args, labels), **kwargs)
+        if name in SOFTMAX and self.roles:
+            self.compare(result, {label.owner for label in labels if label.what == "scores"})
+        return result, self.renamed(name, labels)
 
     def consume(self, label: Label) -> None:
         self.live.discard(label)
@@ -221,8 +227,12 @@ class Operations(TorchFunctionMode):
         self.consume(label)
         self.start(Label("scores", label.owner))
         q, k = (args[i] for i in places)
-        self.observer.arrived(label.owner, "q", q)
-        self.observer.arrived(label.owner, "k", k)
+        if self.roles:
+            scores = func(*args, **kwargs).detach().requires_grad_()
+            self.factors[label.owner] = (scores, *factors(func, q, k, args))
+            return scores
+        if label not in self.labels.get(id(q), frozenset()):
+            return self.reversed(func, label, places, args, kwargs)
         whole = k.ndim == 4 and k.shape[-2] == q.shape[-1]
         keys = k.transpose(-1, -2) if whole else k
         query, pair = self.observer.attention(label.owner, q, Pair(keys, keys))
@@ -234,6 +244,26 @@ class Operations(TorchFunctionMode):
             self.rows[label.owner] = key, _ = spread(pair)
             changed[places[1]] = torch.cat([key, pair.key], -2).transpose(-1, -2)
         return func(*changed, **kwargs)
+
+    def reversed(
+        self, func: Callable[..., Any], label: Label, places: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The product of keys and queries: no equation can be put into it."""
+        k, q = (args[i] for i in places)
+        query, pair = self.observer.attention(label.owner, q, Pair(k, k))
+        if query is not q or pair.key is not k or pair.value is not k or pair.rows:
+            raise Unreachable("the attention multiplies keys with queries, in this order")
+        return func(*args, **kwargs)
+
+    def compare(self, probabilities: Tensor, owners: Iterable[str]) -> None:
+        """Tells queries and keys apart: a probability depends on the scores of one query with all keys."""
+        for owner in owners:
+            scores, first, second = self.factors.pop(owner)
+            (gradient,) = torch.autograd.grad(probabilities.flatten()[-1], scores, retain_graph=True)
+            rows, columns = (int((gradient != 0).any(dim).sum(-1).max()) for dim in (-1, -2))
+            q, k = (second, first) if rows > columns else (first, second)
+            self.observer.arrived(owner, "q", q)
+            self.observer.arrived(owner, "k", k)
 
     def mixture(
         self, func: Callable[..., Any], label: Label, places: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -263,6 +293,16 @@ class Operations(TorchFunctionMode):
         for label in scores:
             self.consume(label)
         return (labels - scores) | {self.start(Label("probabilities", label.owner)) for label in scores}
+
+
+def factors(func: Callable[..., Any], first: Tensor, second: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The two factors of a product, the one of its rows first."""
+    if getattr(func, "__name__", "") == "einsum":
+        inputs, _, result = str(args[0]).replace(" ", "").partition("->")
+        texts = inputs.split(",")
+        if result and result[-1] in texts[0] and result[-1] not in texts[1]:
+            return second, first
+    return first, second
 
 
 def spread(pair: Pair) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -82,6 +83,20 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def first_output(
+    want: Mapping[Event, Mapping[str, Tensor]],
+    got: Mapping[Event, Mapping[str, Tensor]],
+    modules: Collection[str],
+    end: Event,
+) -> Event | None:
+    """The first of these modules that returns other values, before an event."""
+    for event in takewhile(lambda event: event != end, want):
+        both = event.kind == "output" and event.module in modules and event in got
+        if both and difference(want[event], got[event]) is not None:
+            return event
+    return None
 
 
 def first_difference(

@@ -19,7 +19,7 @@ from peftc.verification.locations import Location, Unreachable
 from peftc.verification.movement import sampled
 from peftc.verification.outputs import first_tensor, with_first
 from peftc.verification.report import Finding
-from peftc.verification.trial import EVALUATION, Trial, passes
+from peftc.verification.trial import WITH_GRADIENTS, Trial, passes
 from peftc.verification.witness import Witness
 
 NAMES = {"q": "queries", "k": "keys", "v": "values"}
@@ -103,8 +103,8 @@ def arrivals(
         if state == "v":
             raise _Arrived
 
-    witness.arrival = arrival
-    with EVALUATION.of(trial.base), torch.no_grad():
+    witness.arrival, witness.operations.roles = arrival, True
+    with WITH_GRADIENTS.of(trial.base):  # of scores: all parameters are frozen
         handle = None if noisy is None else add_noise(trial.base, noisy, rows)
         try:
             with witness.acting():

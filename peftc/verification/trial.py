@@ -17,7 +17,7 @@ from peftc.model.configs import first_line
 from peftc.multitask import task
 from peftc.planning import ir
 from peftc.rewriting.record import Installation
-from peftc.verification.determinism import Deterministic, training
+from peftc.verification.determinism import Deterministic, training, without_checkpoints
 from peftc.verification.locations import Unreachable
 from peftc.verification.outputs import results, weighed
 from peftc.verification.prompts import Prompts
@@ -131,6 +131,7 @@ class Trial:
         with self.tasked(), ExitStack() as stack:
             stack.callback(self.copy.eval)
             stack.callback(self.unmark)
+            stack.enter_context(without_checkpoints())
             if recorder is not None:
                 self.witness.mark = recorder.mark
             self.copy.train(mode.train)  # its forms are called

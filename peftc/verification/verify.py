@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from peftc.compiler import analysed, parameters, remove
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
+from peftc.interrupts import shielded
 from peftc.model.running import checked
 from peftc.rewriting.record import Installation, installed, is_installed
 from peftc.tracing.sites import Site
@@ -23,6 +25,7 @@ from peftc.verification.decoding import check_decoding
 from peftc.verification.forms import Forms
 from peftc.verification.locations import Unreachable
 from peftc.verification.movement import Moved, check_movement
+from peftc.verification.outputs import results
 from peftc.verification.report import NotWitnessed, Verification, VerifiedEdit
 from peftc.verification.roles import check_roles
 from peftc.verification.trial import EVALUATION, Trial
@@ -56,7 +59,8 @@ def verify(
     checked(batch)
     if sites not in ("sample", "all"):
         raise PeftcError(Diagnostic("P545", f'`sites` is "sample" or "all", not {sites!r}'))
-    with torch.random.fork_rng():
+    refuse_base(base)
+    with torch.random.fork_rng(), own_dtypes():
         other = duplicate(model).eval()
         given = dict(batch) if batch is not None else sample_batch(other, record.sample)
         trial, table = prepared(other, given)
@@ -86,6 +90,7 @@ def prepared(other: nn.Module, batch: Batch) -> tuple[Trial, dict[str, Site]]:
     refuse_batch(base, batch)
     choose(other, batch)
     record = installed(other)
+    refuse_nan(parameters(other))
     table = {site.path: site for site in analysed(base, record.sample).table.sites}
     trained: dict[str, Tensor] = {name: other.get_parameter(name) for name in record.trained.values()}
     base.requires_grad_(False)
@@ -93,14 +98,31 @@ def prepared(other: nn.Module, batch: Batch) -> tuple[Trial, dict[str, Site]]:
     return Trial(other, base, record, parameters(other), witness), table
 
 
+def refuse_base(base: object) -> None:
+    """Raises: P545 for what is no model without edits."""
+    if base is not None and (not isinstance(base, nn.Module) or is_installed(base)):
+        what = "a compiled one" if isinstance(base, nn.Module) else f"a value of type {type(base).__name__}"
+        message = f"`base` is the model before it was compiled, not {what}"
+        raise PeftcError(Diagnostic("P545", message, help="leave it out: a copy without the edits is compared as well"))
+
+
+def refuse_nan(trained: Mapping[str, Tensor]) -> None:
+    """Raises: P601 for parameters of edits that are not numbers: whatever they are put in computes the same."""
+    if wrong := [name for name, value in trained.items() if bool(value.isnan().any())]:
+        raise PeftcError(Diagnostic("P601", f"`{wrong[0]}` has NaN entries: nothing can be compared"))
+
+
 def refuse_batch(base: nn.Module, batch: Batch) -> None:
-    """Raises: P509 where a model does not run on a batch."""
+    """Raises: P509 where a model does not run on a batch, or all that it gives for it is NaN."""
     try:
         with torch.no_grad():
-            base(**batch)
+            found = results(base(**batch))
     except Exception as error:  # whatever the model's own code raises
         message = f"this {type(base).__name__} does not run on the batch"
         raise PeftcError(Diagnostic("P509", message, notes=(f"{type(error).__name__}: {error}",))) from error
+    if found and all(bool(value.isnan().all()) for value in found.values()):
+        message = f"all that this {type(base).__name__} gives for the batch is NaN, without any edit"
+        raise PeftcError(Diagnostic("P509", message, help="look for NaN entries in the weights of the base"))
 
 
 def duplicate(model: nn.Module) -> nn.Module:
@@ -111,10 +133,26 @@ def duplicate(model: nn.Module) -> nn.Module:
         help_ = "load all weights; a model whose weights are offloaded is verified before it is dispatched"
         raise PeftcError(Diagnostic("P601", message, help=help_))
     try:
-        return copy.deepcopy(model)
+        other = copy.deepcopy(model)
     except Exception as error:  # whatever copying an attribute of a module raises
         message = f"this {type(model).__name__} cannot be copied, and it is not verified in place"
         raise PeftcError(Diagnostic("P601", message, notes=(f"{type(error).__name__}: {error}",))) from error
+    for (name, module), (_, same) in zip(model.named_modules(), other.named_modules(), strict=True):
+        if type(module) is not type(same):
+            message = f"a copy of `{name}` is not of its class, {type(module).__name__}: it may compute something else"
+            raise PeftcError(Diagnostic("P601", message))
+    return other
+
+
+@shielded
+def own_dtypes() -> Generator[None]:
+    """Inside the block nothing is cast by autocast: copies of trained parameters that it keeps would outlive their changes."""
+    devices = [device for device in ("cpu", torch.accelerator.current_accelerator()) if device is not None]
+    with ExitStack() as stack:
+        for device in map(str, devices):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def examined(

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
+import torch
 from torch import Tensor, nn
 
 from peftc.compiler import analysed, planned, tasks_of
@@ -29,6 +30,7 @@ from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 from peftc.tracing.calls import signature_of
+from peftc.tracing.parameter_uses import views_held
 from peftc.weights.combine import CannotFold, Fold, combine, is_linear
 from peftc.weights.compiled import require_base
 from peftc.weights.report import Change, Folded, FoldReport, Refused
@@ -157,11 +159,16 @@ class Folding:
         """Edits whose parameters nothing can be folded into, whatever the equations say."""
         trained = {place: name.partition("/")[0] for name, place in self.record.trained.items()}
         first = {name: group[0] for group in self.analysis.table.tied for name in group}
+        held = views_held(self.model)
         found: dict[str, str] = {}
         for placed in self.record.placed:
             for name in (first.get(n, n) for n in _parameters(self.target(placed))):
                 if (reason := self.unfit(name)) is not None:
                     found.setdefault(placed.edit, reason)
+                elif name in held:
+                    found.setdefault(
+                        placed.edit, f"`{held[name][0]}` holds a view of `{name}`: a fold would change both"
+                    )
                 elif trained.get(name) in stays:
                     found.setdefault(placed.edit, f"`{name}` is trained by `{trained[name]}`, which stays")
         return found
@@ -339,6 +346,8 @@ def unwritable(name: str, parameter: nn.Parameter | None, dequantize: bool) -> s
     dtype = str(parameter.dtype).removeprefix("torch.")
     if not parameter.is_floating_point() or parameter.element_size() < 2:
         return f"`{name}` is quantised ({dtype})"
+    if parameter.is_inference() and not torch.is_inference_mode_enabled():
+        return f"`{name}` was made under `torch.inference_mode()`, and is written only there"
     if type(parameter.data) is not Tensor:
         return f"`{name}` is a {type(parameter.data).__name__}, not a plain tensor"
     return None
