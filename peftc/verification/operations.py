@@ -217,8 +217,9 @@ class Operations(TorchFunctionMode):
         for label in labels:
             if label.what == "query":
                 return self.scores(func, label, places, args, kwargs), frozenset({Label("scores", label.owner)})
-            if label.what == "probabilities" and label in self.of(args[places[0]]):
-                return self.mixture(func, label, places, args, kwargs), labels - {label}
+            if label.what == "probabilities":
+                place = places[label in self.of(args[places[0]])]
+                return self.mixture(func, label, place, args, kwargs), labels - {label}
         return None
 
     def scores(
@@ -266,13 +267,16 @@ class Operations(TorchFunctionMode):
             self.observer.arrived(owner, "k", k)
 
     def mixture(
-        self, func: Callable[..., Any], label: Label, places: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: Callable[..., Any], label: Label, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
+        """The product of probabilities with the values at `place`."""
         self.consume(label)
-        self.observer.arrived(label.owner, "v", args[places[1]])
+        self.observer.arrived(label.owner, "v", args[place])
         changed = list(args)
         if (rows := self.rows.pop(label.owner, None)) is not None:
-            changed[places[1]] = torch.cat([rows[1], args[places[1]]], -2)
+            if not any(isinstance(value, Tensor) for value in args[:place]):
+                raise Unreachable("the attention multiplies values with probabilities, in this order")
+            changed[place] = torch.cat([rows[1], args[place]], -2)
         return self.observer.heads(label.owner, func(*changed, **kwargs))
 
     def widened(self, args: tuple[Any, ...], labels: frozenset[Label]) -> tuple[Any, ...]:

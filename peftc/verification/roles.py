@@ -57,6 +57,8 @@ def check_roles(trial: Trial, batch: Batch, everywhere: bool, sites: Mapping[str
 def wrong_role(trial: Trial, batch: Batch, site: Site, sites: Mapping[str, Site]) -> list[Finding]:
     """What else changes, or does not change, when the output of a site does. Raises: Unreachable."""
     role, owner = site.steps[-1][0], site.path.rpartition(".")[0]
+    if owner not in sites:
+        raise Unreachable(f"without edits the model has no `{owner}`: classes were changed since it was compiled")
     rows = trial.witness.locator.rows(site, "h")
     attention = trial.witness.locator.attention(sites[owner], "query")
     location = trial.witness.locator.of(site, "h")

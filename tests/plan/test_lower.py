@@ -258,3 +258,13 @@ def test_the_same_mistake_at_several_places_is_told_once():
     (found,) = refused(text, BART)
     assert underlined(found) == "50"
     assert found.notes[-1] == "the same 2 more times, in lines 2, 3"
+
+
+def test_twice_the_arms_are_twice_the_work():
+    table = tables.llama(layers=2)
+
+    def work(arms: int) -> int:
+        selector = " | ".join(["layer[*].attn.q", *["layer[0].attn.v"] * arms])
+        return calls(lambda: planned(f"edit e at {selector} {{ h += lora(x, r=4) }}", table))
+
+    assert work(400) <= 2.2 * work(200)

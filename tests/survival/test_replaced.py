@@ -251,3 +251,61 @@ def test_compiled_code_tells_it(whole: bool) -> None:
     with pytest.raises(Unsupported if whole else peftc.PeftcError, match="P436"):
         logits(fast)
     torch.compiler.reset()
+
+
+def test_a_class_that_is_exchanged_is_noticed() -> None:
+    model = compiled(QV)
+    model(**zoo.inputs("llama", model))
+    model.get_submodule(NAME).__class__ = nn.Linear
+    with pytest.raises(peftc.PeftcError, match="P436") as error:
+        model(**zoo.inputs("llama", model))
+    assert NAME in str(error.value)
+
+
+def test_a_class_that_is_derived_is_kept_by_copies() -> None:
+    model = compiled(QV)
+    given = zoo.inputs("llama", model)
+    edited = model.get_submodule(NAME)
+    edited.__class__ = type(
+        "Doubled", (type(edited),), {"forward": lambda self, x: 2 * super(type(self), self).forward(x)}
+    )
+    want = model(**given).logits
+    other = copy.deepcopy(model)
+    assert type(other.get_submodule(NAME)) is type(edited)
+    assert torch.equal(other(**given).logits, want)
+    assert {finding.code for finding in peftc.verify(model).findings} >= {"P602"}
+
+
+class Root(nn.Module):
+    """Put over the class of a model."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        result.logits = 2 * result.logits
+        return result
+
+
+def test_a_class_that_is_derived_from_that_of_the_model_stays() -> None:
+    model = compiled(QV)
+    given = zoo.inputs("llama", model)
+    want = 2 * model(**given).logits
+    model.__class__ = type("Doubled", (Root, type(model)), {})
+    assert torch.equal(model(**given).logits, want)
+    assert torch.equal(copy.deepcopy(model)(**given).logits, want)
+    peftc.remove(model)
+    assert type(model).__name__ == "Doubled"
+    assert torch.equal(model(**given).logits, 2 * llama()(**given).logits)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_torch_compile_keeps_follows_the_edits(whole: bool) -> None:
+    model = compiled(QV)
+    given = zoo.inputs("llama", model)
+    fast = torch.compile(model, backend="eager", fullgraph=whole)
+    with torch.no_grad():
+        assert torch.equal(fast(**given, use_cache=False).logits, model(**given, use_cache=False).logits)
+        peftc.remove(model)
+        assert torch.equal(fast(**given, use_cache=False).logits, llama()(**given, use_cache=False).logits)
+        peftc.compile(FFN, model, seed=0)
+        randomise(peftc.parameters(model))
+        assert torch.equal(fast(**given, use_cache=False).logits, model(**given, use_cache=False).logits)

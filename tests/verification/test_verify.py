@@ -183,3 +183,52 @@ def test_the_edit_before_an_event_is_the_last_that_acted() -> None:
     record.mark(("e", "layer[1]"), torch.ones(2))
     assert record.place_before(first) is None
     assert record.place_before(second) in {("e", "layer[0]"), ("f", "layer[0]")}
+
+
+def recomputing(reentrant: bool) -> Any:
+    llama: Any = model().train()
+    llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return llama
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_through_checkpoints(reentrant: bool) -> None:
+    found = peftc.verify(peftc.compile(QV, recomputing(reentrant), seed=0))
+    assert found.ok, str(found)
+    assert {c.outcome for c in found.checks if "gradients" in c.name} == {"holds"}
+
+
+def test_autocast_is_off_inside() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = peftc.compile(QV, zoo.build("llama"), seed=0, verify=True)
+        found = peftc.verify(compiled)
+        assert torch.is_autocast_enabled("cpu")
+    assert found.ok, str(found)
+
+
+def test_what_is_no_base_is_refused() -> None:
+    compiled = peftc.compile(QV, model(), seed=0)
+    wrong: Any = 5
+    for base in (wrong, compiled):
+        with pytest.raises(peftc.PeftcError) as error:
+            peftc.verify(compiled, base=base)
+        assert [d.code for d in error.value.diagnostics] == ["P545"]
+
+
+def test_parameters_that_are_not_numbers_show_nothing() -> None:
+    compiled = peftc.compile(QV, model(), seed=0)
+    with torch.no_grad():
+        next(iter(peftc.parameters(compiled).values()))[0] = float("nan")
+    with pytest.raises(peftc.PeftcError, match=r"P601.*NaN"):
+        peftc.verify(compiled)
+
+
+def test_a_base_that_gives_no_numbers_shows_nothing() -> None:
+    llama: Any = model()
+    with torch.no_grad():
+        llama.model.norm.weight.fill_(float("nan"))
+    compiled = peftc.compile(QV, llama, seed=0)
+    with pytest.raises(peftc.PeftcError, match=r"P509.*NaN"):
+        peftc.verify(compiled)
