@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -75,7 +76,8 @@ def write_folder(target: Path, files: Mapping[str, str], force: bool = False) ->
     try:
         contents = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
         new = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-        _planned(target, new, force)
+        with lock(target) if target.is_dir() else nullcontext():  # another writer may be at work
+            _planned(target, new, force)
         with target_folder(target), workspace(target) as work:
             for name, content in contents.items():
                 (work / name).write_bytes(content)

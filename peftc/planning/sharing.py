@@ -33,6 +33,7 @@ class Sharing:
 
         Raises: P211 where a module is used at sites that are not among these.
         """
+        self.refuse_guests(sites, selector)
         if not any(site.module in self.groups for site in sites):
             return list(sites)
         there = {(site.module, role(site)): site for site in sites}
@@ -41,6 +42,17 @@ class Sharing:
             more = (f"the same at {len(wrong) - 1} more site{'s' * (len(wrong) > 2)}",) if len(wrong) > 1 else ()
             raise PeftcError(replace(wrong[0], notes=(*wrong[0].notes, *more)))
         return [one for site in sites if (one := self.one(site, there)) is not None]
+
+    def refuse_guests(self, sites: Sequence[Site], selector: ast.Selector) -> None:
+        """Raises: P211 where code of another layer calls the module of a site through a reference of its own."""
+        guests = dict(self.table.guests)
+        for site in sites if guests else ():
+            if (layer := guests.get(site.module)) is not None and site.module not in self.groups:
+                message = f"`{site.module}` of `{site.path}` is called by `{layer}`, too"
+                help_ = "register the module in both layers: one set of parameters then acts at each"
+                raise PeftcError(
+                    Diagnostic("P211", message, selector.span, label="what is done here is done there, too", help=help_)
+                )
 
     def one(self, site: Site, there: Mapping[tuple[str, Key], Site]) -> Site | None:
         """The site with the others of its module; None where it is one of these others."""

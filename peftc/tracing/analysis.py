@@ -62,6 +62,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         tied=tied_groups(fake),
         overlaps=overlaps(fake),
         shared=anatomy.shared,
+        guests=tuple(anatomy.seen.guests.items()),
         elsewhere=tuple((name, *readers) for name, readers in anatomy.seen.elsewhere.items()),
         warnings=(*warnings(source.id, sites, unread), *hidden(source.module)),
         unread=unread,

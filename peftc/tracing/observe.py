@@ -37,6 +37,9 @@ class Observation:
     outer: set[str] = field(default_factory=set[str])  # what is called while none of these runs
     modality: dict[str, str] = field(default_factory=dict[str, str])  # what a layer is for, where only that reaches it
     sample: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the arguments of the forward
+    guests: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # modules of layers, and another layer that calls them, too
     elsewhere: dict[str, tuple[str, ...]] = field(
         default_factory=dict[str, tuple[str, ...]]
     )  # who computes with a parameter, too
@@ -61,6 +64,7 @@ class Observation:
         self.entries, self.results = {**other.entries, **self.entries}, {**other.results, **self.results}
         self.layers = {**other.layers, **self.layers}
         self.outer |= other.outer
+        self.guests = {**other.guests, **self.guests}
         self.elsewhere = merged(self.elsewhere, other.elsewhere)
 
 
@@ -133,6 +137,8 @@ def watched(
         seen.calls[name] = seen.calls.get(name, 0) + 1
         if not running:
             seen.outer.add(name)
+        elif not f"{name}.".startswith(f"{running[-1]}."):
+            seen.guests.setdefault(name, running[-1])
         if name in candidates:
             running.append(name)
         if seen.calls[name] > 1:

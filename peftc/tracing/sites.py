@@ -173,6 +173,7 @@ class SiteTable:
     tied: tuple[tuple[str, ...], ...] = ()  # groups of dotted parameter names that are one tensor
     overlaps: tuple[tuple[str, ...], ...] = ()  # those of tensors that are objects of their own and share memory
     shared: tuple[tuple[str, ...], ...] = ()  # groups of dotted module names that are one module
+    guests: tuple[tuple[str, str], ...] = ()  # a module of a layer, and another layer whose code calls it, too
     elsewhere: tuple[tuple[str, ...], ...] = ()  # a parameter, and the modules that compute with it beside its own
     warnings: tuple[str, ...] = ()
     unread: tuple[UnreadModule, ...] = ()

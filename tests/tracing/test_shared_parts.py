@@ -270,3 +270,25 @@ def test_the_plan_and_the_table_say_what_is_shared(models: dict[str, nn.Module])
     assert "one module: layers.0.mlp, layers.1.mlp" in sites_text(peftc.sites(model), 200)
     found = peftc.compiler.planned(peftc.compiler.flat_of(spec("layer[*].ffn", BESIDE)), peftc.compiler.analysed(model))
     assert "once for  decoder.layer[0].ffn and decoder.layer[1].ffn" in plan_text(found.plan, found.placed, 200)
+
+
+class Guest(nn.Module):
+    """Calls a module of another layer, which it holds in a list."""
+
+    def __init__(self, own: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.own, self.other = own, [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x) + self.other[0](x)
+
+
+def test_a_module_that_another_layer_calls_by_a_reference() -> None:
+    model: Any = build("llama")
+    first, second, _ = model.layers
+    second.self_attn.o_proj = Guest(second.self_attn.o_proj, first.self_attn.q_proj)
+    for site in ("layer[0].attn.q", "layer[*].attn.q"):
+        with pytest.raises(PeftcError, match=r"P211.*`layers\.0\.self_attn\.q_proj`.*is called by `layers\.1`"):
+            peftc.plan(f"peft 1\nedit e at {site} {LINEAR}\n", model)
+    for site in ("layer[1..].attn.q", "layer[*].attn.v"):
+        peftc.plan(f"peft 1\nedit e at {site} {LINEAR}\n", model)
