@@ -37,6 +37,9 @@ class Observation:
     outer: set[str] = field(default_factory=set[str])  # what is called while none of these runs
     modality: dict[str, str] = field(default_factory=dict[str, str])  # what a layer is for, where only that reaches it
     sample: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the arguments of the forward
+    captured: dict[int, str] = field(
+        default_factory=dict[int, str]
+    )  # who computes with a parameter in a closure, by storage
     guests: dict[str, str] = field(
         default_factory=dict[str, str]
     )  # modules of layers, and another layer that calls them, too
@@ -64,6 +67,7 @@ class Observation:
         self.entries, self.results = {**other.entries, **self.entries}, {**other.results, **self.results}
         self.layers = {**other.layers, **self.layers}
         self.outer |= other.outer
+        self.captured = {**other.captured, **self.captured}
         self.guests = {**other.guests, **self.guests}
         self.elsewhere = merged(self.elsewhere, other.elsewhere)
 
@@ -175,7 +179,7 @@ def watched(
     finally:
         for handle in handles:
             handle.remove()
-    seen.elsewhere = uses.elsewhere(candidates)
+    seen.elsewhere, seen.captured = uses.elsewhere(candidates), uses.captured
     return seen
 
 

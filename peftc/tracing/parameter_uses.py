@@ -19,7 +19,11 @@ ASKING = frozenset({"type_as", "view_as", "expand_as", "reshape_as"})  # of what
 
 
 class ParameterUses(TorchFunctionMode):
-    """Notes which module computes with which parameter. `running`: the names of the modules that are being called, the inner ones last."""
+    """Notes which module computes with which parameter. `running`: the names of the modules that are being called, the inner ones last.
+
+    `captured`: the modules whose code computes with a parameter that is not one of the model's, by its storage: those of a skeleton
+    stand for those of the model itself, which a closure goes on holding.
+    """
 
     def __init__(self, model: nn.Module, running: list[str]) -> None:
         super().__init__()
@@ -27,6 +31,7 @@ class ParameterUses(TorchFunctionMode):
         self.owners: dict[int, dict[str, None]] = defaultdict(dict)  # dotted names of parameters, by storage
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.owners[storage(parameter)][name] = None
+        self.captured: dict[int, str] = {}
         self.readers: dict[int, dict[str, None]] = defaultdict(dict)
 
     def __torch_function__(
@@ -37,8 +42,11 @@ class ParameterUses(TorchFunctionMode):
             reader = self.running[-1] if self.running else ""
             given = args[:1] if func.__name__ in (*ASKING, "to") else (args, kwargs)
             for value in pytree.tree_leaves(given):
-                if isinstance(value, torch.Tensor) and (key := storage(value)) in self.owners:
+                key = storage(value) if isinstance(value, torch.Tensor) else 0
+                if key in self.owners:
                     self.readers[key][reader] = None
+                elif isinstance(value, nn.Parameter):
+                    self.captured[key] = reader
         return result
 
     def elsewhere(self, blocks: Collection[str]) -> dict[str, tuple[str, ...]]:

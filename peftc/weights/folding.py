@@ -30,7 +30,7 @@ from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 from peftc.tracing.calls import signature_of
-from peftc.tracing.parameter_uses import views_held
+from peftc.tracing.parameter_uses import storage, views_held
 from peftc.weights.combine import CannotFold, Fold, combine, is_linear
 from peftc.weights.compiled import require_base
 from peftc.weights.report import Change, Folded, FoldReport, Refused
@@ -159,12 +159,17 @@ class Folding:
         """Edits whose parameters nothing can be folded into, whatever the equations say."""
         trained = {place: name.partition("/")[0] for name, place in self.record.trained.items()}
         first = {name: group[0] for group in self.analysis.table.tied for name in group}
-        held = views_held(self.model)
+        held, captured = views_held(self.model), self.analysis.anatomy.seen.captured
         found: dict[str, str] = {}
         for placed in self.record.placed:
             for name in (first.get(n, n) for n in _parameters(self.target(placed))):
                 if (reason := self.unfit(name)) is not None:
                     found.setdefault(placed.edit, reason)
+                elif (parameter := self.parameter(name)) is not None and storage(parameter) in captured:
+                    reader = captured[storage(parameter)]
+                    found.setdefault(
+                        placed.edit, f"`{reader}` computes with `{name}`, too: a fold would change both uses"
+                    )
                 elif name in held:
                     found.setdefault(
                         placed.edit, f"`{held[name][0]}` holds a view of `{name}`: a fold would change both"

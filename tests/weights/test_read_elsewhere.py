@@ -78,7 +78,15 @@ def other_layer() -> Any:
     return model
 
 
+def closure() -> Any:
+    model = llama()
+    embed = model.model.embed_tokens
+    model.lm_head.forward = lambda x: F.linear(x, embed.weight)
+    return model
+
+
 CASES = [
+    (closure, "embed", "`lm_head` computes with `model.embed_tokens.weight`"),
     (held, "embed", "`lm_head` computes with `model.embed_tokens.weight`"),
     (view, "embed", "`lm_head` holds a view of `model.embed_tokens.weight`"),
     (Around, '"inner.model.embed_tokens"', "the model's own code computes with `inner.model.embed_tokens.weight`"),
