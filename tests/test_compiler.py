@@ -12,6 +12,7 @@ from torch import nn
 
 import peftc
 from tests import zoo
+from tests.work import calls
 
 LORA = "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }\n"
 
@@ -132,3 +133,16 @@ def test_the_collector_of_cycles_is_as_it_was() -> None:
             assert gc.isenabled() == enabled
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_twice_the_layers_are_at_most_twice_the_work(device: str) -> None:
+    spec = "peft 1\nedit qv at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2) }\nedit f at layer[*].ffn { h += adapter(x, r=2) }\n"
+
+    def work(layers: int) -> int:
+        with torch.device(device):
+            model = zoo.build("llama", num_hidden_layers=layers)
+        return calls(lambda: peftc.compile(spec, model, seed=0))
+
+    work(2)
+    assert work(48) <= 2.1 * work(24)

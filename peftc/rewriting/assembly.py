@@ -7,7 +7,7 @@ from typing import Any
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
-from peftc.rewriting.anchors import contains, relative
+from peftc.rewriting.anchors import relative
 from peftc.rewriting.edits import Region
 from peftc.rewriting.fast_paths import callers, has_fast_path, innermost_called, with_fast_paths_closed
 from peftc.rewriting.parameter_reads import own_parameters, parameter_reads, runs_parts
@@ -30,7 +30,7 @@ def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
             found += prompt_regions(p, anatomy)
             continue
         for use in p.uses():
-            inside = next((n for n in layers if contains(n, use.site.root)), None)
+            inside = next((n for n in (use.site.root, *callers(use.site.root)) if n in layers), None)
             called = inside is not None and layers[inside].calls(relative(use.site.root, inside))
             by_root.setdefault(inside if inside is not None and called else use.site.root, []).append(use)
     memory: dict[Any, Any] = {}
@@ -71,13 +71,13 @@ def refuse_bypassed(regions: list[Region], anatomy: Anatomy) -> None:
         for module in names.get(region.module, (region.module,)):
             entered = [module, *(f"{module}.{name}" for name in region.inline if name)]
             parameters = [n for e in entered for n in own_parameters(anatomy.model.get_submodule(e), e)]
-            inside = any(contains(layer, module) for layer in layers)
+            inside = not layers.isdisjoint((module, *callers(module)))
             for name in callers(module):
                 around = anatomy.model.get_submodule(name)
                 if has_fast_path(type(around)):
                     continue
                 reads = parameter_reads(around, [relative(parameter, name) for parameter in parameters])
-                within = any(contains(layer, name) for layer in layers)
+                within = not layers.isdisjoint((name, *callers(name)))
                 parts = inside and not within and runs_parts(around, relative(module, name))
                 if parts or any(read.asks or (inside and read.told) for read in reads):
                     raise PeftcError(bypass(region, module, name or type(around).__name__))

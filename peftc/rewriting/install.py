@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import chain
 from typing import Any, cast
 
@@ -171,11 +172,26 @@ class Surgery:
         place: str,
     ) -> FormModule:
         """A new form with its initial values."""
-        dtype, device = options(module, self.model)
+        dtype, device = self.options(module)
         form = make(instance, dtype=dtype, device=device)
         self.initialise(form, name, placed)
         form.fix(place)
         return form
+
+    def options(self, module: nn.Module) -> tuple[torch.dtype, torch.device]:
+        """The dtype and device of a module's floating parameters, or of the model's where it has none."""
+        first = next(chain(module.parameters(), self.model.parameters()), None)
+        floating = (p for p in chain(module.parameters(), self.model.parameters()) if p.is_floating_point())
+        dtype = next((p.dtype for p in floating), None)
+        if dtype is None or first is None:
+            return torch.float32, torch.device("cpu")
+        if not first.is_meta:
+            return dtype, first.device
+        return dtype, execution_device(module) or self.execution_device or first.device
+
+    @cached_property
+    def execution_device(self) -> torch.device | None:
+        return execution_device(self.model)
 
     def initialise(self, form: FormModule, name: str, placed: ir.Placed) -> None:
         """Initial values depend on the seed, the edit, the site and the parameter, and on nothing else."""
@@ -266,18 +282,6 @@ def refuse_quantised(parameters: Mapping[str, torch.Tensor], names: Iterable[str
             kind = type(parameters[name].data).__name__ if is_quantised(parameters[name]) else parameters[name].dtype
             help_ = "change it by an edit, such as `h += lora(x, r=8)`, and leave it as it is"
             raise PeftcError(Diagnostic("P542", f"`{name}` is quantised ({kind}) and cannot be trained", help=help_))
-
-
-def options(module: nn.Module, model: nn.Module) -> tuple[torch.dtype, torch.device]:
-    """The dtype and device of a module's floating parameters, or of the model's where it has none."""
-    first = next(chain(module.parameters(), model.parameters()), None)
-    floating = (p for p in chain(module.parameters(), model.parameters()) if p.is_floating_point())
-    dtype = next((p.dtype for p in floating), None)
-    if dtype is None or first is None:
-        return torch.float32, torch.device("cpu")
-    return dtype, (
-        execution_device(module) or execution_device(model) or first.device
-    ) if first.is_meta else first.device
 
 
 def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
