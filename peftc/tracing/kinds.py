@@ -45,6 +45,9 @@ class LayerKind:
     arguments: dict[str, Any] = field(repr=False)
     opaque: dict[str, str] = field(default_factory=dict[str, str])  # modules in it that could not be entered, and why
     unread: list[Unread] = field(default_factory=list[Unread])  # those of them that have no sites although they matter
+    states: dict[object, Any] = field(
+        default_factory=dict[object, Any], repr=False
+    )  # of attentions, the same in all layers
 
     def calls(self, module: str) -> bool:
         """Whether a module's call is seen in the graph, or that its parameters are read by other code."""

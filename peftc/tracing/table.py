@@ -184,6 +184,12 @@ class LayerSites:
 
     def attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
         """q, k, v and kv as the attention gets them."""
+        key = (attention.call.name, q_width)
+        if key not in self.kind.states:
+            self.kind.states[key] = self.arriving_states(attention, q_width)
+        return dict(self.kind.states[key])
+
+    def arriving_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
         states: dict[str, State] = {}
         call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
