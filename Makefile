@@ -52,7 +52,7 @@ benchmarks: $(READY)
 # The page of forms and recipes, made of the registry and of specs/.
 docs: $(READY)
 	mkdir -p docs
-	$(BIN)/python -m peftc.manual > docs/forms.md
+	$(BIN)/python -m tools.forms_page > docs/forms.md
 
 # Every recipe on every model of tests/zoo.py, against its equations: half an hour on one core.
 verify: $(READY)

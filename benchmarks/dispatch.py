@@ -26,9 +26,9 @@ from torch import nn
 
 import peftc
 from benchmarks.common import machine, save, table
-from peftc.rewriting.kind import Kind
-from peftc.rewriting.record import installed
-from peftc.tracing.calls import innermost
+from peftc.install.installation import installed
+from peftc.specialize.generated_class import Kind
+from peftc.trace.module_calls import innermost
 
 SPEC = """peft 1
 edit prefix at layer[*].attn { kv = concat(prefix(len=4), kv) }

@@ -32,7 +32,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Enco
 
 import peftc
 from benchmarks.common import RESULTS, machine, save, table
-from peftc import resources
+from peftc.filesystem import resources
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from docstrings import docstrings  # beside this folder, no package

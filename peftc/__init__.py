@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Any
 from peftc.diagnostics import Diagnostic, PeftcError, PeftcWarning
 
 if TYPE_CHECKING:
-    from peftc.calibration import calibrate
+    from peftc.adapters import fuse, load, save, warm_start
     from peftc.compiler import compile, design, disabled, graphs, parameters, parse, plan, remove, sites, specs
     from peftc.explore import rewrite, trace
-    from peftc.multitask import add_task, drop_task, set_task, task, tasks
-    from peftc.rewriting.suspend import set_enabled
-    from peftc.training import StepCallback, losses, step
+    from peftc.folding import fold
+    from peftc.install.disable import set_enabled
+    from peftc.training.calibration import calibrate
+    from peftc.training.steps import StepCallback, losses, step
+    from peftc.training.tasks import add_task, drop_task, set_task, task, tasks
     from peftc.verification import verify
-    from peftc.weights import fold, fuse, load, save, warm_start
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "peftc.calibration": ("calibrate",),
+    "peftc.training.calibration": ("calibrate",),
     "peftc.compiler": (
         "compile",
         "design",
@@ -33,11 +34,12 @@ _HOMES = {
         "specs",
     ),
     "peftc.explore": ("rewrite", "trace"),
-    "peftc.multitask": ("add_task", "drop_task", "set_task", "task", "tasks"),
-    "peftc.rewriting.suspend": ("set_enabled",),
-    "peftc.training": ("StepCallback", "losses", "step"),
+    "peftc.training.tasks": ("add_task", "drop_task", "set_task", "task", "tasks"),
+    "peftc.install.disable": ("set_enabled",),
+    "peftc.training.steps": ("StepCallback", "losses", "step"),
     "peftc.verification": ("verify",),
-    "peftc.weights": ("fold", "fuse", "load", "save", "warm_start"),
+    "peftc.adapters": ("fuse", "load", "save", "warm_start"),
+    "peftc.folding": ("fold",),
 }
 
 __all__ = [

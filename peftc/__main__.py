@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from peftc.cli import script
+from peftc.cli.main import script
 
 if __name__ == "__main__":
     sys.exit(script())

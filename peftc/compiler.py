@@ -17,35 +17,35 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from peftc.context import Block
+from peftc.concurrency.context import Block
+from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import listed
+from peftc.fakes.tensors import fake_copy
 from peftc.forms.module import FormModule, checked_seed
-from peftc.interrupts import shielded
-from peftc.model.fakes import fake_copy
-from peftc.model.load import load_model
-from peftc.model.offload import here
-from peftc.model.resolve import ModelSource, resolve
-from peftc.model.running import checked, refuse_what_does_not_run
-from peftc.planning.design import Design, design_of
-from peftc.planning.plan import Plan, Planned, make_plan
+from peftc.install.disable import suspended
+from peftc.install.installation import Installation, Part, acting, installed, is_installed, joint, spec_of_parts, whole
+from peftc.install.overlay import true_parameter
+from peftc.install.reinstall import Done, reinstall, uninstall
+from peftc.install.spec_conflicts import free_name, noted, prefixed, refuse_second
+from peftc.install.surgery import strip
+from peftc.models.load import load_model
+from peftc.models.resolve import ModelSource, resolve
+from peftc.models.runnable import checked, refuse_what_does_not_run
+from peftc.modules.offload import here
+from peftc.planning.planner import Plan, Planned, make_plan
+from peftc.planning.report.design import Design, design_of
 from peftc.planning.scope import ONE
-from peftc.rewriting.beside import free_name, noted, prefixed, refuse_second
-from peftc.rewriting.install import strip
-from peftc.rewriting.overlay import true_parameter
-from peftc.rewriting.positions import refused
-from peftc.rewriting.record import Installation, Part, acting, installed, is_installed, joint, spec_of_parts, whole
-from peftc.rewriting.reinstall import Done, reinstall, uninstall
-from peftc.rewriting.suspend import suspended
-from peftc.semantics.check_structure import said_of
+from peftc.recognize.analysis import Analysis, ModelLike, analyse
+from peftc.rewrite.positions import refused
+from peftc.semantics.checks.structure import said_of
 from peftc.semantics.expand import expand
 from peftc.semantics.load import Include, read_spec
 from peftc.semantics.settings import settings_of
+from peftc.sites.table import SiteTable
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
-from peftc.tracing.analysis import Analysis, ModelLike, analyse
-from peftc.tracing.sites import SiteTable
 
 SpecLike = str | PathLike[str] | ast.Spec
 TASK = re.compile(r"[A-Za-z0-9_-]+")

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
-from peftc.model.resolve import ModelSource
-from peftc.tracing import analysis
+from peftc.models.resolve import ModelSource
+from peftc.recognize import analysis
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 OWN = frozenset(vars(nn.Module()))  # what torch keeps in every module

@@ -15,51 +15,51 @@ FILES = sorted((ROOT / "peftc").rglob("*.py"))
 
 # A module may import from its own stage and from stages to its left. The longest prefix decides.
 STAGES = (
-    "peftc.resources",
-    "peftc.atomic",
-    "peftc.interrupts",
+    "peftc.filesystem.resources",
+    "peftc.filesystem.atomic",
+    "peftc.concurrency.interrupts",
     "peftc.diagnostics",
-    "peftc.safe_io",
+    "peftc.filesystem.bounded_read",
     "peftc.syntax",
-    "peftc.context",
-    "peftc.recomputation",
+    "peftc.concurrency.context",
+    "peftc.concurrency.checkpointing",
     "peftc.forms",
     "peftc.semantics",
-    "peftc.tracing.sites",
+    "peftc.sites.table",
     "peftc.planning",
     "peftc.model",
     "peftc.tracing",
-    "peftc.runtime",
-    "peftc.caches",
-    "peftc.prompting",
-    "peftc.positioning",
+    "peftc.runtime.functions",
+    "peftc.runtime.caches",
+    "peftc.runtime.prompts",
+    "peftc.runtime.positions",
     "peftc.rewriting",
     "peftc.compiler",
-    "peftc.multitask",
-    "peftc.calibration",
-    "peftc.training",
+    "peftc.training.tasks",
+    "peftc.training.calibration",
+    "peftc.training.steps",
     "peftc.weights",
     "peftc.verification",
     "peftc.explore",
-    "peftc.output_folder",
-    "peftc.output",
-    "peftc.manual",
+    "peftc.filesystem.output_folder",
+    "peftc.cli.output",
+    "tools.forms_page",
     "peftc",
-    "peftc.files",
-    "peftc.commands",
-    "peftc.cli",
+    "peftc.cli.spec_files",
+    "peftc.cli.model_commands",
+    "peftc.cli.main",
     "peftc.__main__",
 )
 
 TORCH_FREE = (
-    "peftc.resources",
-    "peftc.atomic",
+    "peftc.filesystem.resources",
+    "peftc.filesystem.atomic",
     "peftc.diagnostics",
-    "peftc.safe_io",
+    "peftc.filesystem.bounded_read",
     "peftc.syntax",
     "peftc.forms",
     "peftc.semantics",
-    "peftc.tracing.sites",
+    "peftc.sites.table",
     "peftc.planning",
 )
 
@@ -147,17 +147,25 @@ VERIFICATION = [path for path in FILES if name_of(path).startswith("peftc.verifi
 def test_the_witness_shares_no_code_with_the_rewriter(path: Path) -> None:
     """Of what rewrites and runs edits, verification reads the record of an installation, and calls what users call."""
     public = set(peftc.__all__)
-    called = ("peftc.compiler", "peftc.multitask", "peftc.calibration", "peftc.training", "peftc.weights")
+    called = (
+        "peftc.compiler",
+        "peftc.training.tasks",
+        "peftc.training.calibration",
+        "peftc.training.steps",
+        "peftc.weights",
+    )
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not node.module:
             continue
         names = {alias.name for alias in node.names}
-        if node.module.startswith(("peftc.rewriting", "peftc.runtime", "peftc.prompting", "peftc.positioning")):
-            assert node.module == "peftc.rewriting.record", node.module
+        if node.module.startswith(
+            ("peftc.rewriting", "peftc.runtime.functions", "peftc.runtime.prompts", "peftc.runtime.positions")
+        ):
+            assert node.module == "peftc.install.installation", node.module
             assert names <= {"Installation", "installed", "is_installed"}
         elif node.module.startswith(called):
             assert names <= public | {"analysed", "states"}, (node.module, names)
         elif node.module.startswith("peftc.tracing"):
-            assert node.module == "peftc.tracing.sites", node.module
+            assert node.module == "peftc.sites.table", node.module
         else:
             assert node.module.partition(".")[2].partition(".")[0] not in ("explore", "output"), node.module

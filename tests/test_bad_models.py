@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import peftc
-from peftc.cli import main
+from peftc.cli.main import main
 from tests import zoo
 from tests.laws.harness import Before
 

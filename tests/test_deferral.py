@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peftc.interrupts import INTERRUPTS, Deferral, shielded
+from peftc.concurrency.interrupts import INTERRUPTS, Deferral, shielded
 
 
 def interrupt() -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import peftc
-from peftc import resources
+from peftc.filesystem import resources
 from peftc.forms import FORMS
-from peftc.manual import EXAMPLES, costs_of, folds_of, page
 from tests import zoo
+from tools.forms_page import EXAMPLES, costs_of, folds_of, page
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "forms.md"
 

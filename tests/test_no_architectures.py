@@ -17,14 +17,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "peftc").rglob("*.py"))
-IDS = frozenset(name for name in json.loads((ROOT / "peftc/model/catalogue.json").read_text())["models"] if "/" in name)
+IDS = frozenset(
+    name for name in json.loads((ROOT / "peftc/models/catalogue.json").read_text())["models"] if "/" in name
+)
 
 # Model types that are English words, the name of a tool (`git`), and an attribute of every config (`is_encoder_decoder`).
 ENGLISH = frozenset({"align", "bit", "git", "encoderdecoder"})
 # Names that are not of the architecture, by file.
 OTHERS = {
     "peftc/forms/arguments.py": {"bert"},  # `init=bert`: the initial values that papers call so, N(0, 0.02)
-    "peftc/model/settings.py": {"beam"},  # `num_beam_groups`, a setting of `generate`
+    "peftc/models/settings.py": {"beam"},  # `num_beam_groups`, a setting of `generate`
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 import peftc
-from peftc.cli import main
+from peftc.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ import torch
 
 import peftc
 from benchmarks.adversarial.outcome import Tally
-from peftc.weights.files import read
+from peftc.adapters.files import read
 from tests import zoo
 from tests.laws.harness import randomise
 from tests.processes import KILLED, end_of, fork, killed_at

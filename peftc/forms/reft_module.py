@@ -26,7 +26,7 @@ class ReFT(FormModule):
     first. W and b as in `nn.Linear`.
 
     With `first` or `last` it is zero but for the first or the last tokens of each sequence. Padding is no token of it, on
-    either side: the stack tells the form which columns of the mask it is given (`peftc.positioning`). With a cache, tokens
+    either side: the stack tells the form which columns of the mask it is given (`peftc.runtime.positions`). With a cache, tokens
     count from the start of the cache, so that generation with and without one give the same; the first `first` tokens are
     edited even where the prompt has fewer. `last` counts from the end of what a call is given, and a call with a cache is
     refused: pyreft edits the end of the prompt in the first call, which without a cache would be at another place with every

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from peftc.context import ChoiceVar, Rows
+from peftc.concurrency.context import ChoiceVar, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule, Pair, has_values

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from peftc.diagnostics import Diagnostic
 from peftc.planning.ir import Assign, Placed
+from peftc.sites.table import Slice, State
 from peftc.syntax import ast
-from peftc.tracing.sites import Slice, State
 
 
 @dataclass(frozen=True)

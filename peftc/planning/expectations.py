@@ -9,8 +9,8 @@ from typing import Literal
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.counts import percent
-from peftc.planning.model import Plan, PlanEdit, PlanTotals
-from peftc.semantics.check_expects import check_expect
+from peftc.planning.report.plan import Plan, PlanEdit, PlanTotals
+from peftc.semantics.checks.expects import check_expect
 from peftc.semantics.constants import amount
 from peftc.semantics.vocabulary import COUNTS
 from peftc.syntax import ast

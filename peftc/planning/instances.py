@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from peftc.forms import Args, Dims, Form
 from peftc.planning.ir import Instance
 from peftc.planning.scope import Scope, spot, width_of
-from peftc.tracing.sites import Site
+from peftc.sites.table import Site
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Literal
 
 from peftc.forms.registry import Args, Count, Dims, Form
 from peftc.forms.shapes import Shape
+from peftc.sites.table import Site
 from peftc.syntax import ast
-from peftc.tracing.sites import Site
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,12 +8,12 @@ from peftc.diagnostics import Diagnostic, Span
 from peftc.forms.shapes import KeyValue
 from peftc.planning.instances import Instances
 from peftc.planning.ir import Assign, Concat, Placed, Term
-from peftc.planning.parameter_sites import body_at
 from peftc.planning.scope import Scope
+from peftc.planning.selection.parameter_sites import body_at
 from peftc.planning.terms import Terms, error, quoted
 from peftc.semantics.walk import names
+from peftc.sites.table import Site
 from peftc.syntax import ast
-from peftc.tracing.sites import Site
 
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
 

@@ -15,8 +15,8 @@ from peftc.forms.registry import Spot
 from peftc.forms.shapes import Shape, Tokens, Vector
 from peftc.planning.ir import Placed
 from peftc.semantics.arguments import Bound, bind
+from peftc.sites.table import Site, SiteTable
 from peftc.syntax import ast
-from peftc.tracing.sites import Site, SiteTable
 
 
 @dataclass(frozen=True)

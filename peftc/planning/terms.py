@@ -9,15 +9,15 @@ from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms import FORMS, Dims, Form, Illegal
 from peftc.forms.prompt import PROMPT
 from peftc.forms.shapes import KeyValue, Scalar, Tokens
-from peftc.planning.combine import combine
 from peftc.planning.instances import Instances
 from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read, Term
 from peftc.planning.scope import Scope
+from peftc.planning.shape_arithmetic import combine
 from peftc.semantics.constants import amount
 from peftc.semantics.vocabulary import FROZEN
+from peftc.sites.table import Site, State
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import expression
-from peftc.tracing.sites import Site, State
 
 LONGEST = 50  # characters of an expression that is quoted in a message
 

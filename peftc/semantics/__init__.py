@@ -1,7 +1,7 @@
 from peftc.semantics.arguments import Bound, bind
-from peftc.semantics.check import check
-from peftc.semantics.check_file import check_file
-from peftc.semantics.check_structure import said_of
+from peftc.semantics.checks.file import check_file
+from peftc.semantics.checks.spec import check
+from peftc.semantics.checks.structure import said_of
 from peftc.semantics.constants import amount, constant
 from peftc.semantics.expand import expand
 from peftc.semantics.load import read_spec

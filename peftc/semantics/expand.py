@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, listed
-from peftc.semantics.check import check
+from peftc.semantics.checks.spec import check
 from peftc.semantics.load import Folders, Include, folders_of
 from peftc.semantics.rename import renamed
 from peftc.semantics.restrict import within

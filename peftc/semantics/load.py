@@ -10,7 +10,7 @@ from pathlib import Path
 
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.diagnostics.suggestions import did_you_mean, listed
-from peftc.safe_io import check_path, read_regular, shown
+from peftc.filesystem.bounded_read import check_path, read_regular, shown
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.tokens import begins_as_spec

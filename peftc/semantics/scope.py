@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from peftc import resources
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
-from peftc.semantics.check_definitions import check_definitions
+from peftc.filesystem import resources
+from peftc.semantics.checks.definitions import check_definitions
 from peftc.semantics.load import Folders, folder_of, path_of, read_used
 from peftc.semantics.substitute import Environment, is_constant, substitute
 from peftc.semantics.walk import is_shared

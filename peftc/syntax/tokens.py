@@ -10,8 +10,8 @@ from functools import cache
 from lark import Lark, Token
 from lark.lark import PostLex
 
-from peftc import resources
 from peftc.diagnostics import Span
+from peftc.filesystem import resources
 
 
 class _KeepAll(PostLex):

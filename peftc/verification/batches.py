@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from peftc.diagnostics import PeftcError
-from peftc.model.fakes import fake_copy, fake_mode
-from peftc.model.parts import on_sample
-from peftc.model.sample import sample_inputs
+from peftc.fakes.tensors import fake_copy, fake_mode
+from peftc.models.sample import sample_inputs
+from peftc.models.tower_samples import on_sample
 
 Batch = Mapping[str, Any]
 

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 
 from peftc.compiler import disabled
 from peftc.diagnostics import PeftcError
-from peftc.model.configs import first_line
+from peftc.folding import fold
+from peftc.models.configs import first_line
 from peftc.planning import ir
 from peftc.verification.batches import Batch
-from peftc.verification.determinism import training
-from peftc.verification.locations import Unreachable
-from peftc.verification.outputs import GRADIENT, Difference, difference, results
-from peftc.verification.recorder import Recorder, first_difference, first_output
 from peftc.verification.report import Check, Finding
 from peftc.verification.trial import (
     EVALUATION,
@@ -31,8 +28,11 @@ from peftc.verification.trial import (
     Trial,
     passes,
 )
-from peftc.verification.witness import Place
-from peftc.weights import fold
+from peftc.verification.witness.determinism import training
+from peftc.verification.witness.hooks import Place
+from peftc.verification.witness.locations import Unreachable
+from peftc.verification.witness.outputs import GRADIENT, Difference, difference, results
+from peftc.verification.witness.recorder import Recorder, first_difference, first_output
 
 
 @dataclass

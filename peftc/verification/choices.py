@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftc.calibration import calibrate
 from peftc.compiler import states
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.multitask import task, tasks
+from peftc.training.calibration import calibrate
+from peftc.training.tasks import task, tasks
 from peftc.verification.batches import Batch
-from peftc.verification.determinism import training
-from peftc.verification.outputs import results as results_of
-from peftc.verification.outputs import weighed
+from peftc.verification.witness.determinism import training
+from peftc.verification.witness.outputs import results as results_of
+from peftc.verification.witness.outputs import weighed
 
 UNCHOSEN, UNFILLED = "P540", "P544"
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftc.interrupts import shielded
-from peftc.model.configs import first_line
+from peftc.concurrency.interrupts import shielded
+from peftc.models.configs import first_line
 from peftc.planning import ir
 from peftc.verification.batches import Batch
 from peftc.verification.checks import Results
-from peftc.verification.locations import Unreachable
-from peftc.verification.outputs import Difference, difference
 from peftc.verification.trial import EVALUATION, Broken, Trial, passes
+from peftc.verification.witness.locations import Unreachable
+from peftc.verification.witness.outputs import Difference, difference
 
 NEW = 3  # tokens
 Steps = tuple[Tensor, tuple[Tensor, ...]]  # tokens (batch, length), and the logits of each that is new

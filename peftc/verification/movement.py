@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from peftc.planning import ir
 from peftc.verification.batches import Batch
 from peftc.verification.checks import Results
-from peftc.verification.outputs import difference
-from peftc.verification.recorder import Event, Recorder
 from peftc.verification.report import Finding
 from peftc.verification.trial import EVALUATION, Run, Trial
+from peftc.verification.witness.outputs import difference
+from peftc.verification.witness.recorder import Event, Recorder
 
 
 @dataclass

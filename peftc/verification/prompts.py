@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from peftc.planning import ir
-from peftc.verification.interpreter import Interpreter
-from peftc.verification.locations import Unreachable
+from peftc.verification.witness.interpreter import Interpreter
+from peftc.verification.witness.locations import Unreachable
 
 SIDES = {  # the arguments of the stack: token ids, embedded tokens, mask
     "": ("input_ids", "inputs_embeds", "attention_mask"),

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peftc.planning.render import plain
+from peftc.planning.report.text import plain
 from peftc.verification.report import Verification
 
 STYLE = {"holds": "green", "fails": "bold red", "not checked": "yellow"}

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftc.model.configs import first_line
-from peftc.tracing.sites import Site, Slice
+from peftc.models.configs import first_line
+from peftc.sites.table import Site, Slice
 from peftc.verification.batches import Batch
 from peftc.verification.checks import Results
-from peftc.verification.interpreter import features, with_features
-from peftc.verification.locations import Location, Unreachable
 from peftc.verification.movement import sampled
-from peftc.verification.outputs import first_tensor, with_first
 from peftc.verification.report import Finding
 from peftc.verification.trial import WITH_GRADIENTS, Trial, passes
-from peftc.verification.witness import Witness
+from peftc.verification.witness.hooks import Witness
+from peftc.verification.witness.interpreter import features, with_features
+from peftc.verification.witness.locations import Location, Unreachable
+from peftc.verification.witness.outputs import first_tensor, with_first
 
 NAMES = {"q": "queries", "k": "keys", "v": "values"}
 WHOLE = 0.99  # of the numbers that arrive; some may be cut off by rounding

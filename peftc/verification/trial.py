@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import seeded
-from peftc.model.configs import first_line
-from peftc.multitask import task
+from peftc.install.installation import Installation
+from peftc.models.configs import first_line
 from peftc.planning import ir
-from peftc.rewriting.record import Installation
-from peftc.verification.determinism import Deterministic, training, without_checkpoints
-from peftc.verification.locations import Unreachable
-from peftc.verification.outputs import results, weighed
+from peftc.training.tasks import task
 from peftc.verification.prompts import Prompts
-from peftc.verification.recorder import Recorder
-from peftc.verification.witness import Place, Witness, unmarked
+from peftc.verification.witness.determinism import Deterministic, training, without_checkpoints
+from peftc.verification.witness.hooks import Place, Witness, unmarked
+from peftc.verification.witness.locations import Unreachable
+from peftc.verification.witness.outputs import results, weighed
+from peftc.verification.witness.recorder import Recorder
 
 NOISE = (0.5, 0.05, 0.005)  # of the size of a parameter; less where results are not finite
 

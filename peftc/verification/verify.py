@@ -12,24 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from peftc.compiler import analysed, parameters, remove
+from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
-from peftc.interrupts import shielded
-from peftc.model.running import checked
-from peftc.rewriting.record import Installation, installed, is_installed
-from peftc.tracing.sites import Site
+from peftc.install.installation import Installation, installed, is_installed
+from peftc.models.runnable import checked
+from peftc.sites.table import Site
 from peftc.verification.batches import Batch, sample_batch
 from peftc.verification.checks import Results, check_base, check_equations, check_fold
 from peftc.verification.choices import choose
 from peftc.verification.decoding import check_decoding
-from peftc.verification.forms import Forms
-from peftc.verification.locations import Unreachable
 from peftc.verification.movement import Moved, check_movement
-from peftc.verification.outputs import results
 from peftc.verification.report import NotWitnessed, Verification, VerifiedEdit
 from peftc.verification.roles import check_roles
 from peftc.verification.trial import EVALUATION, Trial
-from peftc.verification.witness import Witness
+from peftc.verification.witness.forms import Forms
+from peftc.verification.witness.hooks import Witness
+from peftc.verification.witness.locations import Unreachable
+from peftc.verification.witness.outputs import results
 
 Sites = Literal["sample", "all"]
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from peftc import __version__, resources
-from peftc.cli import main
+from peftc import __version__
+from peftc.cli.main import main
+from peftc.filesystem import resources
 
 GOOD = "peft 1\n\nedit ffn at layer[*].ffn { h += adapter(x, r=64) }\n"
 LOOSE = GOOD.replace("h += adapter", "h+=adapter").replace("\n\n", "\n# note\n")
@@ -189,7 +190,7 @@ def test_version(capsys: Out) -> None:
 
 
 def run(*argv: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "peftc.cli", *argv], input=text, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "peftc.cli.main", *argv], input=text, capture_output=True, text=True)
 
 
 def test_standard_input() -> None:
@@ -206,7 +207,7 @@ def test_standard_input() -> None:
 
 IMPORTS = """
 import sys
-from peftc.cli import main
+from peftc.cli.main import main
 code = main(sys.argv[1:])
 heavy = [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
 sys.exit(f"imported {heavy}" if heavy else code)

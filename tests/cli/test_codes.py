@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import peftc
-from peftc import cli
+from peftc.cli.main import main
 from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.codes_names import NAMES
 from peftc.diagnostics.codes_plan import PLAN
@@ -46,9 +46,9 @@ def test_a_bug_is_told_as_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         raise KeyError("kv")
 
     monkeypatch.delenv("PEFTC_TRACEBACK", raising=False)
-    monkeypatch.setattr(cli, "run_explain", broken)
-    assert cli.main(["explain", "P001"]) == 2
+    monkeypatch.setattr(main, "run_explain", broken)
+    assert main.main(["explain", "P001"]) == 2
     assert capsys.readouterr().err.startswith("error[P900]: this is a bug in peftc: KeyError: 'kv'\n")
     monkeypatch.setenv("PEFTC_TRACEBACK", "1")
     with pytest.raises(KeyError):
-        cli.main(["explain", "P001"])
+        main.main(["explain", "P001"])

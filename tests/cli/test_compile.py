@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import peftc
-from peftc.cli import main
-from peftc.output import forwards, snake_case
-from peftc.output_folder import MARKER, write_folder
+from peftc.cli.main import main
+from peftc.cli.output import forwards, snake_case
+from peftc.filesystem.output_folder import MARKER, write_folder
 from tests import zoo
 from tests.processes import KILLED, killed_at
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.model.fakes import new_mode
-from peftc.planning.render_sites import sites_text
-from peftc.tracing.roles import sub_layers
-from peftc.tracing.routed import find_experts
-from peftc.tracing.tracer import RegionTracer
+from peftc.fakes.tensors import new_mode
+from peftc.planning.report.site_tree import sites_text
+from peftc.recognize.moe.experts import find_experts
+from peftc.recognize.roles import sub_layers
+from peftc.trace.tracer import RegionTracer
 from tests.experts.models import MODELS, fresh, logits, moved, original
 
 functional: Any = nn.functional

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-from peftc.rewriting.record import installed, is_installed
-from peftc.weights.files import read
+from peftc.adapters.files import read
+from peftc.install.installation import installed, is_installed
 from tests.interrupts.operations import run
 
 

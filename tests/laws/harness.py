@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.compiler import analysed, flat_of, planned
-from peftc.rewriting.record import installed
+from peftc.install.installation import installed
 from tests import zoo
 from tests.laws.recipe import Recipe
 from tests.reference.reference import Reference

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import peftc
-from peftc.prompting import longer_numbers
+from peftc.runtime.prompts import longer_numbers
 from tests import zoo
 from tests.laws.harness import randomise
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import peftc
-from peftc import resources
-from peftc.planning.model import Plan
+from peftc.filesystem import resources
+from peftc.planning.report.plan import Plan
 from peftc.semantics import read_spec
 from peftc.syntax import ast
 from tests import zoo

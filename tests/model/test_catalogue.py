@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from peftc.model import catalogue
-from peftc.model.fakes import fake_mode
-from peftc.model.identity import fingerprint, parameters, tied_groups
-from peftc.model.resolve import resolve
-from peftc.model.sample import sample_inputs
-from peftc.model.skeleton import skeleton
+from peftc.fakes.tensors import fake_mode
+from peftc.models import catalogue
+from peftc.models.identity import fingerprint, parameters, tied_groups
+from peftc.models.resolve import resolve
+from peftc.models.sample import sample_inputs
+from peftc.models.skeleton import skeleton
 
 IDS = tuple(catalogue.catalogue())
 

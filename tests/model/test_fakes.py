@@ -10,12 +10,12 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from peftc.model.fakes import as_fake, fake_copy, fake_mode, new_mode
-from peftc.model.guesses import settled
-from peftc.model.identity import fingerprint, parameters, tied_groups
-from peftc.model.resolve import resolve
-from peftc.model.sample import sample_inputs
-from peftc.model.skeleton import skeleton
+from peftc.fakes.data_answers import settled
+from peftc.fakes.tensors import as_fake, fake_copy, fake_mode, new_mode
+from peftc.models.identity import fingerprint, parameters, tied_groups
+from peftc.models.resolve import resolve
+from peftc.models.sample import sample_inputs
+from peftc.models.skeleton import skeleton
 from tests import zoo
 
 

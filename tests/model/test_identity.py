@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from peftc.model.identity import fingerprint, parameters, tied_groups
-from peftc.model.load import load_model
-from peftc.model.resolve import resolve
-from peftc.model.skeleton import skeleton
+from peftc.models.identity import fingerprint, parameters, tied_groups
+from peftc.models.load import load_model
+from peftc.models.resolve import resolve
+from peftc.models.skeleton import skeleton
 from tests import zoo
 
 

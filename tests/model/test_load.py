@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from peftc.diagnostics import PeftcError
-from peftc.model.identity import fingerprint, parameters
-from peftc.model.load import load_model
-from peftc.model.resolve import resolve
-from peftc.model.skeleton import skeleton
+from peftc.models.identity import fingerprint, parameters
+from peftc.models.load import load_model
+from peftc.models.resolve import resolve
+from peftc.models.skeleton import skeleton
 from tests import zoo
 
 

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaModel
 
 import peftc
 from peftc import PeftcError
-from peftc.model.fakes import fake_copy
-from peftc.model.identity import fingerprint, overlaps, parameters, tied_groups
-from peftc.model.memory import memory_of, overlap, overlapping
+from peftc.fakes.tensors import fake_copy
+from peftc.models.identity import fingerprint, overlaps, parameters, tied_groups
+from peftc.modules.memory import memory_of, overlap, overlapping
 
 LORA = "peft 1\nedit e at layer[0].attn.q { h += lora(x, r=2) }"
 WIDTH = 32

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from peftc.diagnostics import PeftcError
-from peftc.model.fakes import fake_copy, fake_mode
-from peftc.model.sample import sample_inputs
+from peftc.fakes.tensors import fake_copy, fake_mode
+from peftc.models.sample import sample_inputs
 from tests import zoo
 
 

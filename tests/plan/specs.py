@@ -3,11 +3,11 @@
 import pytest
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.planning.model import PlanEdit
-from peftc.planning.plan import Planned, make_plan
+from peftc.planning.planner import Planned, make_plan
+from peftc.planning.report.plan import PlanEdit
 from peftc.semantics.expand import expand
+from peftc.sites.table import SiteTable
 from peftc.syntax import parse_text
-from peftc.tracing.sites import SiteTable
 
 
 def planned(text: str, table: SiteTable) -> Planned:

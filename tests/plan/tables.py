@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from peftc.forms.shapes import Heads, KeyValue, Rows, Shape, Tokens, Vector, Weight
-from peftc.tracing.sites import ModuleInfo, Place, Site, SiteTable, Slice, State, WeightRef
+from peftc.sites.table import ModuleInfo, Place, Site, SiteTable, Slice, State, WeightRef
 
 Steps = tuple[tuple[str, int | None], ...]
 

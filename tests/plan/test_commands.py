@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from peftc.cli import main
+from peftc.cli.main import main
 
 MODEL = ["--model", "bert-base-uncased"]
 

@@ -9,10 +9,10 @@ import pytest
 
 import peftc
 from peftc.planning.counts import percent
-from peftc.planning.plan import Planned, make_plan
+from peftc.planning.planner import Planned, make_plan
 from peftc.semantics.expand import expand
+from peftc.sites.table import SiteTable
 from peftc.syntax import parse_text
-from peftc.tracing.sites import SiteTable
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "counts.json").read_text(encoding="utf-8"))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import peftc
-from peftc.planning.design import Design, table
+from peftc.planning.report.design import Design, table
 
 MODEL = "facebook/bart-large"
 SPECS = {

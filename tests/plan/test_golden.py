@@ -4,9 +4,9 @@ import pytest
 
 from peftc.diagnostics import PeftcError
 from peftc.diagnostics.render import render_text
-from peftc.planning.model import Plan
-from peftc.planning.render import plan_text
-from peftc.planning.render_sites import sites_text
+from peftc.planning.report.plan import Plan
+from peftc.planning.report.site_tree import sites_text
+from peftc.planning.report.text import plan_text
 from tests.plan import tables
 from tests.plan.specs import planned
 

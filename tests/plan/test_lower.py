@@ -3,8 +3,8 @@
 import pytest
 
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Tokens, Vector, Weight
-from peftc.planning.combine import combine
 from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read
+from peftc.planning.shape_arithmetic import combine
 from tests.plan import tables
 from tests.plan.specs import planned, refused, underlined
 from tests.work import calls

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.render import render_text
-from peftc.planning.select import coverage, resolve
+from peftc.planning.selection.selectors import coverage, resolve
+from peftc.sites.table import Site, SiteTable
 from peftc.syntax import ast
-from peftc.tracing.sites import Site, SiteTable
 from tests.plan import tables
 from tests.plan.specs import planned
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import peftc
-from peftc import resources
+from peftc.filesystem import resources
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
-from peftc.planning.plan import Planned, make_plan
+from peftc.planning.planner import Planned, make_plan
 from peftc.semantics import expand, read_spec
-from peftc.tracing.sites import SiteTable
+from peftc.sites.table import SiteTable
 from tests.matrix import checkerboard
 
 RECIPES = resources.recipes()

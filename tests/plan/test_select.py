@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peftc.diagnostics import PeftcError
-from peftc.planning.select import coverage, resolve
+from peftc.planning.selection.selectors import coverage, resolve
 from peftc.syntax import ast
 from tests.plan import tables
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from peftc.planning.regions import Chosen, Region, numel
+from peftc.sites.parameter_ranges import Chosen, Region, numel
 from tests.plan import tables
 from tests.plan.specs import only_edit, planned, refused
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import peftc
-from peftc.rewriting.anchors import Anchor
+from peftc.rewrite.anchors import Anchor
 from tests import zoo
 from tests.laws.harness import close
 

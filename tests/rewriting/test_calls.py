@@ -17,8 +17,8 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import peftc
-from peftc.rewriting.kind import Kind
-from peftc.rewriting.record import installed
+from peftc.install.installation import installed
+from peftc.specialize.generated_class import Kind
 from tests import zoo
 from tests.matrix import checkerboard
 from tests.survival.harness import CACHED, SPECS, close, compiled, text

@@ -13,7 +13,7 @@ from transformers import masking_utils
 from transformers.integrations import flex_attention as integration
 
 import peftc
-from peftc.runtime import opened_blocks
+from peftc.runtime.functions import opened_blocks
 from tests import zoo
 from tests.survival.harness import close, compiled
 

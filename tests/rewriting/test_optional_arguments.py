@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional
 
 import peftc
-from peftc.rewriting.anchors import Ordinal
-from peftc.rewriting.edits import Bound
-from peftc.rewriting.kind import Kind
-from peftc.rewriting.record import installed
+from peftc.install.installation import installed
+from peftc.rewrite.anchors import Ordinal
+from peftc.rewrite.edits import Bound
+from peftc.specialize.generated_class import Kind
 from tests.laws.harness import close
 from tests.matrix import checkerboard
 
@@ -384,7 +384,7 @@ def test_masks_of_torchs_layers_and_their_states(make: Any, equation: str) -> No
 
 def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     """The encoder, its layers and their attention are edited, one inside of the other: each has a forward for each call, and no more."""
-    monkeypatch.setattr("peftc.rewriting.reinstall.warm", lambda model, sample=None: None)
+    monkeypatch.setattr("peftc.install.reinstall.warm", lambda model, sample=None: None)
     torch.manual_seed(0)
     model = compiled(Encoder().double().eval(), "attn { kv = concat(prefix(len=2), kv) }", masks(""))
     with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.rewriting.container import Container
+from peftc.rewrite.container import Container
 
 
 class Block(nn.Module):

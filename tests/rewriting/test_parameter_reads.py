@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import peftc
-from peftc.rewriting.parameter_reads import own_parameters, parameter_reads
+from peftc.rewrite.legality.parameter_reads import own_parameters, parameter_reads
 from tests.laws.harness import randomise
 from tests.rewriting.test_modes import mode
 

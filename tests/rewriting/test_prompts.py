@@ -277,7 +277,7 @@ def test_refused(text: str, code: str) -> None:
     with pytest.raises(peftc.PeftcError, match=code):
         peftc.compile("peft 1\n" + text, model)
     assert type(model).__name__ == "LlamaForCausalLM"
-    assert not peftc.rewriting.record.is_installed(model)
+    assert not peftc.install.installation.is_installed(model)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # transformers' and torch's own

@@ -13,8 +13,8 @@ from torch import nn
 
 import peftc
 from benchmarks.families import build
-from peftc.rewriting.kind import Kind
-from peftc.rewriting.record import installed
+from peftc.install.installation import installed
+from peftc.specialize.generated_class import Kind
 from tests import zoo
 from tests.matrix import checkerboard, some
 
@@ -155,7 +155,7 @@ def test_a_miss_never_runs_a_known_variant() -> None:
 
 
 def test_an_answer_that_changes_in_between_is_noticed() -> None:
-    from peftc.runtime import still
+    from peftc.runtime.functions import still
 
     still(True, "bool", True)
     still(None, "is", None)

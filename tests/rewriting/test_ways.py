@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.rewriting.kind import MOST_WAYS, Kind
+from peftc.specialize.generated_class import MOST_WAYS, Kind
 
 
 class Deciding(nn.Module):

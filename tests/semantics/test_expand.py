@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from peftc import resources
 from peftc.diagnostics import PeftcError
+from peftc.filesystem import resources
 from peftc.semantics import expand, read_spec
 from peftc.semantics.settings import parse_settings
 from peftc.syntax import ast, parse_text, print_spec

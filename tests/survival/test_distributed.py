@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import peftc
-from peftc.weights.files import read
+from peftc.adapters.files import read
 from tests import zoo
 from tests.matrix import FULL
 from tests.survival.harness import SPECIES, all_close, freshly_compiled

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from peftc import resources
+from peftc.filesystem import resources
 from peftc.syntax import ast, parse_text, print_spec
 from tests.syntax.specs import specs
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftc.rewriting.kind import Kind
-from peftc.tracing.blocks import TraceError
-from peftc.tracing.tracer import RegionTracer
+from peftc.specialize.generated_class import Kind
+from peftc.trace.context_managers import TraceError
+from peftc.trace.tracer import RegionTracer
 
 
 class Layer(nn.Module):

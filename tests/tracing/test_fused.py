@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.tracing.features import blocks
-from peftc.tracing.roles import sub_layers
-from peftc.tracing.sites import Slice
-from peftc.tracing.tracer import RegionTracer
+from peftc.recognize.graph.features import blocks
+from peftc.recognize.roles import sub_layers
+from peftc.sites.table import Slice
+from peftc.trace.tracer import RegionTracer
 from tests.layers import Layers
 
 D, H = 8, 2

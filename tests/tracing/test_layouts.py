@@ -8,11 +8,11 @@ from torch import nn
 
 import peftc
 from benchmarks.families import build
-from peftc.tracing.attention import attentions
-from peftc.tracing.features import feeding
-from peftc.tracing.sites import Site, Slice
-from peftc.tracing.tracer import RegionTracer
-from peftc.tracing.written import joining
+from peftc.recognize.attention.find import attentions
+from peftc.recognize.attention.manual_attention import joining
+from peftc.recognize.graph.features import feeding
+from peftc.sites.table import Site, Slice
+from peftc.trace.tracer import RegionTracer
 
 LATENT, INTERLEAVED = "causal-lm/deepseek_v3", ("causal-lm/gpt_neox", "causal-lm/bloom")
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.semantics.check_selectors import is_tower
+from peftc.recognize.layers import Stack
+from peftc.recognize.non_layer_sites import stack_of
+from peftc.semantics.checks.selectors import is_tower
 from peftc.syntax import ast
-from peftc.tracing.kinds import Stack
-from peftc.tracing.outside import stack_of
 from tests.layers import Layers
 
 D = 8

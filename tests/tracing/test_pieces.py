@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.rewriting.kind import Kind
-from peftc.tracing.attention import attentions
-from peftc.tracing.features import feeding
-from peftc.tracing.pieces import gathered, piece
-from peftc.tracing.sites import Slice
-from peftc.tracing.tracer import RegionTracer
+from peftc.recognize.attention.find import attentions
+from peftc.recognize.graph.features import feeding
+from peftc.sites.table import Slice
+from peftc.specialize.generated_class import Kind
+from peftc.trace.ragged_loops import gathered, piece
+from peftc.trace.tracer import RegionTracer
 
 
 class Packed(nn.Module):

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 from transformers import AlbertConfig, AlbertModel
 
-from peftc.model.fakes import fake_copy, fake_mode
-from peftc.model.sample import sample_inputs
-from peftc.tracing.observe import repeated_blocks, watched
+from peftc.fakes.tensors import fake_copy, fake_mode
+from peftc.models.sample import sample_inputs
+from peftc.observe.sample_forward import repeated_blocks, watched
 from tests import zoo
 
 

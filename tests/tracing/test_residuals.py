@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from peftc.tracing.kinds import joins
-from peftc.tracing.observe import repeated_blocks
-from peftc.tracing.roles import SubLayer, sub_layers
-from peftc.tracing.tracer import RegionTracer, Traced
+from peftc.observe.sample_forward import repeated_blocks
+from peftc.recognize.layers import joins
+from peftc.recognize.roles import SubLayer, sub_layers
+from peftc.trace.tracer import RegionTracer, Traced
 
 D, N = 8, 3
 functional: Any = nn.functional

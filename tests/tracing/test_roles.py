@@ -6,8 +6,8 @@ import pytest
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 
 import peftc
-from peftc.tracing.analysis import analyse
-from peftc.tracing.sites import Site, SiteTable
+from peftc.recognize.analysis import analyse
+from peftc.sites.table import Site, SiteTable
 from tests import zoo
 
 GATED = {"t5-gated", "llama", "qwen2", "qwen3", "mistral"}

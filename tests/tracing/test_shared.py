@@ -10,7 +10,7 @@ import torch
 from transformers import AlbertConfig, AlbertModel, BartConfig
 
 import peftc
-from peftc.planning.render_sites import sites_text
+from peftc.planning.report.site_tree import sites_text
 
 
 def config(groups: int) -> AlbertConfig:

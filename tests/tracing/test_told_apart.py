@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peftc.tracing.roles import SubLayer, sub_layers
-from peftc.tracing.tracer import RegionTracer
+from peftc.recognize.roles import SubLayer, sub_layers
+from peftc.trace.tracer import RegionTracer
 
 D, T = 8, 5
 functional: Any = nn.functional

@@ -12,9 +12,9 @@ from transformers import CONFIG_MAPPING
 
 import peftc
 from benchmarks.families import build
-from peftc.model.fakes import new_mode
-from peftc.model.guesses import guessing
-from peftc.model.known import known
+from peftc.fakes.constant_propagation import known
+from peftc.fakes.data_answers import guessing
+from peftc.fakes.tensors import new_mode
 from tests.laws.harness import Before
 
 # type -> its stacks, and the attention that is found in each

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from peftc.rewriting.kind import Kind
-from peftc.tracing.analysis import analyse
-from peftc.tracing.calls import bind, innermost
-from peftc.tracing.roles import sub_layers
-from peftc.tracing.tracer import RegionTracer
+from peftc.recognize.analysis import analyse
+from peftc.recognize.roles import sub_layers
+from peftc.specialize.generated_class import Kind
+from peftc.trace.module_calls import bind, innermost
+from peftc.trace.tracer import RegionTracer
 from tests import zoo
 from tests.matrix import checkerboard
 

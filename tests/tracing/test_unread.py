@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import peftc
 from peftc.compiler import analysed, flat_of, planned
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.planning.model import Plan
+from peftc.planning.report.plan import Plan
 
 D, H, T = 8, 2, 6
 functional: Any = nn.functional

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import peftc
-from peftc.tracing.operands import value_operands
-from peftc.tracing.roles import SubLayer, sub_layers
-from peftc.tracing.sites import Slice
-from peftc.tracing.tracer import RegionTracer
+from peftc.recognize.graph.value_operands import value_operands
+from peftc.recognize.roles import SubLayer, sub_layers
+from peftc.sites.table import Slice
+from peftc.trace.tracer import RegionTracer
 
 D, H, T = 8, 2, 5
 functional: Any = nn.functional

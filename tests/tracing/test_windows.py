@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.tracing.written import labelled
+from peftc.recognize.attention.manual_attention import labelled
 from tests.layers import Layers
 
 D, H = 8, 2

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import peftc
-from peftc.rewriting.record import installed
-from peftc.verification.forms import Forms
+from peftc.install.installation import installed
+from peftc.verification.witness.forms import Forms
 from tests import zoo
 from tests.laws.harness import close, randomise
 from tests.reference import forms

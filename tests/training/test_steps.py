@@ -12,7 +12,7 @@ from torch import Tensor
 
 import peftc
 from peftc.forms.svd_module import SVD
-from peftc.training import consistency, forms_of
+from peftc.training.steps import consistency, forms_of
 from tests import zoo
 from tests.laws.harness import close
 from tests.reference.literature import mixture
@@ -164,7 +164,7 @@ def test_a_step_without_gradients_is_refused() -> None:
 
 
 def mixtures(model: Any) -> list[Any]:
-    return [form for _, form in forms_of(model, peftc.rewriting.record.installed(model))]
+    return [form for _, form in forms_of(model, peftc.install.installation.installed(model))]
 
 
 def test_adamix_keeps_its_routes_where_training_goes_on(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import peftc
-from peftc.cli import main
+from peftc.cli.main import main
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.diagnostics.formats import render_github
 from peftc.diagnostics.render import render_text
-from peftc.semantics import check_file, read_spec
-from peftc.semantics.check_file import check_file as check
+from peftc.semantics import read_spec
+from peftc.semantics.checks import file
+from peftc.semantics.checks.file import check_file as check
 from peftc.syntax import parse_text, print_spec
 from tests.layers import Layers
 
@@ -50,7 +51,7 @@ def test_files_within_files_without_end(tmp_path: Path) -> None:
     for i in range(2_000):
         (tmp_path / f"{i}.peft").write_text(f'peft 1\nuse m from "{i + 1}.peft"\nmethod m{i}() {{ apply m() }}\n')
     (tmp_path / "main.peft").write_text('peft 1\nuse m0 from "0.peft"\napply m0()\n')
-    assert "P126" in {found.code for found in check_file(read_spec(tmp_path / "main.peft"))}
+    assert "P126" in {found.code for found in file(read_spec(tmp_path / "main.peft"))}
 
 
 def test_many_files_side_by_side(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_many_files_side_by_side(tmp_path: Path) -> None:
         (tmp_path / f"{i}.peft").write_text(EDIT.replace("edit", f"method m{i}() {{ edit") + "}\n")
     uses = "".join(f'use m{i} from "{i}.peft"\napply m{i}() as a{i}\n' for i in names)
     (tmp_path / "main.peft").write_text(f"peft 1\n{uses}")
-    assert check_file(read_spec(tmp_path / "main.peft")) == []
+    assert file(read_spec(tmp_path / "main.peft")) == []
 
 
 @pytest.mark.parametrize(

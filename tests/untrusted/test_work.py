@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from peftc.cli import main
+from peftc.cli.main import main
 from peftc.syntax.tokens import language, words
 
 HEAD = "peft 1\n"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import peftc
-from peftc import resources
+from peftc.filesystem import resources
 from peftc.semantics import read_spec
 from peftc.syntax import ast
 from tests import zoo

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import peftc
-from peftc import cli
+from peftc.cli.main import main
 from peftc.planning import ir
-from peftc.verification.recorder import Event, Recorder
 from peftc.verification.render import verification_text
+from peftc.verification.witness.recorder import Event, Recorder
 from tests import zoo
 from tests.laws.harness import Before
 from tests.specs_on_models.pairs import unchanged
@@ -136,11 +136,11 @@ def test_the_command_on_weights_and_on_a_configuration(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec, folder = files
-    assert cli.main(["verify", spec, "--model", folder]) == 0
+    assert main.main(["verify", spec, "--model", folder]) == 0
     told = capsys.readouterr().out
     assert "\nits weights; input_ids [2, 5]\n" in told
     assert "holds" in told
-    assert cli.main(["verify", spec, "--model", f"{folder}/config.json", "--seed", "3", "--json"]) == 0
+    assert main.main(["verify", spec, "--model", f"{folder}/config.json", "--seed", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["weights"] == "random weights, seed 3"
     assert found["format_version"] == "1.0"
@@ -153,23 +153,23 @@ def test_findings_are_exit_code_1(
 ) -> None:
     spec, folder = files
     rewritten(monkeypatch, twice)
-    assert cli.main(["verify", spec, "--model", folder]) == 1
+    assert main.main(["verify", spec, "--model", folder]) == 1
     assert "P602" in capsys.readouterr().out
-    assert cli.main(["verify", spec, "--model", folder, "--json"]) == 1
+    assert main.main(["verify", spec, "--model", folder, "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert (finding["code"], finding["site"], finding["state"]) == ("P602", "encoder.layer[0].ffn", "h")
     assert finding["size"] > 0
-    assert cli.main(["verify", spec, "--model", folder, "--output-format", "json"]) == 1
+    assert main.main(["verify", spec, "--model", folder, "--output-format", "json"]) == 1
     assert [record["code"] for record in json.loads(capsys.readouterr().out)] == ["P602"]
 
 
 def test_wrong_usage(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     spec, folder = files
-    assert cli.main(["verify", f"{spec}.not", "--model", folder]) == 2
+    assert main.main(["verify", f"{spec}.not", "--model", folder]) == 2
     with pytest.raises(SystemExit) as ended:
-        cli.main(["verify", spec])
+        main.main(["verify", spec])
     assert ended.value.code == 2
-    assert cli.main(["verify", spec, "--model", f"{folder}/nothing"]) == 1
+    assert main.main(["verify", spec, "--model", f"{folder}/nothing"]) == 1
     capsys.readouterr()
 
 

@@ -12,8 +12,8 @@ from peftc.forms import FORMS, Dims
 from peftc.forms.module import FormModule, build
 from peftc.forms.shapes import Shape, Tokens, Vector, Weight
 from peftc.planning.ir import Applied, Arithmetic, Assign, Constant, Frozen, Instance, Placed, Read, Term
+from peftc.sites.table import Site, State, WeightRef
 from peftc.syntax import ast
-from peftc.tracing.sites import Site, State, WeightRef
 
 SOURCE = ast.Name("…")
 

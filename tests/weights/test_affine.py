@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from peftc.folding.affine_values import FoldedWeights, Refusal, fold_terms
 from peftc.forms.shapes import KeyValue, Tokens, Vector, Weight
-from peftc.planning.affine import affine_reason, fold_reason, fold_target
+from peftc.planning.foldability.affine import affine_reason, fold_reason, fold_target
 from peftc.planning.ir import Assign, Concat
-from peftc.weights.affine import FoldedWeights, Refusal, fold_terms
 from tests.weights import equations as eq
 
 TOLERANCE = 1e-10

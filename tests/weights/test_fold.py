@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import peftc
-from peftc.weights import FoldReport
+from peftc.folding import FoldReport
 from tests import zoo
 from tests.laws.harness import Before, close, randomise
 from tests.matrix import some
@@ -404,8 +404,8 @@ class Injected(Exception):
 
 @pytest.mark.parametrize("where", ["warm", "apply", "planned", "prepare"])
 def test_a_failure_in_the_middle_leaves_the_compiled_model(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peftc.rewriting import install, reinstall
-    from peftc.weights import folding
+    from peftc.folding import fold
+    from peftc.install import reinstall, surgery
 
     spec = MIXED + "\nedit d at layer[*].attn.q { h += vector(init=0) }"
     model, _ = compiled("llama", spec)
@@ -419,9 +419,9 @@ def test_a_failure_in_the_middle_leaves_the_compiled_model(where: str, monkeypat
             case "warm":
                 patch.setattr(reinstall, "warm", fail)
             case "planned":
-                patch.setattr(folding, "planned", fail)
+                patch.setattr(fold, "planned", fail)
             case _:
-                patch.setattr(install.Surgery, where, fail)
+                patch.setattr(surgery.Surgery, where, fail)
         with pytest.raises(Injected):
             peftc.fold(model)
     assert_unchanged(model, before, parameters)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import peftc
-from peftc.rewriting import journal
-from peftc.weights import folding, widening
+from peftc.folding import ffn_width, fold
+from peftc.install import journal
 from tests import zoo
 from tests.laws.harness import randomise
 
@@ -184,10 +184,10 @@ def test_a_fold_that_widens_is_done_or_undone_as_a_whole(
     model = wider()
     before, want, config = state(model), observed(model), str(model.config)
     places = [
-        (widening.Widening, "widened"),
-        (widening.Wider, "swap"),
-        (widening, "wider_config"),
-        (folding, "uninstall"),
+        (ffn_width.Widening, "widened"),
+        (ffn_width.Wider, "swap"),
+        (ffn_width, "wider_config"),
+        (fold, "uninstall"),
     ]
     for owner, name in places:
         with monkeypatch.context() as patch:

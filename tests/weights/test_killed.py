@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import peftc
-from peftc import atomic
-from peftc.weights.adapter import METADATA, TENSORS, Adapter
-from peftc.weights.files import read
-from peftc.weights.writing import write
+from peftc.adapters.files import read
+from peftc.adapters.metadata import METADATA, TENSORS, Adapter
+from peftc.adapters.writing import write
+from peftc.filesystem import atomic
 from tests import zoo
 from tests.laws.harness import randomise
 from tests.processes import KILLED, REFUSED, end_of, fork, killed_at

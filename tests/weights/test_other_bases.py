@@ -14,11 +14,11 @@ from torch import nn
 from transformers import LlamaConfig, LlavaConfig
 
 import peftc
-from peftc.model import settings
-from peftc.model.identity import fingerprint, fingerprint_of, identity
-from peftc.weights.adapter import METADATA
-from peftc.weights.base import described, differences
-from peftc.weights.values import VALUES, digest_of, samples
+from peftc.adapters.base import described, differences
+from peftc.adapters.metadata import METADATA
+from peftc.adapters.weight_sample import VALUES, digest_of, samples
+from peftc.models import settings
+from peftc.models.identity import fingerprint, fingerprint_of, identity
 from tests import zoo
 from tests.laws.harness import Before, randomise
 

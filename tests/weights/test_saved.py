@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import peftc
-from peftc.weights.adapter import METADATA
+from peftc.adapters.metadata import METADATA
 from tests import zoo
 from tests.laws.harness import Before, randomise, values
 from tests.matrix import checkerboard
@@ -274,7 +274,7 @@ def test_a_failure_while_writing_leaves_the_old_adapter(
 
 
 def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peftc.weights import writing
+    from peftc.adapters import writing
 
     def failing(*args: Any) -> None:
         raise OSError("disk gone")
@@ -478,7 +478,7 @@ def test_a_model_with_an_edit_of_that_name_is_refused(folder: Path) -> None:
 
 
 def test_a_failure_while_loading_leaves_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peftc.weights import loading
+    from peftc.adapters import loading
 
     model = zoo.build("bert")
     before = Before.of(model)

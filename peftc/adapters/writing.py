@@ -1,0 +1,138 @@
+"""Writing an adapter: its tensors under a name of their own, then `adapter.json`, which is the switch from the old to the new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import time
+from typing import Any, cast
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from peftc.adapters.files import LARGEST, sha256_of
+from peftc.adapters.metadata import METADATA, TENSORS, TENSORS_NAME, Adapter, tensors_name
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.filesystem.atomic import (
+    dead_workspaces,
+    flush,
+    is_workspace,
+    lock,
+    remove_workspace,
+    target_folder,
+    workspace,
+)
+from peftc.filesystem.bounded_read import read_regular
+
+OLD = f"old-{METADATA}"
+RECENT = 3600.0  # seconds; where folders cannot be locked, younger files may belong to a writer that is at work
+_OURS = (re.compile(TENSORS_NAME), re.compile(rf"(old-)?{re.escape(METADATA)}|old-{re.escape(TENSORS)}"))
+_WRITTEN = (*_OURS, re.compile(r"\.tmp[A-Za-z0-9]{6}"))  # the last is what safetensors writes into
+
+
+def write(target: Path, tensors: Mapping[str, Tensor], describe: Callable[[str], Adapter]) -> None:
+    """Writes an adapter into a new or empty directory, or over another one. `describe` is given the tensors' sha256.
+
+    At every moment the directory loads as what was there before or as the new adapter, whatever ends the process. What a
+    killed writer has left is removed after the switch.
+
+    Raises: P526 for any other directory, or where the file system refuses; then what was there is there.
+    """
+    _check_target(target)
+    try:
+        with target_folder(target), workspace(target) as work:
+            path = work / TENSORS
+            save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, path, {"format": "pt"})
+            adapter = describe(sha256_of(path))
+            (work / METADATA).write_text(adapter.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            shutil.copymode(work / METADATA, path)
+            path = path.rename(work / adapter.file)
+            flush(path, work / METADATA)
+            with lock(target) as held:
+                _publish(work, target, adapter.file)
+                _clean(target, work, held)
+    except (OSError, SafetensorError) as error:
+        raise PeftcError(Diagnostic("P526", f"the adapter cannot be saved at {target}", notes=(f"{error}",))) from error
+
+
+def _check_target(target: Path) -> None:
+    try:
+        if not target.exists() or (target.is_dir() and (_is_adapter(target) or _is_unfinished(target))):
+            return
+    except OSError as error:
+        raise PeftcError(Diagnostic("P526", f"{target} cannot be looked at", notes=(f"{error}",))) from error
+    what = "is a directory of other things" if target.is_dir() else "is a file"
+    raise PeftcError(Diagnostic("P526", f"{target} {what}", help="name a new directory, or remove this one"))
+
+
+def _is_adapter(target: Path) -> bool:
+    """Whether peftc saved an adapter here, of whatever version."""
+    data = _json(target / METADATA)
+    return {"format_version", "peftc", "sha256"} <= data.keys()
+
+
+def _is_unfinished(target: Path) -> bool:
+    """Whether a directory is empty, or has nothing but what a writer has left that was killed before its switch."""
+    paths = list(target.iterdir())
+    interrupted = any(map(is_workspace, paths))
+    return all(
+        is_workspace(path)
+        or (_OURS[0].fullmatch(path.name) and path.is_file() and (interrupted or path.name != TENSORS))
+        for path in paths
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a description says; nothing where there is none."""
+    try:
+        data = json.loads(read_regular(path, LARGEST))
+    except (PeftcError, OSError, ValueError, RecursionError):
+        return {}
+    return cast(dict[str, Any], data) if isinstance(data, dict) else {}
+
+
+def _publish(work: Path, target: Path, name: str) -> None:
+    """Puts the new tensors beside the old ones, then the new description over the old one."""
+    if (target / METADATA).exists():
+        shutil.copyfile(target / METADATA, work / OLD)  # which vouches for the old tensors until they are removed
+    try:
+        os.replace(work / name, target / name)
+        flush(target)
+        os.replace(work / METADATA, target / METADATA)
+    except BaseException:
+        if _json(target / METADATA).get("file") != name:
+            with suppress(OSError):
+                (target / name).unlink()
+        raise
+    flush(target)
+
+
+def _clean(target: Path, work: Path, held: bool) -> None:
+    """Removes what no description names any more, where it is certain that a writer of adapters wrote it. What cannot be
+    removed is left to the next one.
+    """
+    with suppress(OSError):
+        dead = list(dead_workspaces(target)) if held else []
+        for path in _unused(target, [work, *dead]):
+            if held or path.stat().st_mtime < time() - RECENT:
+                path.unlink()
+        for path in dead:
+            remove_workspace(path, _WRITTEN)
+
+
+def _unused(target: Path, workspaces: list[Path]) -> Iterator[Path]:
+    """Files of tensors that no description names, and that have the sha256 in their own name or in a description that was replaced."""
+    descriptions = [_json(path) for work in workspaces for path in sorted(work.rglob(f"*{METADATA}"))]
+    replaced = {str(data.get("sha256")) for data in descriptions}
+    named = _json(target / METADATA).get("file", TENSORS)
+    for path in sorted(target.iterdir()):
+        if path.name != named and _OURS[0].fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            digest = sha256_of(path)
+            if path.name == tensors_name(digest) or (path.name == TENSORS and digest in replaced):
+                yield path

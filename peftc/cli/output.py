@@ -1,0 +1,133 @@
+"""What `peftc compile -o DIR` writes: the generated forwards, the plan, the expanded spec, and how to use them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from torch import nn
+
+from peftc.compiler import Settings, SpecLike, added, analysed, checked_tasks, flat_of, name_of, planned, used
+from peftc.diagnostics import PeftcError
+from peftc.fakes.tensors import fake_mode
+from peftc.filesystem.bounded_read import shown
+from peftc.filesystem.output_folder import Written, write_folder
+from peftc.forms.module import checked_seed
+from peftc.install.installation import Part, installed
+from peftc.planning.planner import Planned
+from peftc.planning.report.text import percent
+from peftc.recognize.analysis import ModelLike
+from peftc.semantics.load import Include
+from peftc.specialize.generated_class import Kind
+from peftc.syntax.printer import print_spec
+
+PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A spec compiled onto a skeleton: the plan, and the text of each file by its name."""
+
+    planned: Planned
+    files: dict[str, str]
+
+
+def compile_skeleton(
+    spec: SpecLike,
+    model: ModelLike,
+    seed: int | None = None,
+    *,
+    settings: Settings | None = None,
+    include: Include = (),
+    tasks: Sequence[str] | None = None,
+    trust_remote_code: bool = False,
+) -> Compiled:
+    """Compiles onto a model without weights, for its code and its plan.
+
+    Raises: as `peftc.compile`.
+    """
+    flat = flat_of(spec, settings, include)
+    analysis = analysed(model, trust_remote_code=trust_remote_code)
+    names = checked_tasks(tasks, ())
+    found = used(tasks, planned(flat, analysis, names))
+    if found.findings:
+        raise PeftcError(found.findings)
+    skeleton = analysis.anatomy.model
+    with fake_mode(skeleton):
+        part = Part(name_of(spec), print_spec(flat), found.plan, 0 if seed is None else checked_seed(seed))
+        added(skeleton, part, flat, found, analysis, tasks=names)
+    files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: part.text, README: readme(part, names)}
+    return Compiled(found, files | forwards(skeleton))
+
+
+def forwards(model: nn.Module) -> dict[str, str]:
+    """The generated code, one file for each kind of region."""
+    groups: dict[int, tuple[Kind, list[str]]] = {}
+    for name, kind in installed(model).regions:
+        groups.setdefault(id(kind), (kind, []))[1].append(name)
+    files: dict[str, str] = {}
+    for kind, modules in groups.values():
+        stem = "forward_" + snake_case(kind.name)
+        n = 1
+        while (name := f"{stem}.py" if n == 1 else f"{stem}_{n}.py") in files:
+            n += 1
+        files[name] = kind_source(kind, modules)
+    return files
+
+
+def snake_case(name: str) -> str:
+    """A part of a file name: words of a class's name, without what file systems or readers trip over."""
+    return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()[:100]
+
+
+def kind_source(kind: Kind, modules: list[str]) -> str:
+    edits = dict.fromkeys(f"{e.edit} at {e.slug.replace('_', '.')}" for e in kind.edits)
+    named = modules if len(modules) <= 6 else [*modules[:3], f"… ({len(modules)} in all)", modules[-1]]
+    note = [f"{kind.name}, as rewritten by peftc.", "", "Edits: " + ", ".join(edits) + ".", "Modules:"]
+    note += [f"    {m}" for m in named]
+    note += ["", "Generated: for reading; `peftc.compile` makes it again from the spec.", ""]
+    imports = sorted(dict.fromkeys(kind.names.imports.values()), key=lambda line: (line.startswith("from"), line))
+    unseen = ["from peftc.runtime.functions import unseen"] if kind.inline else []
+    return "\n".join([docstring(note), "", *imports, *unseen, "", "", kind.source, ""])
+
+
+def docstring(lines: list[str]) -> str:
+    """Lines of text as a docstring, whatever characters they have: none of them ends it, or the line."""
+    escaped = (line.replace("\\", r"\\").replace('"', r"\"") for line in lines)
+    return '"""' + "\n".join(map(shown, escaped)) + '"""'
+
+
+def readme(part: Part, tasks: Sequence[str]) -> str:
+    plan = part.plan
+    total, base = plan.totals, plan.totals.base
+    rows = [
+        f"| {e.name} | {len(e.sites)} | {e.trained:,} | {e.stored:,} | {'yes' if e.foldable else 'no'} | {e.reason} |"
+        for e in plan.edits
+    ]
+    return f"""# {Path(plan.spec.path).stem} on {plan.model.id}
+
+{len(plan.edits)} edits of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by peftc.
+Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the base). Stored: {total.stored:,}.
+
+| edit | sites | trained | stored | folds | why |
+|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+    import peftc
+    peftc.compile("{SPEC}", model, seed={part.seed}{f", tasks={list(tasks)}" if tasks else ""})
+
+* `{SPEC}`: the spec, expanded: nothing is left to a default.
+* `{PLAN}`: the plan, with every site.
+* `forward_*.py`: the generated forwards, one file for each kind of region.
+"""
+
+
+def write(compiled: Compiled, directory: str | PathLike[str], force: bool = False) -> Written:
+    """Writes the files into a directory that is new, empty, or was written by this function.
+
+    Raises: as `write_folder`.
+    """
+    return write_folder(Path(directory), compiled.files, force)

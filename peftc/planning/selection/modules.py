@@ -1,0 +1,86 @@
+"""Modules as sites: what `**` and globs reach, whether or not a role was found for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+from peftc.forms.shapes import Tokens, Vector, Weight
+from peftc.sites.paths import Steps, stack_steps
+from peftc.sites.table import INPUT, OUTPUT, ModuleInfo, Place, Site, SiteTable, State, WeightRef
+
+NAMES = {"weight": "w", "bias": "b"}
+TRANSPOSED = frozenset({"Conv1D"})  # transformers' Conv1D stores (in, out)
+
+
+def module_site(module: ModuleInfo, table: SiteTable) -> Site:
+    """The site that this module alone computes, else a site with nothing but the module's weight and bias."""
+    whole = [site for site in table.sites if site.module == module.name and not _is_part(site)]
+    own = [site for site in whole if any(state.weight for state in site.states.values())]
+    if not own and not module.parameters and whole:  # a container: the widest role it has
+        fewest = min(len(site.steps) for site in whole)
+        own = [site for site in whole if len(site.steps) == fewest]
+    return own[0] if len(own) == 1 else _bare_site(module)
+
+
+def _is_part(site: Site) -> bool:
+    """Whether the site is some rows of a module (the q of a fused qkv) or reads a weight of another one."""
+    refs = [state.weight for state in site.states.values() if state.weight]
+    return any(ref.module != site.module or ref.part for ref in refs)
+
+
+def _bare_site(module: ModuleInfo) -> Site:
+    states = {state.name: state for state in (*_states(module), *_activations(module))}
+    shapes = ",".join(f"{name}{list(shape)}" for name, shape in module.parameters.items())
+    path = f'"{module.name}"'
+    return Site(path, ((path, None),), module.name, module.name, f"{module.type}({shapes})", states)
+
+
+def _states(module: ModuleInfo) -> Iterable[State]:
+    for attribute, size in module.parameters.items():
+        name = NAMES.get(attribute, attribute)
+        transposed = module.type in TRANSPOSED and len(size) == 2
+        ref = WeightRef(module.name, attribute, transposed=transposed)
+        if len(size) == 2:
+            d_out, d_in = reversed(size) if transposed else size
+            yield State(name, Weight(d_out, d_in), weight=ref)
+        elif len(size) == 1:
+            yield State(name, Vector(size[0]), weight=ref)
+
+
+def _activations(module: ModuleInfo) -> Iterable[State]:
+    if module.input is not None:
+        yield State("x", Tokens(module.input), Place(INPUT, path=module.entry))
+    if module.output is not None:
+        yield State("h", Tokens(module.output), Place(OUTPUT, path=module.result))
+
+
+def modules_below(reached: Iterable[Steps], table: SiteTable) -> list[ModuleInfo]:
+    """The modules with parameters at and under each path, in model order.
+
+    A sub-layer need not be one module (an ffn can be two Linears of the layer): then its sites say what is below.
+    """
+    roots = {root for steps in dict.fromkeys(reached) for root in _roots(steps, table)}
+    return [info for info in table.modules if info.parameters and not roots.isdisjoint(_ancestors(info.name))]
+
+
+def _roots(steps: Steps, table: SiteTable) -> set[str]:
+    sites = [site for site in table.sites if site.steps[: len(steps)] == steps]
+    others = [site.module for site in table.sites if site.steps[: len(steps)] != steps]
+    named = {ref.module for site in sites for state in site.states.values() if (ref := state.weight)}
+    layers = [site.module for site in sites if site.steps[-1][0] == "layer"]
+    if layers and all(stack_steps([name for name, _ in site.steps]) >= len(steps) for site in sites):
+        lists = {layer.rpartition(".")[0] for layer in layers}  # the lists of layers, then the stacks that hold them
+        modules = lists | {name.rpartition(".")[0] for name in lists}
+    else:
+        modules = {site.module for site in sites if site.steps == steps}
+    return named | {name for name in modules if name and not any(_within(other, name) for other in others)}
+
+
+def _within(name: str, root: str) -> bool:
+    return name == root or name.startswith(root + ".")
+
+
+def _ancestors(name: str) -> list[str]:
+    """`a.b.c` -> `a`, `a.b`, `a.b.c`"""
+    return list(accumulate(name.split("."), lambda above, part: f"{above}.{part}"))

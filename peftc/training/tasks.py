@@ -1,0 +1,123 @@
+"""Tasks of a compiled model: choosing one, or one for each row of a batch; adding and dropping them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from peftc.compiler import analysed, checked_tasks, parameters, planned, states
+from peftc.concurrency.context import Block, Choice, Rows
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.module import FormModule
+from peftc.install.installation import acting, installed, spec_of_parts, whole
+from peftc.install.reinstall import Done, reinstall
+from peftc.syntax.parser import parse_text
+
+
+def tasks(model: nn.Module) -> tuple[str, ...]:
+    """The tasks that a model has parameters for, in the order of their numbers; none without an edit `per task`.
+
+    Raises: P410 for a model that is not compiled.
+    """
+    return installed(model).task.names
+
+
+def task(
+    model: nn.Module, name: str | None = None, *, task_ids: Sequence[str] | Sequence[int] | Tensor | None = None
+) -> Block:
+    """Inside the block the model works for one task, or for one in each row of a batch. Blocks may stand in each other.
+
+    Rows of several tasks go through the edits of their own tasks in one forward; what is common to the tasks, and the base, is
+    computed for all at once. `generate` may repeat rows (beams). An edit of a weight is one for the whole batch.
+
+    The choice is that of the present context: other threads and coroutines have their own. A thread that is to have it is
+    started with `contextvars.copy_context().run`. A copy of the model has no block.
+
+    Args: `name`: of one task. `task_ids`: numbers of tasks (batch,), as `tasks` lists them, or their names; a tensor or a sequence.
+    Raises: P410 (not compiled), P436 (an edited module was replaced), P534 (unknown), P535 (no numbers of tasks, or none and both
+    given), P431 (left elsewhere).
+    """
+    record = whole(model)
+    if (name is None) == (task_ids is None):
+        raise PeftcError(Diagnostic("P535", "either one task is chosen by its name, or one for each row as `task_ids`"))
+    if task_ids is None:
+        return Block(model, record.choice, Choice(task=record.task.of(cast(str, name))))
+    return Block(model, record.choice, Choice(task=Rows(record.task.numbers(task_ids), record.task.names)))
+
+
+def set_task(model: nn.Module, name: str | None) -> nn.Module:
+    """The task that the model works for where no `peftc.task` block says another; none where `name` is None.
+
+    It is a property of the model, not of a context: all threads see it, and copies have it. Saved adapters have not.
+
+    Raises: P410 (not compiled), P436 (an edited module was replaced), P534 (unknown).
+    """
+    record = whole(model)
+    record.choice.default = replace(record.choice.default, task=None if name is None else record.task.of(name))
+    return model
+
+
+def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Module:
+    """Gives every edit `per task` parameters for one more task; those of the others stay as they are.
+
+    Args: `like`: the task whose present values the new parameters start with; initial values without it.
+    Raises: P410 (not compiled), P529 (switched off), P534 (`like`), P537 (no name, a task that there is, no edit `per task`).
+    After an error the model is as it was.
+    """
+    record = acting(model)
+    present = record.task.names
+    checked_tasks((*present, name), ())
+    if not present:
+        raise PeftcError(Diagnostic("P537", "no edit of the model is `per task`"))
+    source = None if like is None else record.task.of(like)
+
+    @torch.no_grad()
+    def copied(model: nn.Module) -> None:
+        found = parameters(model) | states(model)
+        own = re.compile(rf"(\.tasks\.){re.escape(name)}(?=[./])")
+        for saved, value in found.items():
+            if own.search(saved):
+                value.copy_(found[own.sub(rf"\g<1>{source}", saved)])
+        for module in model.modules():
+            if isinstance(module, FormModule):
+                module.loaded()
+
+    return _with_tasks(model, (*present, name), None if source is None else copied)
+
+
+def drop_task(model: nn.Module, name: str) -> nn.Module:
+    """Takes the parameters of a task out of the model; those of the others stay as they are.
+
+    Raises: P410 (not compiled), P529 (switched off), P534 (unknown), P537 for the last one, and where there is none.
+    """
+    chosen = acting(model).task
+    if not chosen.names:
+        raise PeftcError(Diagnostic("P537", "no edit of the model is `per task`, so it has no task to drop"))
+    rest = tuple(task for task in chosen.names if task != chosen.of(name))
+    if not rest:
+        raise PeftcError(
+            Diagnostic("P537", f"`{name}` is the last task", help="take the edits out with `peftc.remove`")
+        )
+
+    def forget(_: nn.Module) -> None:
+        if (default := chosen.variable.default).task == name:
+            chosen.variable.default = replace(default, task=None)
+
+    return _with_tasks(model, rest, last=forget)
+
+
+def _with_tasks(
+    model: nn.Module, names: tuple[str, ...], then: Done | None = None, last: Done | None = None
+) -> nn.Module:
+    record = acting(model)
+    analysis = analysed(model, record.sample)
+    parts = tuple(
+        replace(part, plan=planned(parse_text(part.text, part.name), analysis, names).plan) for part in record.parts
+    )
+    found = planned(spec_of_parts(parts), analysis, names)
+    return reinstall(model, parts, found, analysis.anatomy, sample=record.sample, tasks=names, then=then, last=last)
