@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
-CORE := tests/model tests/tracing tests/rewriting tests/weights/test_saved.py tests/test_compiler.py --ignore tests/rewriting/test_variants.py
+CORE := tests/models tests/trace tests/observe tests/recognize tests/rewrite tests/specialize tests/adapters/test_saved.py tests/test_compiler.py --ignore tests/specialize/test_variants.py
 
 .PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial interrupts verify mutants suite docs clean
 
@@ -23,7 +23,7 @@ test-full: $(READY)
 # torch.jit, a layer drop that looks at a random number, which a tensor without data does not have, and variants of one layer's forward.
 oldest: $(OLDEST)
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -W 'ignore:`torch.jit.script`:DeprecationWarning' \
-		--deselect tests/model/test_fakes.py::test_flags_are_kept_and_hooks_stay_behind $(CORE)
+		--deselect tests/models/test_fakes.py::test_flags_are_kept_and_hooks_stay_behind $(CORE)
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -15,7 +15,7 @@ from peftc.fakes.tensors import fake_copy
 from peftc.planning.planner import make_plan
 from peftc.planning.selection.selectors import resolve
 from peftc.recognize.analysis import Analysis, ModelLike
-from peftc.recognize.attention.find import attention_at
+from peftc.recognize.attention.patterns import attention_at
 from peftc.recognize.layers import LayerKind, has_children
 from peftc.rewrite.insert import Inserter
 from peftc.rewrite.regions import LayerRegions

@@ -15,7 +15,7 @@ from tests import analyses
 from tests.matrix import FULL
 
 # The folders of tests about what is done to models, and not about how these are read.
-READ_ONCE = ("compatibility", "laws", "specs_on_models", "tasks", "training", "verification", "weights")
+READ_ONCE = ("adapters", "compatibility", "folding", "laws", "specs_on_models", "tasks", "training", "verification")
 
 # In CI a failure must be the fault of the change: every run draws the same examples. Elsewhere each run looks for new ones.
 settings.register_profile("ci", derandomize=True, database=None)

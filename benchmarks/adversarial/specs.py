@@ -13,8 +13,7 @@ from peftc.compiler import analysed, planned
 from peftc.diagnostics.formats import render_github, render_json
 from peftc.diagnostics.render import render_text
 from peftc.filesystem import resources
-from peftc.semantics import expand
-from peftc.semantics.checks import file
+from peftc.semantics import check_file, expand
 from peftc.semantics.load import read_spec
 from peftc.syntax import parse_text, print_spec
 from tests import zoo
@@ -247,7 +246,7 @@ def run(count: int, seed: int, tally: Tally) -> None:
             try:
                 spec = parse_text(text, str(path))
                 assert parse_text(print_spec(spec)) == spec
-                found = file(spec)
+                found = check_file(spec)
                 tally.counts["parsed"] += 1
             except PeftcError as error:
                 found = list(error.diagnostics)

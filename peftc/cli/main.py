@@ -126,7 +126,7 @@ def add_check(command: argparse.ArgumentParser) -> None:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    from peftc.semantics.checks.file import check_file
+    from peftc.semantics.checks.spec_file import check_file
     from peftc.syntax.parser import parse_text
 
     found: list[Diagnostic] = []

@@ -25,7 +25,7 @@ from peftc.install.journal import Journal
 from peftc.install.surgery import SHARED
 from peftc.planning.foldability.affine import is_linear
 from peftc.planning.ir import Placed
-from peftc.recognize.graph.queries import passes_through
+from peftc.recognize.graph.nodes import passes_through
 from peftc.recognize.layers import LayerKind
 from peftc.rewrite.container import CONTAINER
 from peftc.runtime.functions import dense

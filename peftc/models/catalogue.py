@@ -40,7 +40,7 @@ class _Catalogue(BaseModel):
 @cache
 def catalogue() -> Mapping[str, Entry]:
     """Every id of the catalogue, in the order of the file."""
-    text = resources.files("peftc.model").joinpath("catalogue.json").read_text(encoding="utf-8")
+    text = resources.files("peftc.models").joinpath("catalogue.json").read_text(encoding="utf-8")
     return _Catalogue.model_validate(json.loads(text)).models
 
 

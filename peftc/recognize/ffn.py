@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from peftc.recognize.graph import features, queries
+from peftc.recognize.graph import features, nodes
 from peftc.recognize.graph.features import IsLinear
 from peftc.sites.table import Slice
 
@@ -23,12 +23,12 @@ class Projection:
     rows: Slice | None = None
 
 
-def before(hidden: fx.Node, root: nn.Module, is_linear: IsLinear = queries.is_linear) -> dict[str, Projection]:
+def before(hidden: fx.Node, root: nn.Module, is_linear: IsLinear = nodes.is_linear) -> dict[str, Projection]:
     """The Linears that make a hidden activation: `up` alone, or `gate` and `up`; none where it cannot be told which is which."""
-    product = queries.stripped(hidden, root)
+    product = nodes.stripped(hidden, root)
     operands = factors(product, root, is_linear)
     while len(fed := {operand: found for operand, found in operands.items() if found}) == 1 and len(operands) == 2:
-        product = queries.stripped(next(iter(fed)), root)  # without a factor that no Linear makes
+        product = nodes.stripped(next(iter(fed)), root)  # without a factor that no Linear makes
         operands = factors(product, root, is_linear)
     parts = [found[0] for found in fed.values() if len(found) == 1]
     if len(parts) == 2 and parts[0] != parts[1]:

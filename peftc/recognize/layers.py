@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 from peftc.fakes.tensors import fake_copy
 from peftc.observe.sample_forward import Observation, list_around, observe, repeated_blocks
 from peftc.observe.token_flow import TokenFlow
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.graph.feature_axis import features_dim
 from peftc.recognize.graph.leaf_operands import mark_operands
 from peftc.recognize.moe.experts import find_experts
@@ -212,7 +212,7 @@ def entered(layer: nn.Module, leaves: Collection[str], routes: Collection[str], 
 
 def routing(traced: Traced, layer: nn.Module) -> set[str]:
     """The leaves that multiply by a matrix of their own and return more than the product: an expert's number, a weight."""
-    calls = [n for n in traced.graph.nodes if n.op == "call_module" and not queries.is_tensor(n)]
+    calls = [n for n in traced.graph.nodes if n.op == "call_module" and not nodes.is_tensor(n)]
     return {
         str(n.target) for n in calls if any(p.ndim == 2 for p in own_parameters(layer.get_submodule(str(n.target))))
     }
@@ -222,7 +222,7 @@ def closed(kind: LayerKind) -> Iterator[str]:
     """The leaves with code and matrices of their own that alone make a sub-layer: only their code tells what it is."""
     for sub in kind.subs:
         if sub.kind in ("ffn", "mixer") and not sub.experts and sub.router is None:
-            inside = [n for n in sub.body if weighted(n, kind.root) and not queries.is_norm(n, kind.root)]
+            inside = [n for n in sub.body if weighted(n, kind.root) and not nodes.is_norm(n, kind.root)]
             if inside and all(n.op == "call_module" and has_own_code(n, kind.root) for n in inside):
                 yield from (str(n.target) for n in inside)
 
@@ -231,7 +231,7 @@ def has_own_code(node: fx.Node, root: nn.Module) -> bool:
     """Whether a module is none of torch's own, nor derived from one, nor a Linear under another name."""
     module = root.get_submodule(str(node.target))
     known = next(c for c in type(module).__mro__ if c.__module__.startswith("torch."))
-    return known is nn.Module and not queries.is_linear(node, root)
+    return known is nn.Module and not nodes.is_linear(node, root)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -248,7 +248,7 @@ def joins(module: nn.Module) -> bool:
     given = list(signature(innermost(type(module).forward)).parameters.values())[1:]
     needed = [p for p in given if p.default is p.empty]
     plain = len(needed) > 1 and not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
-    return plain and {p.ndim for p in module.parameters()} == {1} and not queries.is_norm_named(module)
+    return plain and {p.ndim for p in module.parameters()} == {1} and not nodes.is_norm_named(module)
 
 
 def reason(error: Exception) -> str:
@@ -262,4 +262,4 @@ def example_width(kind: LayerKind) -> int:
     """Width of the residual stream."""
     stream = kind.subs[0].res if kind.subs else stream_input(kind.traced.graph)
     assert stream is not None
-    return queries.shape(stream)[features_dim(stream, kind.root)]
+    return nodes.shape(stream)[features_dim(stream, kind.root)]

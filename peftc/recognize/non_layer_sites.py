@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peftc.forms import shapes
 from peftc.observe.sample_forward import list_around
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.layers import Anatomy, Stack, example_width
 from peftc.semantics.vocabulary import FROZEN
 from peftc.sites.table import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, UnreadModule, WeightRef
@@ -136,7 +136,7 @@ def final_norms(anatomy: Anatomy) -> Iterator[Site]:
     """The norms of a stack that run after its last layer, before the head."""
     found: dict[str, list[str]] = {}
     for name in outside(anatomy):
-        if queries.is_norm_module(anatomy.model.get_submodule(name)):
+        if nodes.is_norm_module(anatomy.model.get_submodule(name)):
             stack = ended_by(name, anatomy)
             found.setdefault(stack.name if stack is not None else "", []).append(name)
     for stack in anatomy.stacks:

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from peftc.fakes.constant_propagation import tensors
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.graph.value_operands import operation, value_operands
 from peftc.recognize.hyper_connections import mixture
 from peftc.trace.in_place import changed, writes_to
@@ -19,7 +19,7 @@ def stream_input(graph: fx.Graph) -> fx.Node | None:
     """The layer's hidden state: its first floating tensor argument. A layer that takes `*args` and `**kwargs` has it there."""
     values = [n for n in graph.nodes if n.op == "placeholder" or of_variadic(n)]
     for node in sorted(values, key=lambda n: n.op != "placeholder"):
-        value = queries.example(node)
+        value = nodes.example(node)
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return node
     return None
@@ -53,7 +53,7 @@ class Stream:
         of tokens; of several streams side by side, a mixture.
         """
         while node not in self.values:
-            before = queries.passes_through(node, self.root) or self.normed(node) or self.scaled(node) or part(node)
+            before = nodes.passes_through(node, self.root) or self.normed(node) or self.scaled(node) or part(node)
             before = before or self.shifted(node) or self.mixed(node) or partly(node)
             if before is None:
                 return False
@@ -61,18 +61,18 @@ class Stream:
         return True
 
     def normed(self, node: fx.Node) -> fx.Node | None:
-        return queries.first_input(node) if queries.is_norm(node, self.root) else None
+        return nodes.first_input(node) if nodes.is_norm(node, self.root) else None
 
     def scaled(self, node: fx.Node) -> fx.Node | None:
         """The value that is multiplied by a number or by a parameter."""
-        if not queries.is_scaling(node):
+        if not nodes.is_scaling(node):
             return None
         made = [a for a in node.args if isinstance(a, fx.Node) and self.reaches(a)]
         return made[0] if len(made) == 1 else None
 
     def shifted(self, node: fx.Node) -> fx.Node | None:
         """The value that a parameter is added to."""
-        operands = [a for a in node.args if isinstance(a, fx.Node)] if queries.is_add(node) else []
+        operands = [a for a in node.args if isinstance(a, fx.Node)] if nodes.is_add(node) else []
         others = [a for a in operands if a.op != "get_attr"]
         return others[0] if len(others) == 1 and len(operands) == 2 else None
 
@@ -82,18 +82,18 @@ class Stream:
 
     def body(self, h: fx.Node) -> set[fx.Node]:
         """Everything that `h` is computed from, back to the stream (that included)."""
-        return set(queries.upstream(h, self.holds))
+        return set(nodes.upstream(h, self.holds))
 
     def reaches(self, node: fx.Node) -> bool:
         """Whether `node` depends on the stream."""
-        return any(n in self.values for n in queries.upstream(node, lambda n: n in self.values))
+        return any(n in self.values for n in nodes.upstream(node, lambda n: n in self.values))
 
     def entry(self, body: set[fx.Node], root: nn.Module) -> fx.Node | None:
         """Where a sub-layer takes the stream in: what the first of its operations reads, behind the norm."""
         for node in sorted(body):
             if self.holds(node):
                 continue
-            taken = [a for a in value_operands(node) if a in body and queries.is_tensor(a) and self.holds(a)]
+            taken = [a for a in value_operands(node) if a in body and nodes.is_tensor(a) and self.holds(a)]
             if taken:
                 return taken[0]
         return None
@@ -101,22 +101,22 @@ class Stream:
 
 def partly(node: fx.Node) -> fx.Node | None:
     """The tensor that was changed in place, in part or through a view, where that is no sum and no value of its own."""
-    before = queries.first_input(node)
+    before = nodes.first_input(node)
     if node.target is changed:
         return before
-    inside = before is not None and queries.is_tensor(node) and writes_to(node, queries.example(before))
-    return before if inside and not queries.is_add(node) and operation(node) not in OVERWRITES else None
+    inside = before is not None and nodes.is_tensor(node) and writes_to(node, nodes.example(before))
+    return before if inside and not nodes.is_add(node) and operation(node) not in OVERWRITES else None
 
 
 def gives_states(node: fx.Node) -> bool:
     """Whether any result of a call is a tensor of floating numbers: not of indices alone."""
-    return any(value.is_floating_point() for value in tensors(queries.example(node)))
+    return any(value.is_floating_point() for value in tensors(nodes.example(node)))
 
 
 def part(node: fx.Node) -> fx.Node | None:
     """The tensor of which `node` is some tokens, or one of several copies, with all features."""
-    source = queries.first_input(node) if node.target is operator.getitem else None
-    before, after = queries.shape(source), queries.shape(node)
+    source = nodes.first_input(node) if node.target is operator.getitem else None
+    before, after = nodes.shape(source), nodes.shape(node)
     if not before or not after or before[-1] != after[-1] or not isinstance(node.args[1], (int, slice, tuple)):
         return None
     key = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)

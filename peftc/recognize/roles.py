@@ -18,9 +18,9 @@ from typing import Literal
 from torch import fx, nn
 
 from peftc.recognize import ffn
-from peftc.recognize.attention.find import Attention, attentions, is_softmax, mixed
+from peftc.recognize.attention.patterns import Attention, attentions, is_softmax, mixed
 from peftc.recognize.ffn import Projection
-from peftc.recognize.graph import features, queries
+from peftc.recognize.graph import features, nodes
 from peftc.recognize.graph.value_operands import value_operands, value_users
 from peftc.recognize.hyper_connections import single
 from peftc.recognize.moe.listed import Listed
@@ -82,7 +82,7 @@ def along(graph: fx.Graph, stream: Stream, inside: list[Attention], root: nn.Mod
     """What is added to the stream, one after the other. The sums become part of it."""
     found: list[SubLayer] = []
     for node in graph.nodes:
-        if queries.is_add(node) and queries.is_tensor(node):
+        if nodes.is_add(node) and nodes.is_tensor(node):
             made = summed(node, stream, inside, root)
             found += [inner for sub in made for inner in nested(sub, stream, inside, root) or [sub]]
             if made or carried(node, stream, root):
@@ -94,10 +94,10 @@ def restart(graph: fx.Graph, stream: Stream, inside: list[Attention]) -> fx.Node
     """The result of an attention that is not added to the stream but takes its place: the last sum is one of it and of what
     is made from it.
     """
-    for add in reversed([n for n in graph.nodes if queries.is_add(n) and queries.is_tensor(n)]):
-        operands = [a for a in add.args[:2] if isinstance(a, fx.Node) and queries.is_tensor(a)]
+    for add in reversed([n for n in graph.nodes if nodes.is_add(n) and nodes.is_tensor(n)]):
+        operands = [a for a in add.args[:2] if isinstance(a, fx.Node) and nodes.is_tensor(a)]
         for begin, other in itertools.permutations(operands, 2):
-            behind = set(queries.upstream(other, lambda n, begin=begin: n is begin))
+            behind = set(nodes.upstream(other, lambda n, begin=begin: n is begin))
             if begin in behind and any(a.call in stream.body(begin) for a in inside):
                 return begin
     return None
@@ -114,7 +114,7 @@ def last_that_mixes(sub: SubLayer, stream: Stream, root: nn.Module) -> None:
 
 def summed(add: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> list[SubLayer]:
     """What a sum adds to the stream: nothing, one sub-layer, or two in parallel."""
-    operands = [a for a in add.args[:2] if isinstance(a, fx.Node) and queries.is_tensor(a)]
+    operands = [a for a in add.args[:2] if isinstance(a, fx.Node) and nodes.is_tensor(a)]
     if len(operands) != 2:
         return []
     for res, h in (operands, operands[::-1]):
@@ -136,11 +136,11 @@ def nested(sub: SubLayer, stream: Stream, inside: list[Attention], root: nn.Modu
     if sub.attention is None:
         return []
     call = sub.attention.call
-    adds = sorted(n for n in sub.body if queries.is_add(n) and queries.is_tensor(n))
+    adds = sorted(n for n in sub.body if nodes.is_add(n) and nodes.is_tensor(n))
     found: list[SubLayer] = []
     for add in adds:
-        before = [a for a in add.args[:2] if queries.shape(a) == queries.shape(add)]
-        start = [a for a in before if isinstance(a, fx.Node) and call not in queries.upstream(a, lambda n: n is call)]
+        before = [a for a in add.args[:2] if nodes.shape(a) == nodes.shape(add)]
+        start = [a for a in before if isinstance(a, fx.Node) and call not in nodes.upstream(a, lambda n: n is call)]
         if len(before) == 2 and len(start) == 1:
             inner = Stream(start[0], root, stream.opaque)
             inner.values += stream.values
@@ -168,20 +168,20 @@ def copies(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
     """Whether a value mixes the copies that a stream of four dimensions has: nothing with weights, which make its
     coefficients at most, stands on the way to it.
     """
-    if len(queries.shape(h)) != 4 or stream.holds(h):
+    if len(nodes.shape(h)) != 4 or stream.holds(h):
         return False
 
     def stop(n: fx.Node) -> bool:
         return stream.holds(n) or weighted(n, root) or any(made_of_weights(i, root) for i in value_operands(n))
 
-    held = filter(stream.holds, queries.upstream(h, stop))
-    return any(queries.shape(n)[-1:] == queries.shape(h)[-1:] for n in held)
+    held = filter(stream.holds, nodes.upstream(h, stop))
+    return any(nodes.shape(n)[-1:] == nodes.shape(h)[-1:] for n in held)
 
 
 def computed(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
     """Whether a value is made from the stream, with weights or by mixing tokens."""
     body = stream.body(h)
-    with_weights = any(weighted(n, root) for n in body if not queries.is_norm(n, root))
+    with_weights = any(weighted(n, root) for n in body if not nodes.is_norm(n, root))
     return any(map(stream.holds, body)) and (
         with_weights or (mixes(body, stream, root) and not mixes_neighbours(body, stream, root))
     )
@@ -189,8 +189,8 @@ def computed(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
 
 def parallel(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> list[fx.Node]:
     """The two summands of a value one of which attends and the other does not."""
-    total = queries.stripped(h, root)
-    operands = [a for a in total.args[:2] if isinstance(a, fx.Node)] if queries.is_add(total) else []
+    total = nodes.stripped(h, root)
+    operands = [a for a in total.args[:2] if isinstance(a, fx.Node)] if nodes.is_add(total) else []
     if len(operands) != 2 or not all(computed(o, stream, root) for o in operands):
         return []
     bodies = [stream.body(o) for o in operands]
@@ -203,21 +203,21 @@ def attended(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
     sum in between.
     """
     body = stream.body(h)
-    out = next((queries.fed(a.out, root, body) for a in inside if a.call in body), None)
+    out = next((nodes.fed(a.out, root, body) for a in inside if a.call in body), None)
     if out is None and mixes_neighbours(body, stream, root):
         out = max((n for n in body if not stream.holds(n) and mixing(n, root)), default=None)
-    behind = set(queries.upstream(h, lambda n: n is out)) - {out}
-    if out is None or any(map(stream.holds, behind)) or sum(queries.is_linear(n, root) for n in behind) < 2:
+    behind = set(nodes.upstream(h, lambda n: n is out)) - {out}
+    if out is None or any(map(stream.holds, behind)) or sum(nodes.is_linear(n, root) for n in behind) < 2:
         return None
     return out
 
 
 def last_of_chain(h: fx.Node, root: nn.Module) -> fx.Node:
     """The result of the first of the Linears that follow each other at the end."""
-    node = queries.stripped(h, root)
-    while queries.is_linear(node, root) and (source := queries.first_input(node)) is not None:
-        before = queries.stripped(source, root)
-        if not queries.is_linear(before, root):
+    node = nodes.stripped(h, root)
+    while nodes.is_linear(node, root) and (source := nodes.first_input(node)) is not None:
+        before = nodes.stripped(source, root)
+        if not nodes.is_linear(before, root):
             return node
         node = before
     return h
@@ -238,7 +238,7 @@ def described(
     else:
         ffn_roles(sub, root)
     played = {p.node for p in sub.projections.values()}
-    sub.linears = sorted(n for n in body if queries.is_linear(n, root) and n not in played)
+    sub.linears = sorted(n for n in body if nodes.is_linear(n, root) and n not in played)
     return sub
 
 
@@ -253,7 +253,7 @@ def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: n
     nearest: dict[str, list[fx.Node]] = {}
     for name, (value, *others) in values.items():
         near = [f[0] for f in features.feeding(value, root) if f[0] in sub.body]
-        if any(stream.hides(n) for n in queries.upstream(value, lambda n: queries.is_linear(n, root)) if n in sub.body):
+        if any(stream.hides(n) for n in nodes.upstream(value, lambda n: nodes.is_linear(n, root)) if n in sub.body):
             near = []  # what an opaque module does to a Linear's result, or has instead of it, is not known
         first = [n for n in near if not any(n in made_of(other, root) for other in near)]
         nearest[name] = list(filter(stream.reaches, first)) or first  # not what positions are made of
@@ -263,12 +263,12 @@ def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: n
             sub.projections[name] = Projection(node, rows[node])
     for name in entangled(nearest):
         sub.projections.pop(name, None)
-        alike = [n for n in nearest[name] if math.prod(queries.shape(n)) == math.prod(queries.shape(values[name][0]))]
+        alike = [n for n in nearest[name] if math.prod(nodes.shape(n)) == math.prod(nodes.shape(values[name][0]))]
         if len(alike) == 1:  # the only one with as many features: more heads of queries than of keys
             sub.projections[name] = Projection(alike[0])
     for role in confused(sub.projections, attention):
         del sub.projections[role]
-    out = queries.fed(attention.out, root, sub.body)
+    out = nodes.fed(attention.out, root, sub.body)
     if out is not None and attention.out in sub.body:
         sub.projections["o"] = Projection(out)
     if not stream.reaches(attention.k):
@@ -276,7 +276,7 @@ def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: n
     sub.x = own_input(sub.projections.get("q"), sub.x, stream)
     sub.context = sub.x
     if sub.variant == "cross" and "k" in sub.projections:
-        sub.context = queries.first_input(sub.projections["k"].node)
+        sub.context = nodes.first_input(sub.projections["k"].node)
     elif "k" in sub.projections:
         sub.context = own_input(sub.projections["k"], sub.x, stream)
 
@@ -297,8 +297,8 @@ def confused(projections: Mapping[str, Projection], attention: Attention) -> lis
     found: list[str] = []
     for role, one in projections.items():
         shared = any(overlap(one, other) for name, other in projections.items() if name != role)
-        taken = math.prod(queries.shape(getattr(attention, role)))
-        if shared and taken < math.prod(queries.shape(one.node)[:-1]) * span(one).width:
+        taken = math.prod(nodes.shape(getattr(attention, role)))
+        if shared and taken < math.prod(nodes.shape(one.node)[:-1]) * span(one).width:
             found.append(role)
     return found
 
@@ -308,18 +308,18 @@ def overlap(one: Projection, other: Projection) -> bool:
 
 
 def span(projection: Projection) -> Slice:
-    return projection.rows or Slice(0, queries.shape(projection.node)[-1])
+    return projection.rows or Slice(0, nodes.shape(projection.node)[-1])
 
 
 def made_of(linear: fx.Node, root: nn.Module) -> set[fx.Node]:
     """The Linears before a Linear, as far as the next ones."""
-    source = queries.first_input(linear)
-    return set() if source is None else set(queries.upstream(source, lambda n: queries.is_linear(n, root)))
+    source = nodes.first_input(linear)
+    return set() if source is None else set(nodes.upstream(source, lambda n: nodes.is_linear(n, root)))
 
 
 def own_input(projection: Projection | None, entry: fx.Node | None, stream: Stream) -> fx.Node | None:
     """What a Linear reads, where that is the stream itself; else where the sub-layer begins."""
-    first = queries.first_input(projection.node) if projection is not None else None
+    first = nodes.first_input(projection.node) if projection is not None else None
     return first if first is not None and (stream.holds(first) or entry is None) else entry
 
 
@@ -328,28 +328,28 @@ def ffn_roles(sub: SubLayer, root: nn.Module) -> None:
     if len(downs) != 1 or not features.blockless(sub.h, downs[0][0], root):
         return
     down = downs[0][0]
-    hidden = queries.first_input(down)
+    hidden = nodes.first_input(down)
     if hidden is None:
         return
     sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
     made = ffn.before(hidden, root)
     sub.projections |= {role: p for role, p in made.items() if p.node in sub.body}  # not what made the stream
     first = sub.projections.get("up") or sub.projections.get("gate")
-    sub.x = queries.first_input(first.node) if first is not None else sub.x
+    sub.x = nodes.first_input(first.node) if first is not None else sub.x
 
 
 def find_norms(sub: SubLayer, root: nn.Module, claimed: set[fx.Node]) -> None:
     """The norms of a sub-layer: before its Linears, between its last Linear and the sum, and right after the sum."""
     for node in sub.add.graph.nodes:
-        if node in sub.body and node not in claimed and queries.is_norm(node, root):
+        if node in sub.body and node not in claimed and nodes.is_norm(node, root):
             sub.norms.append(node)
     users = tensor_users(sub.add)
-    while len(users) == 1 and queries.passes_through(users[0], root) is not None:
+    while len(users) == 1 and nodes.passes_through(users[0], root) is not None:
         users = tensor_users(users[0])
-    if len(users) == 1 and queries.is_norm(users[0], root):
+    if len(users) == 1 and nodes.is_norm(users[0], root):
         sub.output_norm = users[0]
         sub.norms.append(users[0])
 
 
 def tensor_users(node: fx.Node) -> list[fx.Node]:
-    return [u for u in value_users(node) if queries.is_tensor(u)]
+    return [u for u in value_users(node) if nodes.is_tensor(u)]

@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 
 from peftc.forms import shapes
-from peftc.recognize.attention.find import Attention
 from peftc.recognize.attention.manual_attention import written_shape
+from peftc.recognize.attention.patterns import Attention
 from peftc.recognize.ffn import Projection
-from peftc.recognize.graph import features, queries
+from peftc.recognize.graph import features, nodes
 from peftc.recognize.graph.feature_axis import features_dim
 from peftc.recognize.graph.value_operands import value_users
 from peftc.recognize.layers import Anatomy, LayerKind
@@ -62,7 +62,7 @@ class LayerSites:
     def layer_site(self) -> Site:
         first = self.kind.subs[0].res if self.kind.subs else self.stream
         output = next(n for n in self.kind.traced.graph.nodes if n.op == "output")
-        states = {"x": self.state("x", queries.stripped(first, self.kind.root))}
+        states = {"x": self.state("x", nodes.stripped(first, self.kind.root))}
         result = first_of(output.args[0])
         if result is not None:
             states["h"] = self.state("h", result)
@@ -133,7 +133,7 @@ class LayerSites:
         if names:
             return self.full(common(names))
         root = self.kind.root
-        used = [n for n in sub.body if weighted(n, root) and not queries.is_norm(n, root)]
+        used = [n for n in sub.body if weighted(n, root) and not nodes.is_norm(n, root)]
         return self.full(common([f"{n.target}." if n.op == "call_module" else str(n.target) for n in used]))
 
     def linear_sites(self, sub: SubLayer, steps: Steps, roles: tuple[str, ...], group: str) -> Iterator[Site]:
@@ -164,7 +164,7 @@ class LayerSites:
 
     def sub_layer_states(self, sub: SubLayer, steps: Steps, last: str) -> dict[str, State]:
         states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}
-        if last in sub.projections and queries.stripped(sub.h, self.kind.root) is sub.projections[last].node:
+        if last in sub.projections and nodes.stripped(sub.h, self.kind.root) is sub.projections[last].node:
             linear = path_of(self.steps + steps + ((last, None),))
             states["h"] = replace(states["h"], linear=linear)
         if sub.x is not None:
@@ -179,7 +179,7 @@ class LayerSites:
         """A value before batch and tokens were made one dimension of it, or features two, where `like` has them."""
         before: fx.Node | None = node
         while before is not None and before.meta["example"].ndim != like.meta["example"].ndim:
-            before = queries.passes_through(before, self.kind.root)
+            before = nodes.passes_through(before, self.kind.root)
         return node if before is None else before
 
     def attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
@@ -193,7 +193,7 @@ class LayerSites:
         states: dict[str, State] = {}
         call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
-            value = queries.example(node)
+            value = nodes.example(node)
             if not isinstance(value, torch.Tensor) or value.ndim != 4 or attention.sort == "written":
                 continue
             if features.separates(node, -1, self.kind.root):
@@ -223,7 +223,7 @@ class LayerSites:
         node, rows = projection.node, projection.rows
         name = self.full(str(node.target))
         states = weight_states(name, self.kind.root.get_submodule(str(node.target)), rows)
-        source = queries.first_input(node)
+        source = nodes.first_input(node)
         if source is not None:
             states["x"] = self.state("x", source)
         states["h"] = self.state("h", node, rows)
@@ -288,14 +288,14 @@ def norm_owner(node: fx.Node, sub: SubLayer, root: nn.Module) -> str:
     if sub.attention is None or node is sub.output_norm:
         return ""
     for role, value in (("q", sub.attention.q), ("k", sub.attention.k)):
-        if node in queries.upstream(value, lambda n: queries.is_linear(n, root)):
+        if node in nodes.upstream(value, lambda n: nodes.is_linear(n, root)):
             return role
     return ""
 
 
 def attention_heads(attention: Attention) -> fx.Node | None:
     """The result of an attention as (batch, tokens, heads, d_head)."""
-    wanted = queries.example(attention.q), queries.example(attention.v)
+    wanted = nodes.example(attention.q), nodes.example(attention.v)
     if any(not isinstance(w, torch.Tensor) or w.ndim != 4 for w in wanted):
         return None
     q, v = wanted
@@ -303,7 +303,7 @@ def attention_heads(attention: Attention) -> fx.Node | None:
     assert isinstance(v, torch.Tensor)
     node, seen = attention.out, 0
     while seen < 4:
-        value = queries.example(node)
+        value = nodes.example(node)
         if isinstance(value, torch.Tensor) and value.shape == (q.shape[0], q.shape[2], q.shape[1], v.shape[3]):
             return node if attention.sort == "interface" or node is not attention.out else None
         users = value_users(node)
@@ -317,7 +317,7 @@ def first_of(value: Any) -> fx.Node | None:
     """The tensor that comes first in what a layer returns, if the layer has put it there itself."""
     while isinstance(value, (tuple, list)) and value:
         value = value[0]
-    return value if isinstance(value, fx.Node) and queries.is_tensor(value) else None
+    return value if isinstance(value, fx.Node) and nodes.is_tensor(value) else None
 
 
 def width_of(sub: SubLayer, role: str) -> int | None:
@@ -325,14 +325,14 @@ def width_of(sub: SubLayer, role: str) -> int | None:
     projection = sub.projections.get(role)
     if projection is None:
         return None
-    return projection.rows.width if projection.rows else queries.shape(projection.node)[-1]
+    return projection.rows.width if projection.rows else nodes.shape(projection.node)[-1]
 
 
 def pair_shape(attention: Attention, q_width: int | None, root: nn.Module) -> shapes.KeyValue | None:
     """The rows that can be joined to keys and values; None where none can."""
     if attention.sort == "written":
         return written_shape(attention, q_width, root)
-    k, v = queries.shape(attention.k), queries.shape(attention.v)
+    k, v = nodes.shape(attention.k), nodes.shape(attention.v)
     if len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
         return None
     if not all(features.separates(node, -1, root) for node in (attention.k, attention.v)):

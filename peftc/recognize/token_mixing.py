@@ -9,8 +9,8 @@ from torch import fx, nn
 from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPrivateUsage]
 
 from peftc.observe.sample_forward import first_tensor
-from peftc.recognize.attention.find import is_activation, is_scores
-from peftc.recognize.graph import queries
+from peftc.recognize.attention.patterns import is_activation, is_scores
+from peftc.recognize.graph import nodes
 from peftc.recognize.residual_stream import Stream
 
 _SCANS = frozenset(
@@ -22,15 +22,15 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, n
 def weighted(node: fx.Node, root: nn.Module) -> bool:
     """Whether a node computes with a parameter of two or more dimensions (those of one entry do not count)."""
     if node.op == "get_attr":
-        value = queries.example(node)
+        value = nodes.example(node)
         return isinstance(value, nn.Parameter) and sum(n > 1 for n in value.shape) >= 2
-    module = queries.module_of(node, root)
+    module = nodes.module_of(node, root)
     return module is not None and any(p.ndim >= 2 for p in module.parameters())
 
 
 def made_of_weights(node: fx.Node, root: nn.Module) -> bool:
     """Whether a value is a parameter of two or more dimensions, or made of such alone."""
-    return not is_activation(node) and any(weighted(n, root) for n in queries.upstream(node, lambda n: False))
+    return not is_activation(node) and any(weighted(n, root) for n in nodes.upstream(node, lambda n: False))
 
 
 def mixes(body: set[fx.Node], stream: Stream, root: nn.Module) -> bool:
@@ -44,18 +44,18 @@ def mixes_neighbours(body: set[fx.Node], stream: Stream, root: nn.Module) -> boo
 
 
 def is_neighbours(node: fx.Node, root: nn.Module) -> bool:
-    module = queries.module_of(node, root)
+    module = nodes.module_of(node, root)
     if module is not None:
         return isinstance(module, (_ConstantPadNd, nn.Conv1d, nn.Conv2d))
     return getattr(node.target, "__name__", "") in ("conv1d", "conv2d")
 
 
 def mixing(node: fx.Node, root: nn.Module) -> bool:
-    module = queries.module_of(node, root)
+    module = nodes.module_of(node, root)
     if module is not None:
         return mixing_module(node, module)
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    value = queries.example(node)
+    value = nodes.example(node)
     counts = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
     return (name.removeprefix("fft_") in _SCANS and not counts) or is_scores(node)
 
@@ -67,7 +67,7 @@ def mixing_module(node: fx.Node, module: nn.Module) -> bool:
     if isinstance(module, _ConstantPadNd):
         return any(module.padding[2:])  # the first two are of features
     if not type(module).__module__.startswith("torch.") and not module.state_dict() and not any(module.children()):
-        return seen_mixing(module, queries.shape(queries.first_input(node)))
+        return seen_mixing(module, nodes.shape(nodes.first_input(node)))
     return False
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.graph.feature_axis import features_dim
 from peftc.recognize.graph.features import numbered
 from peftc.recognize.graph.value_operands import value_operands
@@ -22,7 +22,7 @@ def mixed_by_linears(body: set[fx.Node], stream: Stream, root: nn.Module) -> boo
     """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d)."""
     numbers: dict[fx.Node, Any] = {}
     for node in sorted(body):
-        shape = queries.shape(node)
+        shape = nodes.shape(node)
         if stream.holds(node):
             if len(shape) == 3 and features_dim(node, root) == 2:
                 numbers[node] = torch.arange(shape[1])[None, :, None].expand(shape)
@@ -30,7 +30,7 @@ def mixed_by_linears(body: set[fx.Node], stream: Stream, root: nn.Module) -> boo
         given = [n for n in value_operands(node) if n in numbers]
         if not given:
             continue
-        if not queries.is_linear(node, root):
+        if not nodes.is_linear(node, root):
             made = numbered(node, given[:1], numbers)
             numbers |= {node: made} if made is not None else {}
         elif isinstance(places := numbers[given[0]], torch.Tensor):

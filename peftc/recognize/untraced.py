@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftc.fakes.data_answers import guessing
 from peftc.fakes.tensors import fake_copy
-from peftc.recognize.attention.find import attentions, is_softmax, mixed
-from peftc.recognize.graph import queries
+from peftc.recognize.attention.patterns import attentions, is_softmax, mixed
+from peftc.recognize.graph import nodes
 from peftc.recognize.residual_stream import Stream, gives_states, stream_input
 from peftc.recognize.roles import SubLayer
 from peftc.trace.tracer import Traced
@@ -103,7 +103,7 @@ def hidden_in(node: fx.Node, subs: list[SubLayer], attends: bool, named: frozens
 
 
 def norms(module: nn.Module) -> frozenset[str]:
-    inside = any(queries.is_norm_module(m) and any(True for _ in m.parameters()) for m in module.modules())
+    inside = any(nodes.is_norm_module(m) and any(True for _ in m.parameters()) for m in module.modules())
     return frozenset({"norm"}) if inside else frozenset()
 
 
@@ -119,6 +119,6 @@ def beside(traced: Traced, subs: list[SubLayer], stream: Stream, root: nn.Module
     """Attentions in no sub-layer, over values that a Linear makes: what mixes streams may have a softmax, too."""
     inside = {node for sub in subs for node in sub.body}
     outside = [a for a in attentions(traced.graph, root) if a.call not in inside]
-    projected = [a for a in outside if any(queries.is_linear(n, root) for n in stream.body(a.v))]
+    projected = [a for a in outside if any(nodes.is_linear(n, root) for n in stream.body(a.v))]
     modules = [str(a.call.meta["origin"][0]) for a in projected]
     yield from (Unread(module, BESIDE, frozenset()) for module in dict.fromkeys(modules))

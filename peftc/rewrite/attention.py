@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.recognize.attention.find import Attention, attention_at, operands
 from peftc.recognize.attention.manual_attention import Step, joining, visible
-from peftc.recognize.graph.queries import is_tensor
+from peftc.recognize.attention.patterns import Attention, attention_at, operands
+from peftc.recognize.graph.nodes import is_tensor
 from peftc.runtime.functions import attention_with_rows, function_with_rows, like_operand, reshaped_like, with_visible
 from peftc.trace.patches import attention
 from peftc.trace.tracer import Traced

@@ -11,8 +11,8 @@ from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
-from peftc.recognize.attention.find import is_softmax
-from peftc.recognize.graph.queries import EDIT, is_edit
+from peftc.recognize.attention.patterns import is_softmax
+from peftc.recognize.graph.nodes import EDIT, is_edit
 from peftc.rewrite.anchors import Anchor
 from peftc.rewrite.attention import Called, Written
 from peftc.rewrite.container import CONTAINER

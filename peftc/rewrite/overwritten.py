@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from peftc.recognize.graph.queries import EDIT, example, is_edit
+from peftc.recognize.graph.nodes import EDIT, example, is_edit
 from peftc.trace.in_place import CHANGES, changed, memory, writes_to
 
 COPY = "copy"  # in the place of a number, in the origin of a copy

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from peftc.recognize.graph.queries import is_edit
+from peftc.recognize.graph.nodes import is_edit
 from peftc.rewrite.edits import Bound
 from peftc.runtime.functions import full_precision, slab_of, with_slabs
 from peftc.sites.table import Slice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from peftc.recognize.graph.queries import first_input, is_linear
+from peftc.recognize.graph.nodes import first_input, is_linear
 from peftc.recognize.layers import LayerKind
 from peftc.recognize.roles import SubLayer
 from peftc.recognize.site_builder import sub_layer_steps

@@ -1,6 +1,6 @@
 from peftc.semantics.arguments import Bound, bind
-from peftc.semantics.checks.file import check_file
 from peftc.semantics.checks.spec import check
+from peftc.semantics.checks.spec_file import check_file
 from peftc.semantics.checks.structure import said_of
 from peftc.semantics.constants import amount, constant
 from peftc.semantics.expand import expand

@@ -16,7 +16,7 @@ from torch import fx, nn
 from transformers import PretrainedConfig
 
 from peftc.concurrency.interrupts import shielded
-from peftc.recognize.graph.queries import acts, ancestors
+from peftc.recognize.graph.nodes import acts, ancestors
 from peftc.specialize.size_expressions import Sizes
 from peftc.trace.code_positions import Origin
 from peftc.trace.module_calls import baked

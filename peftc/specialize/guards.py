@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.recognize.graph.queries import acts, ancestors, is_attention
+from peftc.recognize.graph.nodes import acts, ancestors, is_attention
 from peftc.specialize.code_printer import Emitter, attribute_path
 from peftc.specialize.guarded_tracer import Asking
 from peftc.trace.module_calls import baked

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from peftc.concurrency.interrupts import shielded
-from peftc.recognize.graph.queries import ancestors, is_attention
+from peftc.recognize.graph.nodes import ancestors, is_attention
 from peftc.specialize.guarded_tracer import Asking, is_argument, name_of
 from peftc.trace.tracer import Traced
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.recognize.graph.queries import acts, ancestors, is_linear, is_tensor
+from peftc.recognize.graph.nodes import acts, ancestors, is_linear, is_tensor
 from peftc.recognize.graph.value_operands import cache_part, is_cache_part, is_size
 
 KEEPING = frozenset({"to", "type", "type_as", "contiguous", "float", "clone"})

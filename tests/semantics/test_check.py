@@ -11,15 +11,14 @@ from peftc.diagnostics.code_info import RIGHT, WRONG
 from peftc.diagnostics.codes import CODES
 from peftc.filesystem import resources
 from peftc.forms import FORMS
-from peftc.semantics import bind, read_spec
-from peftc.semantics.checks import file
+from peftc.semantics import bind, check_file, read_spec
 from peftc.semantics.vocabulary import CHOICE_HELP
 from peftc.syntax import ast, parse_expression, parse_text
 
 
 def found(text: str) -> list[Diagnostic]:
     try:
-        return file(parse_text(text))
+        return check_file(parse_text(text))
     except PeftcError as error:
         return list(error.diagnostics)
 
@@ -47,7 +46,7 @@ def test_every_code_that_the_front_end_raises_is_explained() -> None:
 
 @pytest.mark.parametrize("name", sorted(resources.recipes()))
 def test_nothing_is_wrong_with_the_recipes(name: str) -> None:
-    assert file(read_spec(resources.recipes()[name])) == []
+    assert check_file(read_spec(resources.recipes()[name])) == []
 
 
 EDIT = "peft 1\nedit a at {} {{ {} }}\n"

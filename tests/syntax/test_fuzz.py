@@ -13,8 +13,7 @@ from peftc.diagnostics import PeftcError
 from peftc.diagnostics.formats import render_json
 from peftc.diagnostics.render import render_text
 from peftc.filesystem import resources
-from peftc.semantics import expand
-from peftc.semantics.checks import file
+from peftc.semantics import check_file, expand
 from peftc.syntax import parse_text, print_spec
 
 TEXTS = [path.read_text(encoding="utf-8") for path in sorted(resources.recipes().values())]
@@ -99,7 +98,7 @@ def survives(text: str) -> None:
         assert all(error.code.startswith("P0") for error in found)
     else:
         assert parse_text(print_spec(spec)) == spec
-        found = file(spec)
+        found = check_file(spec)
     render_text(found, color=True)
     render_json(found)
     assert time.process_time() - start < SECONDS

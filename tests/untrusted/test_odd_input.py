@@ -20,9 +20,8 @@ from peftc.cli.main import main
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.diagnostics.formats import render_github
 from peftc.diagnostics.render import render_text
-from peftc.semantics import read_spec
-from peftc.semantics.checks import file
-from peftc.semantics.checks.file import check_file as check
+from peftc.semantics import check_file, read_spec
+from peftc.semantics.checks.spec_file import check_file as check
 from peftc.syntax import parse_text, print_spec
 from tests.layers import Layers
 
@@ -51,7 +50,7 @@ def test_files_within_files_without_end(tmp_path: Path) -> None:
     for i in range(2_000):
         (tmp_path / f"{i}.peft").write_text(f'peft 1\nuse m from "{i + 1}.peft"\nmethod m{i}() {{ apply m() }}\n')
     (tmp_path / "main.peft").write_text('peft 1\nuse m0 from "0.peft"\napply m0()\n')
-    assert "P126" in {found.code for found in file(read_spec(tmp_path / "main.peft"))}
+    assert "P126" in {found.code for found in check_file(read_spec(tmp_path / "main.peft"))}
 
 
 def test_many_files_side_by_side(tmp_path: Path) -> None:
@@ -60,7 +59,7 @@ def test_many_files_side_by_side(tmp_path: Path) -> None:
         (tmp_path / f"{i}.peft").write_text(EDIT.replace("edit", f"method m{i}() {{ edit") + "}\n")
     uses = "".join(f'use m{i} from "{i}.peft"\napply m{i}() as a{i}\n' for i in names)
     (tmp_path / "main.peft").write_text(f"peft 1\n{uses}")
-    assert file(read_spec(tmp_path / "main.peft")) == []
+    assert check_file(read_spec(tmp_path / "main.peft")) == []
 
 
 @pytest.mark.parametrize(
@@ -172,12 +171,12 @@ def rewritten(
 ) -> Path:
     """An adapter with other tensors and other entries of its description, which agree with each other."""
     values: dict[str, Any] = json.loads((original / "adapter.json").read_text())
-    [file] = original.glob("*.safetensors")
-    made = {name: change(tensor) for name, tensor in load_file(file).items()}
+    [check_file] = original.glob("*.safetensors")
+    made = {name: change(tensor) for name, tensor in load_file(check_file).items()}
     folder.mkdir()
     save_file(made, folder / "tensors")
     digest = hashlib.sha256((folder / "tensors").read_bytes()).hexdigest()
-    name = file.name if "file" not in values else str(values["file"]).replace(values["sha256"][:16], digest[:16])
+    name = check_file.name if "file" not in values else str(values["file"]).replace(values["sha256"][:16], digest[:16])
     os.rename(folder / "tensors", folder / name)
     listed = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in made.items()}
     described = values | {"sha256": digest, "tensors": listed} | ({"file": name} if "file" in values else {})
@@ -241,8 +240,8 @@ def test_seeds_in_adapters(saved: dict[str, Path], tmp_path: Path, seed: object)
 def test_tensors_are_not_read_before_their_sizes_are_known_to_fit(saved: dict[str, Path], tmp_path: Path) -> None:
     """A file of four terabytes, most of it a hole, and a description that says so."""
     adapter = rewritten(saved["edit"], tmp_path / "a")
-    [file] = adapter.glob("*.safetensors")
-    os.truncate(file, 2**42)
+    [check_file] = adapter.glob("*.safetensors")
+    os.truncate(check_file, 2**42)
     values = json.loads((adapter / "adapter.json").read_text())
     for shape in ([2**40], [2**62, 2**62], [2**63]):
         listed = {name: {"shape": shape, "dtype": "float32"} for name in values["tensors"]}

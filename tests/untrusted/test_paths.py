@@ -24,8 +24,7 @@ from peftc.diagnostics import PeftcError
 from peftc.diagnostics.render import render_text
 from peftc.models.configs import read_values
 from peftc.models.load import load_model
-from peftc.semantics import expand, read_spec
-from peftc.semantics.checks import file
+from peftc.semantics import check_file, expand, read_spec
 from peftc.semantics.load import LARGEST
 from peftc.syntax import parse_text
 
@@ -105,7 +104,7 @@ def paths_within(folders: Path) -> list[object]:
 
 def test_the_folder_of_the_spec_and_what_is_below(folders: Path) -> None:
     for path in paths_within(folders):
-        assert file(read_spec(main_spec(folders, path))) == [], path
+        assert check_file(read_spec(main_spec(folders, path))) == [], path
 
 
 def paths_outside(folders: Path) -> list[object]:
@@ -133,7 +132,7 @@ def test_no_other_file_is_read(folders: Path) -> None:
     for path in paths_outside(folders):
         spec = main_spec(folders, path)
         with in_time():
-            found = file(read_spec(spec))
+            found = check_file(read_spec(spec))
         assert {error.code for error in found} == {"P123", "P109"}, path  # there is no method, then
         said = next(error for error in found if error.code == "P123")
         assert said.span is not None
@@ -146,7 +145,7 @@ def test_no_other_file_is_read(folders: Path) -> None:
 
 def test_whether_a_file_outside_exists_is_not_said(folders: Path) -> None:
     there, not_there = (
-        [str(e).replace("secret", "").replace("nothing", "") for e in file(read_spec(main_spec(folders, path)))]
+        [str(e).replace("secret", "").replace("nothing", "") for e in check_file(read_spec(main_spec(folders, path)))]
         for path in ("../other/secret", "../other/nothing")
     )
     assert there == not_there
@@ -177,8 +176,8 @@ def test_files_of_a_folder_use_what_is_in_the_folder_of_the_spec(folders: Path) 
     (folders / "own" / "below" / "n.peft").write_text('peft 1\nuse m from "../m.peft"\nmethod n() { apply m(r=3) }\n')
     spec = folders / "own" / "main.peft"
     spec.write_text('peft 1\nuse n from "below/n.peft"\napply n()\n')
-    assert file(read_spec(spec)) == []
-    assert "P123" in [found.code for found in file(read_spec(folders / "own" / "below" / "n.peft"))]
+    assert check_file(read_spec(spec)) == []
+    assert "P123" in [found.code for found in check_file(read_spec(folders / "own" / "below" / "n.peft"))]
 
 
 def test_an_included_folder_that_is_none(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,14 +226,14 @@ def test_a_folder_is_not_left_by_its_links(folders: Path, capsys: pytest.Capture
 )
 def test_a_file_that_is_no_spec_is_not_shown(folders: Path, content: bytes) -> None:
     (folders / "own" / "notes").write_bytes(content)
-    found = file(read_spec(main_spec(folders, "notes")))
+    found = check_file(read_spec(main_spec(folders, "notes")))
     assert "P125" in [error.code for error in found]
     assert SECRET not in render_text(found)
 
 
 def test_a_spec_with_mistakes_is_shown(folders: Path) -> None:
     (folders / "own" / "m.peft").write_text(f"\ufeff# note\n\npeft 1\nedit {SECRET}\n")
-    assert SECRET in render_text(file(read_spec(main_spec(folders, "m.peft"))))
+    assert SECRET in render_text(check_file(read_spec(main_spec(folders, "m.peft"))))
 
 
 # What is no regular file ---------------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ def test_a_pipe_that_is_used(folders: Path) -> None:
     (folders / "own" / "directory").mkdir()
     for name in ("pipe", "directory"):
         with in_time():
-            found = file(read_spec(main_spec(folders, name)))
+            found = check_file(read_spec(main_spec(folders, name)))
         assert {error.code for error in found} == {"P026", "P109"}
         assert next(error for error in found if error.code == "P026").span is not None
 
@@ -367,7 +366,7 @@ def test_links_in_circles_and_long_names(folders: Path) -> None:
     own = folders / "own"
     (own / "circle.peft").symlink_to("circle.peft")
     for path in ("circle.peft", "circle.peft/m.peft", f"{'a' * 5000}.peft", "a/" * 3000):
-        assert {found.code for found in file(read_spec(main_spec(folders, path)))} == {"P112", "P109"}
+        assert {found.code for found in check_file(read_spec(main_spec(folders, path)))} == {"P112", "P109"}
     assert codes(refused(lambda: read_spec(own / "circle.peft"))) == ["P112"]
 
 

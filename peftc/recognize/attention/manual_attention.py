@@ -18,8 +18,8 @@ import torch
 from torch import fx, nn
 
 from peftc.forms.shapes import KeyValue
-from peftc.recognize.attention.find import Attention, operands
-from peftc.recognize.graph import features, queries
+from peftc.recognize.attention.patterns import Attention, operands
+from peftc.recognize.graph import features, nodes
 from peftc.recognize.graph.value_operands import value_operands
 from peftc.trace.patches import applied
 
@@ -89,12 +89,12 @@ def way(start: fx.Node, end: fx.Node) -> list[Step] | None:
 
 
 def kind_of(node: fx.Node, before: fx.Node) -> Literal["same", "nothing", "shape"] | None:
-    if queries.is_edit(node):
+    if nodes.is_edit(node):
         return "nothing"
-    if queries.is_add(node) and any(map(counted_from_the_end, queries.upstream(node, lambda n: n is before))):
+    if nodes.is_add(node) and any(map(counted_from_the_end, nodes.upstream(node, lambda n: n is before))):
         return None
     if node.op == "call_module":
-        return "same" if queries.shape(node) == queries.shape(before) else None
+        return "same" if nodes.shape(node) == nodes.shape(before) else None
     if node.op == "call_method":
         name = str(node.target)
         if name in ("masked_fill", "masked_fill_", "add", "add_", "sub"):
@@ -114,19 +114,19 @@ def counted_from_the_end(node: fx.Node) -> bool:
     count in it, and a joined row has none to the others.
     """
     cut = node.args[1] if node.target is operator.getitem else ()
-    last = cut[-1] if isinstance(cut, tuple) and len(cut) == len(queries.shape(node)) and cut else None
+    last = cut[-1] if isinstance(cut, tuple) and len(cut) == len(nodes.shape(node)) and cut else None
     return isinstance(last, slice) and isinstance(last.start, fx.Node)
 
 
 def cuts_keys(node: fx.Node, before: fx.Node) -> bool:
     """Whether some of the keys are taken, of all queries."""
-    one, other = queries.shape(node), queries.shape(before)
+    one, other = nodes.shape(node), nodes.shape(before)
     return node.target is operator.getitem and len(one) == len(other) and one[:-1] == other[:-1]
 
 
 def scaling(node: fx.Node, before: fx.Node) -> Literal["same", "nothing"]:
     """A factor for each key is a mask; any other is a scale."""
-    others = [shape for n in node.all_input_nodes if n is not before and (shape := queries.shape(n))]
+    others = [shape for n in node.all_input_nodes if n is not before and (shape := nodes.shape(n))]
     return "nothing" if any(shape[-1] > 1 for shape in others) else "same"
 
 
@@ -134,13 +134,13 @@ def operand_layout(product: fx.Node, operand: fx.Node, keys: bool, root: nn.Modu
     if product.target is torch.einsum:
         return einsum_layout(product, operand, keys, root)
     last = (FEATURES, TOKENS) if keys else (TOKENS, FEATURES)
-    match len(queries.shape(operand)):
+    match len(nodes.shape(operand)):
         case 3:
             return Layout((0, 2, 1) if keys else (0, 1, 2), merged=True)
         case 4:
             return Layout((BATCH, HEADS, *last))
         case 5:
-            width = queries.shape(operand)[3 + last.index(FEATURES)]
+            width = nodes.shape(operand)[3 + last.index(FEATURES)]
             heads = heads_among((1, 2), width, operand, root)
             return (
                 None if heads is None else Layout((BATCH, *((HEADS, BLOCKS) if heads == 1 else (BLOCKS, HEADS)), *last))
@@ -152,7 +152,7 @@ def operand_layout(product: fx.Node, operand: fx.Node, keys: bool, root: nn.Modu
 def einsum_layout(product: fx.Node, operand: fx.Node, keys: bool, root: nn.Module) -> Layout | None:
     """By the labels: features are summed over with the queries, tokens with the probabilities; batch comes before heads."""
     given = product.args[1] if isinstance(product.args[1], (tuple, list)) else product.args[1:]
-    labels, result = labelled(str(product.args[0]), [len(queries.shape(n)) for n in given])
+    labels, result = labelled(str(product.args[0]), [len(nodes.shape(n)) for n in given])
     mine = next((text for text, node in zip(labels, given, strict=False) if node is operand), "")
     other = next((text for text, node in zip(labels, given, strict=False) if node is not operand), "")
     summed = [c for c in mine if c not in result]
@@ -167,9 +167,7 @@ def einsum_layout(product: fx.Node, operand: fx.Node, keys: bool, root: nn.Modul
     digits = [c for c in shared if c.isdigit()]
     places = [mine.index(c) for c in shared[1:] if c not in digits]
     heads = (
-        places[0]
-        if len(places) == 1
-        else heads_among(places, queries.shape(operand)[mine.index(feature)], operand, root)
+        places[0] if len(places) == 1 else heads_among(places, nodes.shape(operand)[mine.index(feature)], operand, root)
     )
     return None if heads is None else Layout(tuple({**named, mine[heads]: HEADS}.get(c, BLOCKS) for c in mine))
 
@@ -179,8 +177,8 @@ def heads_among(places: Sequence[int], width: int, operand: fx.Node, root: nn.Mo
     apart, or the only one that can be for its size.
     """
     told = features.dims_of(operand, root).intersection(places)
-    widths = {rows.width if rows else queries.shape(n)[-1] for n, rows in features.feeding(operand, root)}
-    found = told or {place for place in places if queries.shape(operand)[place] * width in widths}
+    widths = {rows.width if rows else nodes.shape(n)[-1] for n, rows in features.feeding(operand, root)}
+    found = told or {place for place in places if nodes.shape(operand)[place] * width in widths}
     return found.pop() if len(found) == 1 else None
 
 
@@ -198,10 +196,10 @@ def visible(softmax: fx.Node) -> float | None:
     """What the mask beside the scores has for keys that count, as a softmax of its own is seen to take it; None where it has no
     mask, or one that cannot be told.
     """
-    masks = [i for i, a in enumerate(softmax.args[1:], 1) if queries.is_tensor(a)]
+    masks = [i for i, a in enumerate(softmax.args[1:], 1) if nodes.is_tensor(a)]
     if softmax.target is not applied or len(masks) != 1:
         return None
-    like: torch.Tensor = queries.example(softmax.args[masks[0]])  # pyright: ignore[reportAssignmentType]
+    like: torch.Tensor = nodes.example(softmax.args[masks[0]])  # pyright: ignore[reportAssignmentType]
     scores, mask = torch.zeros(1, 1, 1, 2), torch.tensor([1, 0]).to(like.dtype).view(*[1] * (like.ndim - 1), 2)
     args = [scores, *softmax.args[1:]]
     args[masks[0]] = mask
@@ -213,12 +211,12 @@ def visible(softmax: fx.Node) -> float | None:
 
 def maskable(softmax: fx.Node) -> bool:
     """Whether joined keys can be made to count."""
-    return visible(softmax) is not None or not any(queries.is_tensor(a) for a in softmax.args[1:])
+    return visible(softmax) is not None or not any(nodes.is_tensor(a) for a in softmax.args[1:])
 
 
 def joining(attention: Attention, root: nn.Module) -> Joining | None:
     """How rows can be joined to the keys and values; None where they cannot."""
-    first, scores = queries.first_input(attention.call), attention.scores
+    first, scores = nodes.first_input(attention.call), attention.scores
     behind = [n for n in value_operands(attention.out) if reaches(attention.call, n)]
     if first is None or scores is None or len(behind) != 1 or not maskable(attention.call):
         return None
@@ -237,7 +235,7 @@ def joining(attention: Attention, root: nn.Module) -> Joining | None:
 
 
 def reaches(start: fx.Node, node: fx.Node) -> bool:
-    return start in queries.upstream(node, lambda m: m is start)
+    return start in nodes.upstream(node, lambda m: m is start)
 
 
 def written_shape(attention: Attention, q_width: int | None, root: nn.Module) -> KeyValue | None:
@@ -245,8 +243,8 @@ def written_shape(attention: Attention, q_width: int | None, root: nn.Module) ->
     found = joining(attention, root)
     if found is None:
         return None
-    heads, d_head = sized(found.keys, queries.shape(attention.k))
-    _, d_value = sized(found.values, queries.shape(attention.v))
+    heads, d_head = sized(found.keys, nodes.shape(attention.k))
+    _, d_value = sized(found.values, nodes.shape(attention.v))
     if heads is None and q_width is not None and q_width % d_head == 0:
         heads = q_width // d_head
     return KeyValue(heads, d_head, None if d_value == d_head else d_value) if heads is not None else None

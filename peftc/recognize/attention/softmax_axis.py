@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.graph.value_operands import value_operands
 
 _PERMUTE = frozenset(
@@ -27,14 +27,14 @@ def compared_dim(softmax: fx.Node, scores: fx.Node, root: nn.Module) -> int | No
 
     Args: `scores`: the product of queries and keys behind the softmax.
     """
-    first = queries.first_input(softmax)
-    size = len(queries.shape(first))
+    first = nodes.first_input(softmax)
+    size = len(nodes.shape(first))
     dim = softmax_dim(softmax, root)
     if first is None or not isinstance(dim, int) or not -size <= dim < size:
         return None
     node, at = first, dim % size
     while node is not scores:
-        before = [n for n in value_operands(node) if scores in queries.upstream(n, lambda m: m is scores)]
+        before = [n for n in value_operands(node) if scores in nodes.upstream(n, lambda m: m is scores)]
         if len(before) != 1:
             return None
         if (earlier := dim_before(node, before[0], at)) is None:
@@ -46,7 +46,7 @@ def compared_dim(softmax: fx.Node, scores: fx.Node, root: nn.Module) -> int | No
 def softmax_dim(softmax: fx.Node, root: nn.Module) -> Any:
     """The `dim` of a softmax; the last where it is not said."""
     if softmax.op == "call_module":
-        dim = getattr(queries.module_of(softmax, root), "dim", -1)
+        dim = getattr(nodes.module_of(softmax, root), "dim", -1)
         return -1 if dim is None else dim
     return softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else -1)
 
@@ -54,7 +54,7 @@ def softmax_dim(softmax: fx.Node, root: nn.Module) -> Any:
 def dim_before(node: fx.Node, before: fx.Node, at: int) -> int | None:
     """Which dimension of an operand becomes the dimension `at` of the result."""
     name = str(getattr(node.target, "__name__", node.target)).rpartition(".")[2]
-    old, new = queries.shape(before), queries.shape(node)
+    old, new = nodes.shape(before), nodes.shape(node)
     if name == "getattr":
         name = str(node.args[1])
     if name in _PERMUTE or name in _MATRIX:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.graph.value_operands import value_operands, value_users
 from peftc.trace.module_calls import innermost
 
@@ -22,7 +22,7 @@ _MOVES = frozenset({"permute", "transpose", "movedim", "swapaxes", "flatten"})
 
 def features_dim(node: fx.Node, root: nn.Module) -> int:
     """The dimension of the features of a value in the graph of a layer."""
-    last = max(0, len(queries.shape(node)) - 1)
+    last = max(0, len(nodes.shape(node)) - 1)
     if last < 2 or not any(isinstance(m, _SECOND) for m in root.modules()):
         return last
     made = made_at(node, root, set())
@@ -51,45 +51,41 @@ def taken_at(node: fx.Node, root: nn.Module, seen: set[fx.Node]) -> int | None:
     """The same as what takes the value tells it."""
     seen.add(node)
     for user in value_users(node):
-        if user in seen or not queries.is_tensor(user):
+        if user in seen or not nodes.is_tensor(user):
             continue
-        if (
-            user.op == "call_module"
-            and queries.first_input(user) is node
-            and (own := layer_dim(user, root)) is not None
-        ):
+        if user.op == "call_module" and nodes.first_input(user) is node and (own := layer_dim(user, root)) is not None:
             return own
         if moves(node, user) and (after := taken_at(user, root, seen)) is not None:
-            places = [moved(node, user, dim) for dim in range(len(queries.shape(node)))]
+            places = [moved(node, user, dim) for dim in range(len(nodes.shape(node)))]
             return places.index(after) if places.count(after) == 1 else None
     return None
 
 
 def layer_dim(node: fx.Node, root: nn.Module) -> int | None:
     """Where a layer has the features of what it takes and returns."""
-    module, shape = queries.module_of(node, root), queries.shape(node)
+    module, shape = nodes.module_of(node, root), nodes.shape(node)
     if isinstance(module, _SECOND):
         return 1
     if isinstance(module, nn.LayerNorm) and innermost(type(module).forward) is not nn.LayerNorm.forward:
         places = [dim for dim in {1, len(shape) - 1} if shape[dim] == module.normalized_shape[-1]]
         return places[0] if len(places) == 1 else None  # it may move them itself
-    return len(queries.shape(node)) - 1 if isinstance(module, _LAST) or queries.is_linear(node, root) else None
+    return len(nodes.shape(node)) - 1 if isinstance(module, _LAST) or nodes.is_linear(node, root) else None
 
 
 def moves(source: fx.Node, node: fx.Node) -> bool:
     """Whether a value has the features of another, at this or another place."""
-    if not queries.is_tensor(source) or not queries.is_tensor(node):
+    if not nodes.is_tensor(source) or not nodes.is_tensor(node):
         return False
-    return queries.shape(source) == queries.shape(node) or word(node) in _MOVES
+    return nodes.shape(source) == nodes.shape(node) or word(node) in _MOVES
 
 
 def moved(source: fx.Node, node: fx.Node, dim: int) -> int | None:
     """Where a dimension of a value is in another that is made of it."""
     if word(node) not in _MOVES:
         return dim
-    sizes = [1009 + 2 * i for i in range(len(queries.shape(source)))]  # all different, and no product of others
+    sizes = [1009 + 2 * i for i in range(len(nodes.shape(source)))]  # all different, and no product of others
     given = torch.empty(sizes, device="meta")
-    args = [given if a is source else queries.example(a) if isinstance(a, fx.Node) else a for a in node.args]
+    args = [given if a is source else nodes.example(a) if isinstance(a, fx.Node) else a for a in node.args]
     try:
         result = getattr(torch.Tensor, word(node))(*args, **node.kwargs)
     except (TypeError, RuntimeError, IndexError):

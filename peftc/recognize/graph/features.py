@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from peftc.fakes.constant_propagation import tensors
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.graph.value_operands import is_cache_part, is_write, value_operands
 from peftc.recognize.token_mixing import weighted
 from peftc.sites.table import Slice
@@ -54,13 +54,13 @@ IsLinear: TypeAlias = Callable[[fx.Node, nn.Module], bool]
 
 
 def feeding(
-    value: fx.Node, root: nn.Module, *others: fx.Node, is_linear: IsLinear = queries.is_linear
+    value: fx.Node, root: nn.Module, *others: fx.Node, is_linear: IsLinear = nodes.is_linear
 ) -> list[tuple[fx.Node, Slice | None]]:
     """The nearest Linears upstream of a value, each with the rows of its output that go there, or to one of the `others`
     (None: all).
     """
     values = (value, *others)
-    behind = {n for v in values for n in queries.upstream(v, lambda n: is_linear(n, root))}
+    behind = {n for v in values for n in nodes.upstream(v, lambda n: is_linear(n, root))}
     linears = {n for n in behind if is_linear(n, root)}
     inside = sorted(behind - linears)
     found: list[tuple[fx.Node, Slice | None]] = []
@@ -75,40 +75,40 @@ def feeding(
 
 def untouched(value: fx.Node, linear: fx.Node, root: nn.Module) -> bool:
     """Whether nothing but layout stands between a Linear and a value."""
-    behind = set(queries.upstream(value, lambda n: n is linear))
-    return all(n is linear or queries.passes_through(n, root) is not None or _is_layout(n) for n in behind)
+    behind = set(nodes.upstream(value, lambda n: n is linear))
+    return all(n is linear or nodes.passes_through(n, root) is not None or _is_layout(n) for n in behind)
 
 
 def affine(value: fx.Node, linear: fx.Node, root: nn.Module) -> bool:
     """Whether no activation stands between a Linear and a value: layout, limits, and sums and products with other things."""
-    behind = set(queries.upstream(value, lambda n: n is linear))
-    ways = {linear} | {n for n in behind if linear in queries.upstream(n, lambda m: m is linear)}
+    behind = set(nodes.upstream(value, lambda n: n is linear))
+    ways = {linear} | {n for n in behind if linear in nodes.upstream(n, lambda m: m is linear)}
     return all(n is linear or _keeps_sign(n, ways, root) for n in ways)
 
 
 def _keeps_sign(node: fx.Node, ways: set[fx.Node], root: nn.Module) -> bool:
-    if queries.passes_through(node, root) is not None or _is_layout(node) or node.target in ("clamp", "clamp_"):
+    if nodes.passes_through(node, root) is not None or _is_layout(node) or node.target in ("clamp", "clamp_"):
         return True
-    arithmetic = queries.is_add(node) or node.target in (operator.mul, torch.mul)
+    arithmetic = nodes.is_add(node) or node.target in (operator.mul, torch.mul)
     return arithmetic and len([n for n in value_operands(node) if n in ways]) == 1
 
 
 def blockless(value: fx.Node, linear: fx.Node, root: nn.Module) -> bool:
     """Whether a Linear is what a value comes from alone: no leaf with weights of its own stands between."""
-    behind = set(queries.upstream(value, lambda n: n is linear)) - {linear}
-    return not any(weighted(n, root) and not queries.is_norm(n, root) for n in behind)
+    behind = set(nodes.upstream(value, lambda n: n is linear)) - {linear}
+    return not any(weighted(n, root) and not nodes.is_norm(n, root) for n in behind)
 
 
 def _width(linear: fx.Node) -> int:
-    value = queries.example(linear)
+    value = nodes.example(linear)
     assert isinstance(value, torch.Tensor)
     return value.shape[-1]
 
 
 def dims_of(value: fx.Node, root: nn.Module) -> set[int]:
     """The dimensions of a value that tell features of a Linear apart; none where what happens to them cannot be followed."""
-    behind = set(queries.upstream(value, lambda n: queries.is_linear(n, root)))
-    linears = {n for n in behind if queries.is_linear(n, root)}
+    behind = set(nodes.upstream(value, lambda n: nodes.is_linear(n, root)))
+    linears = {n for n in behind if nodes.is_linear(n, root)}
     if len(linears) != 1:
         return set()
     (linear,) = linears
@@ -127,12 +127,12 @@ def dims_of(value: fx.Node, root: nn.Module) -> set[int]:
 def separates(value: fx.Node, dim: int, root: nn.Module) -> bool:
     """Whether features of a Linear may be in a dimension of a value: not where they are seen to be in others alone."""
     dims = dims_of(value, root)
-    return not dims or dim % len(queries.shape(value)) in dims or queries.shape(value)[dim] == 1
+    return not dims or dim % len(nodes.shape(value)) in dims or nodes.shape(value)[dim] == 1
 
 
 def numbers_of(linear: fx.Node) -> dict[fx.Node, Any]:
     """The numbers of the features of a Linear, in the shape of its result."""
-    output = queries.example(linear)
+    output = nodes.example(linear)
     assert isinstance(output, torch.Tensor)
     return {linear: torch.arange(output.shape[-1]).expand(output.shape).clone()}
 
@@ -167,8 +167,8 @@ def numbered(node: fx.Node, sources: list[fx.Node], numbers: dict[fx.Node, Any])
         return None  # a part of what a leaf returns
     if not _is_layout(node) and not _joins(node, numbers):
         return None
-    args = fx.map_arg(node.args, lambda n: numbers.get(n, queries.example(n)))
-    kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, queries.example(n)))
+    args = fx.map_arg(node.args, lambda n: numbers.get(n, nodes.example(n)))
+    kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, nodes.example(n)))
     try:
         made = _moved(node, args, kwargs)
     except (RuntimeError, TypeError, IndexError):  # of what the numbers have no counterpart
@@ -178,7 +178,7 @@ def numbered(node: fx.Node, sources: list[fx.Node], numbers: dict[fx.Node, Any])
 
 def _moved(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.target in _LIKE:
-        return getattr(args[0], _LIKE[str(node.target)])(queries.shape(node))
+        return getattr(args[0], _LIKE[str(node.target)])(nodes.shape(node))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     target: Any = node.target
@@ -195,7 +195,7 @@ def _is_layout(node: fx.Node) -> bool:
 
 def _joins(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> bool:
     """Whether tensors are put together all of which have numbers."""
-    return node.target in _JOINS and all(n in numbers for n in node.all_input_nodes if queries.is_tensor(n))
+    return node.target in _JOINS and all(n in numbers for n in node.all_input_nodes if nodes.is_tensor(n))
 
 
 def _hands_on(node: fx.Node, source: fx.Node) -> bool:
@@ -203,10 +203,10 @@ def _hands_on(node: fx.Node, source: fx.Node) -> bool:
     if is_cache_part(node):
         return True
     inside = source not in node.all_input_nodes  # of what returns several results
-    before, after = queries.example(source), queries.example(node)
+    before, after = nodes.example(source), nodes.example(node)
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
-    return before.shape == after.shape and (inside or not _is_layout(node)) and not queries.is_product(node)
+    return before.shape == after.shape and (inside or not _is_layout(node)) and not nodes.is_product(node)
 
 
 def blocks(features: torch.Tensor, width: int) -> Slice | None:

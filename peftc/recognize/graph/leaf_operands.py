@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.fakes.tensors import fake_copy
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.graph.value_operands import CARRIERS, WHOLE
 from peftc.trace.approximate_trace import gist
 from peftc.trace.tracer import ModuleCall, Traced
@@ -53,4 +53,4 @@ def carriers(call: ModuleCall, root: nn.Module, mode: FakeTensorMode) -> dict[in
 
 def reached(node: fx.Node) -> list[str]:
     """The arguments that a value is computed from, in the order of the signature."""
-    return [str(n.target) for n in sorted(queries.upstream(node, lambda _: False)) if n.op == "placeholder"]
+    return [str(n.target) for n in sorted(nodes.upstream(node, lambda _: False)) if n.op == "placeholder"]

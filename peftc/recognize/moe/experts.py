@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.fakes.tensors import fake_copy
 from peftc.recognize import ffn
-from peftc.recognize.attention.find import attentions
-from peftc.recognize.graph import features, queries
+from peftc.recognize.attention.patterns import attentions
+from peftc.recognize.graph import features, nodes
 from peftc.recognize.moe.listed import Listed, listed
 from peftc.recognize.moe.router import Router, router
 from peftc.recognize.moe.stacked import Experts, experts, multiplies_pieces
@@ -39,7 +39,7 @@ def find_experts(traced: Traced, subs: list[SubLayer], root: nn.Module, mode: Fa
         if owner is not None and found is not None:
             owner.experts.append(found)
             owner.experts.sort(key=lambda one: one.module not in numbered(traced))
-            given = nodes(call.arguments)
+            given = argument_nodes(call.arguments)
             for values in (list(filter(is_number, given)), given):  # what is chosen by comes before what is computed on
                 owner.router = owner.router or router(values, found.count, owner.body, root)
             owner.router = owner.router or hidden_router(given, found.count, traced, root, mode)
@@ -63,7 +63,7 @@ def together(found: list[Experts | Listed], traced: Traced, root: nn.Module) -> 
     alone = [e for e in found if isinstance(e, Experts) and set(e.roles) == {"down"} and e.module in calls]
     results = {calls[one.module].result: one for one in alone}
     for node, last in results.items():
-        hidden = queries.first_input(node)
+        hidden = nodes.first_input(node)
         made = ffn.before(hidden, root, lambda n, _: n in results) if hidden is not None else {}
         first = {role: results[p.node].roles["down"] for role, p in made.items()}
         if first and all(role.weight.count == last.count for role in first.values()):
@@ -110,7 +110,7 @@ def hidden_router(
     given: list[fx.Node], count: int, traced: Traced, root: nn.Module, mode: FakeTensorMode
 ) -> Router | None:
     """The Linear that routes inside of a module whose code could not be entered."""
-    before = {str(n.target) for value in given for n in queries.upstream(value, lambda n: n.op == "call_module")}
+    before = {str(n.target) for value in given for n in nodes.upstream(value, lambda n: n.op == "call_module")}
     for call in traced.calls:
         seen = None if call.inlined or call.name not in before else followed(call, root, mode)
         module = root.get_submodule(call.name)
@@ -126,15 +126,15 @@ def hidden_router(
 
 def numbered(traced: Traced) -> set[str]:
     """The modules that are told numbers, of experts, with what they compute on."""
-    return {call.name for call in traced.calls if any(map(is_number, nodes(call.arguments)))}
+    return {call.name for call in traced.calls if any(map(is_number, argument_nodes(call.arguments)))}
 
 
 def is_number(node: fx.Node) -> bool:
-    value = queries.example(node)
+    value = nodes.example(node)
     return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
-def nodes(value: object) -> list[fx.Node]:
+def argument_nodes(value: object) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg(value, found.append)  # pyright: ignore[reportArgumentType]
     return found
@@ -146,9 +146,9 @@ def name_shared(sub: SubLayer, root: nn.Module) -> None:
     sub.projections, sub.hidden = {}, None
     downs = [p for p in features.feeding(sub.h, root) if p[0] is not router_node and p[0] in sub.body]
     for down in downs:
-        hidden = queries.first_input(down[0])
+        hidden = nodes.first_input(down[0])
         roles = ffn.before(hidden, root) if hidden is not None else {}
         if "up" in roles and all(p.node in sub.body for p in roles.values()):
             sub.shared.append({**{r: roles[r] for r in ("gate", "up") if r in roles}, "down": ffn.Projection(*down)})
     played = {p.node for network in sub.shared for p in network.values()} | {router_node}
-    sub.linears = sorted(n for n in sub.body if queries.is_linear(n, root) and n not in played)
+    sub.linears = sorted(n for n in sub.body if nodes.is_linear(n, root) and n not in played)

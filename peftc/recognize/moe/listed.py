@@ -9,7 +9,7 @@ from torch import nn
 
 from peftc.observe.sample_forward import structure
 from peftc.recognize import ffn
-from peftc.recognize.graph import features, queries
+from peftc.recognize.graph import features, nodes
 from peftc.trace.tracer import Traced
 
 
@@ -35,7 +35,7 @@ def listed(module: str, traced: Traced) -> Listed | None:
     assert root is not None
     output = next(n for n in traced.graph.nodes if n.op == "output")
     downs = features.feeding(output, root)
-    hidden = queries.first_input(downs[0][0]) if len(downs) == 1 else None
+    hidden = nodes.first_input(downs[0][0]) if len(downs) == 1 else None
     if hidden is None:
         return None
     found = {"down": ffn.Projection(*downs[0])} | ffn.before(hidden, root)

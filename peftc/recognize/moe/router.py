@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.graph.value_operands import value_users
 
 _CHOOSES = frozenset({"topk", "sort", "argsort", "argmax", "max", "one_hot", "scatter", "scatter_", "gather"})
@@ -33,8 +33,8 @@ def router(called: Iterable[fx.Node], count: int, body: set[fx.Node], root: nn.M
 
     The nearest product upstream that has a value for each expert and reaches the experts by a choice among its values.
     """
-    found = [r for node in called for n in queries.upstream(node, lambda n: outside(n, body)) if (r := routes(n, root))]
-    wide = [r for r in found if queries.shape(r.logits)[-1] >= count and chosen(r.logits, body)]
+    found = [r for node in called for n in nodes.upstream(node, lambda n: outside(n, body)) if (r := routes(n, root))]
+    wide = [r for r in found if nodes.shape(r.logits)[-1] >= count and chosen(r.logits, body)]
     return max(wide, key=lambda r: r.logits) if wide else None
 
 
@@ -44,10 +44,10 @@ def outside(node: fx.Node, body: set[fx.Node]) -> bool:
 
 def routes(node: fx.Node, root: nn.Module) -> Router | None:
     """A product with one matrix, by a Linear or in the code around it."""
-    x = queries.first_input(node)
-    if x is None or not queries.is_tensor(node):
+    x = nodes.first_input(node)
+    if x is None or not nodes.is_tensor(node):
         return None
-    if queries.is_linear(node, root):
+    if nodes.is_linear(node, root):
         name = str(node.target)
         biased = getattr(root.get_submodule(name), "bias", None) is not None
         return Router(node, x, f"{name}.weight", f"{name}.bias" if biased else None)
@@ -60,9 +60,9 @@ def routes(node: fx.Node, root: nn.Module) -> Router | None:
 
 def parameter(node: fx.Node) -> str | None:
     """The name of the parameter that a value is, but for its dtype."""
-    while node.op == "call_method" and node.target in _CASTS and (before := queries.first_input(node)) is not None:
+    while node.op == "call_method" and node.target in _CASTS and (before := nodes.first_input(node)) is not None:
         node = before
-    return str(node.target) if node.op == "get_attr" and isinstance(queries.example(node), nn.Parameter) else None
+    return str(node.target) if node.op == "get_attr" and isinstance(nodes.example(node), nn.Parameter) else None
 
 
 def chosen(logits: fx.Node, body: set[fx.Node]) -> bool:

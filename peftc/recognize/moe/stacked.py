@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from peftc.recognize import ffn
-from peftc.recognize.graph import features, queries
+from peftc.recognize.graph import features, nodes
 from peftc.recognize.graph.value_operands import value_users
 from peftc.sites.table import Slice
 from peftc.trace.tracer import Traced
@@ -84,14 +84,14 @@ def projections(traced: Traced, root: nn.Module) -> dict[str, ffn.Projection]:
     )  # experts add to their result in place, up to the end
     downs = [p for p in features.feeding(output, root, is_linear=is_linear) if picked_in(p[0]) is not None]
     same = {picked.parameter.target for p in downs if (picked := picked_in(p[0])) is not None}
-    hidden = queries.first_input(downs[0][0]) if len(same) == 1 else None
+    hidden = nodes.first_input(downs[0][0]) if len(same) == 1 else None
     if hidden is None:
         return {}
     return {"down": ffn.Projection(*downs[0])} | ffn.before(hidden, root, is_linear)
 
 
 def is_linear(node: fx.Node, root: nn.Module) -> bool:
-    return queries.is_linear(node, root) or picked_in(node) is not None
+    return nodes.is_linear(node, root) or picked_in(node) is not None
 
 
 # Products with pieces of parameters ----------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def picked(value: object, turned: bool = False) -> Picked | None:
             turned = not turned
         elif not picks(node) and not (node.op == "call_method" and node.target in _SAME):
             return None
-        node = queries.first_input(node)
-    if not isinstance(node, fx.Node) or not isinstance(queries.example(node), nn.Parameter):
+        node = nodes.first_input(node)
+    if not isinstance(node, fx.Node) or not isinstance(nodes.example(node), nn.Parameter):
         return None
     count = pieces(value, node)
     return Picked(node, count, turned) if count is not None else None
@@ -136,8 +136,8 @@ def pieces(value: object, parameter: fx.Node) -> int | None:
     shapes: list[tuple[int, ...]] = []
     node = value
     while isinstance(node, fx.Node):
-        shapes.append(queries.shape(node))
-        node = queries.first_input(node) if node is not parameter else None
+        shapes.append(nodes.shape(node))
+        node = nodes.first_input(node) if node is not parameter else None
     first = next((shape for shape in reversed(shapes) if len(shape) == 3), None)
     return first[0] if first is not None else None
 
@@ -156,7 +156,7 @@ def picks(node: fx.Node) -> bool:
     """Whether one piece is taken by its number, or several by theirs."""
     if node.target is operator.getitem:
         index = node.args[1]
-        value = queries.example(index)
+        value = nodes.example(index)
         return isinstance(value, int) or (isinstance(value, torch.Tensor) and not value.is_floating_point())
     return node.op == "call_method" and node.target == "index_select"
 
@@ -168,7 +168,7 @@ def role_of(made: ffn.Projection, module: str, root: nn.Module) -> Role | None:
     found = picked_in(made.node)
     if found is None:
         return None
-    weight = bank(found, module, queries.shape(found.parameter))
+    weight = bank(found, module, nodes.shape(found.parameter))
     rows = made.rows if made.rows is None or made.rows.width < weight.d_out else None
     return Role(weight, rows, bias_of(made.node, module, weight))
 
@@ -198,11 +198,11 @@ def bias_of(product: fx.Node, module: str, weight: Bank) -> Bank | None:
     given = [product.args[2]] if product.target is nn.functional.linear and len(product.args) > 2 else []
     given += [product.kwargs["bias"]] if "bias" in product.kwargs else []
     for user in value_users(product):
-        if queries.is_add(user):
+        if nodes.is_add(user):
             given += [a for a in user.args[:2] if a is not product]
     for value in given:
-        node = queries.first_input(value) if isinstance(value, fx.Node) and picks(value) else None
-        if node is None or node.op != "get_attr" or queries.shape(node) != (weight.count, weight.d_out):
+        node = nodes.first_input(value) if isinstance(value, fx.Node) and picks(value) else None
+        if node is None or node.op != "get_attr" or nodes.shape(node) != (weight.count, weight.d_out):
             continue
         owner, _, attribute = str(node.target).rpartition(".")
         reader = inside(module, str(node.meta["origin"][0]))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.recognize.attention import find
+from peftc.recognize.attention import patterns
 from tests.layers import Layers
 
 D, HEADS = 16, 2
@@ -89,8 +89,8 @@ def test_queries_are_what_the_softmax_does_not_compare(attend: Attend) -> None:
 
 @pytest.mark.parametrize("attend", WRITTEN[1:])
 def test_the_witness_notices_roles_that_are_exchanged(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = find.compared
-    monkeypatch.setattr(find, "compared", lambda *args: right(*args)[::-1])
+    right = patterns.compared
+    monkeypatch.setattr(patterns, "compared", lambda *args: right(*args)[::-1])
     torch.manual_seed(0)
     model = peftc.compile(SPEC, Layers(Layer(attend), Layer(attend)), seed=0, sample=SAMPLE)
     found = peftc.verify(model, {"x": torch.randn(2, 5, D)})

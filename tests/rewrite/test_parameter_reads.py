@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import peftc
 from peftc.rewrite.legality.parameter_reads import own_parameters, parameter_reads
 from tests.laws.harness import randomise
-from tests.rewriting.test_modes import mode
+from tests.specialize.test_modes import mode
 
 D = 8
 X = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

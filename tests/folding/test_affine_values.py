@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.weights import equations as eq
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -12,7 +13,6 @@ from peftc.folding.affine_values import FoldedWeights, Refusal, fold_terms
 from peftc.forms.shapes import KeyValue, Tokens, Vector, Weight
 from peftc.planning.foldability.affine import affine_reason, fold_reason, fold_target
 from peftc.planning.ir import Assign, Concat
-from tests.weights import equations as eq
 
 TOLERANCE = 1e-10
 D_IN, D_OUT = 10, 6

@@ -8,8 +8,8 @@ from torch import nn
 
 import peftc
 from benchmarks.families import build
-from peftc.recognize.attention.find import attentions
 from peftc.recognize.attention.manual_attention import joining
+from peftc.recognize.attention.patterns import attentions
 from peftc.recognize.graph.features import feeding
 from peftc.sites.table import Site, Slice
 from peftc.trace.tracer import RegionTracer

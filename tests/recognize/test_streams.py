@@ -11,7 +11,7 @@ import peftc
 from benchmarks.families import build
 from peftc.fakes.data_answers import guessing
 from peftc.fakes.tensors import fake_copy, new_mode
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.roles import SubLayer, sub_layers
 from peftc.trace.tracer import RegionTracer
 
@@ -108,7 +108,7 @@ def test_a_stream_inside_of_a_sub_layer(deep: bool, kinds: list[str]) -> None:
     subs = found(Bottleneck(deep), 2, 5, 8)
     assert [s.kind for s in subs] == kinds
     assert str(subs[0].projections["q"].node.target) == "q"
-    assert queries.shape(subs[0].h)[-1] == (4 if deep else 8)
+    assert nodes.shape(subs[0].h)[-1] == (4 if deep else 8)
 
 
 def found(layer: nn.Module, *shape: int) -> list[SubLayer]:

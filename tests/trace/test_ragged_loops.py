@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.recognize.attention.find import attentions
+from peftc.recognize.attention.patterns import attentions
 from peftc.recognize.graph.features import feeding
 from peftc.sites.table import Slice
 from peftc.specialize.generated_class import Kind

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from peftc.recognize.attention.softmax_axis import compared_dim
-from peftc.recognize.graph import queries
+from peftc.recognize.graph import nodes
 from peftc.recognize.graph.value_operands import value_operands, value_users
 from peftc.trace.patches import applied, attention
 
@@ -66,7 +66,7 @@ def made(sort: Any, call: fx.Node, q: Any, k: Any, v: Any, out: fx.Node) -> Atte
 
 def is_softmax(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
-        return isinstance(queries.module_of(node, root), nn.Softmax)
+        return isinstance(nodes.module_of(node, root), nn.Softmax)
     if node.target is applied:  # which can only be told by its name
         return "softmax" in getattr(node.kwargs["function"], "__name__", "").lower()
     return node.target in SOFTMAX if node.op == "call_function" else node.target == "softmax"
@@ -74,7 +74,7 @@ def is_softmax(node: fx.Node, root: nn.Module) -> bool:
 
 def written(softmax: fx.Node, root: nn.Module) -> Attention | None:
     """The attention whose softmax this is; None for another use of a softmax (a router, a gate)."""
-    mixings, first = list(mixed(softmax)), queries.first_input(softmax)
+    mixings, first = list(mixed(softmax)), nodes.first_input(softmax)
     candidates = list(scores_behind(first, root)) if first is not None else []
     if not mixings or not candidates:
         return None
@@ -86,7 +86,7 @@ def written(softmax: fx.Node, root: nn.Module) -> Attention | None:
     out, v = mixings[0]
     read = read_by(v, root)
     related = [n for n in candidates if read_by(compared(n, softmax, root)[1], root) & read]
-    related += [n for n in candidates if queries.shape(n) == queries.shape(first)]  # no scores of relative positions
+    related += [n for n in candidates if nodes.shape(n) == nodes.shape(first)]  # no scores of relative positions
     scores = (related or candidates)[0]
     q, k = compared(scores, softmax, root)
     return Attention("written", softmax, q, k, v, out, scores)
@@ -107,23 +107,23 @@ def mixed(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
             if user in seen:
                 continue
             seen.add(user)
-            if queries.is_product(user) and not queries.is_edit(user):
+            if nodes.is_product(user) and not nodes.is_edit(user):
                 others = [o for o in operands(user) if o not in seen]
                 if len(others) == 1 and is_activation(others[0]):
                     yield user, others[0]
-            elif user.op != "call_module" or queries.is_tensor(user):
+            elif user.op != "call_module" or nodes.is_tensor(user):
                 todo.append(user)
 
 
 def scores_behind(node: fx.Node, root: nn.Module) -> Iterator[fx.Node]:
     """The nearest products of two activations upstream; a Linear before them mixes heads."""
-    stop = lambda n: is_scores(n) or (queries.is_linear(n, root) and not mixes_heads(n))  # noqa: E731
-    return (n for n in queries.upstream(node, stop) if is_scores(n))
+    stop = lambda n: is_scores(n) or (nodes.is_linear(n, root) and not mixes_heads(n))  # noqa: E731
+    return (n for n in nodes.upstream(node, stop) if is_scores(n))
 
 
 def mixes_heads(linear: fx.Node) -> bool:
     """Whether a Linear reads scores, but for their layout and scale."""
-    node = queries.first_input(linear)
+    node = nodes.first_input(linear)
     while node is not None and not is_scores(node):
         before = value_operands(node) if node.op in ("call_method", "call_function") else []
         node = before[0] if len(before) == 1 else None
@@ -131,18 +131,18 @@ def mixes_heads(linear: fx.Node) -> bool:
 
 
 def is_scores(node: fx.Node) -> bool:
-    return queries.is_product(node) and len(found := operands(node)) == 2 and all(map(is_activation, found))
+    return nodes.is_product(node) and len(found := operands(node)) == 2 and all(map(is_activation, found))
 
 
 def is_activation(node: fx.Node) -> bool:
     """Not a parameter, nor made of parameters alone."""
-    return any(n.op == "placeholder" for n in queries.upstream(node, lambda n: n.op == "placeholder"))
+    return any(n.op == "placeholder" for n in nodes.upstream(node, lambda n: n.op == "placeholder"))
 
 
 def read_by(value: fx.Node, root: nn.Module) -> set[fx.Node]:
     """What the Linears that feed a value read."""
-    linears = (n for n in queries.upstream(value, lambda n: queries.is_linear(n, root)) if queries.is_linear(n, root))
-    return {queries.stripped(first, root) for n in linears if (first := queries.first_input(n)) is not None}
+    linears = (n for n in nodes.upstream(value, lambda n: nodes.is_linear(n, root)) if nodes.is_linear(n, root))
+    return {nodes.stripped(first, root) for n in linears if (first := nodes.first_input(n)) is not None}
 
 
 def operands(product: fx.Node) -> tuple[fx.Node, ...]:
@@ -169,7 +169,7 @@ def compared(scores: fx.Node, softmax: fx.Node, root: nn.Module) -> tuple[fx.Nod
 
 def rows_of_result(product: fx.Node) -> int | None:
     """The dimension of the result of a product that is of its first operand, as `operands` gives them, alone."""
-    size = len(queries.shape(product))
+    size = len(nodes.shape(product))
     if product.target is not torch.einsum:
         return size - 2
     inputs, _, result = str(product.args[0]).replace(" ", "").partition("->")

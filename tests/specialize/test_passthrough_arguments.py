@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.install.installation import installed
-from tests.rewriting.test_optional_arguments import Block, model_of
+from tests.specialize.test_optional_arguments import Block, model_of
 
 SPEC = "peft 1\nedit e at layer[*].attn { h += adapter(x, r=2, init=lora) }\n"
 
