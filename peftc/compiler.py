@@ -24,8 +24,9 @@ from peftc.diagnostics.suggestions import listed
 from peftc.fakes.tensors import fake_copy
 from peftc.forms.module import FormModule, checked_seed
 from peftc.install.disable import suspended
-from peftc.install.installation import Installation, Part, acting, installed, is_installed, joint, spec_of_parts, whole
+from peftc.install.installation import Installation, Part, installed, is_installed, joint, spec_of_parts
 from peftc.install.overlay import true_parameter
+from peftc.install.presence import acting, whole
 from peftc.install.reinstall import Done, reinstall, uninstall
 from peftc.install.spec_conflicts import free_name, noted, prefixed, refuse_second
 from peftc.install.surgery import strip

@@ -16,8 +16,9 @@ from peftc.adapters.warm_start import checked_names
 from peftc.compiler import analysed
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.fusion_module import Fusion
-from peftc.install.installation import Installation, acting
+from peftc.install.installation import Installation
 from peftc.install.journal import copy_all
+from peftc.install.presence import acting
 from peftc.install.surgery import SHARED, identifier
 from peftc.planning import ir
 from peftc.recognize.analysis import Analysis

@@ -18,7 +18,8 @@ from peftc.adapters.weight_sample import Distance
 from peftc.compiler import added, analysed, checked_tasks, parameters, planned, states, tasks_of
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
-from peftc.install.installation import Part, acting, installed, is_installed
+from peftc.install.installation import Part, installed, is_installed
+from peftc.install.presence import acting
 from peftc.install.spec_conflicts import free_name, prefixed
 from peftc.modules.offload import offloaded_parameters
 from peftc.planning.planner import Planned

@@ -21,7 +21,8 @@ from peftc.diagnostics import PeftcError
 from peftc.forms.fusion_module import Fusion
 from peftc.forms.lines_module import Lines
 from peftc.forms.sparse_module import SparseValues, refuse_unchosen
-from peftc.install.installation import Installation, Part, acting, installed, spec_of_parts
+from peftc.install.installation import Installation, Part, installed, spec_of_parts
+from peftc.install.presence import acting
 from peftc.install.spec_conflicts import noted
 from peftc.planning.report.plan import Plan
 from peftc.syntax.printer import print_spec

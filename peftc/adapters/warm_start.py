@@ -15,8 +15,8 @@ from peftc.compiler import parameters, states
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule
-from peftc.install.installation import acting
 from peftc.install.journal import copy_all
+from peftc.install.presence import acting
 
 
 def warm_start(

@@ -17,14 +17,15 @@ from peftc.diagnostics.render import render_text, wants_color
 from peftc.models.load import load_or_draw
 from peftc.models.resolve import resolve
 from peftc.planning.planner import Planned
+from peftc.planning.report.plan import render_plan
 from peftc.planning.report.site_tree import render_sites
-from peftc.planning.report.text import plain, render_plan
+from peftc.planning.report.text import plain
 from peftc.planning.selection.untraced import reasons
 from peftc.semantics.expand import expand
 from peftc.semantics.settings import parse_settings
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
-from peftc.verification.render import render_verification
+from peftc.verification.report import render_verification
 from peftc.verification.verify import duplicate, verify
 
 

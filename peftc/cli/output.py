@@ -17,8 +17,8 @@ from peftc.filesystem.bounded_read import shown
 from peftc.filesystem.output_folder import Written, write_folder
 from peftc.forms.module import checked_seed
 from peftc.install.installation import Part, installed
+from peftc.planning.counts import percent
 from peftc.planning.planner import Planned
-from peftc.planning.report.text import percent
 from peftc.recognize.analysis import ModelLike
 from peftc.semantics.load import Include
 from peftc.specialize.generated_class import Kind

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.folding.fold import Folding
+from peftc.folding.weights import Folding
 from peftc.forms.module import FormModule, Pair
 from peftc.forms.shapes import KeyValue, Tokens
 from peftc.planning import ir

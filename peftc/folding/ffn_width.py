@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.bottlenecks import NotWider, bottleneck_of, factor_of, is_sum
-from peftc.folding.fold import Folding, listed_names
 from peftc.folding.report import Change, Folded, FoldReport, Refused
+from peftc.folding.weights import Folding, listed_names
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight
 from peftc.install.installation import installed, is_installed

@@ -166,7 +166,5 @@ def register(form: Form) -> Form:
 
 
 def named(name: str) -> Form:
-    """The row of that name."""
-    from peftc.forms import FORMS as complete  # all rows are registered with the package
-
-    return complete[name]
+    """The row of that name. Importing this module imports the package, which registers all rows."""
+    return FORMS[name]

@@ -7,8 +7,9 @@ from dataclasses import replace
 from torch import nn
 
 from peftc.concurrency.context import ALL, Block, Choice
-from peftc.install.installation import Installation, whole
+from peftc.install.installation import Installation
 from peftc.install.overlay import check_readable
+from peftc.install.presence import whole
 
 
 def suspended(model: nn.Module, name: str | None = None) -> Block:

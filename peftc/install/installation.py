@@ -13,7 +13,6 @@ from peftc.concurrency.context import ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.tasked_module import Chosen
-from peftc.install.presence import PRESENCE, Presence
 from peftc.planning import ir
 from peftc.planning.report.plan import Plan
 from peftc.specialize.generated_class import Kind
@@ -90,32 +89,6 @@ def installed(model: nn.Module) -> Installation:
 
 def is_installed(model: object) -> bool:
     return RECORD in getattr(model, "__dict__", {})
-
-
-def whole(model: nn.Module) -> Installation:
-    """The record of a compiled model that has all of its edited modules, by the names that it had them under.
-
-    Raises: P410 for a model that is not compiled, P436 where an edited module was replaced.
-    """
-    record = installed(model)
-    presence: Presence = vars(model).setdefault(PRESENCE, Presence(model))
-    presence.confirm(model, record)
-    return record
-
-
-def acting(model: nn.Module, *, complete: bool = True) -> Installation:
-    """The record of a compiled model all of whose edits act in the present context.
-
-    Args: `complete`: without it, edited modules may have been replaced.
-    Raises: P410 for a model that is not compiled, P436 where an edited module was replaced, P529 where edits are switched off.
-    """
-    record = whole(model) if complete else installed(model)
-    if record.choice.default.off:
-        help_ = "peftc.set_enabled(model, True)"
-        raise PeftcError(Diagnostic("P529", "edits of this model are switched off by `peftc.set_enabled`", help=help_))
-    if record.choice.get().off:
-        raise PeftcError(Diagnostic("P529", "the edits of this model are switched off by `peftc.disabled`"))
-    return record
 
 
 def spec_of_parts(parts: Collection[Part]) -> ast.Spec:

@@ -7,17 +7,15 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from peftc.concurrency.context import CHOICE
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.install.installation import Installation, installed
 from peftc.rewrite.container import CONTAINER
-
-if TYPE_CHECKING:
-    from peftc.install.installation import Installation
 
 ORIGINALS = "peftc_originals"  # the name of the first values of what `train` changes in the attributes of a module
 PRESENCE = "peftc_presence"  # the name of a `Presence` in the attributes of a compiled model
@@ -80,6 +78,32 @@ class Presence:
         if not self.named:
             name = next(name for name in _names(record) if not _is_edited_at(model, name, record))
             raise PeftcError(_replaced(model, name, _holds_edits(model, name, record)))
+
+
+def whole(model: nn.Module) -> Installation:
+    """The record of a compiled model that has all of its edited modules, by the names that it had them under.
+
+    Raises: P410 for a model that is not compiled, P436 where an edited module was replaced.
+    """
+    record = installed(model)
+    presence: Presence = vars(model).setdefault(PRESENCE, Presence(model))
+    presence.confirm(model, record)
+    return record
+
+
+def acting(model: nn.Module, *, complete: bool = True) -> Installation:
+    """The record of a compiled model all of whose edits act in the present context.
+
+    Args: `complete`: without it, edited modules may have been replaced.
+    Raises: P410 for a model that is not compiled, P436 where an edited module was replaced, P529 where edits are switched off.
+    """
+    record = whole(model) if complete else installed(model)
+    if record.choice.default.off:
+        help_ = "peftc.set_enabled(model, True)"
+        raise PeftcError(Diagnostic("P529", "edits of this model are switched off by `peftc.set_enabled`", help=help_))
+    if record.choice.get().off:
+        raise PeftcError(Diagnostic("P529", "the edits of this model are switched off by `peftc.disabled`"))
+    return record
 
 
 def is_edited(module: nn.Module, record: Installation) -> bool:

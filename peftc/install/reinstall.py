@@ -12,10 +12,10 @@ from peftc.concurrency.context import CHOICE
 from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import FormModule
-from peftc.install.installation import RECORD, Installation, Part, acting, is_installed
+from peftc.install.installation import RECORD, Installation, Part, is_installed
 from peftc.install.journal import Journal
 from peftc.install.overlay import cover, true_parameter, uncover
-from peftc.install.presence import ORIGINALS, edited, module_at
+from peftc.install.presence import ORIGINALS, acting, edited, module_at
 from peftc.install.surgery import (
     SHARED,
     Surgery,

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from peftc.rewrite.base_call import base_call
 from peftc.rewrite.edits import RegionEdit
 from peftc.runtime.functions import Reading, replaced
-from peftc.specialize.code_printer import base_call
 from peftc.trace.tracer import Traced
 
 

@@ -15,6 +15,7 @@ from peftc.recognize.attention.patterns import is_softmax
 from peftc.recognize.graph.nodes import EDIT, is_edit
 from peftc.rewrite.anchors import Anchor
 from peftc.rewrite.attention import Called, Written
+from peftc.rewrite.base_call import base_call
 from peftc.rewrite.container import CONTAINER
 from peftc.rewrite.edits import STREAM, Bound, RegionEdit, contains_state, heads_of, rows
 from peftc.rewrite.overwritten import STANDS_FOR, copy_of, keep_reads
@@ -25,7 +26,6 @@ from peftc.rewrite.state_lookup import Lookup
 from peftc.runtime.functions import as_image, full_precision, rows_of, stored_as, tokens_of, unflattened, with_rows
 from peftc.runtime.prompts import batch_of
 from peftc.sites.table import Slice
-from peftc.specialize.code_printer import base_call
 from peftc.trace.tracer import Traced
 
 OPERATORS: dict[str, Callable[..., Any]] = {

@@ -12,10 +12,10 @@ from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.planning import ir
 from peftc.recognize.layers import Anatomy
 from peftc.rewrite.anchors import Anchor, contains
+from peftc.rewrite.base_call import base_call
 from peftc.rewrite.edits import Bound, Region, RegionEdit
 from peftc.rewrite.prompts import EMBEDS, is_prompt, prompt_regions, taking
 from peftc.runtime.positions import located
-from peftc.specialize.code_printer import base_call
 
 KIND = "positions"  # of the anchor
 NAME = "<positions>"  # in the place of an edit's, and no edit can have it

@@ -17,10 +17,10 @@ from peftc.planning import ir
 from peftc.recognize.layers import Anatomy, Stack
 from peftc.recognize.non_layer_sites import enclosing
 from peftc.rewrite.anchors import Anchor, contains, relative
+from peftc.rewrite.base_call import base_call
 from peftc.rewrite.edits import Bound, Region, RegionEdit, slug
 from peftc.runtime.prompts import prompted, unjoinable
 from peftc.sites.table import Site
-from peftc.specialize.code_printer import base_call
 from peftc.trace.module_calls import signature_of
 
 CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"

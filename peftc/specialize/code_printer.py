@@ -17,6 +17,7 @@ from torch import fx
 
 from peftc.diagnostics import PeftcError
 from peftc.recognize.graph.value_operands import is_size
+from peftc.rewrite.base_call import base_call
 from peftc.runtime.functions import untraced
 from peftc.specialize.code_layout import wrapped
 from peftc.specialize.loop_blocks import Loop, late, loops_of
@@ -375,13 +376,6 @@ def passed_on(signature: inspect.Signature, values: Iterable[str] | None = None)
         star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         texts.append(f"{p.name}={value}" if p.kind is p.KEYWORD_ONLY else star + value)
     return ", ".join(texts)
-
-
-def base_call(base: type, *arguments: Any, own: Any = None) -> Any:
-    """Stands in a graph for the forward of the region's own class; printed as `Base.forward(self, …)`. `own`: in the place of
-    the region itself.
-    """
-    raise AssertionError("only printed")
 
 
 def function(name: str, signature: inspect.Signature, lines: list[str], doc: str = "") -> str:

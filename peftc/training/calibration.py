@@ -18,7 +18,8 @@ from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import FormModule
 from peftc.forms.pruned_module import PrunedValues
 from peftc.forms.sparse_module import SparseValues
-from peftc.install.installation import Installation, acting
+from peftc.install.installation import Installation
+from peftc.install.presence import acting
 from peftc.install.surgery import SHARED, identifier, refuse_quantised, view_of
 from peftc.planning import ir
 from peftc.sites.table import WeightRef

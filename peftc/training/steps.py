@@ -20,7 +20,8 @@ from peftc.forms.mixture_module import Mixture
 from peftc.forms.module import FormModule, seeded
 from peftc.forms.svd_module import SVD
 from peftc.forms.tasked_module import Tasked
-from peftc.install.installation import Installation, acting
+from peftc.install.installation import Installation
+from peftc.install.presence import acting
 from peftc.install.surgery import SHARED, identifier
 
 

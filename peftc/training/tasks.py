@@ -14,7 +14,8 @@ from peftc.compiler import analysed, checked_tasks, parameters, planned, states
 from peftc.concurrency.context import Block, Choice, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule
-from peftc.install.installation import acting, installed, spec_of_parts, whole
+from peftc.install.installation import installed, spec_of_parts
+from peftc.install.presence import acting, whole
 from peftc.install.reinstall import Done, reinstall
 from peftc.syntax.parser import parse_text
 

@@ -404,7 +404,7 @@ class Injected(Exception):
 
 @pytest.mark.parametrize("where", ["warm", "apply", "planned", "prepare"])
 def test_a_failure_in_the_middle_leaves_the_compiled_model(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peftc.folding import fold
+    from peftc.folding import weights
     from peftc.install import reinstall, surgery
 
     spec = MIXED + "\nedit d at layer[*].attn.q { h += vector(init=0) }"
@@ -419,7 +419,7 @@ def test_a_failure_in_the_middle_leaves_the_compiled_model(where: str, monkeypat
             case "warm":
                 patch.setattr(reinstall, "warm", fail)
             case "planned":
-                patch.setattr(fold, "planned", fail)
+                patch.setattr(weights, "planned", fail)
             case _:
                 patch.setattr(surgery.Surgery, where, fail)
         with pytest.raises(Injected):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import peftc
-from peftc.folding import ffn_width, fold
+from peftc.folding import ffn_width, weights
 from peftc.install import journal
 from tests import zoo
 from tests.laws.harness import randomise
@@ -187,7 +187,7 @@ def test_a_fold_that_widens_is_done_or_undone_as_a_whole(
         (ffn_width.Widening, "widened"),
         (ffn_width.Wider, "swap"),
         (ffn_width, "wider_config"),
-        (fold, "uninstall"),
+        (weights, "uninstall"),
     ]
     for owner, name in places:
         with monkeypatch.context() as patch:

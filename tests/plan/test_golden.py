@@ -4,9 +4,8 @@ import pytest
 
 from peftc.diagnostics import PeftcError
 from peftc.diagnostics.render import render_text
-from peftc.planning.report.plan import Plan
+from peftc.planning.report.plan import Plan, plan_text
 from peftc.planning.report.site_tree import sites_text
-from peftc.planning.report.text import plan_text
 from tests.plan import tables
 from tests.plan.specs import planned
 

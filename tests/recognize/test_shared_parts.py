@@ -13,8 +13,8 @@ from transformers import BartConfig, BartModel, BertConfig, BertModel, GPT2Confi
 
 import peftc
 from peftc import PeftcError
+from peftc.planning.report.plan import plan_text
 from peftc.planning.report.site_tree import sites_text
-from peftc.planning.report.text import plan_text
 
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 LINEAR = "{ h += lora(x, r=2) }"

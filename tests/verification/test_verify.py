@@ -13,7 +13,7 @@ from torch import nn
 import peftc
 from peftc.cli.main import main
 from peftc.planning import ir
-from peftc.verification.render import verification_text
+from peftc.verification.report import verification_text
 from peftc.verification.witness.recorder import Event, Recorder
 from tests import zoo
 from tests.laws.harness import Before

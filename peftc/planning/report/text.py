@@ -1,29 +1,10 @@
-"""The plan and the sites of a model as text: tables and trees that stay readable at 80 columns."""
+"""Text for terminals of any width, without colours."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from peftc.planning.counts import percent
-from peftc.planning.ir import Placed
-from peftc.planning.report.plan import Plan, PlanEdit, PlanTotals
-from peftc.planning.report.shapes import mappings
-from peftc.planning.selection.shared_modules import uses
-from peftc.planning.selection.untraced import reasons
-from peftc.semantics.vocabulary import COUNTS
-from peftc.sites.path_compression import collapsed
-from peftc.sites.table import Site
-
-
-def plan_text(plan: Plan, placed: Sequence[Placed] = (), width: int = 80) -> str:
-    """The plan as plain text without colours."""
-    return plain(render_plan(plan, placed), width)
+from rich.console import Console, RenderableType
 
 
 def plain(result: RenderableType, width: int) -> str:
@@ -31,78 +12,3 @@ def plain(result: RenderableType, width: int) -> str:
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, legacy_windows=False, highlight=False).print(result)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-
-
-def render_plan(plan: Plan, placed: Sequence[Placed] = ()) -> RenderableType:
-    """A header, the numbers of every edit with a total, and for each edit where it goes and whether it folds.
-
-    Args:
-        placed: the places of the edits, from which their shapes are read; without them no shapes are shown.
-    """
-    shapes = {edit.name: mappings(p for p in placed if p.edit == edit.name) for edit in plan.edits}
-    shared = {edit.name: [p.site for p in placed if p.edit == edit.name and p.site.also] for edit in plan.edits}
-    parts: list[RenderableType] = [_header(plan), Text(), _numbers(plan)]
-    for edit in plan.edits:
-        parts += [Text(), _edit(edit, shapes.get(edit.name, ()), shared.get(edit.name, ()))]
-    if plan.expectations:
-        parts += [Text(), _expectations(plan)]
-    if plan.unread:
-        parts += [Text(), _unread(plan)]
-    return Group(*parts)
-
-
-def _header(plan: Plan) -> Text:
-    model = plan.model
-    return Text.assemble(
-        (plan.spec.path, "bold"), " on ", (model.id, "bold"), f"  ({model.type}, {model.parameters:,} parameters)"
-    )
-
-
-def _numbers(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("edit", overflow="fold")
-    table.add_column("sites", justify="right")
-    for name in COUNTS:
-        table.add_column(name, justify="right")
-    for edit in plan.edits:
-        table.add_row(Text(edit.name), str(len(edit.sites)), *_row(edit, plan.totals.base))
-    total = sum(len(edit.sites) for edit in plan.edits)
-    table.add_section()
-    table.add_row("total", str(total), *_row(plan.totals, plan.totals.base), style="bold")
-    return table
-
-
-def _row(numbers: PlanEdit | PlanTotals, base: int) -> Iterable[Text]:
-    for name in COUNTS:
-        value: int = getattr(numbers, name)
-        yield Text.assemble(f"{value:,}", "\n", (percent(value, base), "dim"))
-
-
-def _edit(edit: PlanEdit, shapes: Sequence[str], shared: Sequence[Site] = ()) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    sites = collapsed([site.path for site in edit.sites])
-    modules = collapsed([site.module for site in edit.sites])
-    for label, lines in (("at", sites), ("in", modules)):
-        table.add_row(label, Text("\n".join(f"{path} × {count}" if count > 1 else path for path, count in lines)))
-    if shapes:
-        table.add_row("shapes", Text("\n".join(shapes)))
-    if shared:
-        table.add_row("once for", Text("\n".join(" and ".join(one.path for one in uses(site)) for site in shared)))
-    table.add_row("folds", Text.assemble(("yes", "green") if edit.foldable else ("no", "yellow"), f": {edit.reason}"))
-    table.add_row("at init", "the model is unchanged" if edit.identity else "the model's output changes")
-    return Group(Text(edit.name, "bold"), Padding(table, (0, 0, 0, 2)))
-
-
-def _expectations(plan: Plan) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for expectation in plan.expectations:
-        table.add_row(
-            Text("holds", "green") if expectation.holds else Text("fails", "bold red"), Text(expectation.text)
-        )
-    return Group(Text("expectations", "bold"), Padding(table, (0, 0, 0, 2)))
-
-
-def _unread(plan: Plan) -> RenderableType:
-    return Group(Text("not read", "bold"), *(Padding(Text(line), (0, 0, 0, 2)) for line in reasons(plan.unread)))

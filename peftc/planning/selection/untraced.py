@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from peftc.diagnostics import Diagnostic
-from peftc.planning.report.plan import PlanUnread
 from peftc.planning.selection.nearest import name_span
 from peftc.semantics.walk import chooses
 from peftc.sites.path_compression import collapsed
@@ -20,6 +20,17 @@ from peftc.syntax import ast
 from peftc.syntax.print_expressions import selector as show
 
 Unread = tuple[UnreadModule, ...]
+
+
+class Untraced(Protocol):
+    """A module that could not be traced: its dotted name, its class, and why."""
+
+    @property
+    def module(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
 
 
 def missed(selector: ast.Selector, paths: Paths) -> list[Diagnostic]:
@@ -125,7 +136,7 @@ def _branches(words: Sequence[str], modules: Unread, paths: Paths) -> list[str]:
     return list(dict.fromkeys(last for last in found if last in BRANCHES))
 
 
-def reasons(modules: Iterable[UnreadModule | PlanUnread]) -> list[str]:
+def reasons(modules: Iterable[Untraced]) -> list[str]:
     """Each module with the reason, those that differ in a number alone as one."""
     same: dict[tuple[str, str], list[str]] = {}
     for module in modules:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule
-from peftc.install.installation import Installation, Part, acting, spec_of_parts
+from peftc.install.installation import Installation, Part, spec_of_parts
 from peftc.install.journal import Journal
+from peftc.install.presence import acting
 from peftc.install.reinstall import reinstall, uninstall
 from peftc.observe.parameter_uses import storage, views_held
 from peftc.planning.foldability.affine import FoldTarget, fold_target
@@ -35,78 +36,7 @@ from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 from peftc.trace.module_calls import signature_of
 
-if TYPE_CHECKING:
-    from peftc.folding.caches import State
-
 NOT_ASKED = "it was not asked for"
-
-
-@overload
-def fold(
-    model: nn.Module,
-    *,
-    into: Literal["weights"] = "weights",
-    only: Iterable[str] | None = None,
-    name: str | None = None,
-    dequantize: bool = False,
-    widen: bool = False,
-    sample: Mapping[str, Any] | None = None,
-) -> FoldReport: ...
-@overload
-def fold(
-    model: nn.Module,
-    *,
-    into: Literal["state"],
-    only: Iterable[str] | None = None,
-    name: str | None = None,
-    sample: Mapping[str, Any] | None = None,
-) -> State: ...
-def fold(
-    model: nn.Module,
-    *,
-    into: Literal["weights", "state"] = "weights",
-    only: Iterable[str] | None = None,
-    name: str | None = None,
-    dequantize: bool = False,
-    widen: bool = False,
-    sample: Mapping[str, Any] | None = None,
-) -> FoldReport | State:
-    """Folds what folds into the weights of the base, in place; the other edits go on working.
-
-    W' = W + (α/r) B A for LoRA, and so on for every equation that is affine in what a Linear reads: sums in float32 (float64),
-    rounded once. Folded edits are gone from the model; values that `train` changed stay. When all edits are folded, the model
-    is one without edits, with the `requires_grad` it had before `compile`.
-
-    `into="state"`: a prefix becomes the seed of a cache, a prompt embedded tokens; the `State` that is returned makes the
-    arguments of `generate` with them, and the model is without that edit.
-
-    Args: `only`: the names of the edits to fold, all of which must fold. `name`: of one spec of the model; the edits of
-    others stay. `dequantize`: a weight that is quantised (torchao) is written out in full and folded into; without it, what would
-    change it is refused. `widen`: a bottleneck that reads `x` beside an ffn without a gate, with the ffn's own activation or none, becomes
-    hidden units of the ffn, r of them (2r without an activation: act(z) − act(−z) = z for relu, gelu and silu); the
-    configuration follows where all ffns grow alike. Asked for together with `only`, what does not fold is reported, not raised.
-    `sample`: as in `compile`.
-    Returns: what was folded, what became of each parameter, and what was refused, with the sub-expression that prevents it.
-    Raises: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529 (switched off), P530 (NaN or infinite entries), P531 and P532
-    (`only`), P538 (no state), P545 (arguments), P546 (no room for the old weights). After an error, or an interrupt, the model is as it was.
-    """
-    if into not in ("weights", "state"):
-        message = f'edits are folded into "weights" or into a "state", not into {into!r}'
-        raise PeftcError(Diagnostic("P545", message, help="what is folded into the weights cannot be taken out again"))
-    if into == "state" and (dequantize or widen):
-        message = (
-            f"`{'widen' if widen else 'dequantize'}` is of folds into weights, and none is touched by one into a state"
-        )
-        raise PeftcError(Diagnostic("P545", message, help="leave it out, or fold the other edits in a second call"))
-    if into == "state":
-        from peftc.folding.caches import fold_into_state  # which is made of the same steps
-
-        return fold_into_state(model, only, name, sample)
-    if widen:
-        from peftc.folding.ffn_width import fold_and_widen
-
-        return fold_and_widen(model, only, name, sample, dequantize)
-    return Folding(model, only, name, sample, dequantize).run()
 
 
 class Folding:
