@@ -135,8 +135,8 @@ def design(
     Args and Raises: as `plan`.
     """
     found = planned(flat_of(spec, settings, include), analysed(model, sample, trust_remote_code))
-    edits = dict.fromkeys(placed.edit for placed in found.placed)
-    return tuple(design_of([placed for placed in found.placed if placed.edit == edit]) for edit in edits)
+    edits = dict.fromkeys(placed.edit for placed in found.site_edits)
+    return tuple(design_of([placed for placed in found.site_edits if placed.edit == edit]) for edit in edits)
 
 
 def planned(flat: ast.Spec, analysis: Analysis, tasks: tuple[str, ...] = (), source: Source | None = None) -> Planned:
@@ -152,7 +152,7 @@ def planned(flat: ast.Spec, analysis: Analysis, tasks: tuple[str, ...] = (), sou
             replace(d, notes=(*d.notes, *notes)) if d.code == "P201" else d for d in error.diagnostics
         ) from error
     statements = {s.name: s for s in flat.statements if isinstance(s, ast.Edit)}
-    wrong = [said_of(d, statements[edit], flat) for edit, d in refused(found.placed, analysis.anatomy)]
+    wrong = [said_of(d, statements[edit], flat) for edit, d in refused(found.site_edits, analysis.anatomy)]
     if wrong:
         raise PeftcError(wrong)
     return found
@@ -295,7 +295,7 @@ def tasks_of(record: Installation | None) -> tuple[str, ...]:
 
 def has_tasks(found: Planned) -> bool:
     """Whether an edit is `per task`."""
-    return any(one.tasks for placed in found.placed for one in placed.instances)
+    return any(one.tasks for placed in found.site_edits for one in placed.instances)
 
 
 def used(tasks: Sequence[str] | None, found: Planned) -> Planned:

@@ -141,9 +141,9 @@ def rewrite(
     """
     analysis = region.analysis
     planned = make_plan(flat_of(edits, settings, include), analysis.table)
-    placed = [use for p in planned.placed for use in p.uses() if use.site.root == region.module]
+    placed = [use for p in planned.site_edits for use in p.uses() if use.site.root == region.module]
     if not placed:
-        names = listed(dict.fromkeys(p.edit for p in planned.placed))
+        names = listed(dict.fromkeys(p.edit for p in planned.site_edits))
         raise PeftcError(Diagnostic("P210", f"no edit has a site in `{region.module}`", notes=(f"edits: {names}",)))
     weights = {b.module for p in placed for s in p.site.states.values() if (b := s.weight) is not None}
     parameters = {name[len(region.module) + 1 :] for name in weights}

@@ -20,7 +20,7 @@ from peftc.forms.module import FormModule
 from peftc.install.installation import Installation
 from peftc.install.spec_conflicts import noted
 from peftc.install.surgery import SHARED, identifier
-from peftc.planning.ir import Placed
+from peftc.planning.ir import SiteEdit
 from peftc.semantics.arguments import bind
 from peftc.semantics.walk import expressions, is_shared
 from peftc.syntax import ast
@@ -83,7 +83,7 @@ def stored_spec(text: str) -> str:
     return print_spec(replace(spec, statements=direct))
 
 
-def _collapsed(record: Installation, placed: Placed) -> Iterator[Collapsed]:
+def _collapsed(record: Installation, placed: SiteEdit) -> Iterator[Collapsed]:
     """The forms of an edit at a site that are saved as what they make, those of each task by themselves."""
     names = _renamed(placed)
     for one in placed.instances:
@@ -113,7 +113,7 @@ def _together(form: str) -> bool:
     return FORMS[form].common_count is not None and FORMS[form].common(FORMS[form].fill({})) is not None
 
 
-def _renamed(placed: Placed) -> dict[str, str]:
+def _renamed(placed: SiteEdit) -> dict[str, str]:
     """The names under which the forms of an edit at a site are saved, by those that they have: `mixture` becomes `adapter`."""
     seen, found = Counter[str](), dict[str, str]()
     for one in placed.instances:

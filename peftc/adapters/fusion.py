@@ -79,12 +79,12 @@ def fuse(
     return tuple(pairs)
 
 
-def fusions(record: Installation) -> Iterator[tuple[ir.Placed, ir.Instance]]:
+def fusions(record: Installation) -> Iterator[tuple[ir.SiteEdit, ir.Instance]]:
     for placed in record.placed:
         yield from ((placed, one) for one in placed.instances if one.form.name == FUSION)
 
 
-def places(record: Installation, placed: ir.Placed, one: ir.Instance, task: str | None) -> Iterator[str]:
+def places(record: Installation, placed: ir.SiteEdit, one: ir.Instance, task: str | None) -> Iterator[str]:
     """The names of the modules of a fusion at a site: of one task, or of all."""
     for present, tail in one.copies():
         if task in (None, present):
@@ -127,10 +127,10 @@ class Source:
         self.directory = directory
         check_base(adapter, model, other_weights, strict)
         _, found = planned_saved(adapter, directory, analysis, tasks_in(adapter, directory))
-        self.placed = {(p.edit, p.site.path): p for p in found.placed}
-        self.edits = tuple(dict.fromkeys(placed.edit for placed in found.placed))
+        self.placed = {(p.edit, p.site.path): p for p in found.site_edits}
+        self.edits = tuple(dict.fromkeys(placed.edit for placed in found.site_edits))
         self.owners: dict[str, str] = {}  # names of what sites share, which has that of the first of them
-        for placed in (p for region in regions_of(found.placed, analysis.anatomy) for p in region.placed):
+        for placed in (p for region in regions_of(found.site_edits, analysis.anatomy) for p in region.placed):
             for one in placed.instances:
                 if one.owner is not None:
                     self.owners.setdefault(one.owner, f"{placed.edit}/{one.owner}/{one.key}")
@@ -144,7 +144,7 @@ class Source:
             at = "the fusion is not" if (edit, path) in self.placed else f"`{edit}` is not"
             raise self.refusal(f"{at} at {path}, nor at {len(other) - 1} more" if other[1:] else f"{at} at {path}")
 
-    def twin(self, edit: str, placed: ir.Placed, one: ir.Instance) -> str:
+    def twin(self, edit: str, placed: ir.SiteEdit, one: ir.Instance) -> str:
         """The name of the adapter that stands in the place of a fusion. Raises: P525 where the equations differ in more."""
         other = self.placed[edit, placed.site.path]
         if any(form.tasks for form in other.instances):

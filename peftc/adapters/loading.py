@@ -186,7 +186,7 @@ def wanted(found: Planned, analysis: Analysis, model: nn.Module) -> Iterator[tup
 
 def _forms(found: Planned, analysis: Analysis) -> Iterator[tuple[str, FormModule]]:
     owners = set[str]()
-    for placed in (p for region in regions_of(found.placed, analysis.anatomy) for p in region.placed):
+    for placed in (p for region in regions_of(found.site_edits, analysis.anatomy) for p in region.placed):
         for one in placed.instances:
             for owner in one.owners():
                 if owner not in owners:

@@ -50,7 +50,7 @@ def run_plan(args: Namespace) -> int:
     if args.json:
         print(found.plan.model_dump_json(indent=2))
     elif not records_only:
-        show(lambda _: render_plan(found.plan, found.placed))
+        show(lambda _: render_plan(found.plan, found.site_edits))
     report((*found.findings, *found.warnings), args, to_stdout=records_only)
     return exit_code(found)
 
@@ -71,7 +71,7 @@ def run_compile(args: Namespace) -> int:
         tasks=args.tasks,
         trust_remote_code=args.trust_remote_code,
     )
-    show(lambda _: render_plan(compiled.planned.plan, compiled.planned.placed))
+    show(lambda _: render_plan(compiled.planned.plan, compiled.planned.site_edits))
     report(compiled.planned.warnings, args)
     if args.output is None:
         print("\nnothing was written: give a directory with -o")

@@ -16,7 +16,7 @@ from peftc.concurrency.interrupts import shielded
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
 from peftc.planning.foldability.affine import NotAffine, Side, is_linear, said
-from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
+from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, SiteEdit, Read, Term
 
 Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
 
@@ -41,7 +41,7 @@ class Refusal:
 
 
 def fold_terms(
-    placed: Placed,
+    placed: SiteEdit,
     modules: Mapping[str, FormModule],
     weight: Tensor,
     bias: Tensor | None,
@@ -59,7 +59,7 @@ def fold_terms(
 
 
 def folded_terms(
-    placed: Placed, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
+    placed: SiteEdit, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
 ) -> tuple[Tensor, Tensor | None] | Refusal:
     """As `fold_terms`, before rounding: W' and b' in float32 (float64)."""
     refused = _unready([weight, *([] if bias is None else [bias]), *_parameters(modules)])
@@ -88,7 +88,7 @@ def evaluating(modules: Iterable[FormModule]) -> Generator[None]:
             one.training = flag
 
 
-def side_of(placed: Placed) -> Side:
+def side_of(placed: SiteEdit) -> Side:
     """The side that the edit's equations ask for (see `FoldTarget`)."""
     states = {assign.state for assign in placed.assigns}
     if states <= {"w", "b"}:
@@ -105,7 +105,7 @@ class Interpreter:
     states: dict[str, Value]
     known: dict[int, Value] = field(default_factory=dict[int, Value])
 
-    def run(self, placed: Placed, wanted: Collection[str]) -> None:
+    def run(self, placed: SiteEdit, wanted: Collection[str]) -> None:
         """The equations of the states in `wanted`, in order; what `let` binds is computed where it stands."""
         for i, assign in enumerate(placed.assigns):
             for _, term in (let for let in placed.lets if let[0] == i):
@@ -194,7 +194,7 @@ _CONSTANT = {"+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div}
 
 
 def _fold(
-    placed: Placed, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
+    placed: SiteEdit, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
 ) -> tuple[Tensor, Tensor | None]:
     like = weight.new_empty((1, 1, 1))
     present: dict[str, Value] = {"w": weight}
@@ -211,7 +211,7 @@ def _fold(
     return value.matrix(), value.bias
 
 
-def _hidden(placed: Placed, modules: Mapping[str, FormModule], like: Tensor, start: dict[str, Value]) -> Affine:
+def _hidden(placed: SiteEdit, modules: Mapping[str, FormModule], like: Tensor, start: dict[str, Value]) -> Affine:
     """The value of h (or z) after its equations."""
     hidden = Interpreter(modules, like, start)
     hidden.run(placed, ("h", "z"))
@@ -222,7 +222,7 @@ def _hidden(placed: Placed, modules: Mapping[str, FormModule], like: Tensor, sta
     raise NotAffine(f"`{state}` no longer depends on the input", placed.assigns[-1].value)
 
 
-def _start(placed: Placed, weight: Tensor, bias: Tensor | None, side: Side) -> dict[str, Value]:
+def _start(placed: SiteEdit, weight: Tensor, bias: Tensor | None, side: Side) -> dict[str, Value]:
     identity = Affine.identity(weight.shape[1], weight.dtype, weight.device)
     if side == "input":
         return {"h": identity, "z": identity}

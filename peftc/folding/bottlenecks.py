@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peftc.forms.module import FormModule
-from peftc.planning.ir import Applied, Arithmetic, Constant, Placed, Read, Term
+from peftc.planning.ir import Applied, Arithmetic, Constant, SiteEdit, Read, Term
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ class NotWider(Exception):
     reason: str
 
 
-def bottleneck_of(placed: Placed) -> tuple[Applied, tuple[tuple[str, Term], ...]]:
+def bottleneck_of(placed: SiteEdit) -> tuple[Applied, tuple[tuple[str, Term], ...]]:
     """The form of `h += factors * form(x)`, and the factors with their operators. Raises: NotWider for any other equation."""
     if (
         placed.site.steps[-1][0] == "ffn"
@@ -68,7 +68,7 @@ def factor_of(factors: Collection[tuple[str, Term]], modules: Mapping[str, FormM
     return scale
 
 
-def is_sum(placed: Placed) -> bool:
+def is_sum(placed: SiteEdit) -> bool:
     """Whether an edit adds to h what does not depend on h: the order of such edits makes no difference."""
     try:
         bottleneck_of(placed)

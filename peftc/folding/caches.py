@@ -77,7 +77,7 @@ def fold_into_state(
     state.
     """
     folding = Folding(model, only, name, sample)
-    places: dict[str, list[ir.Placed]] = {}
+    places: dict[str, list[ir.SiteEdit]] = {}
     for placed in folding.record.placed:
         places.setdefault(placed.edit, []).append(placed)
     asked = {edit: found for edit, found in places.items() if edit not in folding.others}
@@ -100,7 +100,7 @@ def fold_into_state(
     return State(model, (edit,), stays, seed=made)
 
 
-def _why_not(found: list[ir.Placed], folding: Folding) -> str | None:
+def _why_not(found: list[ir.SiteEdit], folding: Folding) -> str | None:
     for placed in found:
         value = placed.assigns[0].value
         if len(placed.assigns) != 1 or not isinstance(value, ir.Concat) or not _rows_first(value):
@@ -126,7 +126,7 @@ def _why_not(found: list[ir.Placed], folding: Folding) -> str | None:
     return None
 
 
-def _numbers(found: list[ir.Placed], folding: Folding) -> list[int] | None:
+def _numbers(found: list[ir.SiteEdit], folding: Folding) -> list[int] | None:
     """The numbers under which the layers are in a cache; None where they are not all of them, or others."""
     modules = [folding.model.get_submodule(placed.site.module) for placed in found]
     numbers: list[Any] = [getattr(module, "layer_idx", None) for module in modules]
@@ -140,15 +140,15 @@ def _rows_first(value: ir.Concat) -> bool:
     return isinstance(own, ir.Read) and all(isinstance(r, ir.Applied) and r.input is None for r in rows)
 
 
-def _is_prompt(placed: ir.Placed) -> bool:
+def _is_prompt(placed: ir.SiteEdit) -> bool:
     return isinstance(placed.assigns[0].value.shape, Tokens)
 
 
-def _length(placed: ir.Placed) -> int:
+def _length(placed: ir.SiteEdit) -> int:
     return sum(int(cast(int, one.args["len"])) for one in placed.instances)
 
 
-def _modules(placed: ir.Placed, folding: Folding) -> list[FormModule]:
+def _modules(placed: ir.SiteEdit, folding: Folding) -> list[FormModule]:
     """The forms of the rows, in the order of the equation."""
     value = placed.assigns[0].value
     assert isinstance(value, ir.Concat)
@@ -157,7 +157,7 @@ def _modules(placed: ir.Placed, folding: Folding) -> list[FormModule]:
     return [modules[key] for key in keys]
 
 
-def _seed(found: list[ir.Placed], folding: Folding) -> list[Pair]:
+def _seed(found: list[ir.SiteEdit], folding: Folding) -> list[Pair]:
     pairs: list[Pair] = []
     for placed in found:
         shape = placed.assigns[0].value.shape
@@ -170,7 +170,7 @@ def _seed(found: list[ir.Placed], folding: Folding) -> list[Pair]:
     return pairs
 
 
-def _tokens(placed: ir.Placed, folding: Folding) -> Tensor:
+def _tokens(placed: ir.SiteEdit, folding: Folding) -> Tensor:
     like = next(folding.model.get_submodule(placed.site.module).parameters())
     return torch.cat([cast(Tensor, module(like)) for module in _modules(placed, folding)]).detach().clone()
 

@@ -24,7 +24,7 @@ from peftc.install.installation import installed, is_installed
 from peftc.install.journal import Journal
 from peftc.install.surgery import SHARED
 from peftc.planning.foldability.affine import is_linear
-from peftc.planning.ir import Placed
+from peftc.planning.ir import SiteEdit
 from peftc.recognize.graph.nodes import passes_through
 from peftc.recognize.layers import LayerKind
 from peftc.rewrite.container import CONTAINER
@@ -108,7 +108,7 @@ class Widening(Folding):
 
         Raises: P530 where an entry is NaN or infinite.
         """
-        places: dict[str, list[Placed]] = defaultdict(list)
+        places: dict[str, list[SiteEdit]] = defaultdict(list)
         for placed in self.record.placed:
             places[placed.edit].append(placed)
         found: dict[str, list[Units]] = {}
@@ -131,7 +131,7 @@ class Widening(Folding):
 
     # What can be -----------------------------------------------------------------------------------------------------
 
-    def units(self, placed: Placed, places: Mapping[str, Collection[Placed]]) -> Units:
+    def units(self, placed: SiteEdit, places: Mapping[str, Collection[SiteEdit]]) -> Units:
         """The units that an edit has at a site. Raises: NotWider."""
         site = placed.site
         form, factors = bottleneck_of(placed)
@@ -159,7 +159,7 @@ class Widening(Folding):
             raise NotWider(f"the activation of `{site.path}` is not {act}")
         return Units(placed.edit, up, down, rows, biases, columns, None if constant is None else constant * scale)
 
-    def alone(self, placed: Placed, up: Site, down: Site, places: Mapping[str, Collection[Placed]]) -> None:
+    def alone(self, placed: SiteEdit, up: Site, down: Site, places: Mapping[str, Collection[SiteEdit]]) -> None:
         """Raises: NotWider where what stays needs the ffn as it is, or was there before this edit."""
         path = placed.site.path
         for name, others in places.items():

@@ -13,7 +13,7 @@ from peftc.folding.affine_values import Refusal, folded_terms
 from peftc.folding.report import Change
 from peftc.forms.module import FormModule
 from peftc.planning.foldability.affine import FoldTarget
-from peftc.planning.ir import Placed
+from peftc.planning.ir import SiteEdit
 from peftc.rewrite.insert import layout
 from peftc.runtime.functions import blocks_of, dense, slab_of
 from peftc.sites.table import WeightRef
@@ -23,7 +23,7 @@ from peftc.sites.table import WeightRef
 class Fold:
     """One edit at one site, about to be folded. `position` orders edits as the model applies them."""
 
-    placed: Placed
+    placed: SiteEdit
     target: FoldTarget
     modules: Mapping[str, FormModule]  # by `Instance.key`
     position: tuple[int, ...]
@@ -156,7 +156,7 @@ def _apply(fold: Fold, wide: Wide, side: str) -> None:
         wide.write(bias or wide.create_bias(fold), folded[1])
 
 
-def _part(placed: Placed, weights: bool) -> Placed:
+def _part(placed: SiteEdit, weights: bool) -> SiteEdit:
     """The equations of w and b, or the others; what `let` binds stands before the same equations as it did."""
     kept = [(a.state in ("w", "b")) == weights for a in placed.assigns]
     assigns = tuple(a for a, keep in zip(placed.assigns, kept, strict=True) if keep)

@@ -26,7 +26,7 @@ from peftc.install.reinstall import reinstall, uninstall
 from peftc.observe.parameter_uses import storage, views_held
 from peftc.planning.foldability.affine import FoldTarget, fold_target
 from peftc.planning.foldability.verdict import Verdict, verdicts
-from peftc.planning.ir import Placed
+from peftc.planning.ir import SiteEdit
 from peftc.rewrite.container import CONTAINER
 from peftc.rewrite.edits import slug
 from peftc.runtime.functions import is_quantised
@@ -78,7 +78,7 @@ class Folding:
     # What folds, and into what ---------------------------------------------------------------------------------------
 
     def refused(self, stays: Mapping[str, str]) -> dict[str, str]:
-        places: dict[str, list[Placed]] = defaultdict(list)
+        places: dict[str, list[SiteEdit]] = defaultdict(list)
         for placed in self.record.placed:
             places[placed.edit].append(placed)
         known = {**self.unwritable(stays), **stays}
@@ -113,7 +113,7 @@ class Folding:
         whole = self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0]))
         return unwritable(name, self.parameter(name), whole)
 
-    def target(self, placed: Placed) -> FoldTarget | None:
+    def target(self, placed: SiteEdit) -> FoldTarget | None:
         found = fold_target(placed, self.sites)
         return None if isinstance(found, str) else found
 
@@ -132,19 +132,19 @@ class Folding:
                 groups[first.get(module, module)].append(one)
         return groups
 
-    def fold(self, placed: Placed) -> Fold:
+    def fold(self, placed: SiteEdit) -> Fold:
         target = self.target(placed)
         assert target is not None
         region, index = self.region(placed)
         return Fold(placed, target, self.modules(placed), (-region.count("."), index))
 
-    def region(self, placed: Placed) -> tuple[str, int]:
+    def region(self, placed: SiteEdit) -> tuple[str, int]:
         """The region in which an edit stands, and its place among the edits there."""
         found = self.regions[placed.edit, slug(placed)]
         inside = ((r, i) for r, i in found if f"{r}.".startswith(f"{placed.site.root}."))
         return next(inside, None) or next((r, i) for r, i in found if f"{placed.site.root}.".startswith(f"{r}."))
 
-    def modules(self, placed: Placed) -> dict[str, FormModule]:
+    def modules(self, placed: SiteEdit) -> dict[str, FormModule]:
         """The forms of an edit at a site, by key."""
         region = self.region(placed)[0]
         container = f"{region}.{CONTAINER}.{placed.edit.replace('.', '__')}.{slug(placed)}".lstrip(".")

@@ -53,7 +53,7 @@ class Installation:
     trained: dict[str, str]
     originals: dict[str, torch.Tensor]
     places: dict[str, str]
-    placed: list[ir.Placed]
+    placed: list[ir.SiteEdit]
     task: Chosen
     sample: Mapping[str, Any] | None = None
 

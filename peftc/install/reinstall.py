@@ -80,7 +80,7 @@ def reinstall(
             trained=dict(found.trained),
             originals=trained.originals,
             places=done.places,
-            placed=list(found.placed),
+            placed=list(found.site_edits),
             task=done.chosen,
             sample=sample,
         )
@@ -94,7 +94,7 @@ def reinstall(
         try:
             before.detach()
             with deferral.allowed():
-                surgery.prepare(regions_of(found.placed, anatomy))
+                surgery.prepare(regions_of(found.site_edits, anatomy))
             surgery.apply(record)
             trained.mark()
             with deferral.allowed():

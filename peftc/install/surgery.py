@@ -106,7 +106,7 @@ class Surgery:
                     self.places[name] = f"{region.module}.{CONTAINER}.{path}".lstrip(".")
         return root
 
-    def form(self, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
+    def form(self, placed: ir.SiteEdit, instance: ir.Instance, module: nn.Module) -> FormModule:
         name = f"{placed.edit}/{placed.owner}/{instance.key}"
         if not instance.tasks:
             return self.one_form(name, self.kept.get(name), placed, instance, module, None)
@@ -128,7 +128,7 @@ class Surgery:
         self,
         name: str,
         kept: FormModule | None,
-        placed: ir.Placed,
+        placed: ir.SiteEdit,
         instance: ir.Instance,
         module: nn.Module,
         task: str | None,
@@ -145,12 +145,12 @@ class Surgery:
             form.join(owner, instance.index, task)
         return form
 
-    def tell(self, form: FormModule, placed: ir.Placed, instance: ir.Instance) -> None:
+    def tell(self, form: FormModule, placed: ir.SiteEdit, instance: ir.Instance) -> None:
         """Lets a form that picks positions know the calls of its stack."""
         if picks(instance):
             vars(form)[SEQUENCE] = self.sequences[placed.edit, placed.owner]
 
-    def common(self, owner: str, placed: ir.Placed, instance: ir.Instance, module: nn.Module) -> FormModule:
+    def common(self, owner: str, placed: ir.SiteEdit, instance: ir.Instance, module: nn.Module) -> FormModule:
         """What several sites have in common."""
         if owner not in self.owners:
             name = f"{placed.edit}/{owner}/{instance.key}"
@@ -166,7 +166,7 @@ class Surgery:
         self,
         make: Callable[..., FormModule],
         name: str,
-        placed: ir.Placed,
+        placed: ir.SiteEdit,
         instance: ir.Instance,
         module: nn.Module,
         place: str,
@@ -193,7 +193,7 @@ class Surgery:
     def execution_device(self) -> torch.device | None:
         return execution_device(self.model)
 
-    def initialise(self, form: FormModule, name: str, placed: ir.Placed) -> None:
+    def initialise(self, form: FormModule, name: str, placed: ir.SiteEdit) -> None:
         """Initial values depend on the seed, the edit, the site and the parameter, and on nothing else."""
         seed = self.seeds[placed.edit]
 

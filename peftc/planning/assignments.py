@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from peftc.diagnostics import Diagnostic
-from peftc.planning.ir import Assign, Placed
+from peftc.planning.ir import Assign, SiteEdit
 from peftc.sites.table import Slice, State
 from peftc.syntax import ast
 
@@ -17,9 +17,9 @@ class Clash:
     diagnostic: Diagnostic
 
 
-def clashes(edits: Sequence[tuple[ast.Edit, Sequence[Placed]]]) -> Iterable[Clash]:
+def clashes(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterable[Clash]:
     """P302, once for each pair of edits that both assign (`=`, not `+=` or `*=`) a state of some site."""
-    first: dict[object, list[tuple[ast.Edit, Placed, Assign, Slice | None]]] = {}
+    first: dict[object, list[tuple[ast.Edit, SiteEdit, Assign, Slice | None]]] = {}
     told: set[tuple[str, str]] = set()
     for edit, places in edits:
         for placed in (use for one in places for use in one.uses()):
@@ -32,11 +32,11 @@ def clashes(edits: Sequence[tuple[ast.Edit, Sequence[Placed]]]) -> Iterable[Clas
                 first.setdefault(where, []).append((edit, placed, assign, rows))
 
 
-def _assigned(placed: Placed) -> Iterable[Assign]:
+def _assigned(placed: SiteEdit) -> Iterable[Assign]:
     return {assign.state: assign for assign in placed.assigns if assign.source.op == "="}.values()
 
 
-def _where(placed: Placed, state: State) -> tuple[object, Slice | None]:
+def _where(placed: SiteEdit, state: State) -> tuple[object, Slice | None]:
     """The same for two names of one state, such as `z` of an ffn and `h` of `ffn.hidden`."""
     if state.weight is not None:
         return (state.weight.module, state.weight.attribute, state.weight.slab), state.weight.rows
@@ -49,7 +49,7 @@ def _overlap(rows: Slice | None, others: Slice | None) -> bool:
     return rows is None or others is None or rows.overlaps(others)
 
 
-def _clash(before: ast.Edit, at: Placed, earlier: Assign, edit: ast.Edit, assign: Assign) -> Diagnostic:
+def _clash(before: ast.Edit, at: SiteEdit, earlier: Assign, edit: ast.Edit, assign: Assign) -> Diagnostic:
     line = earlier.source.span.line
     help_ = (
         "put all rows in one `concat`" if assign.state == "kv" else "write both equations in one edit, or add with `+=`"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peftc.forms import Count
-from peftc.planning.ir import Placed
+from peftc.planning.ir import SiteEdit
 
 
-def count(places: Iterable[Placed]) -> Count:
+def count(places: Iterable[SiteEdit]) -> Count:
     """Parameters with a gradient while training, and in the saved adapter: what several sites share is counted once."""
     found: dict[object, Count] = {}
     for placed in places:

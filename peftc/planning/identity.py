@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
+from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, SiteEdit, Read, Term
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Same:
 Initial = Same | float | None  # a state's own value, a constant, or anything else
 
 
-def is_identity(placed: Placed) -> bool:
+def is_identity(placed: SiteEdit) -> bool:
     """True where every state that the edit writes has, at initialisation, exactly the value of the base model.
 
     `h + 4 * adapter(x, init=lora)` is, since 4 · 0 + h = h; `(1 - g) * h + g * f` and added keys are not.

@@ -134,7 +134,7 @@ class Assign:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class SiteEdit:
     """One edit at one site. `lets`: (i, term) is computed once, just before equation i. `of`: the site whose parameters
     these are, where it is another one of the same module.
     """
@@ -157,7 +157,7 @@ class Placed:
         home = self.of or self.site
         return [home.module, *(site.module for site in home.also)]
 
-    def uses(self) -> Iterator[Placed]:
+    def uses(self) -> Iterator[SiteEdit]:
         """The edit at each site of the module."""
         yield self
         for site in self.site.also:
@@ -183,7 +183,7 @@ def parts_of(term: Term) -> Iterator[Term]:
             pass
 
 
-def _moved(placed: Placed, site: Site) -> Placed:
+def _moved(placed: SiteEdit, site: Site) -> SiteEdit:
     """The edit with the same parameters at another site of the module, where it applies the frozen modules of that one."""
     memory: dict[int, Term] = {}
 

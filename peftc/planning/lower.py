@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from peftc.diagnostics import Diagnostic, Span
 from peftc.forms.shapes import KeyValue
 from peftc.planning.instances import Instances
-from peftc.planning.ir import Assign, Concat, Placed, Term
+from peftc.planning.ir import Assign, Concat, SiteEdit, Term
 from peftc.planning.scope import Scope
 from peftc.planning.selection.parameter_sites import body_at
 from peftc.planning.terms import Terms, error, quoted
@@ -18,7 +18,7 @@ from peftc.syntax import ast
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
 
 
-def place(edit: ast.Edit, site: Site, scope: Scope) -> Placed:
+def place(edit: ast.Edit, site: Site, scope: Scope) -> SiteEdit:
     """The edit at one site of the model.
 
     `h += f` becomes `h = h + f`; what `let` binds is computed where it stands.
@@ -39,7 +39,7 @@ def place(edit: ast.Edit, site: Site, scope: Scope) -> Placed:
             terms.target = terms.state(*use)
             terms.lets[line.name] = terms.term(line.value)
             lets.append((len(assigns), terms.lets[line.name]))
-    return Placed(edit.name, site, tuple(assigns), tuple(terms.instances.made), tuple(lets))
+    return SiteEdit(edit.name, site, tuple(assigns), tuple(terms.instances.made), tuple(lets))
 
 
 def unused(edit: ast.Edit) -> Iterable[Diagnostic]:

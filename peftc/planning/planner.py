@@ -15,7 +15,7 @@ from peftc.planning import counts, expectations
 from peftc.planning.assignments import clashes
 from peftc.planning.foldability.verdict import Verdict, verdicts
 from peftc.planning.identity import is_identity
-from peftc.planning.ir import Placed
+from peftc.planning.ir import SiteEdit
 from peftc.planning.lower import place, unused
 from peftc.planning.report.plan import (
     Plan,
@@ -50,7 +50,7 @@ class Planned(NamedTuple):
     """
 
     plan: Plan
-    placed: tuple[Placed, ...]
+    site_edits: tuple[SiteEdit, ...]
     trained: Mapping[str, str]
     findings: tuple[Diagnostic, ...]
     warnings: tuple[Diagnostic, ...]
@@ -99,7 +99,7 @@ class _Planner:
 
     # Statements to places --------------------------------------------------------------------------------------------
 
-    def edits(self) -> list[tuple[ast.Edit, list[Placed]]]:
+    def edits(self) -> list[tuple[ast.Edit, list[SiteEdit]]]:
         """Every edit with its places; twice where parameters are shared, since their number is known after one pass."""
         found = [(edit, self.places_of(edit)) for edit in self.spec.statements if isinstance(edit, ast.Edit)]
         for edit, _ in found:
@@ -125,11 +125,11 @@ class _Planner:
 
     def placed(
         self, found: Sequence[tuple[ast.Edit, Sequence[Site]]], scope: Scope
-    ) -> list[tuple[ast.Edit, list[Placed]]]:
+    ) -> list[tuple[ast.Edit, list[SiteEdit]]]:
         return [(edit, self.places(edit, sites, scope)) for edit, sites in found]
 
-    def places(self, edit: ast.Edit, sites: Sequence[Site], scope: Scope) -> list[Placed]:
-        placed: list[Placed] = []
+    def places(self, edit: ast.Edit, sites: Sequence[Site], scope: Scope) -> list[SiteEdit]:
+        placed: list[SiteEdit] = []
         wrong: dict[object, list[Diagnostic]] = defaultdict(list)
         for site in sites:
             try:
@@ -183,7 +183,7 @@ class _Planner:
 
     # Places to a plan ------------------------------------------------------------------------------------------------
 
-    def plan(self, edits: Sequence[tuple[ast.Edit, Sequence[Placed]]], trains: dict[str, Trained]) -> Plan:
+    def plan(self, edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]], trains: dict[str, Trained]) -> Plan:
         judged = verdicts([places for _, places in edits], self.table)
         entries = {edit.name: _entry(edit, places, v) for (edit, places), v in zip(edits, judged, strict=True)}
         entries |= {name: _train_entry(made) for name, made in trains.items()}
@@ -266,7 +266,7 @@ def _in_lines(same: Sequence[Diagnostic]) -> Diagnostic:
     return replace(first, notes=(*first.notes, f"{times}, in line{'s' * (len(lines) > 1)} {', '.join(lines)}"))
 
 
-def _entry(edit: ast.Edit, places: Sequence[Placed], verdict: Verdict) -> PlanEdit:
+def _entry(edit: ast.Edit, places: Sequence[SiteEdit], verdict: Verdict) -> PlanEdit:
     count = counts.count(places)
     return PlanEdit(
         name=edit.name,
@@ -302,7 +302,7 @@ def _train_entry(made: Trained) -> PlanEdit:
 
 
 def _totals(
-    edits: Sequence[tuple[ast.Edit, Sequence[Placed]]], judged: Sequence[Verdict], trains: Iterable[Trained], base: int
+    edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]], judged: Sequence[Verdict], trains: Iterable[Trained], base: int
 ) -> PlanTotals:
     """Over the whole plan: shared sets of parameters and entries of the base once, however many edits name them."""
     own = frozenset[Region]().union(*(made.regions for made in trains))

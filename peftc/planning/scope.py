@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import Dims, Form
 from peftc.forms.registry import Spot
 from peftc.forms.shapes import Shape, Tokens, Vector
-from peftc.planning.ir import Placed
+from peftc.planning.ir import SiteEdit
 from peftc.semantics.arguments import Bound, bind
 from peftc.sites.table import Site, SiteTable
 from peftc.syntax import ast
@@ -147,7 +147,7 @@ def groups_of(sites: Iterable[Site]) -> dict[tuple[str, str, Shape], list[str]]:
     return dict(found)
 
 
-def shared_members(places: Iterable[Placed], lets: Container[str]) -> dict[str, list[Member]]:
+def shared_members(places: Iterable[SiteEdit], lets: Container[str]) -> dict[str, list[Member]]:
     """The places, in order, of each set of parameters that a `shared` or the sites of an edit have in common; from a first
     pass. An attention group is known without one.
     """

@@ -203,7 +203,7 @@ def attended(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
     sum in between.
     """
     body = stream.body(h)
-    out = next((nodes.fed(a.out, root, body) for a in inside if a.call in body), None)
+    out = next((nodes.consumer_linear(a.out, root, body) for a in inside if a.call in body), None)
     if out is None and mixes_neighbours(body, stream, root):
         out = max((n for n in body if not stream.holds(n) and mixing(n, root)), default=None)
     behind = set(nodes.upstream(h, lambda n: n is out)) - {out}
@@ -268,7 +268,7 @@ def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: n
             sub.projections[name] = Projection(alike[0])
     for role in confused(sub.projections, attention):
         del sub.projections[role]
-    out = nodes.fed(attention.out, root, sub.body)
+    out = nodes.consumer_linear(attention.out, root, sub.body)
     if out is not None and attention.out in sub.body:
         sub.projections["o"] = Projection(out)
     if not stream.reaches(attention.k):

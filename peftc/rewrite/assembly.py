@@ -18,10 +18,10 @@ from peftc.rewrite.prompts import is_prompt, prompt_regions
 from peftc.rewrite.regions import LayerRegions, module_region
 
 
-def regions_of(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
+def regions_of(placed: Iterable[ir.SiteEdit], anatomy: Anatomy) -> list[Region]:
     """The regions that the edits touch, in model order."""
     layers = {n: k for s in anatomy.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
-    by_root: dict[str, list[ir.Placed]] = {}
+    by_root: dict[str, list[ir.SiteEdit]] = {}
     found: list[Region] = []
     placed = tuple(placed)
     found += position_regions(placed, anatomy)

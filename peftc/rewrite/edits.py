@@ -76,7 +76,7 @@ class Region:
     module: str
     inline: frozenset[str]  # relative names; "" is the region itself; empty: nothing but its boundary is touched
     edits: list[RegionEdit]
-    placed: list[ir.Placed] = field(default_factory=list[ir.Placed])
+    placed: list[ir.SiteEdit] = field(default_factory=list[ir.SiteEdit])
     serves: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (edit, site) that it tells positions
 
 
@@ -101,20 +101,20 @@ def describe_term(term: ir.Term) -> object:
             return ("concat", *map(describe_term, parts))
 
 
-def terms_of(placed: ir.Placed) -> list[ir.Term]:
+def terms_of(placed: ir.SiteEdit) -> list[ir.Term]:
     """Every term of an edit, those of its lets included."""
     roots = [a.value for a in placed.assigns] + [term for _, term in placed.lets]
     return [part for root in roots for part in ir.parts_of(root)]
 
 
-def frozen_modules(placed: ir.Placed) -> dict[str, str]:
+def frozen_modules(placed: ir.SiteEdit) -> dict[str, str]:
     """The frozen sub-modules that an edit applies: name to dotted name."""
     return {t.function: t.module for t in terms_of(placed) if isinstance(t, ir.Frozen)}
 
 
-def together(placed: Iterable[ir.Placed]) -> list[list[ir.Placed]]:
+def together(placed: Iterable[ir.SiteEdit]) -> list[list[ir.SiteEdit]]:
     """Edits of one state at one site stay together: they apply in the order of the spec."""
-    groups: list[list[ir.Placed]] = []
+    groups: list[list[ir.SiteEdit]] = []
     for p in placed:
         mine = [g for g in groups if g[0].site.path == p.site.path and any(written(o) & written(p) for o in g)]
         groups = [g for g in groups if g not in mine]
@@ -122,12 +122,12 @@ def together(placed: Iterable[ir.Placed]) -> list[list[ir.Placed]]:
     return groups
 
 
-def depth(placed: ir.Placed) -> int:
+def depth(placed: ir.SiteEdit) -> int:
     """Sorts Linears before the sub-layers they are in."""
     return -placed.site.path.count(".")
 
 
-def used_states(placed: ir.Placed) -> list[str]:
+def used_states(placed: ir.SiteEdit) -> list[str]:
     """The states that an edit reads or writes, and the stream where it needs the batch back: for a number an example, for the tasks
     of the examples.
     """
@@ -141,11 +141,11 @@ def used_states(placed: ir.Placed) -> list[str]:
     return list(names)
 
 
-def written(placed: ir.Placed) -> set[str]:
+def written(placed: ir.SiteEdit) -> set[str]:
     return {a.state for a in placed.assigns}
 
 
-def slug(placed: ir.Placed) -> str:
+def slug(placed: ir.SiteEdit) -> str:
     """The site's path below its layer as an identifier: `attn_self_q`; `h` for the layer itself."""
     steps = placed.site.steps
     cut = next((i + 1 for i, (name, _) in enumerate(steps) if name == "layer"), 0)

@@ -26,7 +26,7 @@ def picks(instance: ir.Instance) -> bool:
     return instance.form.picks(instance.form.fill(instance.args))
 
 
-def refused(placed: Sequence[ir.Placed], anatomy: Anatomy) -> Iterator[tuple[str, Diagnostic]]:
+def refused(placed: Sequence[ir.SiteEdit], anatomy: Anatomy) -> Iterator[tuple[str, Diagnostic]]:
     """What stands against prompts and forms that pick positions, with its edit; of each edit the first.
 
     P418: what `prompt_regions` raises. P422: no module takes the tokens of a site, another edit changes what it takes or gives,
@@ -58,7 +58,7 @@ def refused(placed: Sequence[ir.Placed], anatomy: Anatomy) -> Iterator[tuple[str
 
 
 def _untold(
-    p: ir.Placed, one: ir.Instance, module: str | None, others: Mapping[str, tuple[str, str]]
+    p: ir.SiteEdit, one: ir.Instance, module: str | None, others: Mapping[str, tuple[str, str]]
 ) -> Diagnostic | None:
     """P422 for a form at a site, the tokens of which `module` takes."""
     if module is None:
@@ -72,14 +72,14 @@ def _untold(
     return None
 
 
-def _call(placed: ir.Placed, one: ir.Instance) -> Span:
+def _call(placed: ir.SiteEdit, one: ir.Instance) -> Span:
     """Where a form stands in the text."""
     terms = (*(a.value for a in placed.assigns), *(term for _, term in placed.lets))
     parts = (part for term in terms for part in ir.parts_of(term))
     return next(part.source.span for part in parts if isinstance(part, ir.Applied) and part.instance is one)
 
 
-def position_regions(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Region]:
+def position_regions(placed: Iterable[ir.SiteEdit], anatomy: Anatomy) -> list[Region]:
     """The stacks around the sites that have such forms; each once, with the sites that it serves."""
     found: dict[str, Region] = {}
     for p in placed:
@@ -93,7 +93,7 @@ def position_regions(placed: Iterable[ir.Placed], anatomy: Anatomy) -> list[Regi
     return list(found.values())
 
 
-def _telling(placed: ir.Placed, anatomy: Anatomy) -> str | None:
+def _telling(placed: ir.SiteEdit, anatomy: Anatomy) -> str | None:
     """The module that takes the tokens of a site, and of no other stack."""
     site = placed.site
     names = [name for name, _ in site.steps]

@@ -26,12 +26,12 @@ from peftc.trace.module_calls import signature_of
 CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
 
 
-def is_prompt(placed: ir.Placed) -> bool:
+def is_prompt(placed: ir.SiteEdit) -> bool:
     """Whether an edit joins tokens to those of the input."""
     return any(isinstance(a.value, ir.Concat) and isinstance(a.value.shape, Tokens) for a in placed.assigns)
 
 
-def prompt_regions(placed: ir.Placed, anatomy: Anatomy) -> Iterator[Region]:
+def prompt_regions(placed: ir.SiteEdit, anatomy: Anatomy) -> Iterator[Region]:
     """The stack that takes the tokens, and one that attends to what it gives.
 
     Rows of the prompt leave an encoder that a decoder attends to; of any other stack the result has those of the input.
@@ -149,7 +149,7 @@ def taking(parameters: tuple[str, ...], inner: str, stack: Stack, anatomy: Anato
     return None
 
 
-def _region(placed: ir.Placed, module: str, anchor: Anchor) -> Region:
+def _region(placed: ir.SiteEdit, module: str, anchor: Anchor) -> Region:
     keys = tuple(one.key for one in placed.instances)
     edit = RegionEdit(placed.edit, slug(placed), placed.assigns, {"h": Bound(anchor=anchor)}, {}, keys)
     return Region(module, frozenset(), [edit], [placed])

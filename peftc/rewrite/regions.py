@@ -51,7 +51,7 @@ class LayerRegions:
             relative(name, layer): group for group in shared for name in group if f"{name}.".startswith(f"{layer}.")
         }
 
-    def regions(self, placed: Iterable[ir.Placed]) -> list[Region]:
+    def regions(self, placed: Iterable[ir.SiteEdit]) -> list[Region]:
         chosen = [(p, c) for group in together(placed) for c in [self.choice(group)] for p in group]
         groups = self.merged([(c.region, c.inline) for _, c in chosen])
         found: list[Region] = []
@@ -64,7 +64,7 @@ class LayerRegions:
             found.append(Region(name, entered, edits, [p for p, _ in members]))
         return found
 
-    def whole(self, placed: Iterable[ir.Placed]) -> list[RegionEdit]:
+    def whole(self, placed: Iterable[ir.SiteEdit]) -> list[RegionEdit]:
         """The edits as seen from the whole layer."""
         return [self.edit(p, _Choice("", frozenset(), {}), "") for p in sorted(placed, key=depth)]
 
@@ -100,7 +100,7 @@ class LayerRegions:
             return region
         return next(r for r, inline in groups if region in inline)
 
-    def edit(self, placed: ir.Placed, choice: _Choice, region: str) -> RegionEdit:
+    def edit(self, placed: ir.SiteEdit, choice: _Choice, region: str) -> RegionEdit:
         states = {
             name: self.bound(state_of(placed.site, name), anchor, region, placed.site)
             for name, anchor in self.anchored(placed, choice, region).items()
@@ -151,7 +151,7 @@ class LayerRegions:
         """The anchors that are in a region, as seen from it."""
         return tuple(a.relative(region) for a in found if frames_between(region, a, self.kind.traced) is not None)
 
-    def anchored(self, placed: ir.Placed, choice: _Choice, region: str) -> dict[str, Anchor | None]:
+    def anchored(self, placed: ir.SiteEdit, choice: _Choice, region: str) -> dict[str, Anchor | None]:
         if region == choice.region and choice.anchors:
             return {n: choice.anchors.get(n) for n in used_states(placed)}
         found: dict[str, Anchor | None] = {}
@@ -164,7 +164,7 @@ class LayerRegions:
             found[name] = self.nearest(options, state, placed.site)[0] if options else None
         return found
 
-    def choice(self, group: list[ir.Placed]) -> _Choice:
+    def choice(self, group: list[ir.SiteEdit]) -> _Choice:
         """The region for edits that have to be applied in one place."""
         states = {n: state_of(p.site, n) for p in group for n in used_states(p)}
         writes = {n for p in group for n in written(p)}
@@ -180,7 +180,7 @@ class LayerRegions:
             self.memory[key] = self.choose(group, states, writes, functions, barred)
         return self.memory[key]
 
-    def barred(self, group: list[ir.Placed]) -> frozenset[str]:
+    def barred(self, group: list[ir.SiteEdit]) -> frozenset[str]:
         """The modules in which the edits cannot be: they are used elsewhere, too, where these edits are not."""
         modules = group[0].modules  # edits together are at one site
 
@@ -191,7 +191,7 @@ class LayerRegions:
 
     def choose(
         self,
-        group: list[ir.Placed],
+        group: list[ir.SiteEdit],
         states: dict[str, State],
         writes: set[str],
         functions: set[str],
@@ -296,7 +296,7 @@ def map_of(state: State, site: Site, example: object) -> Literal["", "second", "
     return "last" if maps and image and isinstance(state.shape, Tokens) else ""
 
 
-def module_region(placed: list[ir.Placed], region: str, model: nn.Module) -> Region:
+def module_region(placed: list[ir.SiteEdit], region: str, model: nn.Module) -> Region:
     """The region of edits at a site that is one whole module outside the layers, or of its parameters that `region` reads."""
     module = model.get_submodule(region)
     edits: list[RegionEdit] = []

@@ -157,7 +157,7 @@ def choices_of(model: nn.Module, record: Installation) -> list[Choice]:
     return list(found.values())
 
 
-def applied(placed: ir.Placed) -> Iterator[tuple[ir.Assign, ir.Instance]]:
+def applied(placed: ir.SiteEdit) -> Iterator[tuple[ir.Assign, ir.Instance]]:
     """The forms of an edit at a site, and where each stands first."""
     seen = set[int]()
     for assign in placed.assigns:
@@ -167,14 +167,14 @@ def applied(placed: ir.Placed) -> Iterator[tuple[ir.Assign, ir.Instance]]:
                 yield assign, term.instance
 
 
-def leading(placed: ir.Placed, assign: ir.Assign) -> str:
+def leading(placed: ir.SiteEdit, assign: ir.Assign) -> str:
     """The state whose rows are compared: those of a bias follow those of the weight, where the edit has rows of it, too."""
     rows = (a.state for a, one in applied(placed) if one.form.name == "lines" and one.args["by"] == "row")
     return "w" if assign.state == "b" and "w" in rows else assign.state
 
 
 def chooser(
-    model: nn.Module, record: Installation, placed: ir.Placed, one: ir.Instance, task: str | None, tail: str
+    model: nn.Module, record: Installation, placed: ir.SiteEdit, one: ir.Instance, task: str | None, tail: str
 ) -> str | None:
     """The name of the module that knows what of a form is trained, where there is such a choice."""
     owner = one.owner_of(task)

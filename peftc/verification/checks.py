@@ -285,7 +285,7 @@ def _suspects(trial: Trial, batch: Batch, place: Place | None) -> list[Place]:
     return []
 
 
-def wrong_alone(trial: Trial, batch: Batch, placed: ir.Placed) -> Difference | None:
+def wrong_alone(trial: Trial, batch: Batch, placed: ir.SiteEdit) -> Difference | None:
     """The difference from the equations with the parameters of one edit at one site moved, and no others."""
     trial.reset()
     trial.perturb(trial.parameters_of(placed))

@@ -24,9 +24,9 @@ class Moved:
     inert: Counter[str] = field(default_factory=Counter[str])
 
 
-def sampled(placed: Sequence[ir.Placed], everywhere: bool) -> list[ir.Placed]:
+def sampled(placed: Sequence[ir.SiteEdit], everywhere: bool) -> list[ir.SiteEdit]:
     """The first, a middle and the last site of each kind, or all: sites are of one kind where only numbers in their paths differ."""
-    kinds: dict[tuple[str, str], list[ir.Placed]] = defaultdict(list)
+    kinds: dict[tuple[str, str], list[ir.SiteEdit]] = defaultdict(list)
     for one in placed:
         kinds[one.edit, re.sub(r"\[\d+\]", "[*]", one.site.path)].append(one)
     if everywhere:
@@ -74,14 +74,14 @@ def perturbed(trial: Trial, batch: Batch, everywhere: bool, found: Moved) -> Ite
         trial.reset(base)
 
 
-def _without_effect(placed: ir.Placed) -> list[Finding]:
+def _without_effect(placed: ir.SiteEdit) -> list[Finding]:
     state = ", ".join(assign.state for assign in placed.assigns)
     message = "the parameters of an edit have no effect"
     return [Finding(code="P604", message=message, edit=placed.edit, site=placed.site.path, state=state, size=0.0)]
 
 
 def _upstream(
-    trial: Trial, placed: ir.Placed, names: Sequence[str], order: Recorder, before: Recorder, now: Recorder
+    trial: Trial, placed: ir.SiteEdit, names: Sequence[str], order: Recorder, before: Recorder, now: Recorder
 ) -> list[Finding]:
     """What has been computed before the site is the same, bit for bit."""
     for event in order.before(trial.sharing(placed, names)):
@@ -92,7 +92,7 @@ def _upstream(
     return []
 
 
-def _finding(placed: ir.Placed, event: Event, size: float) -> Finding:
+def _finding(placed: ir.SiteEdit, event: Event, size: float) -> Finding:
     message = f"an edit changes `{event.module}`, which is computed before its site"
     state = ", ".join(assign.state for assign in placed.assigns)
     return Finding(

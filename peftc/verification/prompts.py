@@ -23,7 +23,7 @@ class Prompts:
     """The prompts of a call of `base`: `arguments` are those of the call, `behind` takes their rows out of its results."""
 
     def __init__(
-        self, base: nn.Module, placed: Sequence[ir.Placed], interpreter: Interpreter, batch: Mapping[str, Any]
+        self, base: nn.Module, placed: Sequence[ir.SiteEdit], interpreter: Interpreter, batch: Mapping[str, Any]
     ) -> None:
         self.base, self.interpreter = base, interpreter
         self.arguments = dict(batch)
@@ -36,7 +36,7 @@ class Prompts:
     def pair(self) -> bool:
         return bool(getattr(getattr(self.base, "config", None), "is_encoder_decoder", False))
 
-    def join(self, placed: ir.Placed) -> None:
+    def join(self, placed: ir.SiteEdit) -> None:
         """Puts the rows of one edit before the tokens of its stack."""
         side = "decoder" if self.pair and placed.site.path.startswith("decoder.") else ""
         ids, embeds, mask = SIDES[side]

@@ -191,7 +191,7 @@ class Trial:
     def values(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.own.items()}
 
-    def parameters_of(self, placed: ir.Placed) -> list[str]:
+    def parameters_of(self, placed: ir.SiteEdit) -> list[str]:
         """The parameters of an edit at a site; those that it shares with others where it has none of its own."""
         own = f"{placed.edit}/{placed.site.path}/"
         found = [name for name in self.own if name.startswith(own) and self.concerns(name)]
@@ -203,7 +203,7 @@ class Trial:
         others = [f".tasks.{other}." for other in self.record.task.names if other != self.task]
         return self.task is None or not any(other in name for other in others)
 
-    def sharing(self, placed: ir.Placed, names: Collection[str]) -> list[Place]:
+    def sharing(self, placed: ir.SiteEdit, names: Collection[str]) -> list[Place]:
         """The edit at its site, and all others that have one of these parameters."""
         chosen = set(names)
         everyone = [other for other in self.record.placed if chosen & set(self.parameters_of(other))]

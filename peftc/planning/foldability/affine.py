@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peftc.forms.shapes import Tokens, Weight
-from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Placed, Read, Term
+from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, SiteEdit, Read, Term
 from peftc.sites.table import Site, WeightRef
 
 Side = Literal["weight", "output", "input"]
@@ -40,7 +40,7 @@ class NotAffine(Exception):
     term: Term
 
 
-def fold_target(placed: Placed, sites: Mapping[str, Site]) -> FoldTarget | str:
+def fold_target(placed: SiteEdit, sites: Mapping[str, Site]) -> FoldTarget | str:
     """What the edit folds into, or the reason why there is no such Linear. `sites`: by path."""
     states = {assign.state for assign in placed.assigns}
     site = placed.site
@@ -58,7 +58,7 @@ def fold_target(placed: Placed, sites: Mapping[str, Site]) -> FoldTarget | str:
 
 
 def fold_reason(
-    placed: Placed,
+    placed: SiteEdit,
     sites: Mapping[str, Site],
     tied: Collection[Collection[str]] = (),
     overlaps: Collection[Collection[str]] = (),
@@ -172,7 +172,7 @@ def _grouped(term: Term) -> str:
     return f"({said(term)})" if isinstance(term, Arithmetic) else said(term)
 
 
-def _first_reason(placed: Placed, linear: Collection[str]) -> str | None:
+def _first_reason(placed: SiteEdit, linear: Collection[str]) -> str | None:
     equations = [a for a in placed.assigns if a.state not in ("w", "b")]
     return next((r for r in (affine_reason(a.value, linear) for a in equations) if r), None)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from peftc.planning.foldability import weight_change
 from peftc.planning.foldability.affine import FoldTarget, fold_reason, fold_target, parameter_names
-from peftc.planning.ir import Applied, Arithmetic, Concat, Frozen, Placed, Read, Term
+from peftc.planning.ir import Applied, Arithmetic, Concat, Frozen, SiteEdit, Read, Term
 from peftc.sites.parameter_ranges import Chosen, Parameters, Region, used_ties
 from peftc.sites.table import Site, SiteTable, WeightRef
 
@@ -26,14 +26,14 @@ class Verdict:
 class _At:
     """One placed edit with its fold: `obstacle` says why it cannot be, `order` where its edit stands in the spec."""
 
-    placed: Placed
+    placed: SiteEdit
     order: int
     target: FoldTarget | None
     obstacle: str | None
 
 
 def verdicts(
-    edits: Sequence[Sequence[Placed]], table: SiteTable, staying: Mapping[str, str] | None = None
+    edits: Sequence[Sequence[SiteEdit]], table: SiteTable, staying: Mapping[str, str] | None = None
 ) -> list[Verdict]:
     """One verdict for each edit (given as its places, in the order of the spec).
 
@@ -61,13 +61,13 @@ def verdicts(
     return [_verdict(places, parameters) for places in found]
 
 
-def _own(placed: Placed, sites: Mapping[str, Site]) -> frozenset[str]:
+def _own(placed: SiteEdit, sites: Mapping[str, Site]) -> frozenset[str]:
     """The names of the parameters that an edit folds into, at all the sites of its module."""
     targets = [target for use in placed.uses() if not isinstance(target := fold_target(use, sites), str)]
     return frozenset(name for target in targets for name in parameter_names(target))
 
 
-def _at(placed: Placed, order: int, sites: Mapping[str, Site], table: SiteTable, own: Collection[str]) -> _At:
+def _at(placed: SiteEdit, order: int, sites: Mapping[str, Site], table: SiteTable, own: Collection[str]) -> _At:
     target = fold_target(placed, sites)
     obstacle = fold_reason(placed, sites, used_ties(table), table.overlaps, own, table.elsewhere)
     return _At(placed, order, None if isinstance(target, str) else target, obstacle)
@@ -88,7 +88,7 @@ def _verdict(places: Sequence[_At], parameters: Parameters) -> Verdict:
     return Verdict(True, _into(targets), regions)
 
 
-def _into(targets: Sequence[tuple[Placed, FoldTarget]]) -> str:
+def _into(targets: Sequence[tuple[SiteEdit, FoldTarget]]) -> str:
     refs = dict.fromkeys(_name(target) for _, target in targets)
     names = list(refs)
     text = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
@@ -129,7 +129,7 @@ def _blocked(found: Sequence[Sequence[_At]]) -> dict[int, str]:
     return blocked
 
 
-def _numbered(placed: Placed) -> list[str]:
+def _numbered(placed: SiteEdit) -> list[str]:
     """What an edit has in common with others that is made for all their sites together (the widest, or one after the other)."""
     return [one.owner for one in placed.instances if one.owner and one.form.common(one.args) is not None]
 
@@ -203,7 +203,7 @@ def _above(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _read(placed: Placed) -> set[str]:
+def _read(placed: SiteEdit) -> set[str]:
     terms = [assign.value for assign in placed.assigns] + [term for _, term in placed.lets]
     return {state for term in terms for state in _states(term)}
 

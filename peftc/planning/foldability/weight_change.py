@@ -8,7 +8,7 @@ from typing import Literal
 
 from peftc.forms.shapes import Weight
 from peftc.planning.foldability.affine import FoldTarget, linear_states
-from peftc.planning.ir import Applied, Arithmetic, Constant, Instance, Placed, Read, Term, parts_of
+from peftc.planning.ir import Applied, Arithmetic, Constant, Instance, SiteEdit, Read, Term, parts_of
 from peftc.sites.parameter_ranges import Chosen, Parameters, Region
 from peftc.sites.table import Slice
 
@@ -36,7 +36,7 @@ class Parts:
         return self.own != "absent" or self.input
 
 
-def changed(placed: Placed, target: FoldTarget, parameters: Parameters) -> Iterable[Region | Chosen]:
+def changed(placed: SiteEdit, target: FoldTarget, parameters: Parameters) -> Iterable[Region | Chosen]:
     """The entries that differ after the fold. Shapes: w (out, in), b (out)."""
     site = target.site
     weight, bias = target.weight, target.bias
@@ -56,7 +56,7 @@ def changed(placed: Placed, target: FoldTarget, parameters: Parameters) -> Itera
     yield from _written_weights(placed, parameters)
 
 
-def _written_weights(placed: Placed, parameters: Parameters) -> Iterable[Region | Chosen]:
+def _written_weights(placed: SiteEdit, parameters: Parameters) -> Iterable[Region | Chosen]:
     """All entries of what is written, or those that its equations choose."""
     for assign in placed.assigns:
         state = placed.site.states[assign.state]
@@ -73,7 +73,7 @@ def _written_weights(placed: Placed, parameters: Parameters) -> Iterable[Region 
             yield from (Chosen(_choice(placed, one), count, region) for region in regions)
 
 
-def _choice(placed: Placed, one: Instance) -> tuple[str, ...]:
+def _choice(placed: SiteEdit, one: Instance) -> tuple[str, ...]:
     """What tells one choice of entries from another: those who have their parameters in common need not choose together."""
     together = one.owner is not None and one.form.common(one.args) is not None
     return (str(one.owner),) if together else (placed.edit, placed.site.path, one.key)
@@ -115,7 +115,7 @@ def _reads(term: Term, state: str) -> bool:
     return any(isinstance(part, Read) and part.state == state for part in parts_of(term))
 
 
-def value_of(placed: Placed, linear: Collection[str]) -> Parts:
+def value_of(placed: SiteEdit, linear: Collection[str]) -> Parts:
     """The hidden state after the equations of the edit, in terms of the one before."""
     env: dict[str, Parts] = {}
     kept: dict[int, Parts] = {}
@@ -154,7 +154,7 @@ def value_of(placed: Placed, linear: Collection[str]) -> Parts:
     return last
 
 
-def rank(placed: Placed) -> int | None:
+def rank(placed: SiteEdit) -> int | None:
     """The rank of what is added to the weight, None where the change may have any rank."""
     ranks = [_rank(assign.value, assign.state) for assign in placed.assigns]
     known = [found for found in ranks if found is not None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peftc.forms.shapes import KeyValue, Tokens
-from peftc.planning.ir import Applied, Arithmetic, Assign, Concat, Constant, Frozen, Placed, Read, Term, parts_of
+from peftc.planning.ir import Applied, Arithmetic, Assign, Concat, Constant, Frozen, SiteEdit, Read, Term, parts_of
 
 Insertion = Literal["sequential", "parallel", "weight", "scaling", "tokens"]
 FACTORS = {"scalar": "s", "gate": "g", "vector": "l"}  # forms that multiply what is composed, as the paper writes them
@@ -28,7 +28,7 @@ class Design:
     composition: str
 
 
-def design_of(places: Sequence[Placed]) -> Design:
+def design_of(places: Sequence[SiteEdit]) -> Design:
     """The design of an edit, from its equations at its sites; of several equations, the last."""
     placed = places[0]
     assign = placed.assigns[-1]
@@ -53,7 +53,7 @@ def table(designs: Iterable[tuple[str, Design]]) -> str:
     return "\n".join(lines)
 
 
-def representation(places: Sequence[Placed]) -> str:
+def representation(places: Sequence[SiteEdit]) -> str:
     """`ffn/attn`, `attn key/val`, `head attn`: the sites in the words of the paper, in the order of the text."""
     found = dict.fromkeys(map(_word, places))
     whole = [word for word in found if " " not in word or word == "head attn"]
@@ -63,7 +63,7 @@ def representation(places: Sequence[Placed]) -> str:
     return "/".join([*whole, *grouped])
 
 
-def _word(placed: Placed) -> str:
+def _word(placed: SiteEdit) -> str:
     names = [name for name, _ in placed.site.steps]
     last = names[-1]
     if last == "heads" or isinstance(placed.site.states[placed.assigns[-1].state].shape, KeyValue):
@@ -76,7 +76,7 @@ def _word(placed: Placed) -> str:
     return f"{names[-2]} hidden" if last == "hidden" and len(names) > 1 else last
 
 
-def _joined(placed: Placed, assign: Assign, value: Concat, modified: str) -> Design:
+def _joined(placed: SiteEdit, assign: Assign, value: Concat, modified: str) -> Design:
     rows = next(p for p in parts_of(value) if isinstance(p, Applied))
     functional = rows.instance.form.shown("x W_q", rows.instance.args)
     if isinstance(value.shape, Tokens):

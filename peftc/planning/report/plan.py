@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peftc.planning.counts import percent
-from peftc.planning.ir import Placed
+from peftc.planning.ir import SiteEdit
 from peftc.planning.report.shapes import mappings
 from peftc.planning.report.text import plain
 from peftc.planning.selection.shared_modules import uses
@@ -108,12 +108,12 @@ class Plan(_Part):
         return plan_text(self)
 
 
-def plan_text(plan: Plan, placed: Sequence[Placed] = (), width: int = 80) -> str:
+def plan_text(plan: Plan, placed: Sequence[SiteEdit] = (), width: int = 80) -> str:
     """The plan as plain text without colours."""
     return plain(render_plan(plan, placed), width)
 
 
-def render_plan(plan: Plan, placed: Sequence[Placed] = ()) -> RenderableType:
+def render_plan(plan: Plan, placed: Sequence[SiteEdit] = ()) -> RenderableType:
     """A header, the numbers of every edit with a total, and for each edit where it goes and whether it folds.
 
     Args:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from peftc.planning.ir import Instance, Placed
+from peftc.planning.ir import Instance, SiteEdit
 
 
-def mappings(places: Iterable[Placed]) -> list[str]:
+def mappings(places: Iterable[SiteEdit]) -> list[str]:
     """`adapter: […, 1024] -> […, 1024]`, each once, in the order of the sites."""
     return list(dict.fromkeys(_mapping(instance) for placed in places for instance in placed.instances))
 

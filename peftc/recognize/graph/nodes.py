@@ -139,7 +139,7 @@ def upstream(node: fx.Node, stop: Callable[[fx.Node], bool]) -> Iterator[fx.Node
             todo.extend(user for user in n.users if changes(user, n) and user < first)
 
 
-def fed(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.Node | None:
+def consumer_linear(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.Node | None:
     """The nearest Linear downstream of a value, inside `within`; the last, where one makes what another one reads (a gate)."""
     seen: set[fx.Node] = set()
     todo, found = [node], list[fx.Node]()

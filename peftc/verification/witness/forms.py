@@ -20,13 +20,13 @@ class Forms:
         self.owners = {name.split("/")[1]: place for name, place in record.places.items()}
         self.known: dict[int, FormModule] = {}
 
-    def of(self, placed: ir.Placed, instance: ir.Instance) -> FormModule:
+    def of(self, placed: ir.SiteEdit, instance: ir.Instance) -> FormModule:
         if id(instance) not in self.known:
             self.known[id(instance)] = self._module(placed, instance)
         form = self.known[id(instance)]
         return form if form.training == self.model.training else form.train(self.model.training)
 
-    def _module(self, placed: ir.Placed, instance: ir.Instance) -> FormModule:
+    def _module(self, placed: ir.SiteEdit, instance: ir.Instance) -> FormModule:
         if instance.owns:
             place = self.record.places[f"{placed.edit}/{placed.owner}/{instance.key}"]
             return cast(FormModule, self.model.get_submodule(place))

@@ -35,7 +35,7 @@ class Bound:
 class Write:
     """Equation `index` of an edit, which writes the state at a location."""
 
-    placed: ir.Placed
+    placed: ir.SiteEdit
     index: int
     rows: Slice | None
 
@@ -61,7 +61,7 @@ class Witness:
     def __init__(
         self,
         base: nn.Module,
-        placed: Iterable[ir.Placed],
+        placed: Iterable[ir.SiteEdit],
         sites: Mapping[str, Site],
         forms: Forms,
         trained: Mapping[str, Tensor],
@@ -71,7 +71,7 @@ class Witness:
         self.operations = Operations(self)
         self.bound: dict[Location, list[Bound]] = defaultdict(list)
         self.writes: dict[Location, list[Write]] = defaultdict(list)
-        self.prompts: list[ir.Placed] = []
+        self.prompts: list[ir.SiteEdit] = []
         self.unreached: dict[Place, str] = {}
         self.mark: Callable[[Place, Any], None] = unmarked
         self.arrival: Callable[[str, str, Tensor], None] | None = None
@@ -93,7 +93,7 @@ class Witness:
         ):
             self.beside |= dict.fromkeys(self.locator.results(root))
 
-    def add(self, placed: ir.Placed) -> None:
+    def add(self, placed: ir.SiteEdit) -> None:
         """Binds the states of an edit at a site to locations."""
         place = (placed.edit, placed.site.path)
         if any(instance.form.picks(instance.form.fill(instance.args)) for instance in placed.instances):

@@ -52,7 +52,7 @@ class Interpreter:
         self.values = {key: value for key, value in self.values.items() if key[0] not in sites}
         self.memo = {key: value for key, value in self.memo.items() if key[0] not in edits}
 
-    def assign(self, placed: ir.Placed, index: int, present: Any) -> Any:
+    def assign(self, placed: ir.SiteEdit, index: int, present: Any) -> Any:
         """The value that equation `index` of an edit gives a state, from its present value."""
         assign = placed.assigns[index]
         key = (placed.site.path, assign.state)
@@ -63,14 +63,14 @@ class Interpreter:
         self.values[key] = value = self.term(placed, assign.value, present)
         return value
 
-    def term(self, placed: ir.Placed, term: ir.Term, present: Any) -> Any:
+    def term(self, placed: ir.SiteEdit, term: ir.Term, present: Any) -> Any:
         """A term is computed once in a call, wherever it stands."""
         key = (id(placed), id(term))
         if key not in self.memo:
             self.memo[key] = self._term(placed, term, present)
         return self.memo[key]
 
-    def _term(self, placed: ir.Placed, term: ir.Term, present: Any) -> Any:
+    def _term(self, placed: ir.SiteEdit, term: ir.Term, present: Any) -> Any:
         match term:
             case ir.Read(state=state):
                 if (placed.site.path, state) not in self.values:

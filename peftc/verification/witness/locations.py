@@ -136,7 +136,7 @@ class Locator:
         return Location(kind, site.module, site.root)
 
 
-def states_of(placed: ir.Placed) -> list[str]:
+def states_of(placed: ir.SiteEdit) -> list[str]:
     """The states that an edit reads or writes at a site."""
     roots = [assign.value for assign in placed.assigns] + [term for _, term in placed.lets]
     reads = [part.state for root in roots for part in ir.parts_of(root) if isinstance(part, ir.Read)]
