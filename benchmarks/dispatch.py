@@ -26,8 +26,8 @@ from torch import nn
 
 import peftc
 from benchmarks.common import machine, save, table
-from peftc.install.installation import installed
-from peftc.specialize.generated_class import Kind
+from peftc.install.installation import installation_of
+from peftc.specialize.generated_class import GeneratedClass
 from peftc.trace.module_calls import innermost
 
 SPEC = """peft 1
@@ -87,7 +87,7 @@ def patterns(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def calls_in_last_layer(model: Any, ask: Callable[[], Any]) -> list[Call]:
     """The last call of each edited module in the last layer."""
-    regions = [name for name, kind in installed(model).regions if kind.inline]
+    regions = [name for name, kind in installation_of(model).regions if kind.inline]
     layer = regions[-1].partition(f".{DEPTH - 1}")[0] + f".{DEPTH - 1}"
     seen: dict[str, Call] = {}
 
@@ -110,7 +110,7 @@ def nothing(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """In the place of a variant."""
 
 
-def emptied(kind: Kind) -> Callable[..., Any]:
+def emptied(kind: GeneratedClass) -> Callable[..., Any]:
     """A kind's dispatch, whose variants do nothing."""
     names = {**kind.functions, "unseen": nothing, **{v.name: nothing for v in kind.variants}}
     exec(compile(kind.dispatch_source(), f"<dispatch of {kind.name}>", "exec"), names)
@@ -121,7 +121,7 @@ def dispatch(call: Call, repeats: int) -> float:
     """µs from a module's generated forward to its variant."""
     module = call[0]
     own: Any = type(module)
-    kind: Kind = own._peftc_kind
+    kind: GeneratedClass = own._peftc_kind
     forward, before = innermost(own.forward), kind.dispatch
     kind.dispatch = emptied(kind)
     try:
@@ -154,7 +154,7 @@ def identity(name: str, repeats: int) -> tuple[float, float]:
         model(input_ids=ids, **both, **({"use_cache": False} if name != "BERT" else {}))
         hook.remove()
         base, call = innermost(type(layer).forward), seen[-1]
-        kind = Kind(type(layer), frozenset({""}), (), name)
+        kind = GeneratedClass(type(layer), frozenset({""}), (), name)
         layer.__class__ = kind.cls
         generated = innermost(kind.cls.forward)
         generated(layer, *call[1], **call[2])
@@ -169,7 +169,9 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
         calls = calls_in_last_layer(model, ask)
         found["modules"] = len(calls)
         found["µs"][pattern] = sum(dispatch(call, repeats) for call in calls)
-    found["variants"] = sum(len(kind.variants) for kind in {id(k): k for _, k in installed(model).regions}.values())
+    found["variants"] = sum(
+        len(kind.variants) for kind in {id(k): k for _, k in installation_of(model).regions}.values()
+    )
     found["layer"], found["identity"] = identity(name, repeats)
     return found
 

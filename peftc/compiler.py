@@ -24,9 +24,9 @@ from peftc.diagnostics.suggestions import listed
 from peftc.fakes.tensors import fake_copy
 from peftc.forms.module import FormModule, checked_seed
 from peftc.install.disable import suspended
-from peftc.install.installation import Installation, Part, installed, is_installed, joint, spec_of_parts
+from peftc.install.installation import Installation, InstalledSpec, installation_of, is_installed, joint, joint_spec
 from peftc.install.overlay import true_parameter
-from peftc.install.presence import acting, whole
+from peftc.install.presence import active_installation, complete_installation
 from peftc.install.reinstall import Done, reinstall, uninstall
 from peftc.install.spec_conflicts import free_name, noted, prefixed, refuse_second
 from peftc.install.surgery import strip
@@ -152,7 +152,7 @@ def planned(flat: ast.Spec, analysis: Analysis, tasks: tuple[str, ...] = (), sou
             replace(d, notes=(*d.notes, *notes)) if d.code == "P201" else d for d in error.diagnostics
         ) from error
     statements = {s.name: s for s in flat.statements if isinstance(s, ast.Edit)}
-    wrong = [said_of(d, statements[edit], flat) for edit, d in refused(found.site_edits, analysis.anatomy)]
+    wrong = [said_of(d, statements[edit], flat) for edit, d in refused(found.site_edits, analysis.structure)]
     if wrong:
         raise PeftcError(wrong)
     return found
@@ -164,7 +164,7 @@ def analysed(
     """The analysis of a model as it is without edits."""
     checked(sample)
     if isinstance(model, nn.Module) and is_installed(model):
-        record = installed(model)
+        record = installation_of(model)
         model, sample = strip(fake_copy(model, whole=True)), sample or record.sample
     source = model if isinstance(model, ModelSource) else resolve(model, trust_remote_code)
     try:
@@ -226,14 +226,16 @@ def compile(
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
     flat = prefixed(flat_of(spec, settings, include), prefix)
-    record = whole(model) if is_installed(model) else None
+    record = complete_installation(model) if is_installed(model) else None
     analysis = analysed(model, sample)
     names = checked_tasks(tasks, tasks_of(record))
     found = used(tasks, planned(flat, analysis, names))
     if found.findings:
         raise PeftcError(found.findings)
     named = free_name(record, name or prefix, name_of(spec))
-    part = Part(named, print_spec(flat), found.plan, torch.initial_seed() if seed is None else checked_seed(seed))
+    part = InstalledSpec(
+        named, print_spec(flat), found.plan, torch.initial_seed() if seed is None else checked_seed(seed)
+    )
     # Verification is a later stage, which calls this one.
     then = import_module("peftc.verification").last_step(model) if verify else None
     return added(model, part, flat, found, analysis, sample, tasks=names, then=then)
@@ -241,7 +243,7 @@ def compile(
 
 def added(
     model: nn.Module,
-    part: Part,
+    part: InstalledSpec,
     flat: ast.Spec,
     found: Planned,
     analysis: Analysis,
@@ -250,15 +252,15 @@ def added(
     then: Done | None = None,
 ) -> nn.Module:
     """Installs what was planned beside the specs that the model has: all or nothing."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[InstalledSpec, ...] = ()
     if is_installed(model):
-        record = acting(model)
-        parts, sample = record.parts, sample or record.sample
+        record = active_installation(model)
+        parts, sample = record.specs, sample or record.sample
         refuse_second(record, flat, found.trained.values())
         with noted(f"together with {listed([other.name for other in parts])}, on the model already"):
-            found = planned(joint([spec_of_parts(parts), flat]), analysis, tasks)
+            found = planned(joint([joint_spec(parts), flat]), analysis, tasks)
     names = (tasks or (ONE,)) if has_tasks(found) else ()
-    return reinstall(model, (*parts, part), found, analysis.anatomy, sample=sample, tasks=names, then=then)
+    return reinstall(model, (*parts, part), found, analysis.structure, sample=sample, tasks=names, then=then)
 
 
 def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, Any] | None = None) -> nn.Module:
@@ -272,20 +274,20 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
     module was replaced, P529 inside of `disabled`, P546 where there is no room for the values that `train` has changed. After an
     error, or an interrupt, the model is as it was.
     """
-    record = acting(model, complete=False)
-    gone = record.chosen(name)
-    rest = tuple(part for part in record.parts if part not in gone)
+    record = active_installation(model, complete=False)
+    gone = record.selected(name)
+    rest = tuple(part for part in record.specs if part not in gone)
     if not rest:
         return uninstall(model, values=record.originals)
-    whole(model)
+    complete_installation(model)
     with_sample = sample or record.sample
     analysis = analysed(model, with_sample)
     names = tasks_of(record)
-    found = planned(spec_of_parts(rest), analysis, names)
+    found = planned(joint_spec(rest), analysis, names)
     names = names if has_tasks(found) else ()
 
     dropped = {name: value for name, value in record.originals.items() if name not in found.trained.values()}
-    return reinstall(model, rest, found, analysis.anatomy, sample=with_sample, tasks=names, values=dropped)
+    return reinstall(model, rest, found, analysis.structure, sample=with_sample, tasks=names, values=dropped)
 
 
 def tasks_of(record: Installation | None) -> tuple[str, ...]:
@@ -345,7 +347,7 @@ def specs(model: nn.Module) -> dict[str, str]:
 
     Raises: P410 for a model that is not compiled.
     """
-    return {part.name: part.text for part in installed(model).parts}
+    return {part.name: part.text for part in installation_of(model).specs}
 
 
 def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parameter]:
@@ -356,10 +358,10 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
     Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436 where an edited module was
     replaced, P566 (offloaded).
     """
-    record = whole(model)
-    edits = {edit for part in record.chosen(name) for edit in part.edits}
+    record = complete_installation(model)
+    edits = {edit for part in record.selected(name) for edit in part.edits}
     found: dict[str, nn.Parameter] = {}
-    for place, where in record.places.items():
+    for place, where in record.form_modules.items():
         found |= {f"{place}.{n}": p for n, p in model.get_submodule(where).named_parameters()}
     found |= {saved: true_parameter(model, place) for saved, place in record.trained.items()}
     return here(model, {saved: p for saved, p in found.items() if saved.partition("/")[0] in edits})
@@ -370,9 +372,9 @@ def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]
 
     Args: `name`: as in `parameters`. Raises: as `parameters`.
     """
-    record = whole(model)
-    edits = {edit for part in record.chosen(name) for edit in part.edits}
-    forms = {n: cast(FormModule, model.get_submodule(where)) for n, where in record.places.items()}
+    record = complete_installation(model)
+    edits = {edit for part in record.selected(name) for edit in part.edits}
+    forms = {n: cast(FormModule, model.get_submodule(where)) for n, where in record.form_modules.items()}
     return {
         f"{n}.{buffer}": form.get_buffer(buffer)
         for n, form in forms.items()
@@ -397,5 +399,5 @@ def graphs(model: nn.Module) -> dict[str, InstalledRegion]:
     """
     return {
         name: InstalledRegion(name, tuple(v.graph for v in kind.variants), kind.source)
-        for name, kind in installed(model).regions
+        for name, kind in installation_of(model).regions
     }

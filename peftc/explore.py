@@ -16,7 +16,7 @@ from peftc.planning.planner import make_plan
 from peftc.planning.selection.selectors import resolve
 from peftc.recognize.analysis import Analysis, ModelLike
 from peftc.recognize.attention.patterns import attention_at
-from peftc.recognize.layers import LayerKind, has_children
+from peftc.recognize.layers import LayerType, has_children
 from peftc.rewrite.insert import Inserter
 from peftc.rewrite.regions import LayerRegions
 from peftc.rewrite.states import node_of
@@ -43,7 +43,7 @@ class TracedRegion:
     states: Mapping[str, fx.Node]
     sites: tuple[Site, ...]
     traced: Traced = field(repr=False)
-    kind: LayerKind = field(repr=False)
+    kind: LayerType = field(repr=False)
     analysis: Analysis = field(repr=False)
 
     @property
@@ -87,12 +87,12 @@ def trace(
     analysis = analysed(model, sample, trust_remote_code)
     wanted = set[str]() if sites is None else {s.path for s in resolve(selector_of(sites), analysis.table)}
     found: list[TracedRegion] = []
-    roots = {n for s in analysis.anatomy.stacks for n in s.layers}
+    roots = {n for s in analysis.structure.stacks for n in s.layers}
     if wanted and not any(s.root in roots for s in analysis.table.sites if s.path in wanted):
         raise PeftcError(Diagnostic("P209", f"`{sites}` selects nothing inside a layer of {analysis.table.model_id}"))
-    kinds = {id(k): k for stack in analysis.anatomy.stacks for k in stack.kinds}
+    kinds = {id(k): k for stack in analysis.structure.stacks for k in stack.kinds}
     for kind in kinds.values():
-        stacks = analysis.anatomy.stacks
+        stacks = analysis.structure.stacks
         layers = [n for s in stacks for n, k in zip(s.layers, s.kinds, strict=True) if k is kind]
         own = [s for s in analysis.table.sites if s.root in layers and (sites is None or s.path in wanted)]
         first = next((layer for layer in layers if any(s.root == layer for s in own)), None)
@@ -103,7 +103,7 @@ def trace(
 
 
 def region_of(
-    module: str, layers: tuple[str, ...], kind: LayerKind, sites: tuple[Site, ...], analysis: Analysis
+    module: str, layers: tuple[str, ...], kind: LayerType, sites: tuple[Site, ...], analysis: Analysis
 ) -> TracedRegion:
     states: dict[str, fx.Node] = {}
     for site in sites:
@@ -117,7 +117,7 @@ def region_of(
     return TracedRegion(module, layers, kind.traced.graph, states, sites, kind.traced, kind, analysis)
 
 
-def argument_of(node: fx.Node, place: str, kind: LayerKind) -> fx.Node:
+def argument_of(node: fx.Node, place: str, kind: LayerType) -> fx.Node:
     """For q, k and v: the node that feeds the attention, however that is written; for kv the attention itself."""
     name = place.partition(".")[2]
     attention = attention_at(node, kind.root) if name in ("q", "k", "v") else None
@@ -156,14 +156,14 @@ def rewrite(
     return traced.graph
 
 
-def again(kind: LayerKind, entered: set[str], analysis: Analysis) -> Traced:
+def again(kind: LayerType, entered: set[str], analysis: Analysis) -> Traced:
     """A fresh trace of a layer, in which also these leaves are entered."""
     tracer = RegionTracer(lambda name: name in entered or has_children(kind.root, name))
-    with analysis.anatomy.mode:
-        return tracer.trace_region(kind.root, fake_copy(kind.arguments, analysis.anatomy.mode))
+    with analysis.structure.mode:
+        return tracer.trace_region(kind.root, fake_copy(kind.arguments, analysis.structure.mode))
 
 
-def code_of(graph: fx.Graph, kind: LayerKind) -> str:
+def code_of(graph: fx.Graph, kind: LayerType) -> str:
     signature = signature_of(kind.root)
     copied = fx.Graph()
     result = copied.graph_copy(graph, {})

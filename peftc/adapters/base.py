@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from peftc.adapters.metadata import Base, BaseTensor
 from peftc.adapters.weight_sample import VALUES, Distance, distance, finite, samples
-from peftc.install.installation import Installation, installed, is_installed
+from peftc.install.installation import Installation, installation_of, is_installed
 from peftc.install.surgery import SHARED
 from peftc.models import settings
 from peftc.models.identity import VERSION, everything, fingerprint_of, identity, parameters
@@ -19,7 +19,7 @@ _SHOWN = 5  # differences of the configuration
 
 def base_of(model: nn.Module, record: Installation) -> Base:
     """What identifies the base of a compiled model: nothing that edits added, and no values that `train` changed."""
-    return described(model, record.parts[0].plan.model.id, not_added(model, record), frozenset(record.trained.values()))
+    return described(model, record.specs[0].plan.model.id, not_added(model, record), frozenset(record.trained.values()))
 
 
 def not_added(model: nn.Module, record: Installation) -> Callable[[str], bool]:
@@ -61,7 +61,7 @@ def differences(base: Base, model: nn.Module) -> list[str]:
     """What a model, without its edits, differs in from the base that was written down; empty where it is the same
     architecture.
     """
-    keep = not_added(model, installed(model)) if is_installed(model) else everything
+    keep = not_added(model, installation_of(model)) if is_installed(model) else everything
     here = identity(model, keep, base.fingerprint_version)
     if fingerprint_of(here) == base.fingerprint:
         return []
@@ -118,5 +118,5 @@ def _are(names: list[str]) -> str:
 
 def distance_from(base: Base, model: nn.Module) -> Distance:
     """How far the weights of a model, before anything was trained, are from those that were written down."""
-    first = installed(model).originals if is_installed(model) else dict[str, Tensor]()
+    first = installation_of(model).originals if is_installed(model) else dict[str, Tensor]()
     return distance(base.tensors, {name: first.get(name, p.detach()) for name, p in model.named_parameters()})

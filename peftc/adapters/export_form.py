@@ -44,8 +44,8 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     """Everything trained (by the spec `name`, or by all) and its state, by the name under which it is saved; forms that
     collapse as what they make.
     """
-    edits = {edit for part in record.chosen(name) for edit in part.edits}
-    placed = [p for p in record.placed if p.edit in edits]
+    edits = {edit for part in record.selected(name) for edit in part.edits}
+    placed = [p for p in record.site_edits if p.edit in edits]
     found = [one for p in placed for one in _collapsed(record, p)]
     collapsed = {one.place: one for one in found}  # sites that are saved together have one place
     before = tuple(one.before for one in found)
@@ -94,10 +94,10 @@ def _collapsed(record: Installation, placed: SiteEdit) -> Iterator[Collapsed]:
         for task, tail in one.copies():
             owner = one.owner_of(task)
             if owner is None:
-                yield Collapsed(names[name] + tail, f"{name}{tail}.", f"{record.places[name]}{tail}", one.index)
+                yield Collapsed(names[name] + tail, f"{name}{tail}.", f"{record.form_modules[name]}{tail}", one.index)
             else:
                 where = f"{SHARED}.{identifier(owner)}"
-                before = next(saved for saved, place in record.places.items() if place == where)
+                before = next(saved for saved, place in record.form_modules.items() if place == where)
                 if not _together(form):
                     yield Collapsed(names[name] + tail, f"{before}.", where, one.index)
                     continue

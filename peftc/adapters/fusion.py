@@ -18,7 +18,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.fusion_module import Fusion
 from peftc.install.installation import Installation
 from peftc.install.journal import copy_all
-from peftc.install.presence import acting
+from peftc.install.presence import active_installation
 from peftc.install.surgery import SHARED, identifier
 from peftc.planning import ir
 from peftc.recognize.analysis import Analysis
@@ -49,7 +49,7 @@ def fuse(
     Raises: P410 (not compiled), P529 (switched off), P520-P522 (the files), P523 and P524 (another base), P525 (adapters that do not
     fit), P532 (no such edit), P534 (no such task), P544 (not as many as `n` says). After an error the model is as it was.
     """
-    record = acting(model)
+    record = active_installation(model)
     own = dict.fromkeys(placed.edit for placed, _ in fusions(record))
     if not own:
         raise PeftcError(Diagnostic("P532", "the model has no edit with a `fusion`"))
@@ -80,7 +80,7 @@ def fuse(
 
 
 def fusions(record: Installation) -> Iterator[tuple[ir.SiteEdit, ir.Instance]]:
-    for placed in record.placed:
+    for placed in record.site_edits:
         yield from ((placed, one) for one in placed.instances if one.form.name == FUSION)
 
 
@@ -90,7 +90,7 @@ def places(record: Installation, placed: ir.SiteEdit, one: ir.Instance, task: st
         if task in (None, present):
             owner = one.owner_of(present)
             site = f"{placed.edit}/{placed.site.path}/{one.key}"
-            yield f"{record.places[site]}{tail}" if owner is None else f"{SHARED}.{identifier(owner)}"
+            yield f"{record.form_modules[site]}{tail}" if owner is None else f"{SHARED}.{identifier(owner)}"
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Source:
         self.placed = {(p.edit, p.site.path): p for p in found.site_edits}
         self.edits = tuple(dict.fromkeys(placed.edit for placed in found.site_edits))
         self.owners: dict[str, str] = {}  # names of what sites share, which has that of the first of them
-        for placed in (p for region in regions_of(found.site_edits, analysis.anatomy) for p in region.placed):
+        for placed in (p for region in regions_of(found.site_edits, analysis.structure) for p in region.site_edits):
             for one in placed.instances:
                 if one.owner is not None:
                     self.owners.setdefault(one.owner, f"{placed.edit}/{one.owner}/{one.key}")

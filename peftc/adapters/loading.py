@@ -18,8 +18,8 @@ from peftc.adapters.weight_sample import Distance
 from peftc.compiler import added, analysed, checked_tasks, parameters, planned, states, tasks_of
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
-from peftc.install.installation import Part, installed, is_installed
-from peftc.install.presence import acting
+from peftc.install.installation import InstalledSpec, installation_of, is_installed
+from peftc.install.presence import active_installation
 from peftc.install.spec_conflicts import free_name, prefixed
 from peftc.modules.offload import offloaded_parameters
 from peftc.planning.planner import Planned
@@ -56,9 +56,9 @@ def load(
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
         raise PeftcError(Diagnostic("P545", message, help="build the model first"))
     if is_installed(model):
-        acting(model)
+        active_installation(model)
     path = path_of(directory)
-    record = installed(model) if is_installed(model) else None
+    record = installation_of(model) if is_installed(model) else None
     plans: list[tuple[Analysis, tuple[str, ...], ast.Spec, Planned, dict[str, Tensor]]] = []
 
     def check(adapter: Adapter) -> None:  # several descriptions, where the adapter is replaced meanwhile
@@ -79,7 +79,7 @@ def load(
         renamed = dict(zip((n for n, _ in wanted(found, analysis, model)), expected, strict=True))
         tensors = {new: tensors[old] for new, old in renamed.items()}
     named = free_name(record, name or prefix, path.resolve().name or "default")
-    part = Part(named, print_spec(flat), found.plan, adapter.seed)
+    part = InstalledSpec(named, print_spec(flat), found.plan, adapter.seed)
     return added(
         model, part, flat, found, analysis, sample, tasks=tasks, then=lambda model: _fill(model, named, tensors)
     )
@@ -186,7 +186,7 @@ def wanted(found: Planned, analysis: Analysis, model: nn.Module) -> Iterator[tup
 
 def _forms(found: Planned, analysis: Analysis) -> Iterator[tuple[str, FormModule]]:
     owners = set[str]()
-    for placed in (p for region in regions_of(found.site_edits, analysis.anatomy) for p in region.placed):
+    for placed in (p for region in regions_of(found.site_edits, analysis.structure) for p in region.site_edits):
         for one in placed.instances:
             for owner in one.owners():
                 if owner not in owners:

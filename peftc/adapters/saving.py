@@ -21,8 +21,8 @@ from peftc.diagnostics import PeftcError
 from peftc.forms.fusion_module import Fusion
 from peftc.forms.lines_module import Lines
 from peftc.forms.sparse_module import SparseValues, refuse_unchosen
-from peftc.install.installation import Installation, Part, installed, spec_of_parts
-from peftc.install.presence import acting
+from peftc.install.installation import Installation, InstalledSpec, installation_of, joint_spec
+from peftc.install.presence import active_installation
 from peftc.install.spec_conflicts import noted
 from peftc.planning.report.plan import Plan
 from peftc.syntax.printer import print_spec
@@ -42,13 +42,13 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     (switched off), P540, P543 and P544 for edits that are nothing yet: not calibrated, not pruned, without the adapters they mix.
     """
     target = path_of(directory)
-    record = acting(model)
-    parts = record.chosen(name)
+    record = active_installation(model)
+    parts = record.selected(name)
     chosen = parameters(model, name)
     require_values(chosen)
     for edit in dict.fromkeys(edit for part in parts for edit in part.edits):
         _require_begun(model, record, edit)
-    source = parts[0].text if len(parts) == 1 else print_spec(spec_of_parts(parts))
+    source = parts[0].text if len(parts) == 1 else print_spec(joint_spec(parts))
     spec, base = stored_spec(source), base_of(model, record)
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
     plan = _plan(model, parts)
@@ -77,7 +77,7 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
 def _require_begun(model: nn.Module, record: Installation, edit: str) -> None:
     """Raises: P540 or P544 where nothing has been chosen for an edit, of no task, or it has none of the adapters that it mixes."""
     missing: PeftcError | None = None
-    for place, where in record.places.items():
+    for place, where in record.form_modules.items():
         for form in model.get_submodule(where).modules() if place.partition("/")[0] == edit else ():
             try:
                 if isinstance(form, SparseValues):
@@ -97,9 +97,9 @@ def _require_begun(model: nn.Module, record: Installation, edit: str) -> None:
             raise missing
 
 
-def _plan(model: nn.Module, parts: tuple[Part, ...]) -> Plan:
+def _plan(model: nn.Module, parts: tuple[InstalledSpec, ...]) -> Plan:
     return (
         parts[0].plan
         if len(parts) == 1
-        else planned(spec_of_parts(parts), analysed(model), tasks_of(installed(model))).plan
+        else planned(joint_spec(parts), analysed(model), tasks_of(installation_of(model))).plan
     )

@@ -16,7 +16,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule
 from peftc.install.journal import copy_all
-from peftc.install.presence import acting
+from peftc.install.presence import active_installation
 
 
 def warm_start(
@@ -37,10 +37,10 @@ def warm_start(
     Raises: P410 (not compiled), P529 (switched off), P520-P522 (the files), P523 and P524 (another base), P525 (tensors that
     do not fit), P532 (no such edit), P534 (no such task). After an error the model is as it was.
     """
-    record = acting(model)
+    record = active_installation(model)
     adapter, tensors = read(path_of(directory))
     check_base(adapter, model, other_weights, strict)
-    own = {edit for part in record.parts for edit in part.edits}
+    own = {edit for part in record.specs for edit in part.edits}
     there = dict.fromkeys(saved.partition("/")[0] for saved in tensors)
     pairs = checked_names(edits, own, there) if edits is not None else {name: name for name in there if name in own}
     if not pairs:

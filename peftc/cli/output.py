@@ -16,12 +16,12 @@ from peftc.fakes.tensors import fake_mode
 from peftc.filesystem.bounded_read import shown
 from peftc.filesystem.output_folder import Written, write_folder
 from peftc.forms.module import checked_seed
-from peftc.install.installation import Part, installed
+from peftc.install.installation import InstalledSpec, installation_of
 from peftc.planning.counts import percent
 from peftc.planning.planner import Planned
 from peftc.recognize.analysis import ModelLike
 from peftc.semantics.load import Include
-from peftc.specialize.generated_class import Kind
+from peftc.specialize.generated_class import GeneratedClass
 from peftc.syntax.printer import print_spec
 
 PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
@@ -55,9 +55,9 @@ def compile_skeleton(
     found = used(tasks, planned(flat, analysis, names))
     if found.findings:
         raise PeftcError(found.findings)
-    skeleton = analysis.anatomy.model
+    skeleton = analysis.structure.model
     with fake_mode(skeleton):
-        part = Part(name_of(spec), print_spec(flat), found.plan, 0 if seed is None else checked_seed(seed))
+        part = InstalledSpec(name_of(spec), print_spec(flat), found.plan, 0 if seed is None else checked_seed(seed))
         added(skeleton, part, flat, found, analysis, tasks=names)
     files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: part.text, README: readme(part, names)}
     return Compiled(found, files | forwards(skeleton))
@@ -65,8 +65,8 @@ def compile_skeleton(
 
 def forwards(model: nn.Module) -> dict[str, str]:
     """The generated code, one file for each kind of region."""
-    groups: dict[int, tuple[Kind, list[str]]] = {}
-    for name, kind in installed(model).regions:
+    groups: dict[int, tuple[GeneratedClass, list[str]]] = {}
+    for name, kind in installation_of(model).regions:
         groups.setdefault(id(kind), (kind, []))[1].append(name)
     files: dict[str, str] = {}
     for kind, modules in groups.values():
@@ -83,7 +83,7 @@ def snake_case(name: str) -> str:
     return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()[:100]
 
 
-def kind_source(kind: Kind, modules: list[str]) -> str:
+def kind_source(kind: GeneratedClass, modules: list[str]) -> str:
     edits = dict.fromkeys(f"{e.edit} at {e.slug.replace('_', '.')}" for e in kind.edits)
     named = modules if len(modules) <= 6 else [*modules[:3], f"… ({len(modules)} in all)", modules[-1]]
     note = [f"{kind.name}, as rewritten by peftc.", "", "Edits: " + ", ".join(edits) + ".", "Modules:"]
@@ -100,7 +100,7 @@ def docstring(lines: list[str]) -> str:
     return '"""' + "\n".join(map(shown, escaped)) + '"""'
 
 
-def readme(part: Part, tasks: Sequence[str]) -> str:
+def readme(part: InstalledSpec, tasks: Sequence[str]) -> str:
     plan = part.plan
     total, base = plan.totals, plan.totals.base
     rows = [

@@ -33,7 +33,7 @@ _replaced: list[Any] = []  # `nn.Module.to`, once for each such block of any thr
 
 
 @shielded
-def guessing() -> Generator[None]:
+def fake_data_answers() -> Generator[None]:
     """Inside the block questions about the data of fake tensors are answered: as it is where it is known, else any number by
     1, any truth by True, any selection by one element.
     """

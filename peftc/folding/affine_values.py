@@ -16,7 +16,7 @@ from peftc.concurrency.interrupts import shielded
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
 from peftc.planning.foldability.affine import NotAffine, Side, is_linear, said
-from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, SiteEdit, Read, Term
+from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read, SiteEdit, Term
 
 Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
 

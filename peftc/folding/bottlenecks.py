@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peftc.forms.module import FormModule
-from peftc.planning.ir import Applied, Arithmetic, Constant, SiteEdit, Read, Term
+from peftc.planning.ir import Applied, Arithmetic, Constant, Read, SiteEdit, Term
 
 
 @dataclass(eq=False)

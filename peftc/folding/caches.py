@@ -78,7 +78,7 @@ def fold_into_state(
     """
     folding = Folding(model, only, name, sample)
     places: dict[str, list[ir.SiteEdit]] = {}
-    for placed in folding.record.placed:
+    for placed in folding.record.site_edits:
         places.setdefault(placed.edit, []).append(placed)
     asked = {edit: found for edit, found in places.items() if edit not in folding.others}
     reasons = {edit: reason for edit, found in asked.items() if (reason := _why_not(found, folding)) is not None}
@@ -107,7 +107,7 @@ def _why_not(found: list[ir.SiteEdit], folding: Folding) -> str | None:
             return "it does more than to put trained rows before `kv`, or before the tokens"
         if any(one.tasks for one in placed.instances):
             return "it has parameters for each task"
-    counting = next((p.edit for p in folding.record.placed if any(map(picks, p.instances))), None)
+    counting = next((p.edit for p in folding.record.site_edits if any(map(picks, p.instances))), None)
     if counting is not None:
         return f"`{counting}` counts the tokens before those of the input, too"
     config = getattr(folding.model, "config", None)

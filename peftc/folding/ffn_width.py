@@ -20,13 +20,13 @@ from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.weights import Folding, listed_names
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight
-from peftc.install.installation import installed, is_installed
+from peftc.install.installation import installation_of, is_installed
 from peftc.install.journal import Journal
 from peftc.install.surgery import SHARED
 from peftc.planning.foldability.affine import is_linear
 from peftc.planning.ir import SiteEdit
 from peftc.recognize.graph.nodes import passes_through
-from peftc.recognize.layers import LayerKind
+from peftc.recognize.layers import LayerType
 from peftc.rewrite.container import CONTAINER
 from peftc.runtime.functions import dense
 from peftc.sites.table import Site, WeightRef
@@ -84,7 +84,7 @@ def _by_turns(
         left = None if asked is None else tuple(one.edit for one in report.refused if one.edit in asked)
         if left == ():
             return FoldReport(tuple(folded), report.refused)
-        names = {part.name for part in installed(model).parts}
+        names = {part.name for part in installation_of(model).specs}
         one = name if name in names else None
         widened, why = Widening(model, left, one, sample, dequantize, journal).widened()
         if not widened:
@@ -109,7 +109,7 @@ class Widening(Folding):
         Raises: P530 where an entry is NaN or infinite.
         """
         places: dict[str, list[SiteEdit]] = defaultdict(list)
-        for placed in self.record.placed:
+        for placed in self.record.site_edits:
             places[placed.edit].append(placed)
         found: dict[str, list[Units]] = {}
         refused: dict[str, str] = {}
@@ -182,7 +182,7 @@ class Widening(Folding):
 
     def activation(self, site: Site, up: Site, hidden: Site) -> Callable[[Tensor], Tensor]:
         """What the model's code does between `up` and `down`, as a function. Raises: NotWider where it is more than that."""
-        kinds = {n: k for s in self.analysis.anatomy.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
+        kinds = {n: k for s in self.analysis.structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
         kind = kinds.get(site.root)
         places = [site.states.get("x"), up.states.get("x"), up.states.get("h"), hidden.states.get("h")]
         nodes = [node_of(kind, state.place.node) if kind and state and state.place else None for state in places]
@@ -296,7 +296,7 @@ class Wider:
 class Between:
     """Evaluates what a layer's graph has between two nodes, of values of the first. Raises: NotWider where it reads more."""
 
-    kind: LayerKind
+    kind: LayerType
     start: fx.Node
     grid: Tensor
     known: dict[fx.Node, Tensor] = field(default_factory=dict[fx.Node, Tensor])
@@ -330,7 +330,7 @@ class Between:
         raise NotWider("something else stands between `up` and `down`")
 
 
-def node_of(kind: LayerKind, name: str) -> fx.Node | None:
+def node_of(kind: LayerType, name: str) -> fx.Node | None:
     return next((node for node in kind.traced.graph.nodes if node.name == name), None)
 
 

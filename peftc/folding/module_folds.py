@@ -15,7 +15,7 @@ from peftc.forms.module import FormModule
 from peftc.planning.foldability.affine import FoldTarget
 from peftc.planning.ir import SiteEdit
 from peftc.rewrite.insert import layout
-from peftc.runtime.functions import blocks_of, dense, slab_of
+from peftc.runtime.functions import blocks_of, dense, stacked_slice
 from peftc.sites.table import WeightRef
 
 
@@ -90,8 +90,8 @@ class Wide:
             stored = dense(getattr(self.model.get_submodule(self.module), ref.attribute).detach())
             self.values[ref.attribute] = stored.to(_wide(stored.dtype), copy=True)
         tensor = self.values[ref.attribute]
-        if ref.slab is not None:
-            tensor = slab_of(tensor, ref.slab.count, ref.slab.index)
+        if ref.stacked_slice is not None:
+            tensor = stacked_slice(tensor, ref.stacked_slice.count, ref.stacked_slice.index)
         tensor = tensor.t() if ref.transposed else tensor
         if ref.rows is None or ref.rows.count == 1:
             return (tensor if ref.rows is None else tensor[ref.rows.start : ref.rows.stop]).unsqueeze(0)

@@ -19,9 +19,9 @@ from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule
-from peftc.install.installation import Installation, Part, spec_of_parts
+from peftc.install.installation import Installation, InstalledSpec, joint_spec
 from peftc.install.journal import Journal
-from peftc.install.presence import acting
+from peftc.install.presence import active_installation
 from peftc.install.reinstall import reinstall, uninstall
 from peftc.observe.parameter_uses import storage, views_held
 from peftc.planning.foldability.affine import FoldTarget, fold_target
@@ -51,11 +51,11 @@ class Folding:
         dequantize: bool = False,
         journal: Journal | None = None,
     ) -> None:
-        self.model, self.record, self.dequantize, self.journal = model, acting(model), dequantize, journal
+        self.model, self.record, self.dequantize, self.journal = model, active_installation(model), dequantize, journal
         self.sample = sample or self.record.sample
-        asked = [edit for part in self.record.chosen(name) for edit in part.edits]
+        asked = [edit for part in self.record.selected(name) for edit in part.edits]
         require_base(model)
-        self.names = [edit for part in self.record.parts for edit in part.edits]
+        self.names = [edit for part in self.record.specs for edit in part.edits]
         self.only = None if only is None else _checked(only, asked)
         self.others = frozenset(self.names) - (frozenset(asked) if self.only is None else self.only)
         self.analysis = analysed(model, sample)
@@ -79,7 +79,7 @@ class Folding:
 
     def refused(self, stays: Mapping[str, str]) -> dict[str, str]:
         places: dict[str, list[SiteEdit]] = defaultdict(list)
-        for placed in self.record.placed:
+        for placed in self.record.site_edits:
             places[placed.edit].append(placed)
         known = {**self.unwritable(stays), **stays}
         found: list[Verdict] = verdicts(list(places.values()), self.analysis.table, known)
@@ -89,9 +89,9 @@ class Folding:
         """Edits whose parameters nothing can be folded into, whatever the equations say."""
         trained = {place: name.partition("/")[0] for name, place in self.record.trained.items()}
         first = {name: group[0] for group in self.analysis.table.tied for name in group}
-        held, captured = views_held(self.model), self.analysis.anatomy.seen.captured
+        held, captured = views_held(self.model), self.analysis.structure.seen.captured
         found: dict[str, str] = {}
-        for placed in self.record.placed:
+        for placed in self.record.site_edits:
             for name in (first.get(n, n) for n in _parameters(self.target(placed))):
                 if (reason := self.unfit(name)) is not None:
                     found.setdefault(placed.edit, reason)
@@ -125,7 +125,7 @@ class Folding:
         """What is folded, by the module into which it is."""
         groups: dict[str, list[Fold]] = defaultdict(list)
         first = {name: group[0] for group in self.analysis.table.shared for name in group}
-        for placed in self.record.placed:
+        for placed in self.record.site_edits:
             if placed.edit in folded:
                 one = self.fold(placed)
                 module = _module(one.target)
@@ -200,17 +200,17 @@ class Folding:
         flags = self.record.requires_grad
         flags = flags | {name: flags.get(f"{name.rpartition('.')[0]}.weight", False) for name in created}
         with deferral.allowed():
-            rest = [(part, spec) for part in self.record.parts if (spec := without(part, edits)) is not None]
+            rest = [(part, spec) for part in self.record.specs if (spec := without(part, edits)) is not None]
             analysis = analysed(self.model, self.sample) if rest and (created or wider) else self.analysis
             tasks = tasks_of(self.record)
             parts = tuple(
                 replace(p, text=print_spec(spec), plan=planned(spec, analysis, tasks).plan) for p, spec in rest
             )
-            found = planned(spec_of_parts(parts), analysis, tasks) if parts else None
+            found = planned(joint_spec(parts), analysis, tasks) if parts else None
         if found is None:
             uninstall(self.model, flags, journal=journal)
         else:
-            model, sample, anatomy = self.model, self.sample, analysis.anatomy
+            model, sample, anatomy = self.model, self.sample, analysis.structure
             reinstall(model, parts, found, anatomy, sample=sample, requires_grad=flags, journal=journal)
 
     # Saying ----------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def unwritable(name: str, parameter: nn.Parameter | None, dequantize: bool) -> s
     return None
 
 
-def without(part: Part, folded: Collection[str]) -> ast.Spec | None:
+def without(part: InstalledSpec, folded: Collection[str]) -> ast.Spec | None:
     """The statements that are left, and the shared parameters that they use. What was expected held before."""
     spec = parse_text(part.text)
     kept = [s for s in spec.statements if isinstance(s, ast.Edit | ast.Train) and s.name not in folded]

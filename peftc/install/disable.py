@@ -9,7 +9,7 @@ from torch import nn
 from peftc.concurrency.context import ALL, Block, Choice
 from peftc.install.installation import Installation
 from peftc.install.overlay import check_readable
-from peftc.install.presence import whole
+from peftc.install.presence import complete_installation
 
 
 def suspended(model: nn.Module, name: str | None = None) -> Block:
@@ -18,7 +18,7 @@ def suspended(model: nn.Module, name: str | None = None) -> Block:
 
     Raises: P413 (name), P432 where a module would not see that value, P436 where an edited module was replaced.
     """
-    record = whole(model)
+    record = complete_installation(model)
     off = edits_of(record, name)
     prepare(model, record, record.choice.get().then(Choice(off)))
     return Block(model, record.choice, Choice(off))
@@ -32,7 +32,7 @@ def set_enabled(model: nn.Module, enabled: bool, name: str | None = None) -> nn.
     Args: `name`: of one spec; all without it.
     Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P432 and P436 as `disabled`.
     """
-    record = whole(model)
+    record = complete_installation(model)
     now, edits = record.choice.default.off, edits_of(record, name)
     if enabled:
         every = edits_of(record, None) - {ALL} if ALL in now else now
@@ -47,7 +47,7 @@ def set_enabled(model: nn.Module, enabled: bool, name: str | None = None) -> nn.
 
 def edits_of(record: Installation, name: str | None) -> frozenset[str]:
     """Those of one spec; `ALL` and those that there are where it is None."""
-    names = frozenset(edit for part in record.chosen(name) for edit in part.edits)
+    names = frozenset(edit for part in record.selected(name) for edit in part.edits)
     return names if name is not None else names | {ALL}
 
 

@@ -15,7 +15,7 @@ from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.tasked_module import Chosen
 from peftc.planning import ir
 from peftc.planning.report.plan import Plan
-from peftc.specialize.generated_class import Kind
+from peftc.specialize.generated_class import GeneratedClass
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 
@@ -23,7 +23,7 @@ RECORD = "_peftc"
 
 
 @dataclass(frozen=True)
-class Part:
+class InstalledSpec:
     """One spec on a model: `text` is the expanded spec, canonically printed; `seed` that of its initial values."""
 
     name: str
@@ -47,13 +47,13 @@ class Installation:
     with to find its sites.
     """
 
-    parts: tuple[Part, ...]
-    regions: list[tuple[str, Kind]]
+    specs: tuple[InstalledSpec, ...]
+    regions: list[tuple[str, GeneratedClass]]
     requires_grad: dict[str, bool]
     trained: dict[str, str]
     originals: dict[str, torch.Tensor]
-    places: dict[str, str]
-    placed: list[ir.SiteEdit]
+    form_modules: dict[str, str]
+    site_edits: list[ir.SiteEdit]
     task: Chosen
     sample: Mapping[str, Any] | None = None
 
@@ -61,24 +61,24 @@ class Installation:
     def choice(self) -> ChoiceVar:
         return self.task.variable
 
-    def part(self, name: str) -> Part:
+    def spec(self, name: str) -> InstalledSpec:
         """Raises: P413 where no spec of the model has that name."""
-        found = {part.name: part for part in self.parts}
+        found = {part.name: part for part in self.specs}
         if name not in tuple(found):
             help_ = did_you_mean(name, found) or f"the model has {listed(list(found))}"
             raise PeftcError(Diagnostic("P413", f"the model has no spec `{name}`", help=help_))
         return found[name]
 
-    def chosen(self, name: str | None) -> tuple[Part, ...]:
+    def selected(self, name: str | None) -> tuple[InstalledSpec, ...]:
         """The spec of that name; all of them where it is None."""
-        return self.parts if name is None else (self.part(name),)
+        return self.specs if name is None else (self.spec(name),)
 
-    def owner(self, edit: str) -> Part:
+    def owner(self, edit: str) -> InstalledSpec:
         """The spec that an edit belongs to."""
-        return next(part for part in self.parts if edit in part.edits)
+        return next(part for part in self.specs if edit in part.edits)
 
 
-def installed(model: nn.Module) -> Installation:
+def installation_of(model: nn.Module) -> Installation:
     """The record of a compiled model. Raises P410 for any other."""
     record = getattr(model, "__dict__", {}).get(RECORD)
     if record is None:
@@ -91,7 +91,7 @@ def is_installed(model: object) -> bool:
     return RECORD in getattr(model, "__dict__", {})
 
 
-def spec_of_parts(parts: Collection[Part]) -> ast.Spec:
+def joint_spec(parts: Collection[InstalledSpec]) -> ast.Spec:
     """The one spec that says what all of these say. Of several, what was expected of each alone is left out."""
     specs = [parse_text(part.text, part.name) for part in parts]
     return specs[0] if len(specs) == 1 else joint(specs)

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from peftc.concurrency.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.install.installation import Installation, installed, is_installed
+from peftc.install.installation import Installation, installation_of, is_installed
 from peftc.install.presence import ORIGINALS, PRESENCE, VIEW, Presence, refuse_loss, refuse_loss_of
 from peftc.specialize.derived_classes import exchanged, rebased
 
@@ -193,7 +193,7 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Writes what the model is in the present context: inside of `disabled`, without the edits that do not act."""
     below: Any = super(_over(self, "save_pretrained"), self)
     save = below.save_pretrained
-    if not is_installed(self) or not installed(self).choice.get().off:
+    if not is_installed(self) or not installation_of(self).choice.get().off:
         return save(*args, **kwargs)
     call = inspect.signature(save).bind(*args, **kwargs)
     if call.arguments.get("state_dict") is not None:
@@ -217,9 +217,9 @@ def _over(self: nn.Module, member: str = _UNDER) -> type[Any]:
 
 def of_base(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict without what belongs to edits that do not act, and with the first values of what they train."""
-    record = installed(model)
+    record = installation_of(model)
     off = record.choice.is_off
-    places = tuple(f"{place}." for name, place in record.places.items() if off(name.partition("/")[0]))
+    places = tuple(f"{place}." for name, place in record.form_modules.items() if off(name.partition("/")[0]))
     values: dict[str, Tensor] = {}
     for saved, name in record.trained.items():
         if off(saved.partition("/")[0]):

@@ -14,7 +14,7 @@ from torch import nn
 
 from peftc.concurrency.context import CHOICE
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.install.installation import Installation, installed
+from peftc.install.installation import Installation, installation_of
 from peftc.rewrite.container import CONTAINER
 
 ORIGINALS = "peftc_originals"  # the name of the first values of what `train` changes in the attributes of a module
@@ -61,7 +61,7 @@ class Presence:
         _find(model, record, {}, links)
         if lost := _lost(model, record):
             raise PeftcError(lost)
-        for placed in record.placed:
+        for placed in record.site_edits:
             for use in placed.site.also:
                 if _leads_to_edits(model, placed.site.module, record) and not _leads_to_edits(
                     model, use.module, record
@@ -80,24 +80,24 @@ class Presence:
             raise PeftcError(_replaced(model, name, _holds_edits(model, name, record)))
 
 
-def whole(model: nn.Module) -> Installation:
+def complete_installation(model: nn.Module) -> Installation:
     """The record of a compiled model that has all of its edited modules, by the names that it had them under.
 
     Raises: P410 for a model that is not compiled, P436 where an edited module was replaced.
     """
-    record = installed(model)
+    record = installation_of(model)
     presence: Presence = vars(model).setdefault(PRESENCE, Presence(model))
     presence.confirm(model, record)
     return record
 
 
-def acting(model: nn.Module, *, complete: bool = True) -> Installation:
+def active_installation(model: nn.Module, *, complete: bool = True) -> Installation:
     """The record of a compiled model all of whose edits act in the present context.
 
     Args: `complete`: without it, edited modules may have been replaced.
     Raises: P410 for a model that is not compiled, P436 where an edited module was replaced, P529 where edits are switched off.
     """
-    record = whole(model) if complete else installed(model)
+    record = complete_installation(model) if complete else installation_of(model)
     if record.choice.default.off:
         help_ = "peftc.set_enabled(model, True)"
         raise PeftcError(Diagnostic("P529", "edits of this model are switched off by `peftc.set_enabled`", help=help_))

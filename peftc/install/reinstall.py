@@ -12,10 +12,10 @@ from peftc.concurrency.context import CHOICE
 from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import FormModule
-from peftc.install.installation import RECORD, Installation, Part, is_installed
+from peftc.install.installation import RECORD, Installation, InstalledSpec, is_installed
 from peftc.install.journal import Journal
 from peftc.install.overlay import cover, true_parameter, uncover
-from peftc.install.presence import ORIGINALS, acting, edited, module_at
+from peftc.install.presence import ORIGINALS, active_installation, edited, module_at
 from peftc.install.surgery import (
     SHARED,
     Surgery,
@@ -30,20 +30,20 @@ from peftc.install.surgery import (
 )
 from peftc.modules.offload import not_here, offloaded_parameters
 from peftc.planning.planner import Planned
-from peftc.recognize.layers import Anatomy
+from peftc.recognize.layers import ModelStructure
 from peftc.rewrite.assembly import regions_of
 from peftc.rewrite.container import CONTAINER
 from peftc.rewrite.positions import SEQUENCE
-from peftc.specialize.generated_class import Kind
+from peftc.specialize.generated_class import GeneratedClass
 
 Done = Callable[[nn.Module], object]
 
 
 def reinstall(
     model: nn.Module,
-    parts: tuple[Part, ...],
+    specs: tuple[InstalledSpec, ...],
     found: Planned,
-    anatomy: Anatomy,
+    anatomy: ModelStructure,
     *,
     sample: Mapping[str, Any] | None = None,
     requires_grad: Mapping[str, bool] | None = None,
@@ -53,7 +53,7 @@ def reinstall(
     values: Mapping[str, Tensor] | None = None,
     journal: Journal | None = None,
 ) -> nn.Module:
-    """The model with `parts`, planned together as `found`, and with no other edits; forms that it has already stay as they are.
+    """The model with `specs`, planned together as `found`, and with no other edits; forms that it has already stay as they are.
 
     The base is frozen by the first spec; later ones change no `requires_grad` but those of what they train. Base parameters
     that are trained no longer keep their values here. `requires_grad`: what taking out everything restores, where it is
@@ -65,7 +65,7 @@ def reinstall(
     before = _Before(model)
     surgery = Surgery(
         model,
-        {edit: part.seed for part in parts for edit in part.edits},
+        {edit: part.seed for part in specs for edit in part.edits},
         before.forms,
         (region.kind for region in before.regions),
         before.tasks if tasks is None else tasks,
@@ -74,13 +74,13 @@ def reinstall(
 
     def record(done: Surgery) -> Installation:
         return Installation(
-            parts=parts,
+            specs=specs,
             regions=[(name, kind) for name, _, kind, _ in done.prepared],
             requires_grad=dict(requires_grad or before.first_flags),
             trained=dict(found.trained),
             originals=trained.originals,
-            places=done.places,
-            placed=list(found.site_edits),
+            form_modules=done.places,
+            site_edits=list(found.site_edits),
             task=done.chosen,
             sample=sample,
         )
@@ -207,9 +207,9 @@ class _Before:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.record = acting(model, complete=False) if is_installed(model) else None
+        self.record = active_installation(model, complete=False) if is_installed(model) else None
         self.tasks = self.record.task.names if self.record else ()
-        places = self.record.places if self.record else {}
+        places = self.record.form_modules if self.record else {}
         named = [*places.items(), *((place, place) for place in places.values() if place.startswith(f"{SHARED}."))]
         there = ((name, module_at(model, place)) for name, place in named)
         self.forms = {name: cast(FormModule, form) for name, form in there if form is not None}
@@ -252,5 +252,5 @@ class _Before:
 
 class _Region:
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.kind = module, cast(Kind, cast(Any, module)._peftc_kind)
+        self.module, self.kind = module, cast(GeneratedClass, cast(Any, module)._peftc_kind)
         self.container = vars(module)["_modules"][CONTAINER]

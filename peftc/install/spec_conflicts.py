@@ -9,7 +9,7 @@ from itertools import chain, count
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed
-from peftc.install.installation import Installation, Part
+from peftc.install.installation import Installation, InstalledSpec
 from peftc.semantics.rename import renamed
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
@@ -32,7 +32,7 @@ def free_name(record: Installation | None, wanted: str | None, default: str) -> 
     """A name that no spec of the model has. Raises: P412 where `wanted` is taken, P545 where it is no text."""
     if wanted is not None and not isinstance(wanted, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         raise PeftcError(Diagnostic("P545", f"the name of a spec is a text, not a {type(wanted).__name__}"))
-    taken = {part.name for part in record.parts} if record else set[str]()
+    taken = {part.name for part in record.specs} if record else set[str]()
     if wanted is not None and wanted in taken:
         help_ = "give this one another `name`, or `peftc.remove` the other"
         raise PeftcError(Diagnostic("P412", f"the model has a spec `{wanted}` already", help=help_))
@@ -51,12 +51,12 @@ def noted(note: str) -> Generator[None]:
 
 def refuse_second(record: Installation, flat: ast.Spec, trained: Iterable[str]) -> None:
     """Raises: P412 for names of edits that are on the model already, P414 for base parameters that are trained already."""
-    found = [*_clashes(record.parts, flat), *_trained_twice(record, trained)]
+    found = [*_clashes(record.specs, flat), *_trained_twice(record, trained)]
     if found:
         raise PeftcError(found)
 
 
-def _clashes(parts: Iterable[Part], flat: ast.Spec) -> Iterable[Diagnostic]:
+def _clashes(parts: Iterable[InstalledSpec], flat: ast.Spec) -> Iterable[Diagnostic]:
     first = {name: part for part in parts for name in _names(parse_text(part.text))}
     same = [name for name in _names(flat) if name in first]
     if same:

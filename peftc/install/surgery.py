@@ -16,7 +16,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member, seeded
 from peftc.forms.sequence_module import Sequence
 from peftc.forms.tasked_module import Chosen, Tasked
-from peftc.install.installation import RECORD, Installation, installed, is_installed
+from peftc.install.installation import RECORD, Installation, installation_of, is_installed
 from peftc.install.overlay import cover, uncover
 from peftc.install.presence import edited
 from peftc.modules.instance_forward import code_class, instance_class, rebind
@@ -27,10 +27,10 @@ from peftc.rewrite.edits import Region, RegionEdit, module_name
 from peftc.rewrite.insert import layout
 from peftc.rewrite.legality.preconditions import check_forwards, no_values, refuse_half
 from peftc.rewrite.positions import SEQUENCE, picks
-from peftc.runtime.functions import dense, is_quantised, rows_of, slab_of
+from peftc.runtime.functions import dense, is_quantised, rows_of, stacked_slice
 from peftc.sites.table import WeightRef
 from peftc.specialize.derived_classes import exchanged
-from peftc.specialize.generated_class import Kind
+from peftc.specialize.generated_class import GeneratedClass
 from peftc.specialize.precompile import prepare
 
 SHARED = "peftc_shared"  # the name under which modules that several sites share are registered, at the model's root
@@ -49,14 +49,14 @@ class Surgery:
         model: nn.Module,
         seeds: Mapping[str, int],
         kept: Mapping[str, FormModule] | None = None,
-        kinds: Iterable[Kind] = (),
+        kinds: Iterable[GeneratedClass] = (),
         tasks: tuple[str, ...] = (),
     ) -> None:
         self.model, self.seeds, self.kept = model, seeds, kept or {}
-        self.chosen = Chosen(tasks, installed(model).choice if is_installed(model) else ChoiceVar())
+        self.chosen = Chosen(tasks, installation_of(model).choice if is_installed(model) else ChoiceVar())
         self.kinds = {key_of(k.base, k.inline, k.edits, k.absent, k.entered): k for k in kinds}
         self.owners: dict[str, FormModule] = {}
-        self.prepared: list[tuple[str, nn.Module, Kind, nn.Module]] = []
+        self.prepared: list[tuple[str, nn.Module, GeneratedClass, nn.Module]] = []
         self.places: dict[str, str] = {}
         self.forms: dict[str, FormModule] = {}  # by the name under which they are saved
         self.sequences: dict[tuple[str, str], Sequence] = {}  # by edit and site
@@ -81,13 +81,13 @@ class Surgery:
             kind = self.kind_of(region, module)
             self.prepared.append((region.module, module, kind, self.container(region, module)))
 
-    def kind_of(self, region: Region, module: nn.Module) -> Kind:
+    def kind_of(self, region: Region, module: nn.Module) -> GeneratedClass:
         base = code_class(module)
         absent = absent_in(module) if region.inline else frozenset[str]()
         entered = tuple(code_class(module.get_submodule(name)) for name in sorted(region.inline) if name)
         key = key_of(base, region.inline, region.edits, absent, entered)
         if key not in self.kinds:
-            self.kinds[key] = Kind(base, region.inline, tuple(region.edits), base.__name__, absent, entered)
+            self.kinds[key] = GeneratedClass(base, region.inline, tuple(region.edits), base.__name__, absent, entered)
         return self.kinds[key]
 
     def container(self, region: Region, module: nn.Module) -> nn.Module:
@@ -95,7 +95,7 @@ class Surgery:
         root = Container()
         if region.serves:
             vars(root)[SEQUENCE] = self.sequences[region.serves[0]]
-        for edit, placed in zip(region.edits, region.placed, strict=True):
+        for edit, placed in zip(region.edits, region.site_edits, strict=True):
             for instance in placed.instances:
                 path = f"{edit.edit_name}.{edit.slug}.{instance.key}"
                 name = f"{placed.edit}/{placed.owner}/{instance.key}"
@@ -294,8 +294,8 @@ def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
 
 def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
     """The same of a tensor that is stored as that parameter, such as its gradient."""
-    if ref.slab is not None:
-        tensor = slab_of(tensor, ref.slab.count, ref.slab.index)
+    if ref.stacked_slice is not None:
+        tensor = stacked_slice(tensor, ref.stacked_slice.count, ref.stacked_slice.index)
     tensor = tensor.t() if ref.transposed else tensor
     if ref.rows is None:
         return tensor
@@ -303,14 +303,14 @@ def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
     return tensor[ref.rows.start : ref.rows.stop] if one else rows_of(tensor, 0, *layout(ref.rows, tensor.shape[0]))
 
 
-def install_class(module: nn.Module, kind: Kind) -> None:
+def install_class(module: nn.Module, kind: GeneratedClass) -> None:
     """The edited code in the place of a module's own, also where a hook of the instance calls it."""
     if kind.cls not in type(module).__mro__:
         module.__class__ = exchanged(type(module), instance_class(kind.base), kind.cls)
     rebind(module, kind.cls.forward)
 
 
-def restore(module: nn.Module, kind: Kind) -> None:
+def restore(module: nn.Module, kind: GeneratedClass) -> None:
     if kind.cls in type(module).__mro__:
         module.__class__ = exchanged(type(module), kind.cls, instance_class(kind.base))
         rebind(module, kind.base.forward)
@@ -335,9 +335,9 @@ def strip(model: nn.Module, requires_grad: Mapping[str, bool] | None = None) -> 
 
     `requires_grad`: of its parameters then, by name; without it as it was before the first spec. What needs none has no gradient.
     """
-    flags = installed(model).requires_grad if requires_grad is None else requires_grad
+    flags = installation_of(model).requires_grad if requires_grad is None else requires_grad
     uncover(model)
-    for module in edited(model, installed(model)):
+    for module in edited(model, installation_of(model)):
         restore(module, cast(Any, module)._peftc_kind)
     clear(model)
     for name, parameter in model.named_parameters():
@@ -350,5 +350,5 @@ def strip(model: nn.Module, requires_grad: Mapping[str, bool] | None = None) -> 
 
 def warm(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
     """Makes the variants of ordinary calls ahead of time."""
-    if any(kind.inline for _, kind in installed(model).regions):
+    if any(kind.inline for _, kind in installation_of(model).regions):
         prepare(model, sample)

@@ -11,7 +11,7 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed
-from peftc.fakes.data_answers import guessing
+from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_mode
 from peftc.models.configs import first_line
 from peftc.models.resolve import ModelSource
@@ -39,7 +39,7 @@ def refuse_what_does_not_run(source: ModelSource, sample: Mapping[str, Any] | No
         raise PeftcError(Diagnostic("P509", message, notes=(first_line(error),))) from error
     try:
         inputs = sample_inputs(fake) if sample is None else sample
-        with fake_mode(fake), guessing(), torch.no_grad():
+        with fake_mode(fake), fake_data_answers(), torch.no_grad():
             fake(**inputs)
     except PeftcError:
         return

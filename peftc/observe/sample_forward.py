@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from peftc.fakes.data_answers import guessing
+from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.models.tower_samples import on_sample, part_calls
 from peftc.observe.parameter_uses import ParameterUses, merged
@@ -21,7 +21,7 @@ from peftc.trace.module_calls import bind, innermost
 
 
 @dataclass
-class Observation:
+class SampleForward:
     """What a sample forward showed. Names are dotted names of the model; shapes are of the first tensor in or out, and `entries` and
     `results` say where that is: (parameter, *keys) in the arguments, keys in the result.
     """
@@ -56,7 +56,7 @@ class Observation:
         """Whether a module has such layers."""
         return any(layer.startswith(name + ".") for layer in self.missing)
 
-    def add(self, other: Observation, modality: str) -> None:
+    def add(self, other: SampleForward, modality: str) -> None:
         """What one more call showed of modules that were not called before. It comes first: parts feed the whole."""
         fresh = [n for n in other.order if n not in self.calls]
         self.order[:0] = fresh
@@ -89,7 +89,7 @@ def flattened(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 def observe(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: Collection[str]
-) -> Observation:
+) -> SampleForward:
     """Runs the model once on `sample`, or on inputs made for it; and then those parts of it that this does not reach.
 
     `blocks`: the names of what may be a layer. `layers` keeps, for the first layer of each kind, a copy of its bound arguments.
@@ -109,8 +109,8 @@ def observed(
     call: Callable[[], Any],
     mode: FakeTensorMode,
     blocks: Collection[str],
-    known: Observation | None = None,
-) -> Observation:
+    known: SampleForward | None = None,
+) -> SampleForward:
     """One call, watched. With `known` it is one of a part, and may fail once that has run."""
     try:
         return watched(model, call, mode, blocks, every=False)
@@ -124,12 +124,12 @@ def watched(
     mode: FakeTensorMode,
     blocks: Collection[str],
     every: bool,
-    partial: Observation | None = None,
-) -> Observation:
+    partial: SampleForward | None = None,
+) -> SampleForward:
     """One call, watched; with `every` layer, or only those that are not like one that has run."""
     names = {id(m): n for n, m in model.named_modules()}
     candidates = set(blocks)
-    seen = Observation(candidates=candidates)
+    seen = SampleForward(candidates=candidates)
     kinds: set[str] = set()
     running: list[str] = []
     called: list[str] = []
@@ -170,7 +170,7 @@ def watched(
     handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
     skipping = [] if every else [model.get_submodule(n) for n in candidates]
     try:
-        with mode, uses, guessing(), torch.no_grad(), repeated(skipping, Repeats(names, seen, structure)):
+        with mode, uses, fake_data_answers(), torch.no_grad(), repeated(skipping, Repeats(names, seen, structure)):
             call()
     except Exception:
         seen.layers = {n: kept for n, kept in seen.layers.items() if n in seen.outputs}

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from peftc.fakes.data_answers import guessing
+from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.observe.repeated_layers import Repeats, repeated
-from peftc.observe.sample_forward import Observation, structure
+from peftc.observe.sample_forward import SampleForward, structure
 from peftc.trace.module_calls import bind, innermost
 
 IDS, EMBEDS = "input_ids", "inputs_embeds"
@@ -56,8 +56,8 @@ class Sample:
 
     def _run(self, call: Callable[[], Any], watch: AbstractContextManager[Any], alike: list[nn.Module]) -> Any:
         names = {id(m): n for n, m in self.model.named_modules()}
-        repeats = Repeats(names, Observation(), structure)
-        with self.mode, guessing(), torch.no_grad(), watch, repeated(alike, repeats):
+        repeats = Repeats(names, SampleForward(), structure)
+        with self.mode, fake_data_answers(), torch.no_grad(), watch, repeated(alike, repeats):
             return call()
 
 

@@ -34,8 +34,8 @@ from peftc.planning.selection.shared_modules import Sharing, uses
 from peftc.planning.selection.train import Trained, missing, trained
 from peftc.planning.selection.untraced import in_layers_of, warning
 from peftc.semantics.checks.structure import said_of
-from peftc.sites.parameter_ranges import Chosen, Region, numel
-from peftc.sites.table import Site, SiteTable, UnreadModule
+from peftc.sites.parameter_ranges import EntryChoice, RowRange, numel
+from peftc.sites.table import Site, SiteTable, UntracedModule
 from peftc.syntax import ast
 
 T = TypeVar("T")
@@ -91,7 +91,9 @@ class _Planner:
     errors: list[Diagnostic] = field(default_factory=list[Diagnostic])
     findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
     warnings: list[Diagnostic] = field(default_factory=list[Diagnostic])
-    unread: dict[UnreadModule, None] = field(default_factory=dict[UnreadModule, None])  # in the layers of any statement
+    unread: dict[UntracedModule, None] = field(
+        default_factory=dict[UntracedModule, None]
+    )  # in the layers of any statement
 
     @cached_property
     def sharing(self) -> Sharing:
@@ -302,11 +304,14 @@ def _train_entry(made: Trained) -> PlanEdit:
 
 
 def _totals(
-    edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]], judged: Sequence[Verdict], trains: Iterable[Trained], base: int
+    edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]],
+    judged: Sequence[Verdict],
+    trains: Iterable[Trained],
+    base: int,
 ) -> PlanTotals:
     """Over the whole plan: shared sets of parameters and entries of the base once, however many edits name them."""
-    own = frozenset[Region]().union(*(made.regions for made in trains))
-    changed = frozenset[Region | Chosen](own).union(*(verdict.changed for verdict in judged))
+    own = frozenset[RowRange]().union(*(made.regions for made in trains))
+    changed = frozenset[RowRange | EntryChoice](own).union(*(verdict.changed for verdict in judged))
     all_of_them = counts.count(p for _, places in edits for p in places)
     stays = [p for (_, places), verdict in zip(edits, judged, strict=True) if not verdict.foldable for p in places]
     return PlanTotals(

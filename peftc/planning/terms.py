@@ -235,6 +235,6 @@ def _calculate(op: str, left: float, right: float) -> float:
 def _as_weight(name: str, site: Site) -> str | None:
     """What to write at a Linear whose input and output no code of the model shows, as those of an expert."""
     weight = site.states.get("w")
-    if name not in ("x", "h") or weight is None or weight.weight is None or weight.weight.slab is None:
+    if name not in ("x", "h") or weight is None or weight.weight is None or weight.weight.stacked_slice is None:
         return None
     return "the experts are one parameter: write `w += lowrank(r=8, alpha=16)`, which is `h += lora(x, r=8, alpha=16)`"

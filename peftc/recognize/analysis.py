@@ -17,12 +17,12 @@ from peftc.models.identity import VERSION, fingerprint, overlaps, parameters, ti
 from peftc.models.resolve import ModelSource, resolve
 from peftc.models.skeleton import skeleton
 from peftc.modules.instance_forward import instance_forward
-from peftc.recognize.layers import Anatomy, dissect, example_width
+from peftc.recognize.layers import ModelStructure, analyze_structure, example_width
 from peftc.recognize.non_layer_sites import module_infos, unread_modules
 from peftc.recognize.shared_modules import shared_modules
 from peftc.recognize.site_builder import all_sites
 from peftc.recognize.stack_names import name_stacks
-from peftc.sites.table import Site, SiteTable, UnreadModule
+from peftc.sites.table import Site, SiteTable, UntracedModule
 
 ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
 
@@ -32,7 +32,7 @@ class Analysis:
     """A model taken apart: where it comes from, its skeleton's traced layers, and the table of its sites."""
 
     source: ModelSource
-    anatomy: Anatomy
+    structure: ModelStructure
     table: SiteTable
 
 
@@ -45,7 +45,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     source = model if isinstance(model, ModelSource) else resolve(model)
     fake = skeleton(source).eval()
     check_names(fake)
-    anatomy = dissect(fake, sample, fake_mode(fake))
+    anatomy = analyze_structure(fake, sample, fake_mode(fake))
     name_stacks(anatomy)
     anatomy.shared = shared_modules(anatomy)
     layers = [kind for stack in anatomy.stacks for kind in stack.kinds]
@@ -65,7 +65,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         guests=tuple(anatomy.seen.guests.items()),
         elsewhere=tuple((name, *readers) for name, readers in anatomy.seen.elsewhere.items()),
         warnings=(*warnings(source.id, sites, unread), *hidden(source.module)),
-        unread=unread,
+        untraced=unread,
         positions=positions(fake),
     )
     return Analysis(source, anatomy, table)
@@ -88,7 +88,7 @@ def check_names(model: nn.Module) -> None:
                 raise PeftcError(Diagnostic("P511", message, help="rename the module"))
 
 
-def warnings(model: str, sites: tuple[Site, ...], unread: tuple[UnreadModule, ...]) -> Iterator[str]:
+def warnings(model: str, sites: tuple[Site, ...], unread: tuple[UntracedModule, ...]) -> Iterator[str]:
     """What a model does not have, or may have where it could not be read."""
     words = {step for site in sites for step, _ in site.steps}
     if "layer" not in words:

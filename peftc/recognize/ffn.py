@@ -33,7 +33,7 @@ def before(hidden: fx.Node, root: nn.Module, is_linear: IsLinear = nodes.is_line
     parts = [found[0] for found in fed.values() if len(found) == 1]
     if len(parts) == 2 and parts[0] != parts[1]:
         return gated(dict(zip(fed, parts, strict=True)), root)
-    ups = features.feeding(hidden, root, is_linear=is_linear)
+    ups = features.source_linears(hidden, root, is_linear=is_linear)
     return {"up": Projection(*ups[0])} if len(ups) == 1 else {}
 
 
@@ -41,7 +41,7 @@ def factors(product: fx.Node, root: nn.Module, is_linear: IsLinear) -> dict[fx.N
     """The two factors of a product, element by element, each with what feeds it; none of any other node."""
     named = ("mul", "mul_") if product.op == "call_method" else (operator.mul, torch.mul)
     given = product.all_input_nodes if product.target in named else []
-    return {n: features.feeding(n, root, is_linear=is_linear) for n in given} if len(given) == 2 else {}
+    return {n: features.source_linears(n, root, is_linear=is_linear) for n in given} if len(given) == 2 else {}
 
 
 def gated(operands: dict[fx.Node, Found], root: nn.Module) -> dict[str, Projection]:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from peftc.fakes.tensors import fake_copy
-from peftc.observe.sample_forward import Observation, list_around, observe, repeated_blocks
+from peftc.observe.sample_forward import SampleForward, list_around, observe, repeated_blocks
 from peftc.observe.token_flow import TokenFlow
 from peftc.recognize.graph import nodes
 from peftc.recognize.graph.feature_axis import features_dim
@@ -27,7 +27,7 @@ from peftc.recognize.residual_stream import stream_input
 from peftc.recognize.roles import SubLayer, sub_layers
 from peftc.recognize.stages import convolutional_blocks, refined
 from peftc.recognize.token_mixing import weighted
-from peftc.recognize.untraced import Unread, opaque_modules, unread_parts
+from peftc.recognize.untraced import UntracedPart, opaque_modules, unread_parts
 from peftc.trace.context_managers import AskedNone, TraceError
 from peftc.trace.module_calls import innermost
 from peftc.trace.ragged_loops import Uncounted
@@ -35,7 +35,7 @@ from peftc.trace.tracer import RegionTracer, Traced
 
 
 @dataclass
-class LayerKind:
+class LayerType:
     """All layers of one structure. `root` is one of them; names in `traced` and `subs` are relative to it."""
 
     name: str
@@ -44,7 +44,9 @@ class LayerKind:
     subs: list[SubLayer]
     arguments: dict[str, Any] = field(repr=False)
     opaque: dict[str, str] = field(default_factory=dict[str, str])  # modules in it that could not be entered, and why
-    unread: list[Unread] = field(default_factory=list[Unread])  # those of them that have no sites although they matter
+    unread: list[UntracedPart] = field(
+        default_factory=list[UntracedPart]
+    )  # those of them that have no sites although they matter
     states: dict[object, Any] = field(
         default_factory=dict[object, Any], repr=False
     )  # of attentions, the same in all layers
@@ -62,16 +64,16 @@ class Stack:
     name: str
     path: str  # of the list that holds the layers
     layers: list[str]  # dotted names, in order
-    kinds: list[LayerKind]  # of each layer
+    kinds: list[LayerType]  # of each layer
 
 
 @dataclass
-class Anatomy:
+class ModelStructure:
     """A model's stacks, and what the sample forward showed. `shared`: groups of dotted names that are one module."""
 
     model: nn.Module
     mode: FakeTensorMode
-    seen: Observation
+    seen: SampleForward
     stacks: list[Stack]
     untraced: dict[str, str] = field(default_factory=dict[str, str])  # layers that could not be traced, and why
     shared: tuple[tuple[str, ...], ...] = ()
@@ -80,7 +82,7 @@ class Anatomy:
     )  # of the tokens of embeddings, where asked for
 
 
-def dissect(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> Anatomy:
+def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> ModelStructure:
     """Finds and traces the layers of a skeleton (a model of fake tensors).
 
     Where nothing has a residual stream of tokens, the layers are the blocks of convolutions that the model repeats.
@@ -94,7 +96,7 @@ def dissect(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensor
 
 def dissected(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: list[str], bare: bool = False
-) -> Anatomy:
+) -> ModelStructure:
     """The anatomy whose layers are some blocks or, where these are stages, what is listed in them.
 
     `bare`: blocks without sub-layers are layers, too.
@@ -110,12 +112,12 @@ def dissected(
 
 def taken_apart(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: list[str], bare: bool
-) -> tuple[Anatomy, dict[str, list[SubLayer]]]:
+) -> tuple[ModelStructure, dict[str, list[SubLayer]]]:
     """One sample forward, each kind of block in it traced; and the sub-layers of each block."""
     seen = observe(model, sample, mode, blocks)
-    anatomy = Anatomy(model, mode, seen, [])
-    kinds: dict[str, LayerKind | str] = {}
-    members: dict[str, list[tuple[str, LayerKind]]] = {}
+    anatomy = ModelStructure(model, mode, seen, [])
+    kinds: dict[str, LayerType | str] = {}
+    members: dict[str, list[tuple[str, LayerType]]] = {}
     for name, (key, arguments) in seen.layers.items():
         if key not in kinds:
             kinds[key] = trace_layer(model.get_submodule(name), arguments, mode)
@@ -139,7 +141,7 @@ def parameter_shapes(module: nn.Module) -> frozenset[tuple[str, tuple[int, ...]]
     return frozenset((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
-def gathered(members: Mapping[str, list[tuple[str, LayerKind]]], order: Mapping[str, int]) -> list[Stack]:
+def gathered(members: Mapping[str, list[tuple[str, LayerType]]], order: Mapping[str, int]) -> list[Stack]:
     """Stacks in the order in which they run. Lists that differ in a number alone (the stages of a pyramid) are one."""
     stages: dict[str, list[str]] = {}
     for path in members:
@@ -158,7 +160,7 @@ def numbers(name: str) -> list[int]:
     return [int(part) for part in name.split(".") if part.isdigit()]
 
 
-def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMode) -> LayerKind | str:
+def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMode) -> LayerType | str:
     """Traces a layer with all children inlined that have children, that route, or that alone make a sub-layer; one that cannot
     be entered stays a leaf.
 
@@ -195,7 +197,7 @@ def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMod
 
 def layer_kind(
     layer: nn.Module, traced: Traced, arguments: dict[str, Any], reasons: dict[str, str], mode: FakeTensorMode
-) -> LayerKind:
+) -> LayerType:
     """The sub-layers of a traced layer. `reasons`: why modules in it could not be entered."""
     mark_operands(traced, layer, mode)
     opaque = opaque_modules(traced, reasons, layer, mode)
@@ -203,7 +205,7 @@ def layer_kind(
     read = find_experts(traced, subs, layer, mode)
     opaque = {name: attends for name, attends in opaque.items() if name not in read}
     unread = unread_parts(traced, subs, reasons, opaque, layer)
-    return LayerKind(type(layer).__name__, layer, traced, subs, arguments, reasons, unread)
+    return LayerType(type(layer).__name__, layer, traced, subs, arguments, reasons, unread)
 
 
 def entered(layer: nn.Module, leaves: Collection[str], routes: Collection[str], child: str) -> bool:
@@ -218,7 +220,7 @@ def routing(traced: Traced, layer: nn.Module) -> set[str]:
     }
 
 
-def closed(kind: LayerKind) -> Iterator[str]:
+def closed(kind: LayerType) -> Iterator[str]:
     """The leaves with code and matrices of their own that alone make a sub-layer: only their code tells what it is."""
     for sub in kind.subs:
         if sub.kind in ("ffn", "mixer") and not sub.experts and sub.router is None:
@@ -258,7 +260,7 @@ def reason(error: Exception) -> str:
     return text[0] if text and isinstance(error, TraceError) else f"{type(error).__name__}: {text[0] if text else ''}"
 
 
-def example_width(kind: LayerKind) -> int:
+def example_width(kind: LayerType) -> int:
     """Width of the residual stream."""
     stream = kind.subs[0].res if kind.subs else stream_input(kind.traced.graph)
     assert stream is not None

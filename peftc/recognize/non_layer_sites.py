@@ -11,9 +11,9 @@ from transformers.pytorch_utils import Conv1D
 from peftc.forms import shapes
 from peftc.observe.sample_forward import list_around
 from peftc.recognize.graph import nodes
-from peftc.recognize.layers import Anatomy, Stack, example_width
+from peftc.recognize.layers import ModelStructure, Stack, example_width
 from peftc.semantics.vocabulary import FROZEN
-from peftc.sites.table import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, UnreadModule, WeightRef
+from peftc.sites.table import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, UntracedModule, WeightRef
 
 Steps = tuple[tuple[str, int | None], ...]
 
@@ -39,7 +39,7 @@ def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> di
     return found
 
 
-def outside(anatomy: Anatomy) -> list[str]:
+def outside(anatomy: ModelStructure) -> list[str]:
     """Modules called outside every layer, in the order of their calls."""
     layers = {n for s in anatomy.stacks for n in s.layers}
     return [n for n in anatomy.seen.order if layers.isdisjoint(enclosing(n))]
@@ -52,7 +52,7 @@ def enclosing(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-def stack_of(name: str, anatomy: Anatomy) -> str | None:
+def stack_of(name: str, anatomy: ModelStructure) -> str | None:
     """The stack whose own modules `name` belongs to, by the longest shared path."""
     if len(anatomy.stacks) == 1:
         return anatomy.stacks[0].name
@@ -65,7 +65,7 @@ def holder(stack: Stack) -> str:
     return stack.path.rpartition(".")[0]
 
 
-def module_site(name: str, steps: Steps, anatomy: Anatomy, group: str = "") -> Site:
+def module_site(name: str, steps: Steps, anatomy: ModelStructure, group: str = "") -> Site:
     """A site that is one whole module; its graph is the module's own."""
     module = anatomy.model.get_submodule(name)
     states = weight_states(name, module)
@@ -91,7 +91,7 @@ def qualified(stack: str | None, steps: Steps) -> Steps:
     return (*((name, None) for name in stack.split(".")), *steps) if stack else steps
 
 
-def embeddings(anatomy: Anatomy) -> Iterator[Site]:
+def embeddings(anatomy: ModelStructure) -> Iterator[Site]:
     """Token embeddings: the embeddings outside layers as tall as the model's own input embedding."""
     getter = getattr(anatomy.model, "get_input_embeddings", None)
     try:
@@ -110,7 +110,7 @@ def alike(module: nn.Module, own: nn.Embedding) -> bool:
     return isinstance(module, nn.Embedding) and module.weight.shape == own.weight.shape
 
 
-def embedded_stacks(names: Sequence[str], own: nn.Embedding, anatomy: Anatomy) -> dict[str, str | None]:
+def embedded_stacks(names: Sequence[str], own: nn.Embedding, anatomy: ModelStructure) -> dict[str, str | None]:
     """The stacks of token embeddings.
 
     Of several without one, each is of the stack that is nearest. Of several in one stack, one of which is the model's own, the others
@@ -124,7 +124,7 @@ def embedded_stacks(names: Sequence[str], own: nn.Embedding, anatomy: Anatomy) -
     return {n: s for n, s in stacks.items() if not first or s != first or anatomy.model.get_submodule(n) is own}
 
 
-def nearest_stack(name: str, anatomy: Anatomy) -> str | None:
+def nearest_stack(name: str, anatomy: ModelStructure) -> str | None:
     """The stack whose layers' path has the most steps in common with a module's; None for several."""
     around = [*enclosing(name)]
     common = {s.name: sum(parent in around for parent in enclosing(s.path)) for s in anatomy.stacks}
@@ -132,7 +132,7 @@ def nearest_stack(name: str, anatomy: Anatomy) -> str | None:
     return most[0] if len(most) == 1 else None
 
 
-def final_norms(anatomy: Anatomy) -> Iterator[Site]:
+def final_norms(anatomy: ModelStructure) -> Iterator[Site]:
     """The norms of a stack that run after its last layer, before the head."""
     found: dict[str, list[str]] = {}
     for name in outside(anatomy):
@@ -146,7 +146,7 @@ def final_norms(anatomy: Anatomy) -> Iterator[Site]:
             yield module_site(name, qualified(stack.name, (("norm", index),)), anatomy, stack.name)
 
 
-def ended_by(norm: str, anatomy: Anatomy) -> Stack | None:
+def ended_by(norm: str, anatomy: ModelStructure) -> Stack | None:
     """The stack that has run before a norm and whose module holds it; of several the innermost, and of these the last."""
     order = {n: i for i, n in enumerate(anatomy.seen.order)}
     width = anatomy.seen.inputs.get(norm, (0,))[-1]
@@ -160,7 +160,7 @@ def ended_by(norm: str, anatomy: Anatomy) -> Stack | None:
     return max(ended, key=lambda found: found[:2])[2] if ended else None
 
 
-def heads(anatomy: Anatomy) -> Iterator[Site]:
+def heads(anatomy: ModelStructure) -> Iterator[Site]:
     """The model's output Linear: its output embeddings, else the last Linear that runs."""
     model, order = anatomy.model, anatomy.seen.order
     getter = getattr(model, "get_output_embeddings", None)
@@ -175,7 +175,7 @@ def heads(anatomy: Anatomy) -> Iterator[Site]:
         yield module_site(name, (("head", None),), anatomy)
 
 
-def module_infos(anatomy: Anatomy) -> tuple[ModuleInfo, ...]:
+def module_infos(anatomy: ModelStructure) -> tuple[ModuleInfo, ...]:
     """Every module of the model with the parameters that are its own; one that is used under several names once for each."""
     seen, shared = anatomy.seen, {name for group in anatomy.shared for name in group}
     first = {name for name, _ in anatomy.model.named_modules()}
@@ -206,21 +206,21 @@ def module_infos(anatomy: Anatomy) -> tuple[ModuleInfo, ...]:
     return tuple(found)
 
 
-def unread_modules(anatomy: Anatomy) -> tuple[UnreadModule, ...]:
+def unread_modules(anatomy: ModelStructure) -> tuple[UntracedModule, ...]:
     """What of each layer, and which layers, could not be followed."""
-    found: list[UnreadModule] = []
+    found: list[UntracedModule] = []
     for stack in anatomy.stacks:
         for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
             for part in kind.unread:
                 module = f"{name}.{part.module}".rstrip(".")
                 made = type(anatomy.model.get_submodule(module)).__name__
                 steps = qualified(stack.name, (("layer", i),))
-                found.append(UnreadModule(module, made, part.reason, steps, part.hides))
+                found.append(UntracedModule(module, made, part.reason, steps, part.hides))
     for name, reason in anatomy.untraced.items():
         made = type(anatomy.model.get_submodule(name)).__name__
         around = next((s for s in anatomy.stacks if same_list(name, s, anatomy.model)), None)
         steps = qualified(around.name, ()) if around is not None else ()
-        found.append(UnreadModule(name, made, reason, steps, frozenset({"layer"})))
+        found.append(UntracedModule(name, made, reason, steps, frozenset({"layer"})))
     return tuple(found)
 
 

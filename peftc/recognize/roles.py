@@ -65,7 +65,7 @@ def sub_layers(graph: fx.Graph, root: nn.Module, opaque: Collection[str] = ()) -
         return []
     stream, inside = Stream(first, root, opaque), attentions(graph, root)
     found = along(graph, stream, inside, root)
-    if not found and (begin := restart(graph, stream, inside)) is not None:
+    if not found and (begin := stream_replacement(graph, stream, inside)) is not None:
         attending = described(begin, first, begin, stream, inside, root)
         stream.values.append(begin)
         found = [attending, *along(graph, stream, inside, root)]
@@ -84,13 +84,13 @@ def along(graph: fx.Graph, stream: Stream, inside: list[Attention], root: nn.Mod
     for node in graph.nodes:
         if nodes.is_add(node) and nodes.is_tensor(node):
             made = summed(node, stream, inside, root)
-            found += [inner for sub in made for inner in nested(sub, stream, inside, root) or [sub]]
+            found += [inner for sub in made for inner in bottleneck_sublayers(sub, stream, inside, root) or [sub]]
             if made or carried(node, stream, root):
                 stream.values.append(node)
     return found
 
 
-def restart(graph: fx.Graph, stream: Stream, inside: list[Attention]) -> fx.Node | None:
+def stream_replacement(graph: fx.Graph, stream: Stream, inside: list[Attention]) -> fx.Node | None:
     """The result of an attention that is not added to the stream but takes its place: the last sum is one of it and of what
     is made from it.
     """
@@ -118,10 +118,15 @@ def summed(add: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
     if len(operands) != 2:
         return []
     for res, h in (operands, operands[::-1]):
-        if stream.holds(res) and not stream.holds(h) and not copies(h, stream, root) and computed(h, stream, root):
+        if (
+            stream.holds(res)
+            and not stream.holds(h)
+            and not mixes_hyper_connections(h, stream, root)
+            and computed(h, stream, root)
+        ):
             h = single(h)
             parts = parallel(h, stream, inside, root)
-            if not parts and (out := attended(h, stream, inside, root)) is not None:
+            if not parts and (out := serial_attention_output(h, stream, inside, root)) is not None:
                 first = described(add, res, out, stream, inside, root)
                 stream.values.append(out)
                 return [first, described(add, res, last_of_chain(h, root), stream, inside, root)]
@@ -129,7 +134,7 @@ def summed(add: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
     return []
 
 
-def nested(sub: SubLayer, stream: Stream, inside: list[Attention], root: nn.Module) -> list[SubLayer]:
+def bottleneck_sublayers(sub: SubLayer, stream: Stream, inside: list[Attention], root: nn.Module) -> list[SubLayer]:
     """The sub-layers of a stream of its own inside what looks like one that attends (a bottleneck); none where it has fewer
     than two. That stream begins with what the first result of an attention is added to.
     """
@@ -160,11 +165,13 @@ def carried(add: fx.Node, stream: Stream, root: nn.Module) -> bool:
     held = [a for a in operands if stream.holds(a)]
     others = [a for a in operands if a not in held]
     return (
-        len(operands) == 2 and len(held) > 0 and all(copies(a, stream, root) or not stream.reaches(a) for a in others)
+        len(operands) == 2
+        and len(held) > 0
+        and all(mixes_hyper_connections(a, stream, root) or not stream.reaches(a) for a in others)
     )
 
 
-def copies(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
+def mixes_hyper_connections(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
     """Whether a value mixes the copies that a stream of four dimensions has: nothing with weights, which make its
     coefficients at most, stands on the way to it.
     """
@@ -198,7 +205,7 @@ def parallel(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Modul
     return operands if attends[0] != attends[1] else []
 
 
-def attended(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> fx.Node | None:
+def serial_attention_output(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> fx.Node | None:
     """The result of an attention, or of convolutions, that a feed-forward block of the same sub-layer alone reads, without a
     sum in between.
     """
@@ -252,12 +259,12 @@ def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: n
     attention, values = own[0], {role: [getattr(a, role) for a in own] for role in ("q", "k", "v")}
     nearest: dict[str, list[fx.Node]] = {}
     for name, (value, *others) in values.items():
-        near = [f[0] for f in features.feeding(value, root) if f[0] in sub.body]
+        near = [f[0] for f in features.source_linears(value, root) if f[0] in sub.body]
         if any(stream.hides(n) for n in nodes.upstream(value, lambda n: nodes.is_linear(n, root)) if n in sub.body):
             near = []  # what an opaque module does to a Linear's result, or has instead of it, is not known
         first = [n for n in near if not any(n in made_of(other, root) for other in near)]
         nearest[name] = list(filter(stream.reaches, first)) or first  # not what positions are made of
-        rows = dict(features.feeding(value, root, *others))
+        rows = dict(features.source_linears(value, root, *others))
         node = next(iter(nearest[name]), None)  # the nearest: of a latent, what is made from it
         if node is not None and node in rows:
             sub.projections[name] = Projection(node, rows[node])
@@ -324,7 +331,7 @@ def own_input(projection: Projection | None, entry: fx.Node | None, stream: Stre
 
 
 def ffn_roles(sub: SubLayer, root: nn.Module) -> None:
-    downs = features.feeding(sub.h, root)
+    downs = features.source_linears(sub.h, root)
     if len(downs) != 1 or not features.blockless(sub.h, downs[0][0], root):
         return
     down = downs[0][0]

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from peftc.recognize.layers import Anatomy
+from peftc.recognize.layers import ModelStructure
 
 
-def shared_modules(anatomy: Anatomy) -> tuple[tuple[str, ...], ...]:
+def shared_modules(anatomy: ModelStructure) -> tuple[tuple[str, ...], ...]:
     """Groups of dotted names under which one module is used, each in the order of the layers.
 
     A module in several layers is used in each of them; one that is called outside of the layers, too, is used there. A whole

@@ -17,7 +17,7 @@ from peftc.recognize.ffn import Projection
 from peftc.recognize.graph import features, nodes
 from peftc.recognize.graph.feature_axis import features_dim
 from peftc.recognize.graph.value_operands import value_users
-from peftc.recognize.layers import Anatomy, LayerKind
+from peftc.recognize.layers import LayerType, ModelStructure
 from peftc.recognize.moe.listed import Listed
 from peftc.recognize.moe.router import Router
 from peftc.recognize.moe.states import expert_states, linear_states, router_states
@@ -28,7 +28,7 @@ from peftc.recognize.token_mixing import weighted
 from peftc.sites.table import Place, Site, Slice, State
 
 
-def all_sites(anatomy: Anatomy) -> tuple[Site, ...]:
+def all_sites(anatomy: ModelStructure) -> tuple[Site, ...]:
     """Every site of the model, in model order."""
     found: list[Site] = [*embeddings(anatomy)]
     known: dict[object, State] = {}
@@ -43,7 +43,7 @@ def all_sites(anatomy: Anatomy) -> tuple[Site, ...]:
 class LayerSites:
     """The sites of one layer. `known`: states of other layers; those of a kind have the same."""
 
-    def __init__(self, layer: str, kind: LayerKind, steps: Steps, stack: str, known: dict[object, State]) -> None:
+    def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, known: dict[object, State]) -> None:
         self.layer, self.kind, self.steps, self.stack, self.known = layer, kind, steps, stack, known
         stream = stream_input(kind.traced.graph)
         assert stream is not None

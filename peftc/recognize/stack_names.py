@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from peftc.models.media import MEDIA
-from peftc.recognize.layers import Anatomy, Stack
+from peftc.recognize.layers import ModelStructure, Stack
 from peftc.semantics.vocabulary import SITES, STACKS, TOWERS
 
 SAID: dict[str, tuple[str, ...]] = {  # parts of the names of sections of a configuration that tell a medium
@@ -23,7 +23,7 @@ SAID: dict[str, tuple[str, ...]] = {  # parts of the names of sections of a conf
 PLAIN = frozenset({*SITES, "backbone"})  # sections that tell none, or what already means something else
 
 
-def name_stacks(anatomy: Anatomy) -> None:
+def name_stacks(anatomy: ModelStructure) -> None:
     """Names every stack, no two alike.
 
     A model with one stack, or with an encoder that its decoder attends to, has no towers.
@@ -84,7 +84,7 @@ def whole(path: str) -> str:
 # Towers --------------------------------------------------------------------------------------------------------------
 
 
-def tower_of(stack: Stack, anatomy: Anatomy) -> str:
+def tower_of(stack: Stack, anatomy: ModelStructure) -> str:
     """The medium of a stack: as its section of the configuration says, else what its model takes, else what reaches it."""
     modules = list(above(stack.layers[0], anatomy.model))
     sections = list(sections_of(modules))

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peftc.fakes.data_answers import guessing
+from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.recognize.attention.patterns import attentions, is_softmax, mixed
 from peftc.recognize.graph import nodes
@@ -28,7 +28,7 @@ BESIDE = "what its attention gives is not added to the residual stream of the la
 
 
 @dataclass(frozen=True)
-class Unread:
+class UntracedPart:
     """A module of a layer, by its name in it. `hides`: see `UnreadModule`."""
 
     module: str
@@ -52,7 +52,7 @@ def attends(node: fx.Node, root: nn.Module, mode: FakeTensorMode) -> bool:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example"))
     seen = _Operations()
     try:
-        with mode, guessing(), seen, torch.no_grad():
+        with mode, fake_data_answers(), seen, torch.no_grad():
             root.get_submodule(str(node.target))(*fake_copy(args, mode), **fake_copy(kwargs, mode))
     except Exception:  # of a model's own code
         return True
@@ -76,7 +76,7 @@ class _Operations(TorchDispatchMode):
 
 def unread_parts(
     traced: Traced, subs: list[SubLayer], reasons: Mapping[str, str], opaque: Mapping[str, bool], root: nn.Module
-) -> list[Unread]:
+) -> list[UntracedPart]:
     """What of a layer has no sites because it could not be followed. `opaque`: as `opaque_modules` gives them."""
     first = stream_input(traced.graph)
     if first is None:
@@ -91,7 +91,7 @@ def unread_parts(
             if gives_states(node) and stream.reaches(node):
                 inside = hidden_in(node, subs, opaque[node.target], named) | norms(root.get_submodule(node.target))
                 modules[node.target] |= inside
-    found = [Unread(module, reasons[module], hides) for module, hides in modules.items()]
+    found = [UntracedPart(module, reasons[module], hides) for module, hides in modules.items()]
     return [*found, *untold(subs, opaque, root), *beside(traced, subs, stream, root)]
 
 
@@ -107,18 +107,18 @@ def norms(module: nn.Module) -> frozenset[str]:
     return frozenset({"norm"}) if inside else frozenset()
 
 
-def untold(subs: list[SubLayer], opaque: Mapping[str, bool], root: nn.Module) -> Iterator[Unread]:
+def untold(subs: list[SubLayer], opaque: Mapping[str, bool], root: nn.Module) -> Iterator[UntracedPart]:
     """Attentions that are written out in a way that is not known."""
     for sub in subs:
         softmax = next((n for n in sorted(sub.body) if is_softmax(n, root) and any(mixed(n))), None)
         if sub.kind == "unread" and softmax is not None and not any(n.target in opaque for n in sub.body):
-            yield Unread(str(softmax.meta["origin"][0]), UNTOLD, frozenset({"attn"}))
+            yield UntracedPart(str(softmax.meta["origin"][0]), UNTOLD, frozenset({"attn"}))
 
 
-def beside(traced: Traced, subs: list[SubLayer], stream: Stream, root: nn.Module) -> Iterator[Unread]:
+def beside(traced: Traced, subs: list[SubLayer], stream: Stream, root: nn.Module) -> Iterator[UntracedPart]:
     """Attentions in no sub-layer, over values that a Linear makes: what mixes streams may have a softmax, too."""
     inside = {node for sub in subs for node in sub.body}
     outside = [a for a in attentions(traced.graph, root) if a.call not in inside]
     projected = [a for a in outside if any(nodes.is_linear(n, root) for n in stream.body(a.v))]
     modules = [str(a.call.meta["origin"][0]) for a in projected]
-    yield from (Unread(module, BESIDE, frozenset()) for module in dict.fromkeys(modules))
+    yield from (UntracedPart(module, BESIDE, frozenset()) for module in dict.fromkeys(modules))

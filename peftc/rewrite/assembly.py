@@ -8,7 +8,7 @@ from typing import Any
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.observe.sample_forward import repeated_blocks
 from peftc.planning import ir
-from peftc.recognize.layers import Anatomy
+from peftc.recognize.layers import ModelStructure
 from peftc.rewrite.anchors import relative
 from peftc.rewrite.edits import Region
 from peftc.rewrite.legality.fast_paths import callers, has_fast_path, innermost_called, with_fast_paths_closed
@@ -18,7 +18,7 @@ from peftc.rewrite.prompts import is_prompt, prompt_regions
 from peftc.rewrite.regions import LayerRegions, module_region
 
 
-def regions_of(placed: Iterable[ir.SiteEdit], anatomy: Anatomy) -> list[Region]:
+def regions_of(placed: Iterable[ir.SiteEdit], anatomy: ModelStructure) -> list[Region]:
     """The regions that the edits touch, in model order."""
     layers = {n: k for s in anatomy.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
     by_root: dict[str, list[ir.SiteEdit]] = {}
@@ -45,7 +45,7 @@ def regions_of(placed: Iterable[ir.SiteEdit], anatomy: Anatomy) -> list[Region]:
     return with_fast_paths_closed(found, anatomy.model, anatomy.shared)
 
 
-def refuse_entered(regions: list[Region], anatomy: Anatomy) -> None:
+def refuse_entered(regions: list[Region], anatomy: ModelStructure) -> None:
     """Raises: P213 for a region into whose code another one is written, in a layer that shares it."""
     first_names = {name: group[0] for group in anatomy.shared for name in group}
     by_module = {region.module: region for region in regions}
@@ -54,13 +54,13 @@ def refuse_entered(regions: list[Region], anatomy: Anatomy) -> None:
             name = f"{region.module}.{inner}".lstrip(".")
             other = by_module.get(first_names.get(name, name))
             if other is not None:
-                edit, own = (one.placed[0] for one in (other, region))
+                edit, own = (one.site_edits[0] for one in (other, region))
                 message = f"`{edit.edit}` changes `{name}`, which layers share, and `{own.edit}` is written into its code in one"
                 help_ = "let both edits name the same layers"
                 raise PeftcError(Diagnostic("P213", message, own.assigns[0].source.span, help=help_))
 
 
-def refuse_bypassed(regions: list[Region], anatomy: Anatomy) -> None:
+def refuse_bypassed(regions: list[Region], anatomy: ModelStructure) -> None:
     """Raises: P435 for a region whose parameters are read around the layers by code that may leave out its call.
 
     Outside of the layers a parameter may be used twice (of an embedding, by a head): there only code that asks for the mode is refused.
@@ -87,13 +87,13 @@ def bypass(region: Region, module: str, around: str) -> Diagnostic:
     return Diagnostic(
         "P435",
         f"the code of `{around}` may read parameters of `{module}` itself",
-        region.placed[0].assigns[0].source.span if region.placed else None,
+        region.site_edits[0].assigns[0].source.span if region.site_edits else None,
         notes=(f"it may compute with them in the place of calling `{module}`, and the edit would not act",),
         help="call the module in all cases, or move that code into the layer",
     )
 
 
-def joined(regions: list[Region], anatomy: Anatomy) -> list[Region]:
+def joined(regions: list[Region], anatomy: ModelStructure) -> list[Region]:
     """One region a module: a module can be reached by its place in a layer and by its name, and by several names."""
     first_names = {name: group[0] for group in anatomy.shared for name in group}
     found: dict[str, Region] = {}
@@ -102,11 +102,11 @@ def joined(regions: list[Region], anatomy: Anatomy) -> list[Region]:
         region.module = first_names.get(region.module, region.module)
         if region.module in found:
             first = found[region.module]
-            there = {(e.edit, p.owner) for e, p in zip(first.edits, first.placed, strict=True) if shared}
-            pairs = enumerate(zip(region.edits, region.placed, strict=True))
+            there = {(e.edit, p.owner) for e, p in zip(first.edits, first.site_edits, strict=True) if shared}
+            pairs = enumerate(zip(region.edits, region.site_edits, strict=True))
             new = [i for i, (e, p) in pairs if (e.edit, p.owner) not in there]
             first.edits += [region.edits[i] for i in new]
-            first.placed += [region.placed[i] for i in new]
+            first.site_edits += [region.site_edits[i] for i in new]
             first.inline |= region.inline
             first.serves += region.serves
         else:

@@ -40,7 +40,7 @@ def own_values(graph: fx.Graph, edits: tuple[RegionEdit, ...]) -> dict[str, Any]
     refs = [bound.weight for edit in edits for bound in edit.states.values() if bound.weight is not None]
     values: dict[str, Any] = {}
     for ref in refs:
-        if ref.slab is not None:
+        if ref.stacked_slice is not None:
             inner = values
             for part in ref.module.split(".") if ref.module else ():
                 inner = inner.setdefault(part, {})

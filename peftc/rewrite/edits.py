@@ -76,7 +76,7 @@ class Region:
     module: str
     inline: frozenset[str]  # relative names; "" is the region itself; empty: nothing but its boundary is touched
     edits: list[RegionEdit]
-    placed: list[ir.SiteEdit] = field(default_factory=list[ir.SiteEdit])
+    site_edits: list[ir.SiteEdit] = field(default_factory=list[ir.SiteEdit])
     serves: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (edit, site) that it tells positions
 
 

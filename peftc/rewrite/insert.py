@@ -21,7 +21,7 @@ from peftc.rewrite.edits import STREAM, Bound, RegionEdit, contains_state, heads
 from peftc.rewrite.overwritten import STANDS_FOR, copy_of, keep_reads
 from peftc.rewrite.positions import located_call, tells
 from peftc.rewrite.prompts import prompted_call, set_tokens
-from peftc.rewrite.stacked_weights import Slabs, layout
+from peftc.rewrite.stacked_weights import StackedWeights, layout
 from peftc.rewrite.state_lookup import Lookup
 from peftc.runtime.functions import as_image, full_precision, rows_of, stored_as, tokens_of, unflattened, with_rows
 from peftc.runtime.prompts import batch_of
@@ -201,8 +201,8 @@ class _Assignment:
     def write_parameter(self, bound: Bound) -> None:
         """`w` and `b`: every read of the parameter by the model gets the new value."""
         assert bound.weight is not None
-        if bound.weight.slab is not None:
-            Slabs(self, bound).write()
+        if bound.weight.stacked_slice is not None:
+            StackedWeights(self, bound).write()
             return
         name = f"{bound.weight.module}.{bound.weight.attribute}".lstrip(".")
         nodes = [n for n in self.graph.nodes if n.op == "get_attr" and n.target == name and n not in set(self.made)]
@@ -256,8 +256,8 @@ class _Assignment:
 
     def read_parameter(self, bound: Bound) -> fx.Node:
         assert bound.weight is not None
-        if bound.weight.slab is not None:
-            return Slabs(self, bound).read()
+        if bound.weight.stacked_slice is not None:
+            return StackedWeights(self, bound).read()
         name = f"{bound.weight.module}.{bound.weight.attribute}".lstrip(".")
         node = next((n for n in self.graph.nodes if n.op == "get_attr" and n.target == name), None)
         if node is None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.planning import ir
-from peftc.recognize.layers import Anatomy
+from peftc.recognize.layers import ModelStructure
 from peftc.rewrite.anchors import Anchor, contains
 from peftc.rewrite.base_call import base_call
 from peftc.rewrite.edits import Bound, Region, RegionEdit
@@ -26,7 +26,7 @@ def picks(instance: ir.Instance) -> bool:
     return instance.form.picks(instance.form.fill(instance.args))
 
 
-def refused(placed: Sequence[ir.SiteEdit], anatomy: Anatomy) -> Iterator[tuple[str, Diagnostic]]:
+def refused(placed: Sequence[ir.SiteEdit], anatomy: ModelStructure) -> Iterator[tuple[str, Diagnostic]]:
     """What stands against prompts and forms that pick positions, with its edit; of each edit the first.
 
     P418: what `prompt_regions` raises. P422: no module takes the tokens of a site, another edit changes what it takes or gives,
@@ -79,7 +79,7 @@ def _call(placed: ir.SiteEdit, one: ir.Instance) -> Span:
     return next(part.source.span for part in parts if isinstance(part, ir.Applied) and part.instance is one)
 
 
-def position_regions(placed: Iterable[ir.SiteEdit], anatomy: Anatomy) -> list[Region]:
+def position_regions(placed: Iterable[ir.SiteEdit], anatomy: ModelStructure) -> list[Region]:
     """The stacks around the sites that have such forms; each once, with the sites that it serves."""
     found: dict[str, Region] = {}
     for p in placed:
@@ -93,7 +93,7 @@ def position_regions(placed: Iterable[ir.SiteEdit], anatomy: Anatomy) -> list[Re
     return list(found.values())
 
 
-def _telling(placed: ir.SiteEdit, anatomy: Anatomy) -> str | None:
+def _telling(placed: ir.SiteEdit, anatomy: ModelStructure) -> str | None:
     """The module that takes the tokens of a site, and of no other stack."""
     site = placed.site
     names = [name for name, _ in site.steps]

@@ -14,7 +14,7 @@ from peftc.diagnostics.suggestions import listed
 from peftc.forms.shapes import Tokens
 from peftc.observe.token_flow import EMBEDS, Sample, TokenFlow, token_flow
 from peftc.planning import ir
-from peftc.recognize.layers import Anatomy, Stack
+from peftc.recognize.layers import ModelStructure, Stack
 from peftc.recognize.non_layer_sites import enclosing
 from peftc.rewrite.anchors import Anchor, contains, relative
 from peftc.rewrite.base_call import base_call
@@ -31,7 +31,7 @@ def is_prompt(placed: ir.SiteEdit) -> bool:
     return any(isinstance(a.value, ir.Concat) and isinstance(a.value.shape, Tokens) for a in placed.assigns)
 
 
-def prompt_regions(placed: ir.SiteEdit, anatomy: Anatomy) -> Iterator[Region]:
+def prompt_regions(placed: ir.SiteEdit, anatomy: ModelStructure) -> Iterator[Region]:
     """The stack that takes the tokens, and one that attends to what it gives.
 
     Rows of the prompt leave an encoder that a decoder attends to; of any other stack the result has those of the input.
@@ -64,7 +64,7 @@ class Unjoinable(Exception):
         self.notes = notes
 
 
-def taker(site: Site, anatomy: Anatomy) -> tuple[Stack, str]:
+def taker(site: Site, anatomy: ModelStructure) -> tuple[Stack, str]:
     """The stack that takes the tokens of a site, and the module of it that takes them embedded.
 
     Raises: Unjoinable where there is none, or where it needs of a token what a row does not have: its id, or a number beside it.
@@ -95,7 +95,7 @@ def other_states(result: Any) -> list[str]:
     return [name for name, value in states if value.ndim == 3 and value.is_floating_point()]
 
 
-def flow_of(embedding: str, around: Sequence[tuple[Stack, str]], anatomy: Anatomy) -> TokenFlow:
+def flow_of(embedding: str, around: Sequence[tuple[Stack, str]], anatomy: ModelStructure) -> TokenFlow:
     """The flow of an embedding's tokens, which is followed once."""
     if embedding not in anatomy.flows:
         layers = [layer for stack in anatomy.stacks for layer in stack.layers]
@@ -136,7 +136,7 @@ def set_tokens(
     call.args = (*first, [*made, *rows], embedding or name, keep and keeps, before + context)
 
 
-def taking(parameters: tuple[str, ...], inner: str, stack: Stack, anatomy: Anatomy) -> str | None:
+def taking(parameters: tuple[str, ...], inner: str, stack: Stack, anatomy: ModelStructure) -> str | None:
     """The innermost module around `inner` and the layers of a stack whose forward has these parameters."""
     for name in (*enclosing(inner), ""):
         module: nn.Module = anatomy.model.get_submodule(name)

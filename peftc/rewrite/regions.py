@@ -12,14 +12,14 @@ from torch import fx, nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
-from peftc.recognize.layers import LayerKind
+from peftc.recognize.layers import LayerType
 from peftc.rewrite.anchors import Anchor, calls_of, contains, frames_between, relative
 from peftc.rewrite.edits import Bound, Region, RegionEdit, depth, frozen_modules, slug, together, used_states, written
 from peftc.rewrite.legality.fast_paths import callers, has_fast_path
 from peftc.rewrite.legality.gradients import check_gradients
 from peftc.rewrite.legality.parameter_reads import own_parameters, parameter_reads
 from peftc.rewrite.states import comes_apart, definitions, may_write, node_of, overwritten, state_anchors, state_of
-from peftc.runtime.functions import slab_of
+from peftc.runtime.functions import stacked_slice
 from peftc.sites.paths import stack_steps
 from peftc.sites.table import INPUT, OUTPUT, Place, Site, State
 from peftc.trace.branches import alters
@@ -41,7 +41,7 @@ class LayerRegions:
 
     def __init__(
         self,
-        kind: LayerKind,
+        kind: LayerType,
         layer: str,
         memory: dict[tuple[object, ...], Any],
         shared: Iterable[tuple[str, ...]] = (),
@@ -113,9 +113,9 @@ class LayerRegions:
         if state.weight is not None:
             module = relative(state.weight.module, self.layer)
             stored = getattr(self.kind.root.get_submodule(module), state.weight.attribute)
-            slab = state.weight.slab
+            slab = state.weight.stacked_slice
             if slab is not None:
-                stored, slab = slab_of(stored, slab.count, slab.index), replace(slab, reader="")
+                stored, slab = stacked_slice(stored, slab.count, slab.index), replace(slab, reader="")
             width = stored.shape[-1 if state.weight.transposed else 0]
             return Bound(width=width, weight=replace(state.weight, module=relative(module, region), slab=slab))
         assert anchor is not None
@@ -199,7 +199,11 @@ class LayerRegions:
     ) -> _Choice:
         traced, site = self.kind.traced, group[0].site
         check_gradients([(n, nodes) for n in sorted(writes) if (nodes := self.users(states[n], site))], traced.graph)
-        readers = {s.weight.slab.reader for s in states.values() if s.weight is not None and s.weight.slab is not None}
+        readers = {
+            s.weight.stacked_slice.reader
+            for s in states.values()
+            if s.weight is not None and s.weight.stacked_slice is not None
+        }
         if readers:  # what a parameter's pieces are is not seen in the code of its module, which is run as it is
             return _Choice(relative(readers.pop(), self.layer), frozenset(), {})
         names = sorted({c.name for c in calls_of(self.kind.traced)}, key=lambda n: (-len(n.split(".")) if n else 0, n))

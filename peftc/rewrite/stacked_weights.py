@@ -8,7 +8,7 @@ from torch import fx
 
 from peftc.recognize.graph.nodes import is_edit
 from peftc.rewrite.edits import Bound
-from peftc.runtime.functions import full_precision, slab_of, with_slabs
+from peftc.runtime.functions import full_precision, stacked_slice, with_stacked_slices
 from peftc.sites.table import Slice
 
 
@@ -30,15 +30,15 @@ class Writer(Protocol):
     def cut(self, node: Any, rows: Slice, dim: int, width: int) -> fx.Node: ...
 
 
-class Slabs:
+class StackedWeights:
     """One of the pieces of a parameter in a graph. New values are collected in one `with_slabs`, as long as none of them
     takes the place of another.
     """
 
     def __init__(self, writer: Writer, bound: Bound) -> None:
         assert bound.weight is not None
-        assert bound.weight.slab is not None
-        self.writer, self.ref, self.slab, self.width = writer, bound.weight, bound.weight.slab, bound.width
+        assert bound.weight.stacked_slice is not None
+        self.writer, self.ref, self.slab, self.width = writer, bound.weight, bound.weight.stacked_slice, bound.width
         name = f"{self.ref.module}.{self.ref.attribute}".lstrip(".")
         self.parameter = next(n for n in writer.graph.nodes if n.op == "get_attr" and n.target == name)
 
@@ -52,14 +52,14 @@ class Slabs:
 
     def free(self, node: fx.Node) -> bool:
         """Whether a node puts pieces into the parameter, this one not among them."""
-        return node.target is with_slabs and self.place not in node.args[3]  # pyright: ignore[reportOperatorIssue]
+        return node.target is with_stacked_slices and self.place not in node.args[3]  # pyright: ignore[reportOperatorIssue]
 
     def read(self) -> fx.Node:
         node: Any = self.writer.inserter.now(self.parameter)
         while self.free(node):
             node = node.args[0]
         self.writer.move_after(node)
-        piece = self.writer.function(slab_of, node, self.slab.count, self.slab.index)
+        piece = self.writer.function(stacked_slice, node, self.slab.count, self.slab.index)
         piece = self.writer.function(full_precision, piece)
         piece = self.writer.method("t", piece) if self.ref.transposed else piece
         return piece if self.ref.rows is None else self.writer.cut(piece, self.ref.rows, 0, self.width)
@@ -76,7 +76,9 @@ class Slabs:
             return
         self.writer.start_after(node)
         new = self.writer.value()
-        made = self.writer.function(with_slabs, node, self.slab.count, self.ref.transposed, [self.place], [new])
+        made = self.writer.function(
+            with_stacked_slices, node, self.slab.count, self.ref.transposed, [self.place], [new]
+        )
         node.replace_all_uses_with(made, delete_user_cb=lambda user: not is_edit(user))
         self.writer.inserter.latest[node] = made
 

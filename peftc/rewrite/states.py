@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from peftc.recognize.graph.nodes import first_input, is_linear
-from peftc.recognize.layers import LayerKind
+from peftc.recognize.layers import LayerType
 from peftc.recognize.roles import SubLayer
 from peftc.recognize.site_builder import sub_layer_steps
 from peftc.rewrite.anchors import (
@@ -60,7 +60,7 @@ def state_anchors(state: State, layer: str, site: Site, traced: Traced) -> list[
     return anchors(node, traced)
 
 
-def definitions(state: State, layer: str, site: Site, kind: LayerKind) -> tuple[list[Anchor], list[Anchor]]:
+def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[list[Anchor], list[Anchor]]:
     """Anchors at which a state is what the language calls by its name; and those at which the layer has to take it besides.
 
     The `x` and `h` of a Linear or a norm are its input and its output; the `x` of a sub-layer is what its first Linears read, `c` what
@@ -112,14 +112,14 @@ def way(anchor: Anchor, traced: Traced) -> list[str]:
     return places
 
 
-def sub_layer_of(site: Site, kind: LayerKind) -> SubLayer | None:
+def sub_layer_of(site: Site, kind: LayerType) -> SubLayer | None:
     """The sub-layer whose states those of a site are."""
     steps = site.steps[stack_steps([name for name, _ in site.steps]) + 1 :]
     own = steps[:-1] if steps[-1:] in ((("hidden", None),), (("add", None),)) else steps
     return next((sub for sub, named in zip(kind.subs, sub_layer_steps(kind.subs), strict=True) if named == own), None)
 
 
-def readers_of(name: str, node: fx.Node, sub: SubLayer, kind: LayerKind) -> list[fx.Node]:
+def readers_of(name: str, node: fx.Node, sub: SubLayer, kind: LayerType) -> list[fx.Node]:
     """The Linears that a state of a sub-layer is made for, those that read this node."""
     roles = {"x": ("q",) if sub.kind == "attn" else (), "c": ("k", "v")}.get(name, ("down",))
     played = [sub.projections[role].node for role in roles if role in sub.projections]

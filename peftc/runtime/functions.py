@@ -21,17 +21,17 @@ __all__ = [
     "full_precision",
     "function_with_rows",
     "like_operand",
+    "recheck_guard",
     "replaced",
     "reshaped_like",
+    "respecialize",
     "rows_of",
-    "slab_of",
-    "still",
+    "stacked_slice",
     "stored_as",
     "tokens_of",
     "unflattened",
-    "unseen",
     "with_rows",
-    "with_slabs",
+    "with_stacked_slices",
     "with_visible",
 ]
 
@@ -124,17 +124,17 @@ def with_visible(mask: torch.Tensor, rows: torch.Tensor, shown: float, after: bo
     return torch.cat([mask, more] if after else [more, mask], -1)
 
 
-def slab_of(whole: torch.Tensor, count: int, index: int) -> torch.Tensor:
+def stacked_slice(whole: torch.Tensor, count: int, index: int) -> torch.Tensor:
     """A view of one of `count` equal pieces that a parameter has along its first dimension, as those of experts are."""
-    return slabs_of(whole, count)[index]
+    return stacked_slices(whole, count)[index]
 
 
-def slabs_of(whole: torch.Tensor, count: int) -> torch.Tensor:
+def stacked_slices(whole: torch.Tensor, count: int) -> torch.Tensor:
     """All of them. Shapes: (count, …) as it is, (count · n, d) as (count, n, d)."""
     return whole if whole.shape[0] == count else whole.unflatten(0, (count, -1))
 
 
-def with_slabs(
+def with_stacked_slices(
     whole: torch.Tensor,
     count: int,
     transposed: bool,
@@ -145,7 +145,7 @@ def with_slabs(
 
     Shapes: values (rows, in), or (rows,); the pieces are stored (in, out) where `transposed`.
     """
-    pieces = [piece.t() if transposed else piece for piece in slabs_of(whole, count).unbind(0)]
+    pieces = [piece.t() if transposed else piece for piece in stacked_slices(whole, count).unbind(0)]
     for (index, rows), value in zip(places, values, strict=True):
         new = stored_as(value, whole)
         pieces[index] = new if rows is None else with_rows(pieces[index], new, 0, *rows)
@@ -170,7 +170,7 @@ class Reading:
         return vars(self)["_module"](*args, **kwargs)
 
 
-def still(value: Any, kind: str, expected: Any) -> None:
+def recheck_guard(value: Any, kind: str, expected: Any) -> None:
     """Asks again, where the model's own code asks, what was asked before anything had happened.
 
     Raises: P408 where the answer has changed in between, so that this forward would be the wrong branch.
@@ -306,7 +306,7 @@ def opened_blocks(mask: BlockMask, length: int, before: int, after: int) -> Bloc
     )
 
 
-def unseen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def respecialize(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A call pattern that no generated forward holds for: it is traced, rewritten, added to the module's kind, and run."""
     cls: Any = type(module)
     return cls._peftc_kind.unseen(module, *args, **kwargs)

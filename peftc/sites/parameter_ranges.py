@@ -12,7 +12,7 @@ from peftc.sites.table import SiteTable, Slice, WeightRef
 
 
 @dataclass(frozen=True)
-class Region:
+class RowRange:
     """Rows [start, stop) of a parameter, seen as (out, in); `width` entries a row."""
 
     parameter: str
@@ -22,12 +22,12 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class EntryChoice:
     """Some of the entries of a region. What has one `choice` has `count` of them in all."""
 
     choice: tuple[str, ...]
     count: int
-    among: Region
+    among: RowRange
 
 
 class Parameters:
@@ -44,17 +44,19 @@ class Parameters:
     def numel(self, name: str) -> int:
         return prod(self._sizes[name])
 
-    def regions(self, ref: WeightRef, shape: Shape) -> Iterator[Region]:
+    def regions(self, ref: WeightRef, shape: Shape) -> Iterator[RowRange]:
         """All the entries that a state `w` or `b` of this shape has."""
         assert isinstance(shape, Weight | Vector)
         rows, width = (shape.d_out, shape.d_in) if isinstance(shape, Weight) else (shape.d, 1)
         name = self.canonical(ref)
-        first = self.numel(name) // ref.slab.count // width * ref.slab.index if ref.slab else 0
+        first = (
+            self.numel(name) // ref.stacked_slice.count // width * ref.stacked_slice.index if ref.stacked_slice else 0
+        )
         return self.rows(name, ref.rows or Slice(0, rows), width, first)
 
-    def rows(self, name: str, rows: Slice, width: int = 1, first: int = 0) -> Iterator[Region]:
+    def rows(self, name: str, rows: Slice, width: int = 1, first: int = 0) -> Iterator[RowRange]:
         """Some rows of a parameter, counted from its row `first` on; one region a block."""
-        return (Region(name, first + start, first + stop, width) for start, stop in rows.runs())
+        return (RowRange(name, first + start, first + stop, width) for start, stop in rows.runs())
 
 
 def parameter_name(ref: WeightRef) -> str:
@@ -75,21 +77,21 @@ def _unread(name: str, group: Iterable[str], idle: Collection[str]) -> bool:
     return module in idle or any(other.rpartition(".")[0].startswith(f"{module}.") for other in group)
 
 
-def numel(found: Iterable[Region | Chosen]) -> int:
+def numel(found: Iterable[RowRange | EntryChoice]) -> int:
     """Entries in the union of the regions and of what is chosen, where no two choices are of the same entries."""
     found = set(found)
-    whole = {one for one in found if isinstance(one, Region)}
-    counts = {one.choice: one.count for one in found if isinstance(one, Chosen)}
-    among: dict[tuple[str, ...], set[Region]] = defaultdict(set)
+    whole = {one for one in found if isinstance(one, RowRange)}
+    counts = {one.choice: one.count for one in found if isinstance(one, EntryChoice)}
+    among: dict[tuple[str, ...], set[RowRange]] = defaultdict(set)
     for one in found:
-        if isinstance(one, Chosen):
+        if isinstance(one, EntryChoice):
             among[one.choice].add(one.among)
     total = _union(whole)
     apart = sum(min(count, _union(whole | among[choice]) - total) for choice, count in counts.items())
     return min(total + apart, _union(whole.union(*among.values())))
 
 
-def _union(regions: Iterable[Region]) -> int:
+def _union(regions: Iterable[RowRange]) -> int:
     spans: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for region in set(regions):
         spans[region.parameter, region.width].append((region.start, region.stop))

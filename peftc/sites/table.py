@@ -40,7 +40,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Slab:
+class StackedSlice:
     """One of `count` matrices (or vectors) that are one parameter, as those of experts are: the parameter, cut into `count`
     equal pieces along its first dimension, at `index`.
 
@@ -60,12 +60,12 @@ class WeightRef:
     attribute: str  # "weight", "bias"
     rows: Slice | None = None
     transposed: bool = False  # stored (in, out), as transformers' Conv1D does
-    slab: Slab | None = None
+    stacked_slice: StackedSlice | None = None
 
     @property
     def part(self) -> bool:
         """Whether the parameter has entries that are not the site's."""
-        return self.rows is not None or self.slab is not None
+        return self.rows is not None or self.stacked_slice is not None
 
 
 INPUT, OUTPUT = "<input>", "<output>"
@@ -144,7 +144,7 @@ class ModuleInfo:
 
 
 @dataclass(frozen=True)
-class UnreadModule:
+class UntracedModule:
     """A module whose code could not be followed: there are no sites in it.
 
     `steps` lead to its layer; they end before `layer` where a whole layer could not be read. `hides`: what may be in it by
@@ -176,6 +176,6 @@ class SiteTable:
     guests: tuple[tuple[str, str], ...] = ()  # a module of a layer, and another layer whose code calls it, too
     elsewhere: tuple[tuple[str, ...], ...] = ()  # a parameter, and the modules that compute with it beside its own
     warnings: tuple[str, ...] = ()
-    unread: tuple[UnreadModule, ...] = ()
+    untraced: tuple[UntracedModule, ...] = ()
     fingerprint_version: int = 2
     positions: int | None = None  # how many tokens the model takes at most, where its configuration says so

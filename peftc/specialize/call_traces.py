@@ -16,15 +16,15 @@ from peftc.models.configs import first_line
 from peftc.rewrite.container import CONTAINER
 from peftc.specialize.derived_classes import exchanged
 from peftc.specialize.forwarded_kwargs import open_rest
-from peftc.specialize.guarded_tracer import Asking, plain_arguments
-from peftc.specialize.passthrough_arguments import Call, compared_with_none, handed_on, same, unlooked
+from peftc.specialize.guarded_tracer import GuardedTracer, plain_arguments
+from peftc.specialize.passthrough_arguments import Call, compared_with_none, passthrough_arguments, same, unlooked
 from peftc.trace.branches import told_by_identity
 from peftc.trace.code_positions import Origin
 from peftc.trace.context_managers import AskedNone, TraceError
 from peftc.trace.module_calls import innermost
 
 
-class LookedAt(Exception):
+class ArgumentInspected(Exception):
     """One path through the code looked at what others do not: they are to be traced again."""
 
 
@@ -78,7 +78,7 @@ class Calls:
             compared = compared_with_none(innermost(self.base.forward))
             trace = partial(self.remembered, script)
             if not self.by_identity():
-                self.handed = handed_on(trace, plain, self.values, compared, self.likely)
+                self.handed = passthrough_arguments(trace, plain, self.values, compared, self.likely)
         opened = self.opened(script)
         if not script:
             self.keys = opened[1] if opened else None
@@ -89,14 +89,14 @@ class Calls:
     def close(self) -> NoReturn:
         self.handed, self.keys, self.looked_at = frozenset(), None, True
         self.made.clear()  # what has been returned has been rewritten
-        raise LookedAt
+        raise ArgumentInspected
 
     def ask_beforehand(self, decision: fx.Node) -> None:
         """Raises LookedAt, once for each decision: where it is one on sizes, traces have it as a guard from then on."""
         if decision.meta["origin"] not in self.beforehand:
             self.beforehand.add(decision.meta["origin"])
             self.made.clear()
-            raise LookedAt
+            raise ArgumentInspected
 
     def by_identity(self) -> bool:
         """Whether code that is entered may tell truths apart where nobody notices."""
@@ -146,7 +146,7 @@ class Calls:
         generated: Any = getattr(type(copy), "_peftc_kind", None)
         copy.__class__ = self.base if generated is None else exchanged(type(copy), generated.cls, self.base)
         vars(copy)["_modules"].pop(CONTAINER, None)
-        tracer = Asking(lambda name: name in self.inline, script, symbolic)
+        tracer = GuardedTracer(lambda name: name in self.inline, script, symbolic)
         tracer.nones |= self.nones
         tracer.beforehand |= self.beforehand
         given = self.without_data(arguments, mode)

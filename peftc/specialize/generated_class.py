@@ -22,12 +22,12 @@ from peftc.rewrite.boundary import boundary_graph
 from peftc.rewrite.container import own_children, own_length
 from peftc.rewrite.edits import RegionEdit
 from peftc.rewrite.insert import Inserter
-from peftc.runtime.functions import still
+from peftc.runtime.functions import recheck_guard
 from peftc.specialize import code_printer, guards
-from peftc.specialize.call_traces import Calls, LookedAt, Raised
+from peftc.specialize.call_traces import ArgumentInspected, Calls, Raised
 from peftc.specialize.code_layout import all_of, decided
 from peftc.specialize.derived_classes import followed, rebased
-from peftc.specialize.guarded_tracer import Asking
+from peftc.specialize.guarded_tracer import GuardedTracer
 from peftc.specialize.passthrough_arguments import quiet
 from peftc.trace.module_calls import bind, innermost
 from peftc.trace.patches import branch, within_trace
@@ -45,7 +45,7 @@ class Variant:
     graph: fx.Graph
     source: str
     holds: Callable[..., bool]
-    handed: frozenset[str]  # arguments that it hands on only
+    passthrough: frozenset[str]  # arguments that it hands on only
 
 
 def uncompiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ def base_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     return innermost(cls.forward)
 
 
-class Kind:
+class GeneratedClass:
     """Owns the generated class of a region and the variants of its forward.
 
     A region that is only touched at its boundary has one forward for all calls. Another has a variant for each call
@@ -104,11 +104,11 @@ class Kind:
         self.cls = make_class(self)
         self.prepare()
 
-    def __deepcopy__(self, memo: object) -> Kind:
+    def __deepcopy__(self, memo: object) -> GeneratedClass:
         return self
 
     def __reduce__(self) -> Any:
-        return (Kind, (self.base, self.inline, self.edits, self.name, self.absent, self.entered))
+        return (GeneratedClass, (self.base, self.inline, self.edits, self.name, self.absent, self.entered))
 
     # Choices -----------------------------------------------------------------------------------------------------
 
@@ -117,16 +117,20 @@ class Kind:
         off = cast(ChoiceVar, module.peftc_choice).off
         return self.without(off).dispatch if off else self.dispatch
 
-    def without(self, off: str) -> Kind | Base:
+    def without(self, off: str) -> GeneratedClass | Base:
         """The kind without the edits in `off`, the key of a choice."""
         other = getattr(self, f"without {off}", None)  # no dictionary: dynamo would guard on all of its keys
         return self.not_made(off) if other is None else other
 
-    def make_without(self, off: str) -> Kind | Base:
+    def make_without(self, off: str) -> GeneratedClass | Base:
         with self.lock:
             names = off.split(" ")
             left = () if off == ALL else tuple(edit for edit in self.edits if edit.edit not in names)
-            own = Kind(self.base, self.inline, left, self.name, self.absent, self.entered) if left else Base(self.base)
+            own = (
+                GeneratedClass(self.base, self.inline, left, self.name, self.absent, self.entered)
+                if left
+                else Base(self.base)
+            )
             other = self if len(left) == len(self.edits) and off != ALL else own
             return vars(self).setdefault(f"without {off}", other)
 
@@ -151,7 +155,7 @@ class Kind:
             if _preparing.get():
                 module.train(not module.training)
                 if self.known(module, *args, **kwargs) is None:
-                    self.learn(module, args, kwargs, variant.handed)
+                    self.learn(module, args, kwargs, variant.passthrough)
                 module.train(not module.training)
             forward = self.functions[variant.name]
         return forward(module, *args, **kwargs)
@@ -188,7 +192,7 @@ class Kind:
             try:
                 graph, others, conditions = self.ways(calls)
                 break
-            except LookedAt:  # on another path than the first
+            except ArgumentInspected:  # on another path than the first
                 pass
         return self.variant(graph, others, conditions, calls.handed)
 
@@ -243,14 +247,14 @@ class Kind:
         source = code_printer.function(name, self.signature, body)
         return Variant(name, conditions, graph, source, self.predicate(name, conditions), handed)
 
-    def conditions(self, traced: Traced, tracer: Asking, calls: Calls) -> list[str]:
+    def conditions(self, traced: Traced, tracer: GuardedTracer, calls: Calls) -> list[str]:
         """When a graph is the right one; what may change while it runs is asked again where the model asks."""
         found = guards.conditions(
             traced, tracer, calls.handed, calls.keys, code_printer.Emitter(traced.graph, self.names, self.signature)
         )
         for guard in guards.late(traced):
             with traced.graph.inserting_after(guard.node):
-                traced.graph.call_function(still, (guard.node, guard.kind, guard.value))
+                traced.graph.call_function(recheck_guard, (guard.node, guard.kind, guard.value))
         return found
 
     def rewrite(self, traced: Traced) -> None:
@@ -314,7 +318,7 @@ def with_self(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=[first.replace(name="self"), *others]) if named else signature
 
 
-def make_class(kind: Kind) -> type[nn.Module]:
+def make_class(kind: GeneratedClass) -> type[nn.Module]:
     """A subclass of the region's own class under the same names, so that everything that asks for the class still works."""
     keep_choices()
     # Arguments are given as they came: decorators of a base's forward tell positional ones and keywords apart.
@@ -364,10 +368,10 @@ def reduce(self: Any, protocol: Any) -> Any:
     """Copies and pickles a module of a generated class by its kind, and by the class that others have derived from it."""
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     cls = type(self)
-    kind: Kind = cls._peftc_kind
+    kind: GeneratedClass = cls._peftc_kind
     return (blank, (kind,) if cls is kind.cls else (kind, cls), state)
 
 
-def blank(kind: Kind, derived: Any = None) -> nn.Module:
+def blank(kind: GeneratedClass, derived: Any = None) -> nn.Module:
     cls = kind.cls if derived is None else rebased(derived, derived._peftc_kind.cls, kind.cls)
     return cls.__new__(cls)

@@ -16,16 +16,16 @@ from torch import fx, nn
 from transformers import PretrainedConfig
 
 from peftc.concurrency.interrupts import shielded
-from peftc.recognize.graph.nodes import acts, ancestors
+from peftc.recognize.graph.nodes import ancestors, has_side_effects
 from peftc.specialize.size_expressions import Sizes
 from peftc.trace.code_positions import Origin
 from peftc.trace.module_calls import baked
 from peftc.trace.patches import current
-from peftc.trace.proxy import Attribute, Example, attribute, is_example, is_given
+from peftc.trace.proxy import Attribute, ExampleProxy, attribute, is_given, is_proxy
 from peftc.trace.tracer import RegionTracer, Traced
 
 
-class Asking(RegionTracer):
+class GuardedTracer(RegionTracer):
     """A tracer of one call. Names in `symbolic` are parameters, `**key` for the keys of a `**` parameter."""
 
     def __init__(self, inline: Callable[[str], bool], script: tuple[bool, ...], symbolic: frozenset[str]) -> None:
@@ -46,7 +46,7 @@ class Asking(RegionTracer):
         nodes = {str(n.target): n for n in self.graph.nodes}
         for i, p in enumerate(list(signature.parameters.values())[1:]):
             if p.name in self.symbolic:
-                held = Example(nodes[p.name], self, nodes[p.name].meta["example"])
+                held = ExampleProxy(nodes[p.name], self, nodes[p.name].meta["example"])
                 if p.kind is p.KEYWORD_ONLY:
                     kwargs[p.name] = held
                 else:
@@ -56,15 +56,15 @@ class Asking(RegionTracer):
                 kwargs.update({k: self.part(nodes["**" + p.name], k) for k in keys})
         return args, kwargs
 
-    def part(self, holder: fx.Node, key: str) -> Example:
+    def part(self, holder: fx.Node, key: str) -> ExampleProxy:
         node = self.create_node("call_function", operator.getitem, (holder, key), {})
         node.meta["example"] = value = holder.meta["example"][key]
-        return Example(node, self, value)
+        return ExampleProxy(node, self, value)
 
     def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """What an argument has as a part may be None in another call, and Python be told so (`mask is None`)."""
         made = super().create_proxy(kind, target, *args, **kwargs)
-        if target is operator.getitem and is_example(made) and is_given(made.node):
+        if target is operator.getitem and is_proxy(made) and is_given(made.node):
             self.decide(made.node, "given", getattr(made.node.meta["example"], "ndim", None))
         return made
 
@@ -74,12 +74,12 @@ class Asking(RegionTracer):
         """A truth that can only be told while the region runs (of a size that a cache gives) is asked there; a number that
         follows from the shapes of weights need not be asked.
         """
-        if kind in ("int", "float") and self.live and any(map(acts, ancestors(node))):
+        if kind in ("int", "float") and self.live and any(map(has_side_effects, ancestors(node))):
             number = self.sizes.beforehand(node)
             if number is None or not isinstance(number, fx.Node):
                 return value if number is not None else super().decide(node, kind, value)
             return super().decide(number, kind, value)
-        if kind == "bool" and self.live and any(map(acts, ancestors(node))):
+        if kind == "bool" and self.live and any(map(has_side_effects, ancestors(node))):
             before = self.sizes.beforehand(node) if node.meta["origin"] in self.beforehand else None
             if before is None:
                 return self.fork(node, likely=value)
@@ -152,10 +152,10 @@ class Text(str):
 
     owner: str
     name: str
-    tracer: Asking
+    tracer: GuardedTracer
 
     @classmethod
-    def of(cls, value: str, owner: str, name: str, tracer: Asking) -> Text:
+    def of(cls, value: str, owner: str, name: str, tracer: GuardedTracer) -> Text:
         made = cls(value)
         made.owner, made.name, made.tracer = owner, name, tracer
         return made
@@ -202,7 +202,7 @@ def telling(cls: type) -> type:
 
     def __getattribute__(self: Any, name: str) -> Any:
         tracer = current()
-        if not isinstance(tracer, Asking):
+        if not isinstance(tracer, GuardedTracer):
             return parent.__getattribute__(self, name)
         with tracer.dead():
             value = parent.__getattribute__(self, name)
@@ -226,7 +226,7 @@ def showing(cls: type) -> type:
     def __getattr__(self: Any, name: str) -> Any:
         value = parent.__getattr__(self, name)
         tracer = current()
-        if isinstance(tracer, Asking) and isinstance(value, torch.Tensor):
+        if isinstance(tracer, GuardedTracer) and isinstance(value, torch.Tensor):
             tracer.parameter_read(self, name, value)
         return value
 
@@ -235,7 +235,7 @@ def showing(cls: type) -> type:
         if value is not None and type(value) is not str and not is_row(value):
             return value
         tracer = current()
-        return tracer.attribute_read(self, name, value) if isinstance(tracer, Asking) else value
+        return tracer.attribute_read(self, name, value) if isinstance(tracer, GuardedTracer) else value
 
     members = {"__getattr__": __getattr__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
     _showing[cls] = made = type(cls.__name__, (cls,), members)

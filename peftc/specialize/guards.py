@@ -10,16 +10,16 @@ import torch
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.recognize.graph.nodes import acts, ancestors, is_attention
+from peftc.recognize.graph.nodes import ancestors, has_side_effects, is_attention
 from peftc.specialize.code_printer import Emitter, attribute_path
-from peftc.specialize.guarded_tracer import Asking
+from peftc.specialize.guarded_tracer import GuardedTracer
 from peftc.trace.module_calls import baked
 from peftc.trace.patches import taken_from
 from peftc.trace.tracer import Guard, Traced
 
 
 def conditions(
-    traced: Traced, tracer: Asking, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
+    traced: Traced, tracer: GuardedTracer, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
 ) -> list[str]:
     """Everything that must hold of a call, cheapest first; all of it is asked before anything has happened.
 
@@ -43,7 +43,9 @@ def training(traced: Traced) -> Iterator[str]:
 
 def only_inside(guard: Guard) -> bool:
     """Whether the question is about what a child gave: its type, which is what it was; or whether it is None."""
-    return (guard.kind == "type" and acts(guard.node)) or (guard.kind == "is" and given_by_child(guard.node))
+    return (guard.kind == "type" and has_side_effects(guard.node)) or (
+        guard.kind == "is" and given_by_child(guard.node)
+    )
 
 
 def given_by_child(node: fx.Node) -> bool:
@@ -51,7 +53,7 @@ def given_by_child(node: fx.Node) -> bool:
     return taken_from(node).op == "call_module" or is_attention(taken_from(node))
 
 
-def facts(traced: Traced, tracer: Asking) -> Iterator[str]:
+def facts(traced: Traced, tracer: GuardedTracer) -> Iterator[str]:
     """What Python read from modules and configs and decided on."""
     for (owner, name), value in traced.facts.items():
         path = attribute_path(f"{owner}.{name}".lstrip("."))
@@ -65,7 +67,7 @@ def facts(traced: Traced, tracer: Asking) -> Iterator[str]:
             yield f"{attribute_path(name)} is not None"
 
 
-def surroundings(tracer: Asking) -> Iterator[str]:
+def surroundings(tracer: GuardedTracer) -> Iterator[str]:
     """What the code asked torch about the block that it runs in."""
     for (name, args), value in tracer.surroundings.items():
         text = f"torch.{name}({', '.join(map(repr, args))})"
@@ -73,7 +75,7 @@ def surroundings(tracer: Asking) -> Iterator[str]:
 
 
 def arguments(
-    traced: Traced, tracer: Asking, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
+    traced: Traced, tracer: GuardedTracer, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
 ) -> Iterator[str]:
     for node in traced.graph.nodes:
         if node.op != "placeholder" or str(node.target) in handed:
@@ -89,7 +91,9 @@ def arguments(
             yield from argument(target, value, emitter, used=bool(node.users), typed=node in tracer.typed)
 
 
-def keywords(name: str, holder: fx.Node, tracer: Asking, handed: frozenset[str], emitter: Emitter) -> Iterator[str]:
+def keywords(
+    name: str, holder: fx.Node, tracer: GuardedTracer, handed: frozenset[str], emitter: Emitter
+) -> Iterator[str]:
     values: dict[str, Any] = holder.meta["example"]
     yield f"len({name}) == {len(values)}" if values else f"not {name}"
     parts = {n.args[1]: n for n in holder.users if n.target is operator.getitem}
@@ -123,7 +127,7 @@ def argument(text: str, value: Any, emitter: Emitter, used: bool, typed: bool) -
         yield f"isinstance({text}, {emitter.names.of(type(value).__mro__[-2])})"
 
 
-def dtypes(traced: Traced, tracer: Asking, handed: frozenset[str]) -> Iterator[str]:
+def dtypes(traced: Traced, tracer: GuardedTracer, handed: frozenset[str]) -> Iterator[str]:
     """Dtypes inside a region follow from those of its arguments and parameters, and from autocast."""
     inputs = [n for n in traced.graph.nodes if n.op == "placeholder" and str(n.target) not in handed]
     tensors = [n for n in inputs if isinstance(n.meta["example"], torch.Tensor)]
@@ -175,7 +179,7 @@ def answer(guard: Guard, text: str) -> str:
 
 def check_pure(node: fx.Node) -> None:
     """Raises P406 where the value cannot be known before the region has run."""
-    acting = next((n for n in ancestors(node) if acts(n)), None)
+    acting = next((n for n in ancestors(node) if has_side_effects(n)), None)
     if acting is not None:
         raise PeftcError(
             Diagnostic(
@@ -196,7 +200,7 @@ def late(traced: Traced) -> list[Guard]:
     found: list[Guard] = []
     for guard in traced.guards:
         roots = objects(guard.node)
-        before = [n for n in traced.graph.nodes if acts(n) and n.op != "call_module" and n < guard.node]
+        before = [n for n in traced.graph.nodes if has_side_effects(n) and n.op != "call_module" and n < guard.node]
         if any(objects(n) & roots for n in before) or (guard.kind == "is" and given_by_child(guard.node)):
             found.append(guard)
     return found

@@ -18,15 +18,15 @@ from torch import fx
 
 from peftc.concurrency.interrupts import shielded
 from peftc.recognize.graph.nodes import ancestors, is_attention
-from peftc.specialize.guarded_tracer import Asking, is_argument, name_of
+from peftc.specialize.guarded_tracer import GuardedTracer, is_argument, name_of
 from peftc.trace.tracer import Traced
 
-Call: TypeAlias = "tuple[Traced, Asking]"
+Call: TypeAlias = "tuple[Traced, GuardedTracer]"
 Trace: TypeAlias = Callable[[frozenset[str], Mapping[str, Any]], Call]
 """Traces one call: with these arguments symbolic, and these replaced."""
 
 
-def handed_on(
+def passthrough_arguments(
     trace: Trace, plain: Call, values: Mapping[str, Any], compared: frozenset[str], likely: frozenset[str] | None
 ) -> frozenset[str]:
     """Those of the plain arguments in `values`, and of the tensors, that the code hands on without looking at them.

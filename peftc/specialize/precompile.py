@@ -14,11 +14,11 @@ from transformers import EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.fakes.data_answers import guessing
+from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.models.tower_samples import on_sample, part_calls
 from peftc.observe.repeated_layers import Repeats, repeated
-from peftc.observe.sample_forward import Observation, repeated_blocks, structure
+from peftc.observe.sample_forward import SampleForward, repeated_blocks, structure
 from peftc.specialize.generated_class import preparing
 
 SIZE = 32  # of static caches: more tokens than the sample has
@@ -84,10 +84,10 @@ def run(fake: nn.Module, call: Callable[[], Any], ran: set[str], training: bool 
     with (
         contextlib.ExitStack() as removing,
         fake_mode(fake),
-        guessing(),
+        fake_data_answers(),
         torch.no_grad(),
         preparing() if training else contextlib.nullcontext(),
-        repeated(layers, Repeats(names, Observation(), alike)),
+        repeated(layers, Repeats(names, SampleForward(), alike)),
     ):
         for handle in done:
             removing.callback(handle.remove)

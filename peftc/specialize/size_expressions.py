@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.recognize.graph.nodes import acts, ancestors, is_linear, is_tensor
+from peftc.recognize.graph.nodes import ancestors, has_side_effects, is_linear, is_tensor
 from peftc.recognize.graph.value_operands import cache_part, is_cache_part, is_size
 
 KEEPING = frozenset({"to", "type", "type_as", "contiguous", "float", "clone"})
@@ -36,7 +36,7 @@ class Sizes:
 
     def beforehand(self, value: Any) -> Any:
         """A node with the value of a number in the graph that needs nothing to have run; None where there is none."""
-        if not isinstance(value, fx.Node) or not any(map(acts, ancestors(value))):
+        if not isinstance(value, fx.Node) or not any(map(has_side_effects, ancestors(value))):
             return value
         if is_size(value) and len(value.args) == 2 and isinstance(value.args[1], int):
             source = value.args[0]
@@ -50,7 +50,7 @@ class Sizes:
     def size(self, tensor: fx.Node, at: int) -> Any:
         """The size of a tensor in one dimension, likewise."""
         at %= tensor.meta["example"].ndim
-        if not any(map(acts, ancestors(tensor))):
+        if not any(map(has_side_effects, ancestors(tensor))):
             return self.made("size", (tensor, at), tensor.meta["example"].shape[at])
         source = tensor.args[0] if tensor.args else None
         if not isinstance(source, fx.Node):

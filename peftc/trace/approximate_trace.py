@@ -12,12 +12,12 @@ from typing import Any
 from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from peftc.fakes.data_answers import guessing
+from peftc.fakes.data_answers import fake_data_answers
 from peftc.trace.context_managers import patched
 from peftc.trace.tracer import RegionTracer, Traced
 
 
-class GistTracer(RegionTracer):
+class ApproximateTracer(RegionTracer):
     """Decisions on values of tensors are taken as False: no expert is the one to be left out."""
 
     def __init__(self) -> None:
@@ -27,18 +27,18 @@ class GistTracer(RegionTracer):
         return False
 
     def said(self, value: Any, spec: str) -> str:
-        with guessing():
+        with fake_data_answers():
             return format(value, spec)
 
     def compute(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
-        with guessing():
+        with fake_data_answers():
             return super().compute(kind, target, args, kwargs)
 
 
-def gist(module: nn.Module, arguments: Mapping[str, Any]) -> Traced:
+def approximate_trace(module: nn.Module, arguments: Mapping[str, Any]) -> Traced:
     """What a module's code does with its arguments, experts in their own plain implementation."""
     with patched(ExpertsInterface, "get_interface", lambda _: lambda self, name, default: default):
-        return GistTracer().trace_region(module, arguments)
+        return ApproximateTracer().trace_region(module, arguments)
 
 
 def has_own_code(module: nn.Module) -> bool:

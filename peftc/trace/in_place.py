@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 if TYPE_CHECKING:
-    from peftc.trace.proxy import Example
+    from peftc.trace.proxy import ExampleProxy
     from peftc.trace.tracer import RegionTracer
 
 # Python's own, where the operand on the left is a tensor, and what is printed between the operands.
@@ -52,10 +52,10 @@ class InPlace:
 
     def __init__(self, tracer: RegionTracer) -> None:
         self.tracer = tracer
-        self.proxies: list[weakref.ref[Example]] = []
-        self.in_loop: list[Example] = []  # made before the loop that is open, and changed in it
+        self.proxies: list[weakref.ref[ExampleProxy]] = []
+        self.in_loop: list[ExampleProxy] = []  # made before the loop that is open, and changed in it
 
-    def add(self, proxy: Example) -> None:
+    def add(self, proxy: ExampleProxy) -> None:
         self.proxies.append(weakref.ref(proxy))
 
     def computed(self, node: fx.Node, result: Any, versions: list[tuple[torch.Tensor, int]]) -> fx.Node:
@@ -84,7 +84,7 @@ class InPlace:
         flags = node.kwargs.get("inplace"), getattr(module, "inplace", False), "out" in node.kwargs
         return any(flags) or node.target in AUGMENTED or name.endswith("_")
 
-    def sharing(self, memories: frozenset[int]) -> list[Example]:
+    def sharing(self, memories: frozenset[int]) -> list[ExampleProxy]:
         """The proxies whose values share memory with these."""
         alive = [(ref, proxy) for ref in self.proxies if (proxy := ref()) is not None]
         self.proxies = [ref for ref, _ in alive]

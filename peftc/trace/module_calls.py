@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import get_testing_overrides
 
-from peftc.trace.proxy import is_example, mentions_example
+from peftc.trace.proxy import contains_proxy, is_proxy
 
 
 def baked(value: Any) -> bool:
@@ -20,7 +20,7 @@ def baked(value: Any) -> bool:
 
 def nested_nodes(value: Any) -> Any:
     """`value` with every proxy replaced by its node."""
-    if is_example(value):
+    if is_proxy(value):
         return value.node
     if isinstance(value, (tuple, list)):
         return tuple(map(nested_nodes, value))
@@ -56,7 +56,7 @@ def positional(
     """
     rest = dict(kwargs)
     for name in required(kind, target)[len(args) :] if rest else ():
-        if name not in rest or not (mentions_example(rest[name]) or isinstance(rest[name], torch.Tensor)):
+        if name not in rest or not (contains_proxy(rest[name]) or isinstance(rest[name], torch.Tensor)):
             break
         args = (*args, rest.pop(name))
     return args, rest

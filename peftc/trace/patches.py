@@ -15,7 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from peftc.concurrency.interrupts import shielded
 from peftc.trace.context_managers import patched, watched_blocks
-from peftc.trace.proxy import mentions_example
+from peftc.trace.proxy import contains_proxy
 
 if TYPE_CHECKING:
     from peftc.trace.tracer import RegionTracer
@@ -148,7 +148,7 @@ def guarded_functions() -> Generator[None]:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         now = current()
-        if now is not None and mentions_example((args, kwargs)):
+        if now is not None and contains_proxy((args, kwargs)):
             if cls is checkpoint.CheckpointFunction:
                 function, _, *given = args
                 return function(*given)
@@ -157,7 +157,7 @@ def guarded_functions() -> Generator[None]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         now = current()
-        if now is not None and mentions_example((args, kwargs)):
+        if now is not None and contains_proxy((args, kwargs)):
             return now.record("call_function", scripted, args, {**kwargs, "function": self})
         return call_compiled(self, *args, **kwargs)
 
@@ -174,7 +174,7 @@ def _entered_checkpoint(before: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def around(*args: Any, **kwargs: Any) -> Generator[None]:
-        if current() is None or not mentions_example((args, kwargs)):
+        if current() is None or not contains_proxy((args, kwargs)):
             yield from before(*args, **kwargs)
         else:
             yield
@@ -186,7 +186,7 @@ def _entered(function: Any) -> Any:
     """A function of torch that is written in Python, and whose own code is traced."""
 
     def enter(*args: Any, **kwargs: Any) -> Any:
-        if current() is None or not mentions_example((args, kwargs)):
+        if current() is None or not contains_proxy((args, kwargs)):
             return function(*args, **kwargs)
         with patched(nn.functional, "has_torch_function", lambda _: lambda _given: False):
             return function(*args, **kwargs)
@@ -198,7 +198,7 @@ def _decided(check: Callable[..., None]) -> Callable[..., None]:
     """What `torch._check` and its like are told is a decision: another call may fail the check."""
 
     def checked(error_type: Any, cond: Any, message: Any) -> None:
-        check(error_type, bool(cond) if current() is not None and mentions_example(cond) else cond, message)
+        check(error_type, bool(cond) if current() is not None and contains_proxy(cond) else cond, message)
 
     return checked
 
@@ -220,7 +220,7 @@ def _recording_attention(interface: Any) -> Any:
 def _recorded(function: Any) -> Any:
     def create(*args: Any, **kwargs: Any) -> Any:
         now = current()
-        if now is None or not mentions_example((args, kwargs)):
+        if now is None or not contains_proxy((args, kwargs)):
             return function(*args, **kwargs)
         return now.record("call_function", function, args, kwargs)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TENSOR_FACTS = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
 
 
-class Example(fx.Proxy):
+class ExampleProxy(fx.Proxy):
     """A `Proxy` that also knows the value of its node in the sampled call.
 
     Python asks it questions (`isinstance`, is it true, how long, which dtype); it answers from the example, and every
@@ -71,7 +71,7 @@ class Example(fx.Proxy):
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         value = object.__getattribute__(self, "_value")
         if isinstance(value, (tuple, list, dict)):
-            return Example
+            return ExampleProxy
         self.tracer.asked_type(self.node, type(value))
         return type(value)
 
@@ -115,7 +115,7 @@ class Example(fx.Proxy):
         if isinstance(self._value, dict):
             return iter(self.plain_keys())
         if isinstance(self._value, Pieces):
-            return self.tracer.loops.turns(self, Example)
+            return self.tracer.loops.turns(self, ExampleProxy)
         return iter([self[i] for i in range(len(self))])
 
     def __getattr__(self, name: str) -> Any:
@@ -161,7 +161,7 @@ class Example(fx.Proxy):
         if isinstance(self._value, torch.Tensor) and not dims:
             return tuple(self.size(i) for i in range(self._value.ndim))
         if self.first is not self.here or self.writers:
-            return Example(self.first, self.tracer, self._value).size(*dims)
+            return ExampleProxy(self.first, self.tracer, self._value).size(*dims)
         return self.tracer.record("call_method", "size", (self, *dims))
 
     def dim(self) -> int:
@@ -180,7 +180,7 @@ class Example(fx.Proxy):
 def _augmented(function: Callable[..., Any]) -> Callable[..., Any]:
     """`x += y`, which fx would record as `x = x + y`: another tensor, where code has a second name for the first."""
 
-    def method(self: Example, other: Any) -> Any:
+    def method(self: ExampleProxy, other: Any) -> Any:
         if not isinstance(self._value, torch.Tensor):  # pyright: ignore[reportPrivateUsage]
             return NotImplemented
         return self.tracer.record("call_function", function, (self, other))
@@ -189,7 +189,7 @@ def _augmented(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _function in AUGMENTED:
-    setattr(Example, f"__{_function.__name__}__", _augmented(_function))
+    setattr(ExampleProxy, f"__{_function.__name__}__", _augmented(_function))
 
 
 def is_given(node: fx.Node) -> bool:
@@ -201,12 +201,12 @@ def is_given(node: fx.Node) -> bool:
     return node.op == "placeholder"
 
 
-def is_example(value: object) -> bool:
-    return type(value) is Example  # `isinstance` would ask the example
+def is_proxy(value: object) -> bool:
+    return type(value) is ExampleProxy  # `isinstance` would ask the example
 
 
 def tuples(*made: Any) -> bool:
-    return all(isinstance(values(m) if is_example(m) else m, tuple) for m in made)
+    return all(isinstance(values(m) if is_proxy(m) else m, tuple) for m in made)
 
 
 class Attribute:
@@ -267,7 +267,7 @@ def attribute(value: float, path: str, tracer: RegionTracer) -> Any:
 
 def values(value: Any) -> Any:
     """`value` with every proxy replaced by its example."""
-    if is_example(value):
+    if is_proxy(value):
         return value._value
     if isinstance(value, Flag):
         return value.real != 0
@@ -282,11 +282,11 @@ def values(value: Any) -> Any:
     return value
 
 
-def mentions_example(value: Any) -> bool:
-    if is_example(value):
+def contains_proxy(value: Any) -> bool:
+    if is_proxy(value):
         return True
     if isinstance(value, (tuple, list)):
-        return any(map(mentions_example, value))
+        return any(map(contains_proxy, value))
     if isinstance(value, dict):
-        return any(map(mentions_example, value.values()))
-    return isinstance(value, slice) and any(map(mentions_example, (value.start, value.stop, value.step)))
+        return any(map(contains_proxy, value.values()))
+    return isinstance(value, slice) and any(map(contains_proxy, (value.start, value.stop, value.step)))

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from peftc.trace.context_managers import TraceError
 
 if TYPE_CHECKING:
-    from peftc.trace.proxy import Example
+    from peftc.trace.proxy import ExampleProxy
     from peftc.trace.tracer import RegionTracer
 
 
@@ -98,7 +98,7 @@ class Loops:
         self.before: list[set[int]] = []  # the constants that there were, as the tracer keeps them
         self.kept = (0, 0)  # calls and guards when the second turn began
 
-    def turns(self, pieces: Example, example: type[Example]) -> Iterator[Example]:
+    def turns(self, pieces: ExampleProxy, example: type[ExampleProxy]) -> Iterator[ExampleProxy]:
         """What each of two turns gets. Several that are gone through side by side are one loop."""
         for turn in (0, 1):
             self.begin(turn)

@@ -16,11 +16,11 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
-from peftc.trace.proxy import mentions_example
+from peftc.trace.proxy import contains_proxy
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class RecordedCall:
     """One call: `kind` and `target` as those of a graph's node. `after`: the last node there was when it was made."""
 
     kind: str
@@ -39,18 +39,18 @@ class Recorder(Protocol):
     def dead(self) -> AbstractContextManager[None]: ...
     def record(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
     def knows(self, tensor: torch.Tensor) -> bool: ...
-    def made_node(self, made: Made) -> Any: ...
+    def made_node(self, made: RecordedCall) -> Any: ...
 
 
 @dataclass
 class Tape:
     """What made each tensor, by its identity, and what changed it in place; tensors are kept alive with it."""
 
-    made: dict[int, list[Made]] = field(default_factory=dict[int, list[Made]])
+    made: dict[int, list[RecordedCall]] = field(default_factory=dict[int, list[RecordedCall]])
     kept: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    parts: dict[int, tuple[Made, int]] = field(default_factory=dict[int, tuple[Made, int]])
+    parts: dict[int, tuple[RecordedCall, int]] = field(default_factory=dict[int, tuple[RecordedCall, int]])
 
-    def remember(self, result: Any, made: Made) -> None:
+    def remember(self, result: Any, made: RecordedCall) -> None:
         if isinstance(result, torch.Tensor):
             self.made.setdefault(id(result), []).append(made)
             self.kept.append(result)
@@ -64,18 +64,20 @@ class Tape:
                     self.kept.append(part)
 
 
-def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
+def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
     """A call as a node would have it; None for a question that makes no tensor."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
-        return Made("call_function", getattr, (args[0], func.__self__.__name__), {})
+        return RecordedCall("call_function", getattr, (args[0], func.__self__.__name__), {})
     if name in ("__set__", "__delete__"):
         return None
     if name in ("__getitem__", "__setitem__"):
-        return Made("call_function", operator.getitem if name == "__getitem__" else operator.setitem, args, kwargs)
+        return RecordedCall(
+            "call_function", operator.getitem if name == "__getitem__" else operator.setitem, args, kwargs
+        )
     if is_tensor_method_or_property(func):
-        return Made("call_method", name, args, kwargs)
-    return Made("call_function", func, args, kwargs)
+        return RecordedCall("call_method", name, args, kwargs)
+    return RecordedCall("call_function", func, args, kwargs)
 
 
 class Remembering(TorchFunctionMode):
@@ -95,7 +97,7 @@ class Remembering(TorchFunctionMode):
         made = called(func, args, kwargs) if self.tracer.live else None
         if made is None:
             return func(*args, **kwargs)
-        if mentions_example((made.args, made.kwargs)):
+        if contains_proxy((made.args, made.kwargs)):
             return self.tracer.record(made.kind, made.target, made.args, made.kwargs)
         made = replace(made, after=next(reversed(self.tracer.graph.nodes)))
         with self.tracer.dead():  # what torch's own code does is no part of the region
@@ -110,7 +112,7 @@ class Remembering(TorchFunctionMode):
         return result
 
 
-def changes(made: Made) -> bool:
+def changes(made: RecordedCall) -> bool:
     """Whether a call changes its first argument in place."""
     name = str(made.target)
     return made.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))

@@ -19,16 +19,16 @@ import torch
 from torch import fx, nn
 
 from peftc.concurrency.interrupts import shielded
-from peftc.fakes.data_answers import guessing, honest, settled
+from peftc.fakes.data_answers import fake_data_answers, honest, settled
 from peftc.trace.code_positions import Origin, place
 from peftc.trace.context_managers import AskedNone, Block, TraceError, decorated, entered
 from peftc.trace.functional_linears import linear_of
 from peftc.trace.in_place import WORDS, InPlace, versions
 from peftc.trace.module_calls import baked, bind, innermost, nested_nodes, positional
 from peftc.trace.patches import attention, branch, computed_by, live, selects, spying, taken_from
-from peftc.trace.proxy import Attribute, Example, Flag, attribute, is_example, values
+from peftc.trace.proxy import Attribute, ExampleProxy, Flag, attribute, is_proxy, values
 from peftc.trace.ragged_loops import Lengths, Loops, unknown
-from peftc.trace.tensor_provenance import Made, Remembering, Tape
+from peftc.trace.tensor_provenance import RecordedCall, Remembering, Tape
 
 PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, bool)
 
@@ -156,7 +156,7 @@ class RegionTracer(fx.Tracer):
         type_expr: Any = None,
         proxy_factory_fn: Any = None,
     ) -> Any:
-        if target is operator.getitem and is_example(args[0]):
+        if target is operator.getitem and is_proxy(args[0]):
             self.looked_into(args[0].node, values(args[0]))
         args, kwargs = positional(kind, target, args, kwargs)
         own = linear_of(args, kwargs, self.root, self.tensors, self.tape) if target is nn.functional.linear else None
@@ -172,7 +172,7 @@ class RegionTracer(fx.Tracer):
         )
         if self.materialises(node, value):
             return self.decide(node, "is", value)
-        return Example(node, self, value)
+        return ExampleProxy(node, self, value)
 
     def missed(self, node: fx.Node, value: Any) -> None:
         """Code asked for an attribute that a value does not have."""
@@ -220,10 +220,10 @@ class RegionTracer(fx.Tracer):
                     made.frame = self.frames[-1] if self.frames else ""
                 return made
             if kind == "call_module":
-                with guessing():  # a leaf's own decisions are not part of the graph
+                with fake_data_answers():  # a leaf's own decisions are not part of the graph
                     return self.root.get_submodule(target)(*args, **kwargs)
             if kind == "call_function":
-                with guessing() if selects(target, args) else contextlib.nullcontext():
+                with fake_data_answers() if selects(target, args) else contextlib.nullcontext():
                     return target(*args, **kwargs)
             if kind == "call_method":
                 return getattr(args[0], target)(*args[1:], **kwargs)
@@ -237,7 +237,7 @@ class RegionTracer(fx.Tracer):
         return node
 
     def create_arg(self, a: Any) -> Any:
-        if is_example(a):
+        if is_proxy(a):
             return self.loops.used(a.node)
         if isinstance(a, fx.Node):
             return a
@@ -284,7 +284,7 @@ class RegionTracer(fx.Tracer):
         if id(tensor) in self.tape.parts:
             made, index = self.tape.parts[id(tensor)]
             node = self.create_node("call_function", operator.getitem, (self.made_node(made), index), {})
-            changed: list[Made] = []
+            changed: list[RecordedCall] = []
         else:
             first, *changed = self.tape.made[id(tensor)]
             node = self.made_node(first)
@@ -298,14 +298,14 @@ class RegionTracer(fx.Tracer):
         """Whether a node stands for this tensor already."""
         return id(tensor) in self.tensors or id(tensor) in self.constants
 
-    def made_node(self, made: Made) -> fx.Node:
+    def made_node(self, made: RecordedCall) -> fx.Node:
         if id(made) not in self.made:
             with self.at(made):
                 args, kwargs = self.create_arg(made.args), self.create_arg(made.kwargs)
                 self.made[id(made)] = self.create_node(made.kind, made.target, args, kwargs)
         return self.made[id(made)]
 
-    def at(self, made: Made) -> contextlib.AbstractContextManager[Any]:
+    def at(self, made: RecordedCall) -> contextlib.AbstractContextManager[Any]:
         """Where nodes for a call go: among blocks, to where Python made it; else to the end, where they are first used."""
         if made.after is None or not any(n.target is entered for n in self.graph.nodes):
             return contextlib.nullcontext()
@@ -394,7 +394,7 @@ class RegionTracer(fx.Tracer):
                     args.append(argument)
         return args, kwargs
 
-    def placeholder(self, name: str, value: Any, default: tuple[Any, ...] = ()) -> Example:
+    def placeholder(self, name: str, value: Any, default: tuple[Any, ...] = ()) -> ExampleProxy:
         node = self.create_node("placeholder", name, default, {})
         node.meta["example"] = value
-        return Example(node, self, value)
+        return ExampleProxy(node, self, value)

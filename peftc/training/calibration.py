@@ -19,7 +19,7 @@ from peftc.forms.module import FormModule
 from peftc.forms.pruned_module import PrunedValues
 from peftc.forms.sparse_module import SparseValues
 from peftc.install.installation import Installation
-from peftc.install.presence import acting
+from peftc.install.presence import active_installation
 from peftc.install.surgery import SHARED, identifier, refuse_quantised, view_of
 from peftc.planning import ir
 from peftc.sites.table import WeightRef
@@ -49,8 +49,8 @@ def calibrate(
     Raises: P410 (not compiled), P413, P529, P533 where batches are run and none of several tasks is present, P541 where
     there is nothing to choose or the batches give no gradients, P542 for weights of the base that are quantised.
     """
-    record = acting(model)
-    edits = {edit for part in record.chosen(name) for edit in part.edits}
+    record = active_installation(model)
+    edits = {edit for part in record.selected(name) for edit in part.edits}
     found = [choice for choice in choices_of(model, record) if choice.edit in edits]
     if not found:
         raise PeftcError(Diagnostic("P541", "the model has no edit of which something is to be chosen"))
@@ -139,7 +139,7 @@ class Choice:
 def choices_of(model: nn.Module, record: Installation) -> list[Choice]:
     """What is to be chosen, but at random; of the present task alone where one is."""
     found: dict[str, Choice] = {}
-    for placed in record.placed:
+    for placed in record.site_edits:
         for assign, one in applied(placed):
             for task, tail in one.copies():
                 if not record.task.concerns(task):
@@ -179,7 +179,7 @@ def chooser(
     """The name of the module that knows what of a form is trained, where there is such a choice."""
     owner = one.owner_of(task)
     name = f"{placed.edit}/{placed.site.path}/{one.key}"
-    places = [f"{record.places[name]}{tail}"] if one.owns else []
+    places = [f"{record.form_modules[name]}{tail}"] if one.owns else []
     places += [f"{SHARED}.{identifier(owner)}"] if owner is not None else []
     return next((place for place in places if isinstance(model.get_submodule(place), CHOOSERS)), None)
 

@@ -21,7 +21,7 @@ from peftc.forms.module import FormModule, seeded
 from peftc.forms.svd_module import SVD
 from peftc.forms.tasked_module import Tasked
 from peftc.install.installation import Installation
-from peftc.install.presence import acting
+from peftc.install.presence import active_installation
 from peftc.install.surgery import SHARED, identifier
 
 
@@ -37,7 +37,7 @@ def step(model: nn.Module, step: int) -> None:
     Raises: P410 (not compiled), P529 (switched off), P539 where an `svd` that gives up ranks has no gradients, P545 where `step` is
     no number.
     """
-    record, step = acting(model), _number(step)
+    record, step = active_installation(model), _number(step)
     groups: dict[tuple[str, str | None], list[tuple[str, SVD]]] = {}
     mixtures: list[tuple[str, Mixture]] = []
     for name, form in forms_of(model, record):
@@ -88,7 +88,7 @@ def losses(
     Args: `inputs`, `logits`: the arguments of the forward that was made, and its logits (…, classes).
     Raises: P410 (not compiled), P529 (switched off), P545 (arguments that are none of a forward, or not its logits).
     """
-    record = acting(model)
+    record = active_installation(model)
     _check_forward(inputs, logits)
     found: dict[str, list[Tensor]] = {}
     sums: dict[str, list[Tensor]] = {}
@@ -142,7 +142,7 @@ def counted(model: nn.Module, record: Installation) -> dict[str, list[MaskedSite
     """What is penalised for its entries, by edit: of the present task where one is, and not pruned yet."""
     found: dict[str, list[MaskedSites]] = {}
     seen = set[str]()
-    for placed in record.placed:
+    for placed in record.site_edits:
         for one in placed.instances:
             for task, _ in one.copies():
                 owner = one.owner_of(task)
@@ -171,7 +171,7 @@ class StepCallback(TrainerCallback):
 
 def forms_of(model: nn.Module, record: Installation) -> Iterator[tuple[str, FormModule]]:
     """The forms that have parameters, by the names under which these are saved; those of each task on their own."""
-    for name, where in record.places.items():
+    for name, where in record.form_modules.items():
         form = cast(FormModule, model.get_submodule(where))
         if isinstance(form, Tasked):
             yield from ((f"{name}.tasks.{task}", form.form(task)) for task in form.tasks)

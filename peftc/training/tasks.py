@@ -14,8 +14,8 @@ from peftc.compiler import analysed, checked_tasks, parameters, planned, states
 from peftc.concurrency.context import Block, Choice, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule
-from peftc.install.installation import installed, spec_of_parts
-from peftc.install.presence import acting, whole
+from peftc.install.installation import installation_of, joint_spec
+from peftc.install.presence import active_installation, complete_installation
 from peftc.install.reinstall import Done, reinstall
 from peftc.syntax.parser import parse_text
 
@@ -25,7 +25,7 @@ def tasks(model: nn.Module) -> tuple[str, ...]:
 
     Raises: P410 for a model that is not compiled.
     """
-    return installed(model).task.names
+    return installation_of(model).task.names
 
 
 def task(
@@ -43,7 +43,7 @@ def task(
     Raises: P410 (not compiled), P436 (an edited module was replaced), P534 (unknown), P535 (no numbers of tasks, or none and both
     given), P431 (left elsewhere).
     """
-    record = whole(model)
+    record = complete_installation(model)
     if (name is None) == (task_ids is None):
         raise PeftcError(Diagnostic("P535", "either one task is chosen by its name, or one for each row as `task_ids`"))
     if task_ids is None:
@@ -58,7 +58,7 @@ def set_task(model: nn.Module, name: str | None) -> nn.Module:
 
     Raises: P410 (not compiled), P436 (an edited module was replaced), P534 (unknown).
     """
-    record = whole(model)
+    record = complete_installation(model)
     record.choice.default = replace(record.choice.default, task=None if name is None else record.task.of(name))
     return model
 
@@ -70,7 +70,7 @@ def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Modu
     Raises: P410 (not compiled), P529 (switched off), P534 (`like`), P537 (no name, a task that there is, no edit `per task`).
     After an error the model is as it was.
     """
-    record = acting(model)
+    record = active_installation(model)
     present = record.task.names
     checked_tasks((*present, name), ())
     if not present:
@@ -96,7 +96,7 @@ def drop_task(model: nn.Module, name: str) -> nn.Module:
 
     Raises: P410 (not compiled), P529 (switched off), P534 (unknown), P537 for the last one, and where there is none.
     """
-    chosen = acting(model).task
+    chosen = active_installation(model).task
     if not chosen.names:
         raise PeftcError(Diagnostic("P537", "no edit of the model is `per task`, so it has no task to drop"))
     rest = tuple(task for task in chosen.names if task != chosen.of(name))
@@ -115,10 +115,10 @@ def drop_task(model: nn.Module, name: str) -> nn.Module:
 def _with_tasks(
     model: nn.Module, names: tuple[str, ...], then: Done | None = None, last: Done | None = None
 ) -> nn.Module:
-    record = acting(model)
+    record = active_installation(model)
     analysis = analysed(model, record.sample)
     parts = tuple(
-        replace(part, plan=planned(parse_text(part.text, part.name), analysis, names).plan) for part in record.parts
+        replace(part, plan=planned(parse_text(part.text, part.name), analysis, names).plan) for part in record.specs
     )
-    found = planned(spec_of_parts(parts), analysis, names)
-    return reinstall(model, parts, found, analysis.anatomy, sample=record.sample, tasks=names, then=then, last=last)
+    found = planned(joint_spec(parts), analysis, names)
+    return reinstall(model, parts, found, analysis.structure, sample=record.sample, tasks=names, then=then, last=last)

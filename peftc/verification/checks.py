@@ -243,7 +243,7 @@ def located(trial: Trial, batch: Batch, found: Difference) -> Finding:
     if suspects:
         place = suspects[0]
     edit, site = place or (None, None)
-    states = [a.state for p in trial.record.placed if (p.edit, p.site.path) == place for a in p.assigns]
+    states = [a.state for p in trial.record.site_edits if (p.edit, p.site.path) == place for a in p.assigns]
     message = f"the model does not compute what the spec says: {found}"
     return Finding(
         code="P602",
@@ -268,7 +268,7 @@ def first_module(trial: Trial, batch: Batch, mode: Mode) -> tuple[str | None, Pl
         return None, None
     # What a module of a generated class returns is seen behind its edits; what others return may be seen before them.
     rewritten = {name for name, _ in trial.record.regions}
-    at = {(p.edit, p.site.path): p.site.module for p in trial.record.placed if p.site.module in rewritten}
+    at = {(p.edit, p.site.path): p.site.module for p in trial.record.site_edits if p.site.module in rewritten}
     own = first_output(want.events, got.events, set(at.values()), first[0])
     places = [place for place in want.places if own is not None and at.get(place) == own.module]
     return first[0].module or "the model", places[-1] if places else want.place_before(first[0])
@@ -279,7 +279,7 @@ def _suspects(trial: Trial, batch: Batch, place: Place | None) -> list[Place]:
     trial.reset()
     if difference(trial.expected(batch, EVALUATION).outputs, trial.compiled(batch, EVALUATION).outputs) is not None:
         return []  # at the present parameters already: no change tells sites apart
-    for placed in trial.record.placed:
+    for placed in trial.record.site_edits:
         if wrong_alone(trial, batch, placed) is not None:
             return [(placed.edit, placed.site.path)]
     return []

@@ -54,7 +54,7 @@ def perturbed(trial: Trial, batch: Batch, everywhere: bool, found: Moved) -> Ite
     still = Run({}) if trial.unreached else trial.expected(batch, EVALUATION, order)
     plain = trial.compiled(batch, EVALUATION, before)
     seen: set[tuple[str, ...]] = set()
-    for placed in sampled(trial.record.placed, everywhere):
+    for placed in sampled(trial.record.site_edits, everywhere):
         names = tuple(trial.parameters_of(placed))
         if not names or names in seen:
             continue

@@ -34,7 +34,7 @@ def check_roles(trial: Trial, batch: Batch, everywhere: bool, sites: Mapping[str
     """Checks the q, k and v that edits name, where the base shows what arrives; returns the number of them."""
     name = "q, k and v arrive as such at the attention"
     chosen: dict[str, Site] = {}
-    for placed in sampled(trial.record.placed, everywhere):
+    for placed in sampled(trial.record.site_edits, everywhere):
         if placed.site.steps[-1][0] in NAMES:
             chosen.setdefault(placed.site.path, placed.site)
     failures: list[Finding] = []
@@ -89,7 +89,7 @@ def wrong_role(trial: Trial, batch: Batch, site: Site, sites: Mapping[str, Site]
 
 
 def _edit(trial: Trial, site: Site) -> str | None:
-    return next((placed.edit for placed in trial.record.placed if placed.site.path == site.path), None)
+    return next((placed.edit for placed in trial.record.site_edits if placed.site.path == site.path), None)
 
 
 def arrivals(

@@ -206,7 +206,7 @@ class Trial:
     def sharing(self, placed: ir.SiteEdit, names: Collection[str]) -> list[Place]:
         """The edit at its site, and all others that have one of these parameters."""
         chosen = set(names)
-        everyone = [other for other in self.record.placed if chosen & set(self.parameters_of(other))]
+        everyone = [other for other in self.record.site_edits if chosen & set(self.parameters_of(other))]
         return [(other.edit, other.site.path) for other in (placed, *everyone)]
 
 

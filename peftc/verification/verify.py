@@ -15,7 +15,7 @@ from peftc.compiler import analysed, parameters, remove
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
-from peftc.install.installation import Installation, installed, is_installed
+from peftc.install.installation import Installation, installation_of, is_installed
 from peftc.models.runnable import checked
 from peftc.sites.table import Site
 from peftc.verification.batches import Batch, sample_batch
@@ -54,7 +54,7 @@ def verify(
     Raises: P410 (not compiled), P436 (an edited module was replaced), P507 (no inputs), P509 (it does not run on the batch), P545 (no batch), P601 (no weights, cannot be copied). What is wrong with the
     model is not raised: it is among the `findings` of the result, P602-P611.
     """
-    record = installed(model)
+    record = installation_of(model)
     parameters(model)  # raises P436
     checked(batch)
     if sites not in ("sample", "all"):
@@ -89,12 +89,12 @@ def prepared(other: nn.Module, batch: Batch) -> tuple[Trial, dict[str, Site]]:
     base = remove(duplicate(other))
     refuse_batch(base, batch)
     choose(other, batch)
-    record = installed(other)
+    record = installation_of(other)
     refuse_nan(parameters(other))
     table = {site.path: site for site in analysed(base, record.sample).table.sites}
     trained: dict[str, Tensor] = {name: other.get_parameter(name) for name in record.trained.values()}
     base.requires_grad_(False)
-    witness = Witness(base, record.placed, table, Forms(other, record), trained)
+    witness = Witness(base, record.site_edits, table, Forms(other, record), trained)
     return Trial(other, base, record, parameters(other), witness), table
 
 
@@ -178,7 +178,7 @@ def examined(
 
 def witnessed(trial: Trial, batch: Batch) -> None:
     """One call of the base, to see which equations find their states."""
-    everyone = [(placed.edit, placed.site.path) for placed in trial.record.placed]
+    everyone = [(placed.edit, placed.site.path) for placed in trial.record.site_edits]
     try:
         trial.expected(batch, EVALUATION)
     except Unreachable as reason:
@@ -191,10 +191,10 @@ def witnessed(trial: Trial, batch: Batch) -> None:
 
 def summary(trial: Trial, batch: Batch, done: Results, moved: Moved, weights: str) -> Verification:
     record: Installation = trial.record
-    model = record.parts[0].plan.model
-    sites = Counter(placed.edit for placed in record.placed)
+    model = record.specs[0].plan.model
+    sites = Counter(placed.edit for placed in record.site_edits)
     edits: list[VerifiedEdit] = []
-    sites |= {e.name: len(e.sites) for part in record.parts for e in part.plan.edits if e.name not in sites}
+    sites |= {e.name: len(e.sites) for part in record.specs for e in part.plan.edits if e.name not in sites}
     for name, count in sites.items():
         missing = tuple(
             NotWitnessed(site=site, reason=why) for (edit, site), why in trial.unreached.items() if edit == name

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from peftc.adapters.files import read
-from peftc.install.installation import installed, is_installed
+from peftc.install.installation import installation_of, is_installed
 from tests.interrupts.operations import run
 
 
@@ -35,9 +35,9 @@ def snapshot(model: nn.Module, folder: Path) -> dict[str, str]:
     for name, buffer in model.named_buffers():
         found[f"buffer {name}"] = digest(buffer)
     if is_installed(model):
-        record = installed(model)
+        record = installation_of(model)
         default = record.choice.default
-        found["specs"] = "\n".join(f"{part.name}: {part.text}" for part in record.parts)
+        found["specs"] = "\n".join(f"{part.name}: {part.text}" for part in record.specs)
         found["choice"] = f"{sorted(default.off)} {default.task} {len(record.choice.blocks())} {record.task.names}"
         found |= {f"original {name}": digest(value) for name, value in record.originals.items()}
     found["result"] = digest(run(model))

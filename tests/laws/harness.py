@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.compiler import analysed, flat_of, planned
-from peftc.install.installation import installed
+from peftc.install.installation import installation_of
 from tests import zoo
 from tests.laws.recipe import Recipe
 from tests.reference.reference import Reference
@@ -127,7 +127,7 @@ class Case:
     @property
     def fixed(self) -> dict[str, Tensor]:
         """What forms have beside their parameters, by the same names."""
-        places = installed(self.model).places
+        places = installation_of(self.model).form_modules
         return {
             f"{at}.{n}": b for at, where in places.items() for n, b in self.model.get_submodule(where).named_buffers()
         }

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from peftc.sites.parameter_ranges import Chosen, Region, numel
+from peftc.sites.parameter_ranges import EntryChoice, RowRange, numel
 from tests.plan import tables
 from tests.plan.specs import only_edit, planned, refused
 
@@ -117,17 +117,17 @@ def test_totals_count_an_entry_once():
 
 
 def test_regions():
-    two = [Region("p", 0, 4, 3), Region("p", 2, 6, 3), Region("q", 0, 1)]
+    two = [RowRange("p", 0, 4, 3), RowRange("p", 2, 6, 3), RowRange("q", 0, 1)]
     assert numel(two) == 6 * 3 + 1
     assert numel([]) == 0
 
 
 def test_entries_that_are_chosen_are_counted_once_a_choice_and_never_above_what_there_is():
-    p, q = Region("p", 0, 4, 3), Region("q", 0, 1)
-    assert numel([Chosen(("a",), 5, p), Chosen(("a",), 5, q)]) == 5
-    assert numel([Chosen(("a",), 5, p), Chosen(("b",), 4, p)]) == 9
-    assert numel([Chosen(("a",), 9, p), Chosen(("b",), 9, p)]) == 12
-    assert numel([Chosen(("a",), 5, p), Chosen(("a",), 5, q), p]) == 13
+    p, q = RowRange("p", 0, 4, 3), RowRange("q", 0, 1)
+    assert numel([EntryChoice(("a",), 5, p), EntryChoice(("a",), 5, q)]) == 5
+    assert numel([EntryChoice(("a",), 5, p), EntryChoice(("b",), 4, p)]) == 9
+    assert numel([EntryChoice(("a",), 9, p), EntryChoice(("b",), 9, p)]) == 12
+    assert numel([EntryChoice(("a",), 5, p), EntryChoice(("a",), 5, q), p]) == 13
 
 
 def test_tied_parameters_are_trained_once():

@@ -10,7 +10,7 @@ import peftc
 from benchmarks.families import build
 from peftc.recognize.attention.manual_attention import joining
 from peftc.recognize.attention.patterns import attentions
-from peftc.recognize.graph.features import feeding
+from peftc.recognize.graph.features import source_linears
 from peftc.sites.table import Site, Slice
 from peftc.trace.tracer import RegionTracer
 
@@ -76,7 +76,10 @@ def test_what_is_written_into_a_new_tensor() -> None:
     root = Blank()
     graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
     result = next(n for n in graph.nodes if n.op == "output").args[0]
-    assert [(str(n.target), rows) for n, rows in feeding(result, root)] == [("both", Slice(6, 8)), ("other", None)]
+    assert [(str(n.target), rows) for n, rows in source_linears(result, root)] == [
+        ("both", Slice(6, 8)),
+        ("other", None),
+    ]
 
 
 class Rotated(nn.Module):
@@ -95,9 +98,9 @@ def test_a_part_without_features() -> None:
     root = Rotated()
     graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
     nothing = next(n for n in graph.nodes if getattr(n.meta["example"], "shape", (1,))[-1] == 0)
-    assert feeding(nothing, root) == []
+    assert source_linears(nothing, root) == []
     result = next(n for n in graph.nodes if n.op == "output").args[0]
-    assert [(str(n.target), rows) for n, rows in feeding(result, root)] == [("both", None)]
+    assert [(str(n.target), rows) for n, rows in source_linears(result, root)] == [("both", None)]
 
 
 class Positioned(nn.Module):

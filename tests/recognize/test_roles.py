@@ -79,5 +79,5 @@ def test_final_norms_run_after_the_last_layer(name: str, finals: list[str], tabl
 
 def test_layers_of_one_structure_are_traced_once() -> None:
     analysis = analyse(zoo.build("llama", num_hidden_layers=7))
-    assert len({id(k) for s in analysis.anatomy.stacks for k in s.kinds}) == 1
-    assert len(analysis.anatomy.stacks[0].layers) == 7
+    assert len({id(k) for s in analysis.structure.stacks for k in s.kinds}) == 1
+    assert len(analysis.structure.stacks[0].layers) == 7

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 import peftc
 from benchmarks.families import build
-from peftc.fakes.data_answers import guessing
+from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, new_mode
 from peftc.recognize.graph import nodes
 from peftc.recognize.roles import SubLayer, sub_layers
@@ -206,7 +206,7 @@ def test_sizes_and_masks_are_no_decisions() -> None:
 
 def test_sizes_that_are_guessed_add_up() -> None:
     """`split` by numbers that only the data tell."""
-    with new_mode(), guessing():
+    with new_mode(), fake_data_answers():
         x = torch.ones(20, 3)
         parts = x.split(torch.ones(4, dtype=torch.long).tolist())
     assert sum(p.shape[0] for p in parts) == 20

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 import peftc
 from benchmarks.families import build
 from peftc.fakes.constant_propagation import known
-from peftc.fakes.data_answers import guessing
+from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import new_mode
 from tests.laws.harness import Before
 
@@ -121,14 +121,14 @@ class TestLlava:
 
 
 def test_numbers_in_a_list_that_becomes_a_tensor_are_answered() -> None:
-    with new_mode(), guessing():
+    with new_mode(), fake_data_answers():
         lengths = torch.tensor([3, 4])
         assert torch.tensor([0, lengths[1], *torch.empty(1).long()]).tolist() == [0, 4, 1]
 
 
 def test_what_does_not_depend_on_data_is_known_without_data() -> None:
     grid = torch.tensor([[1, 4, 4], [2, 3, 2]])
-    with new_mode(), guessing():
+    with new_mode(), fake_data_answers():
         lengths = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
         assert lengths.cumsum(0).tolist() == [16, 22, 28]
         assert torch.rand(3, 5)[lengths > 6].shape == (1, 5)

@@ -89,7 +89,7 @@ def test_a_layer_that_shows_no_sub_layers_is_not_left_out_in_silence() -> None:
     model.model.layers[2].__class__ = Product
     with pytest.raises(PeftcError, match=r"P214[^`]*`layer\[\*\]\.attn\.q`"):
         peftc.plan(SPEC, model)
-    assert [part.module for part in peftc.sites(model).unread] == ["model.layers.2"]
+    assert [part.module for part in peftc.sites(model).untraced] == ["model.layers.2"]
 
 
 class Classifier(nn.Module):

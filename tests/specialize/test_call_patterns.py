@@ -17,8 +17,8 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import peftc
-from peftc.install.installation import installed
-from peftc.specialize.generated_class import Kind
+from peftc.install.installation import installation_of
+from peftc.specialize.generated_class import GeneratedClass
 from tests import zoo
 from tests.matrix import checkerboard
 from tests.survival.harness import CACHED, SPECS, close, compiled, text
@@ -70,7 +70,7 @@ def stepwise(model: Any, given: dict[str, Tensor], cache: Any) -> Tensor:
 
 
 def variants(model: nn.Module) -> int:
-    return sum(len(k.variants) for k in {id(k): k for _, k in installed(model).regions}.values())
+    return sum(len(k.variants) for k in {id(k): k for _, k in installation_of(model).regions}.values())
 
 
 @pytest.mark.ahead_of_time
@@ -157,7 +157,7 @@ def test_branches_on_dtypes(dtype: torch.dtype) -> None:
     with torch.no_grad():
         block.layer[1].DenseReluDense.wo.weight.mul_(3e4)
         want = block(x)[0]
-        block.__class__ = Kind(type(block), frozenset({""}), (), "Block").cls
+        block.__class__ = GeneratedClass(type(block), frozenset({""}), (), "Block").cls
         got = block(x)[0]
     assert torch.equal(got, want)
     assert want.isfinite().all()
@@ -198,7 +198,7 @@ def test_a_changed_call_computes_what_the_code_computes(cross: bool) -> None:
     model = zoo.build("bart")
     module, args, kwargs = attention_call(model, zoo.inputs("bart", model), cross)
     generated: Any = copy.deepcopy(module)
-    generated.__class__ = Kind(type(module), frozenset({""}), (), "Own").cls
+    generated.__class__ = GeneratedClass(type(module), frozenset({""}), (), "Own").cls
     for change in (lambda k: k, *CHANGES.values()):
         changed = change(kwargs)
         with torch.no_grad():
@@ -228,7 +228,7 @@ def generated(body: Callable[..., Tensor], **values: Any) -> Any:
     module = Own()
     for name, value in values.items():
         setattr(module, name, value)
-    module.__class__ = Kind(Own, frozenset({""}), (), "Own").cls
+    module.__class__ = GeneratedClass(Own, frozenset({""}), (), "Own").cls
     return module
 
 
@@ -291,7 +291,7 @@ def test_keywords_told_apart_by_identity() -> None:
             return self.inner(x, **kwargs) + (1 if kwargs.get("use_cache") is False else 0)
 
     module, base, x = Own(), Own(), torch.randn(3)
-    module.__class__ = Kind(Own, frozenset({""}), (), "Own").cls
+    module.__class__ = GeneratedClass(Own, frozenset({""}), (), "Own").cls
     for given in ({}, {"use_cache": True}, {"use_cache": False}, {"use_cache": None}, {"position_ids": x}):
         assert torch.equal(module(x, **given), base(x, **given))
 

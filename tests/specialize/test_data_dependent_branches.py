@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.specialize.generated_class import MOST_WAYS, Kind
+from peftc.specialize.generated_class import MOST_WAYS, GeneratedClass
 
 
 class Deciding(nn.Module):
@@ -73,8 +73,8 @@ class Adding(nn.Module):
         return y if bias is None else y + bias.expand_as(y)
 
 
-def rewritten(module: nn.Module) -> Kind:
-    kind = Kind(type(module), frozenset([""]), (), type(module).__name__)
+def rewritten(module: nn.Module) -> GeneratedClass:
+    kind = GeneratedClass(type(module), frozenset([""]), (), type(module).__name__)
     module.__class__ = kind.cls
     return kind
 

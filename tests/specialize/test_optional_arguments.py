@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional
 
 import peftc
-from peftc.install.installation import installed
+from peftc.install.installation import installation_of
 from peftc.rewrite.anchors import Ordinal
 from peftc.rewrite.edits import Bound
-from peftc.specialize.generated_class import Kind
+from peftc.specialize.generated_class import GeneratedClass
 from tests.laws.harness import close
 from tests.matrix import checkerboard
 
@@ -311,7 +311,7 @@ def test_models_pickled_by_earlier_versions(equation: str) -> None:
         (edit,) = kind.edits
         old = replace(edit, states={name: as_before(bound) for name, bound in edit.states.items()})
         assert old.states != edit.states
-        layer.__class__ = Kind(kind.base, kind.inline, (old,), kind.name, kind.absent, kind.entered).cls
+        layer.__class__ = GeneratedClass(kind.base, kind.inline, (old,), kind.name, kind.absent, kind.entered).cls
     close(pickle.loads(pickle.dumps(model))(**given()), want, equation)
 
 
@@ -390,7 +390,7 @@ def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         for name in CALLS:
             model(**masks(name))
-    variants = {kind.name: len(kind.variants) for _, kind in installed(model).regions}
+    variants = {kind.name: len(kind.variants) for _, kind in installation_of(model).regions}
     encoder, layer, attention = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
     assert variants == {cls.__name__: len(CALLS) for cls in (encoder, layer, attention)}
 

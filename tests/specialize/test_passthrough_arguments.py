@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.install.installation import installed
+from peftc.install.installation import installation_of
 from tests.specialize.test_optional_arguments import Block, model_of
 
 SPEC = "peft 1\nedit e at layer[*].attn { h += adapter(x, r=2, init=lora) }\n"
@@ -50,7 +50,7 @@ def test_what_is_handed_on(layer: type[Layer], more: bool) -> None:
     notes = (None, True, False)
     want = [base(x, note) for note in notes]
     model = peftc.compile(SPEC, base, sample={"x": x})
-    kind = installed(model).regions[0][1]
+    kind = installation_of(model).regions[0][1]
     model(x)
     known = len(kind.variants)
     for note, value in zip(notes, want, strict=True):

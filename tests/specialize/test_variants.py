@@ -13,8 +13,8 @@ from torch import nn
 
 import peftc
 from benchmarks.families import build
-from peftc.install.installation import installed
-from peftc.specialize.generated_class import Kind
+from peftc.install.installation import installation_of
+from peftc.specialize.generated_class import GeneratedClass
 from tests import zoo
 from tests.matrix import checkerboard, some
 
@@ -24,8 +24,8 @@ ADAPTER = "peft 1\nedit e at layer[*].ffn { h += adapter(x, r=4, act=relu) }\n"
 PREFIX = "peft 1\nedit p at layer[*].attn { kv = concat(prefix(len=3), kv) }\n"
 
 
-def kinds(model: nn.Module) -> list[Kind]:
-    return list({id(k): k for _, k in installed(model).regions}.values())
+def kinds(model: nn.Module) -> list[GeneratedClass]:
+    return list({id(k): k for _, k in installation_of(model).regions}.values())
 
 
 def compiled(name: str, spec: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -128,7 +128,7 @@ def test_an_implementation_that_cannot_take_a_prefix_is_refused() -> None:
 
 def test_a_forward_that_does_not_know_its_own_call_is_a_bug_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = compiled("bart", ADAPTER)
-    monkeypatch.setattr(Kind, "conditions", lambda *_: ["False"])
+    monkeypatch.setattr(GeneratedClass, "conditions", lambda *_: ["False"])
     known = [len(k.variants) for k in kinds(model)]
     with pytest.raises(peftc.PeftcError, match="P901"):
         model(**zoo.inputs("bart", model), foo=1)
@@ -155,18 +155,18 @@ def test_a_miss_never_runs_a_known_variant() -> None:
 
 
 def test_an_answer_that_changes_in_between_is_noticed() -> None:
-    from peftc.runtime.functions import still
+    from peftc.runtime.functions import recheck_guard
 
-    still(True, "bool", True)
-    still(None, "is", None)
-    still(torch.ones(2, 3), "given", 2)
-    still({"a": 1, "b": 2}, "keys", ["a", "b"])
+    recheck_guard(True, "bool", True)
+    recheck_guard(None, "is", None)
+    recheck_guard(torch.ones(2, 3), "given", 2)
+    recheck_guard({"a": 1, "b": 2}, "keys", ["a", "b"])
     with pytest.raises(peftc.PeftcError, match="P408"):
-        still(torch.ones(2, 3), "given", 3)
+        recheck_guard(torch.ones(2, 3), "given", 3)
     with pytest.raises(peftc.PeftcError, match="P408"):
-        still(None, "given", None)
+        recheck_guard(None, "given", None)
     with pytest.raises(peftc.PeftcError, match="P408"):
-        still(True, "bool", False)
+        recheck_guard(True, "bool", False)
 
 
 @pytest.mark.parametrize("name", some(["bart", "t5", "gpt2", "bert"], 2))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftc.specialize.generated_class import Kind
+from peftc.specialize.generated_class import GeneratedClass
 from peftc.trace.context_managers import TraceError
 from peftc.trace.tracer import RegionTracer
 
@@ -37,7 +37,7 @@ def layer(body: Callable[..., Tensor]) -> Any:
             return body(self, x)
 
     base, generated = Own(), Own()
-    generated.__class__ = Kind(Own, frozenset({""}), (), "Own").cls
+    generated.__class__ = GeneratedClass(Own, frozenset({""}), (), "Own").cls
     return base, generated
 
 

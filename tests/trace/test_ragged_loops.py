@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.recognize.attention.patterns import attentions
-from peftc.recognize.graph.features import feeding
+from peftc.recognize.graph.features import source_linears
 from peftc.sites.table import Slice
-from peftc.specialize.generated_class import Kind
+from peftc.specialize.generated_class import GeneratedClass
 from peftc.trace.ragged_loops import gathered, piece
 from peftc.trace.tracer import RegionTracer
 
@@ -93,8 +93,8 @@ def deciding(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat([p if p.sum() > 0 else -p for p in x.split(lengths.tolist())])
 
 
-def rewritten(module: nn.Module) -> Kind:
-    kind = Kind(type(module), frozenset([""]), (), type(module).__name__)
+def rewritten(module: nn.Module) -> GeneratedClass:
+    kind = GeneratedClass(type(module), frozenset([""]), (), type(module).__name__)
     module.__class__ = kind.cls
     return kind
 
@@ -123,7 +123,7 @@ def test_roles_of_an_attention_in_pieces() -> None:
         graph = RegionTracer(lambda name: name == "").trace_region(root, given).graph
     (attention,) = attentions(graph, root)
     for i, value in enumerate((attention.q, attention.k, attention.v)):
-        assert [rows for _, rows in feeding(value, root)] == [Slice(4 * i, 4 * i + 4)]
+        assert [rows for _, rows in source_linears(value, root)] == [Slice(4 * i, 4 * i + 4)]
     assert sum(n.target is piece for n in graph.nodes) == 3
     assert sum(n.target is gathered for n in graph.nodes) == 1
 

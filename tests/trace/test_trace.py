@@ -12,21 +12,25 @@ from transformers import AttentionInterface
 
 from peftc.recognize.analysis import analyse
 from peftc.recognize.roles import sub_layers
-from peftc.specialize.generated_class import Kind
+from peftc.specialize.generated_class import GeneratedClass
 from peftc.trace.module_calls import bind, innermost
 from peftc.trace.tracer import RegionTracer
 from tests import zoo
 from tests.matrix import checkerboard
 
 
-def retraced(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module, list[Kind]]:
+def retraced(
+    name: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[nn.Module, nn.Module, list[GeneratedClass]]:
     """A model, and one in which every layer is replaced by its trace: all code inlined, no edits."""
     base, model = zoo.build(name, dtype, **options), zoo.build(name, dtype, **options)
-    kinds: dict[type, Kind] = {}
-    for stack in analyse(model).anatomy.stacks:
+    kinds: dict[type, GeneratedClass] = {}
+    for stack in analyse(model).structure.stacks:
         for layer in map(model.get_submodule, stack.layers):
             inner = {n for n, m in layer.named_modules() if next(m.children(), None) is not None} | {""}
-            kind = kinds.setdefault(type(layer), Kind(type(layer), frozenset(inner), (), type(layer).__name__))
+            kind = kinds.setdefault(
+                type(layer), GeneratedClass(type(layer), frozenset(inner), (), type(layer).__name__)
+            )
             layer.__class__ = kind.cls
     return base, model, list(kinds.values())
 

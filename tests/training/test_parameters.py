@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import peftc
-from peftc.install.installation import installed
+from peftc.install.installation import installation_of
 from peftc.verification.witness.forms import Forms
 from tests import zoo
 from tests.laws.harness import close, randomise
@@ -101,9 +101,9 @@ def test_said_is_one_vector_and_a_factor_for_each_layer(name: str) -> None:
     (theta,) = (p.detach() for key, p in parameters.items() if key.endswith("theta"))
     (scale,) = (p.detach() for key, p in parameters.items() if key.endswith("scale"))
     layers = {site.module for site in peftc.sites(base).sites if site.steps[-1][0] == "layer"}
-    record, homes = installed(model), dict[str, int]()
+    record, homes = installation_of(model), dict[str, int]()
     modules, changes = Forms(model, record), dict[str, Tensor]()
-    for placed in record.placed:
+    for placed in record.site_edits:
         (instance,), (state,) = placed.instances, placed.site.states
         module, buffers = placed.site.module, dict(modules.of(placed, instance).named_buffers())
         home = next((layer for layer in layers if f"{module}.".startswith(f"{layer}.")), module)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peftc.forms.shapes import Tokens, Weight
-from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, SiteEdit, Read, Term
+from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read, SiteEdit, Term
 from peftc.sites.table import Site, WeightRef
 
 Side = Literal["weight", "output", "input"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from peftc.planning.foldability import weight_change
 from peftc.planning.foldability.affine import FoldTarget, fold_reason, fold_target, parameter_names
-from peftc.planning.ir import Applied, Arithmetic, Concat, Frozen, SiteEdit, Read, Term
-from peftc.sites.parameter_ranges import Chosen, Parameters, Region, used_ties
+from peftc.planning.ir import Applied, Arithmetic, Concat, Frozen, Read, SiteEdit, Term
+from peftc.sites.parameter_ranges import EntryChoice, Parameters, RowRange, used_ties
 from peftc.sites.table import Site, SiteTable, WeightRef
 
 
@@ -19,7 +19,7 @@ class Verdict:
 
     foldable: bool
     reason: str
-    changed: frozenset[Region | Chosen] = frozenset()
+    changed: frozenset[RowRange | EntryChoice] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +166,11 @@ def _same_rows(one: WeightRef, other: WeightRef) -> bool:
     """Whether two views of a module's parameters have rows in common."""
     if one.module != other.module:
         return False
-    if one.slab and other.slab and (one.attribute, one.slab) != (other.attribute, other.slab):
+    if (
+        one.stacked_slice
+        and other.stacked_slice
+        and (one.attribute, one.stacked_slice) != (other.attribute, other.stacked_slice)
+    ):
         return False
     return not (one.rows and other.rows) or one.rows.overlaps(other.rows)
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from peftc.forms.shapes import Weight
 from peftc.planning.foldability.affine import FoldTarget, linear_states
-from peftc.planning.ir import Applied, Arithmetic, Constant, Instance, SiteEdit, Read, Term, parts_of
-from peftc.sites.parameter_ranges import Chosen, Parameters, Region
+from peftc.planning.ir import Applied, Arithmetic, Constant, Instance, Read, SiteEdit, Term, parts_of
+from peftc.sites.parameter_ranges import EntryChoice, Parameters, RowRange
 from peftc.sites.table import Slice
 
 Own = Literal["absent", "one", "other"]
@@ -36,7 +36,7 @@ class Parts:
         return self.own != "absent" or self.input
 
 
-def changed(placed: SiteEdit, target: FoldTarget, parameters: Parameters) -> Iterable[Region | Chosen]:
+def changed(placed: SiteEdit, target: FoldTarget, parameters: Parameters) -> Iterable[RowRange | EntryChoice]:
     """The entries that differ after the fold. Shapes: w (out, in), b (out)."""
     site = target.site
     weight, bias = target.weight, target.bias
@@ -56,7 +56,7 @@ def changed(placed: SiteEdit, target: FoldTarget, parameters: Parameters) -> Ite
     yield from _written_weights(placed, parameters)
 
 
-def _written_weights(placed: SiteEdit, parameters: Parameters) -> Iterable[Region | Chosen]:
+def _written_weights(placed: SiteEdit, parameters: Parameters) -> Iterable[RowRange | EntryChoice]:
     """All entries of what is written, or those that its equations choose."""
     for assign in placed.assigns:
         state = placed.site.states[assign.state]
@@ -70,7 +70,7 @@ def _written_weights(placed: SiteEdit, parameters: Parameters) -> Iterable[Regio
         for one in choices:
             assert one.form.changes is not None
             count = one.form.changes(one.args, one.dims)
-            yield from (Chosen(_choice(placed, one), count, region) for region in regions)
+            yield from (EntryChoice(_choice(placed, one), count, region) for region in regions)
 
 
 def _choice(placed: SiteEdit, one: Instance) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peftc.forms.shapes import KeyValue, Tokens
-from peftc.planning.ir import Applied, Arithmetic, Assign, Concat, Constant, Frozen, SiteEdit, Read, Term, parts_of
+from peftc.planning.ir import Applied, Arithmetic, Assign, Concat, Constant, Frozen, Read, SiteEdit, Term, parts_of
 
 Insertion = Literal["sequential", "parallel", "weight", "scaling", "tokens"]
 FACTORS = {"scalar": "s", "gate": "g", "vector": "l"}  # forms that multiply what is composed, as the paper writes them

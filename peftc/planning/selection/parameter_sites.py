@@ -94,7 +94,7 @@ def _neither(edit: ast.Edit, site: Site, module: ModuleInfo, table: SiteTable) -
 
 
 def _of_part(ref: WeightRef | None, module: str) -> bool:
-    return ref is not None and ref.slab is not None and ref.module == module
+    return ref is not None and ref.stacked_slice is not None and ref.module == module
 
 
 def _part(site: Site, name: str) -> Site:

@@ -92,7 +92,7 @@ def shown(names: Sequence[str]) -> str:
 def role(site: Site) -> Key:
     """What a site is of its module: a part of its weight, or something else that it computes."""
     refs = (state.weight for state in site.states.values() if state.weight is not None)
-    own = sorted({(str(ref.rows), str(ref.slab)) for ref in refs if ref.module == site.module})
+    own = sorted({(str(ref.rows), str(ref.stacked_slice)) for ref in refs if ref.module == site.module})
     below = site.steps[stack_steps([name for name, _ in site.steps]) + 1 :]
     if own:
         return ("weight", *own, below if site.calls > 1 else ())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed
 from peftc.planning.selection.shared_modules import SHOWN, shown, uses
-from peftc.sites.parameter_ranges import Parameters, Region, numel, parameter_name, used_ties
+from peftc.sites.parameter_ranges import Parameters, RowRange, numel, parameter_name, used_ties
 from peftc.sites.table import Site, SiteTable, State, WeightRef
 from peftc.syntax import ast
 
@@ -20,7 +20,7 @@ class Trained:
     name: str
     states: tuple[str, ...]
     sites: tuple[Site, ...]
-    regions: frozenset[Region]
+    regions: frozenset[RowRange]
     parameters: tuple[str, ...]
 
 
@@ -152,7 +152,7 @@ def _part(statement: ast.Train, site: Site, state: State, name: str) -> Diagnost
 
 def _whole(site: Site, state: State) -> str:
     """How to name a parameter that holds more than the site's rows."""
-    if state.weight is None or state.weight.slab is None:
+    if state.weight is None or state.weight.stacked_slice is None:
         return f'train all of it, by name: `at "{site.module}"`'
     *_, (experts, _), (role, _) = site.steps
     roles = ("gate", "up") if state.weight.rows else (role,)

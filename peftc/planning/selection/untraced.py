@@ -15,11 +15,11 @@ from peftc.planning.selection.nearest import name_span
 from peftc.semantics.walk import chooses
 from peftc.sites.path_compression import collapsed
 from peftc.sites.paths import BRANCHES, Paths, Steps
-from peftc.sites.table import Site, SiteTable, UnreadModule
+from peftc.sites.table import Site, SiteTable, UntracedModule
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import selector as show
 
-Unread = tuple[UnreadModule, ...]
+UntracedModules = tuple[UntracedModule, ...]
 
 
 class Untraced(Protocol):
@@ -63,17 +63,17 @@ def _removed(selector: ast.Selector) -> Iterator[ast.Path]:
             yield from _removed(arm)
 
 
-def needed(path: ast.Path, paths: Paths) -> Unread:
+def needed(path: ast.Path, paths: Paths) -> UntracedModules:
     """The modules that may hold some of what a path asks for."""
     names = [step.name for i, step in enumerate(path.steps) if not chooses(path.steps, i)]
-    if "layer" not in names or names[-1] == "**" or not paths.table.unread:
+    if "layer" not in names or names[-1] == "**" or not paths.table.untraced:
         return ()
     at = names.index("layer")
     steps = path.steps[: len(path.steps) - len(names) + at + 1]
     layers = {match.site.steps for match in paths.matches(steps) if paths.chosen(match, steps)}
     return tuple(
         module
-        for module in paths.table.unread
+        for module in paths.table.untraced
         if (_whole(module, names[:at]) if "layer" in module.hides else module.steps in layers)
         and (
             "layer" in module.hides
@@ -82,17 +82,17 @@ def needed(path: ast.Path, paths: Paths) -> Unread:
     )
 
 
-def _whole(module: UnreadModule, before: Sequence[str]) -> bool:
+def _whole(module: UntracedModule, before: Sequence[str]) -> bool:
     """Whether a layer that could not be read is in one of the stacks that are written before `layer`."""
     stack = iter(name for name, _ in module.steps)
     return all(name in stack for name in before)
 
 
-def _hidden(words: Sequence[str], module: UnreadModule) -> bool:
+def _hidden(words: Sequence[str], module: UntracedModule) -> bool:
     return bool(words) and words[0] in module.hides
 
 
-def _elsewhere(words: Sequence[str], module: UnreadModule, paths: Paths) -> bool:
+def _elsewhere(words: Sequence[str], module: UntracedModule, paths: Paths) -> bool:
     """Whether a path says `self` or `cross`, and the layer has that one."""
     wanted = (*module.steps, (words[0], None))
     branch = words[1] if len(words) > 1 and words[1] in BRANCHES else None
@@ -103,7 +103,7 @@ def _elsewhere(words: Sequence[str], module: UnreadModule, paths: Paths) -> bool
     )
 
 
-def _error(arm: ast.Path, modules: Unread, paths: Paths) -> Diagnostic:
+def _error(arm: ast.Path, modules: UntracedModules, paths: Paths) -> Diagnostic:
     names = [step.name for step in arm.steps]
     at = names.index("layer")
     step = arm.steps[min(at + 1, len(arm.steps) - 1)]
@@ -118,7 +118,7 @@ def _error(arm: ast.Path, modules: Unread, paths: Paths) -> Diagnostic:
     )
 
 
-def _help(modules: Unread, branches: Sequence[str]) -> str:
+def _help(modules: UntracedModules, branches: Sequence[str]) -> str:
     pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", modules[0].module)
     read = [f"`attn.{branch}`" for branch in branches]
     return f'name its modules by a pattern in quotes, such as `"{pattern}.**"`' + (
@@ -126,7 +126,7 @@ def _help(modules: Unread, branches: Sequence[str]) -> str:
     )
 
 
-def _branches(words: Sequence[str], modules: Unread, paths: Paths) -> list[str]:
+def _branches(words: Sequence[str], modules: UntracedModules, paths: Paths) -> list[str]:
     """Those of `self` and `cross` that the layers have, where a path leaves it open which is meant."""
     if words[:1] != ["attn"] or BRANCHES.intersection(words):
         return []
@@ -146,10 +146,10 @@ def reasons(modules: Iterable[Untraced]) -> list[str]:
     ]
 
 
-def in_layers_of(sites: Iterable[Site], table: SiteTable) -> Unread:
+def in_layers_of(sites: Iterable[Site], table: SiteTable) -> UntracedModules:
     """The modules that could not be read in the layers of some sites."""
-    layers = {_layer(site) for site in sites} if table.unread else set[Steps]()
-    return tuple(module for module in table.unread if module.steps and module.steps in layers)
+    layers = {_layer(site) for site in sites} if table.untraced else set[Steps]()
+    return tuple(module for module in table.untraced if module.steps and module.steps in layers)
 
 
 def _layer(site: Site) -> Steps:
@@ -158,7 +158,7 @@ def _layer(site: Site) -> Steps:
     return site.steps[: names.index("layer") + 1] if "layer" in names else ()
 
 
-def warning(selector: ast.Selector, modules: Sequence[UnreadModule]) -> Diagnostic:
+def warning(selector: ast.Selector, modules: Sequence[UntracedModule]) -> Diagnostic:
     """P215 for modules in the layers of a selector that asks for nothing in them."""
     return Diagnostic(
         "P215",

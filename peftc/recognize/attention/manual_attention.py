@@ -177,7 +177,7 @@ def heads_among(places: Sequence[int], width: int, operand: fx.Node, root: nn.Mo
     apart, or the only one that can be for its size.
     """
     told = features.dims_of(operand, root).intersection(places)
-    widths = {rows.width if rows else nodes.shape(n)[-1] for n, rows in features.feeding(operand, root)}
+    widths = {rows.width if rows else nodes.shape(n)[-1] for n, rows in features.source_linears(operand, root)}
     found = told or {place for place in places if nodes.shape(operand)[place] * width in widths}
     return found.pop() if len(found) == 1 else None
 

@@ -53,7 +53,7 @@ _TURNS = ("T", "mT")
 IsLinear: TypeAlias = Callable[[fx.Node, nn.Module], bool]
 
 
-def feeding(
+def source_linears(
     value: fx.Node, root: nn.Module, *others: fx.Node, is_linear: IsLinear = nodes.is_linear
 ) -> list[tuple[fx.Node, Slice | None]]:
     """The nearest Linears upstream of a value, each with the rows of its output that go there, or to one of the `others`

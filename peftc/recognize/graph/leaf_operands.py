@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from peftc.fakes.tensors import fake_copy
 from peftc.recognize.graph import nodes
 from peftc.recognize.graph.value_operands import CARRIERS, WHOLE
-from peftc.trace.approximate_trace import gist
+from peftc.trace.approximate_trace import approximate_trace
 from peftc.trace.tracer import ModuleCall, Traced
 
 
@@ -43,7 +43,7 @@ def carriers(call: ModuleCall, root: nn.Module, mode: FakeTensorMode) -> dict[in
     arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
     try:
         with mode:
-            graph = gist(root.get_submodule(call.name), fake_copy(arguments, mode)).graph
+            graph = approximate_trace(root.get_submodule(call.name), fake_copy(arguments, mode)).graph
     except Exception:  # of a model's own code
         return {}
     result = next(n for n in graph.nodes if n.op == "output").args[0]

@@ -153,7 +153,7 @@ def consumer_linear(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.
     return next((n for n in found if not any(n in behind[other] for other in found if other is not n)), None)
 
 
-def acts(node: fx.Node) -> bool:
+def has_side_effects(node: fx.Node) -> bool:
     """Whether running a node twice could change something, or costs a module's forward."""
     if node.op == "call_module" or CHANGES in node.meta:
         return True

@@ -17,7 +17,7 @@ from peftc.recognize.moe.listed import Listed, listed
 from peftc.recognize.moe.router import Router, router
 from peftc.recognize.moe.stacked import Experts, experts, multiplies_pieces
 from peftc.recognize.roles import SubLayer
-from peftc.trace.approximate_trace import gist
+from peftc.trace.approximate_trace import approximate_trace
 from peftc.trace.tracer import ModuleCall, Traced
 
 
@@ -100,7 +100,7 @@ def followed(call: ModuleCall, root: nn.Module, mode: FakeTensorMode) -> Traced 
     arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
     try:
         with mode:
-            code = gist(root.get_submodule(call.name), fake_copy(arguments, mode))
+            code = approximate_trace(root.get_submodule(call.name), fake_copy(arguments, mode))
             return None if attentions(code.graph, root.get_submodule(call.name)) else code
     except Exception:  # of a model's own code: in what cannot be followed there is nothing that could be named
         return None
@@ -144,7 +144,7 @@ def name_shared(sub: SubLayer, root: nn.Module) -> None:
     """Networks of ordinary Linears whose result is added to that of the experts."""
     router_node = sub.router.logits if sub.router is not None else None
     sub.projections, sub.hidden = {}, None
-    downs = [p for p in features.feeding(sub.h, root) if p[0] is not router_node and p[0] in sub.body]
+    downs = [p for p in features.source_linears(sub.h, root) if p[0] is not router_node and p[0] in sub.body]
     for down in downs:
         hidden = nodes.first_input(down[0])
         roles = ffn.before(hidden, root) if hidden is not None else {}

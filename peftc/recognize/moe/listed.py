@@ -34,7 +34,7 @@ def listed(module: str, traced: Traced) -> Listed | None:
     root = traced.root
     assert root is not None
     output = next(n for n in traced.graph.nodes if n.op == "output")
-    downs = features.feeding(output, root)
+    downs = features.source_linears(output, root)
     hidden = nodes.first_input(downs[0][0]) if len(downs) == 1 else None
     if hidden is None:
         return None

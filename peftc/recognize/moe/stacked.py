@@ -25,7 +25,7 @@ _SAME = frozenset({"view", "reshape", "unflatten", "to", "contiguous", "squeeze"
 
 
 @dataclass(frozen=True)
-class Bank:
+class StackedParameter:
     """A parameter of `count` equal pieces, one an expert; `transposed`: each is stored (in, out).
 
     `owner` and `reader` are modules by their names in the layer; `d_out`, `d_in` are those of a whole piece.
@@ -44,9 +44,9 @@ class Bank:
 class Role:
     """One Linear of every expert: the parameter, the rows of each piece (None: all), and the parameter of its bias."""
 
-    weight: Bank
+    weight: StackedParameter
     rows: Slice | None = None
-    bias: Bank | None = None
+    bias: StackedParameter | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def projections(traced: Traced, root: nn.Module) -> dict[str, ffn.Projection]:
     output = next(
         n for n in traced.graph.nodes if n.op == "output"
     )  # experts add to their result in place, up to the end
-    downs = [p for p in features.feeding(output, root, is_linear=is_linear) if picked_in(p[0]) is not None]
+    downs = [p for p in features.source_linears(output, root, is_linear=is_linear) if picked_in(p[0]) is not None]
     same = {picked.parameter.target for p in downs if (picked := picked_in(p[0])) is not None}
     hidden = nodes.first_input(downs[0][0]) if len(same) == 1 else None
     if hidden is None:
@@ -173,7 +173,7 @@ def role_of(made: ffn.Projection, module: str, root: nn.Module) -> Role | None:
     return Role(weight, rows, bias_of(made.node, module, weight))
 
 
-def bank(found: Picked, module: str, shape: tuple[int, ...]) -> Bank:
+def bank(found: Picked, module: str, shape: tuple[int, ...]) -> StackedParameter:
     """The parameter of a picked matrix. `shape`: as it is stored, (count, …, …) or (count · …, …)."""
     total = 1
     for size in shape:
@@ -182,7 +182,7 @@ def bank(found: Picked, module: str, shape: tuple[int, ...]) -> Bank:
     other = total // found.count // last
     d_out, d_in = (last, other) if found.turned else (other, last)
     owner, _, attribute = str(found.parameter.target).rpartition(".")
-    return Bank(
+    return StackedParameter(
         inside(module, owner),
         attribute,
         found.count,
@@ -193,7 +193,7 @@ def bank(found: Picked, module: str, shape: tuple[int, ...]) -> Bank:
     )
 
 
-def bias_of(product: fx.Node, module: str, weight: Bank) -> Bank | None:
+def bias_of(product: fx.Node, module: str, weight: StackedParameter) -> StackedParameter | None:
     """The parameter whose pieces are added to a product: one vector (out) an expert."""
     given = [product.args[2]] if product.target is nn.functional.linear and len(product.args) > 2 else []
     given += [product.kwargs["bias"]] if "bias" in product.kwargs else []
@@ -206,7 +206,7 @@ def bias_of(product: fx.Node, module: str, weight: Bank) -> Bank | None:
             continue
         owner, _, attribute = str(node.target).rpartition(".")
         reader = inside(module, str(node.meta["origin"][0]))
-        return Bank(inside(module, owner), attribute, weight.count, reader, False, weight.d_out, 1)
+        return StackedParameter(inside(module, owner), attribute, weight.count, reader, False, weight.d_out, 1)
     return None
 
 

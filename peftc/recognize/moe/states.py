@@ -9,9 +9,9 @@ from torch import nn
 from peftc.forms import shapes
 from peftc.recognize.moe.listed import Listed
 from peftc.recognize.moe.router import Router
-from peftc.recognize.moe.stacked import Bank, Experts, Role
+from peftc.recognize.moe.stacked import Experts, Role, StackedParameter
 from peftc.recognize.non_layer_sites import weight_states
-from peftc.sites.table import INPUT, OUTPUT, Place, Slab, Slice, State, WeightRef
+from peftc.sites.table import INPUT, OUTPUT, Place, Slice, StackedSlice, State, WeightRef
 
 ROLES = ("gate", "up", "down")
 FullName = Callable[[str], str]  # of a module by its name in the layer
@@ -41,8 +41,8 @@ def piece_states(role: Role, number: int, full: FullName) -> dict[str, State]:
     return states
 
 
-def piece(bank: Bank, rows: Slice | None, number: int, full: FullName) -> WeightRef:
-    slab = Slab(number, bank.count, full(bank.reader))
+def piece(bank: StackedParameter, rows: Slice | None, number: int, full: FullName) -> WeightRef:
+    slab = StackedSlice(number, bank.count, full(bank.reader))
     return WeightRef(full(bank.owner), bank.attribute, rows, bank.transposed, slab)
 
 

@@ -17,7 +17,7 @@ class Forms:
 
     def __init__(self, model: nn.Module, record: Installation) -> None:
         self.model, self.record = model, record
-        self.owners = {name.split("/")[1]: place for name, place in record.places.items()}
+        self.owners = {name.split("/")[1]: place for name, place in record.form_modules.items()}
         self.known: dict[int, FormModule] = {}
 
     def of(self, placed: ir.SiteEdit, instance: ir.Instance) -> FormModule:
@@ -28,7 +28,7 @@ class Forms:
 
     def _module(self, placed: ir.SiteEdit, instance: ir.Instance) -> FormModule:
         if instance.owns:
-            place = self.record.places[f"{placed.edit}/{placed.owner}/{instance.key}"]
+            place = self.record.form_modules[f"{placed.edit}/{placed.owner}/{instance.key}"]
             return cast(FormModule, self.model.get_submodule(place))
         if not instance.tasks:
             return self._member(instance, None)

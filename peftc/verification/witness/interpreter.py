@@ -142,15 +142,17 @@ def with_weight(parameter: Tensor, ref: WeightRef, new: Tensor) -> Tensor:
     piece = piece.t() if ref.transposed else piece
     piece = with_features(ref.rows, piece, new.to(parameter.dtype), 0)
     piece = piece.t() if ref.transposed else piece
-    if ref.slab is None:
+    if ref.stacked_slice is None:
         return piece
-    pieces = list(_pieces(parameter, ref.slab.count).unbind(0))
-    pieces[ref.slab.index] = piece
+    pieces = list(_pieces(parameter, ref.stacked_slice.count).unbind(0))
+    pieces[ref.stacked_slice.index] = piece
     return torch.stack(pieces).view(parameter.shape)
 
 
 def _piece(parameter: Tensor, ref: WeightRef) -> Tensor:
-    return parameter if ref.slab is None else _pieces(parameter, ref.slab.count)[ref.slab.index]
+    return (
+        parameter if ref.stacked_slice is None else _pieces(parameter, ref.stacked_slice.count)[ref.stacked_slice.index]
+    )
 
 
 def _pieces(parameter: Tensor, count: int) -> Tensor:

@@ -128,7 +128,7 @@ class Locator:
     def is_module(self, site: Site) -> bool:
         """Whether a site is one module with a weight, such as a Linear or a norm."""
         weight = site.states["w"].weight if "w" in site.states else None
-        return weight is not None and weight.module == site.module and weight.slab is None
+        return weight is not None and weight.module == site.module and weight.stacked_slice is None
 
     def at(self, site: Site, kind: Kind) -> Location:
         if site.calls != 1:
