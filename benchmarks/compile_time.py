@@ -61,8 +61,8 @@ CONTENDERS = {"peftc": compile_peftc, "PEFT": compile_peft}
 
 def counted_traces() -> Counter[str]:
     """Counts, from now on, how often a layer of each structure is traced."""
-    from peftc.observe.sample_forward import structure
-    from peftc.trace.tracer import RegionTracer
+    from peftc.observation.sample_forward import structure
+    from peftc.tracing.tracer import RegionTracer
 
     traces: Counter[str] = Counter()
     trace = RegionTracer.trace_region

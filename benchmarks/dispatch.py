@@ -26,9 +26,9 @@ from torch import nn
 
 import peftc
 from benchmarks.common import machine, save, table
-from peftc.install.installation import installation_of
-from peftc.specialize.generated_class import GeneratedClass
-from peftc.trace.module_calls import innermost
+from peftc.installation.record import installation_of
+from peftc.specialization.generated_class import GeneratedClass
+from peftc.tracing.module_calls import innermost
 
 SPEC = """peft 1
 edit prefix at layer[*].attn { kv = concat(prefix(len=4), kv) }

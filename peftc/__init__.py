@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from peftc.compiler import compile, design, disabled, graphs, parameters, parse, plan, remove, sites, specs
     from peftc.explore import rewrite, trace
     from peftc.folding import fold
-    from peftc.install.disable import set_enabled
+    from peftc.installation.disable import set_enabled
     from peftc.training.calibration import calibrate
     from peftc.training.steps import StepCallback, losses, step
     from peftc.training.tasks import add_task, drop_task, set_task, task, tasks
@@ -35,7 +35,7 @@ _HOMES = {
     ),
     "peftc.explore": ("rewrite", "trace"),
     "peftc.training.tasks": ("add_task", "drop_task", "set_task", "task", "tasks"),
-    "peftc.install.disable": ("set_enabled",),
+    "peftc.installation.disable": ("set_enabled",),
     "peftc.training.steps": ("StepCallback", "losses", "step"),
     "peftc.verification": ("verify",),
     "peftc.adapters": ("fuse", "load", "save", "warm_start"),

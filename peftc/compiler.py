@@ -17,19 +17,20 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from peftc.addressing.sites import SiteTable
 from peftc.concurrency.context import Block
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import listed
 from peftc.fakes.tensors import fake_copy
 from peftc.forms.module import FormModule, checked_seed
-from peftc.install.disable import suspended
-from peftc.install.installation import Installation, InstalledSpec, installation_of, is_installed, joint, joint_spec
-from peftc.install.overlay import true_parameter
-from peftc.install.presence import active_installation, complete_installation
-from peftc.install.reinstall import Done, reinstall, uninstall
-from peftc.install.spec_conflicts import free_name, noted, prefixed, refuse_second
-from peftc.install.surgery import strip
+from peftc.installation.disable import suspended
+from peftc.installation.overlay import true_parameter
+from peftc.installation.presence import active_installation, complete_installation
+from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, joint, joint_spec
+from peftc.installation.reinstall import Done, reinstall, uninstall
+from peftc.installation.spec_conflicts import free_name, noted, prefixed, refuse_second
+from peftc.installation.surgery import strip
 from peftc.models.load import load_model
 from peftc.models.resolve import ModelSource, resolve
 from peftc.models.runnable import checked, refuse_what_does_not_run
@@ -37,13 +38,12 @@ from peftc.modules.offload import here
 from peftc.planning.planner import Plan, Planned, make_plan
 from peftc.planning.report.design import Design, design_of
 from peftc.planning.scope import ONE
-from peftc.recognize.analysis import Analysis, ModelLike, analyse
-from peftc.rewrite.positions import refused
+from peftc.recognition.analysis import Analysis, ModelLike, analyse
+from peftc.rewriting.positions import refused
 from peftc.semantics.checks.structure import said_of
 from peftc.semantics.expand import expand
 from peftc.semantics.load import Include, read_spec
 from peftc.semantics.settings import settings_of
-from peftc.sites.table import SiteTable
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec

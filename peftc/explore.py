@@ -8,25 +8,25 @@ from typing import Any
 
 from torch import fx
 
+from peftc.addressing.sites import Site
 from peftc.compiler import Settings, SpecLike, analysed, flat_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed, nearest
 from peftc.fakes.tensors import fake_copy
 from peftc.planning.planner import make_plan
 from peftc.planning.selection.selectors import resolve
-from peftc.recognize.analysis import Analysis, ModelLike
-from peftc.recognize.attention.patterns import attention_at
-from peftc.recognize.layers import LayerType, has_children
-from peftc.rewrite.insert import Inserter
-from peftc.rewrite.regions import LayerRegions
-from peftc.rewrite.states import node_of
+from peftc.recognition.analysis import Analysis, ModelLike
+from peftc.recognition.attention.patterns import attention_at
+from peftc.recognition.layers import LayerType, has_children
+from peftc.rewriting.insert import Inserter
+from peftc.rewriting.regions import LayerRegions
+from peftc.rewriting.states import node_of
 from peftc.semantics.load import Include
-from peftc.sites.table import Site
-from peftc.specialize.code_printer import Emitter, Names, function
+from peftc.specialization.code_printer import Emitter, Names, function
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
-from peftc.trace.module_calls import signature_of
-from peftc.trace.tracer import RegionTracer, Traced
+from peftc.tracing.module_calls import signature_of
+from peftc.tracing.tracer import RegionTracer, Traced
 
 
 @dataclass(frozen=True, eq=False)

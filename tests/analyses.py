@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from peftc.models.resolve import ModelSource
-from peftc.recognize import analysis
+from peftc.recognition import analysis
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 OWN = frozenset(vars(nn.Module()))  # what torch keeps in every module

@@ -53,7 +53,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     ahead = FULL or item.get_closest_marker("ahead_of_time") or crc32(item.nodeid.encode()) % 8 == 0
     with pytest.MonkeyPatch.context() as patch:
         if not ahead:
-            patch.setattr("peftc.install.reinstall.warm", lambda model, sample=None: None)
+            patch.setattr("peftc.installation.reinstall.warm", lambda model, sample=None: None)
         if not FULL and item.path.relative_to(item.config.rootpath).parts[1] in READ_ONCE:
             patch.setattr("peftc.compiler.analyse", analyses.analyse)
         return (yield)

@@ -86,7 +86,7 @@ def test_contenders_take_turns() -> None:
 
 
 def test_no_kind_of_layer_is_traced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peftc.trace.tracer import RegionTracer
+    from peftc.tracing.tracer import RegionTracer
 
     monkeypatch.setattr(RegionTracer, "trace_region", RegionTracer.trace_region)  # put back afterwards
     monkeypatch.setattr(compile_time, "LATER", 1)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from peftc.adapters.metadata import Base, BaseTensor
 from peftc.adapters.weight_sample import VALUES, Distance, distance, finite, samples
-from peftc.install.installation import Installation, installation_of, is_installed
-from peftc.install.surgery import SHARED
+from peftc.installation.record import Installation, installation_of, is_installed
+from peftc.installation.surgery import SHARED
 from peftc.models import settings
 from peftc.models.identity import VERSION, everything, fingerprint_of, identity, parameters
-from peftc.rewrite.container import CONTAINER
+from peftc.rewriting.container import CONTAINER
 
 _SHOWN = 5  # differences of the configuration
 

@@ -17,9 +17,9 @@ from peftc.compiler import parameters, states
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import FORMS
 from peftc.forms.module import FormModule
-from peftc.install.installation import Installation
-from peftc.install.spec_conflicts import noted
-from peftc.install.surgery import SHARED, identifier
+from peftc.installation.record import Installation
+from peftc.installation.spec_conflicts import noted
+from peftc.installation.surgery import SHARED, identifier
 from peftc.planning.ir import SiteEdit
 from peftc.semantics.arguments import bind
 from peftc.semantics.walk import expressions, is_shared

@@ -16,13 +16,13 @@ from peftc.adapters.warm_start import checked_names
 from peftc.compiler import analysed
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.fusion_module import Fusion
-from peftc.install.installation import Installation
-from peftc.install.journal import copy_all
-from peftc.install.presence import active_installation
-from peftc.install.surgery import SHARED, identifier
+from peftc.installation.journal import copy_all
+from peftc.installation.presence import active_installation
+from peftc.installation.record import Installation
+from peftc.installation.surgery import SHARED, identifier
 from peftc.planning import ir
-from peftc.recognize.analysis import Analysis
-from peftc.rewrite.assembly import regions_of
+from peftc.recognition.analysis import Analysis
+from peftc.rewriting.assembly import regions_of
 from peftc.syntax.print_expressions import expression
 
 FUSION, ADAPTER = "fusion", "adapter"

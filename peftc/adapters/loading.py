@@ -18,13 +18,13 @@ from peftc.adapters.weight_sample import Distance
 from peftc.compiler import added, analysed, checked_tasks, parameters, planned, states, tasks_of
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
-from peftc.install.installation import InstalledSpec, installation_of, is_installed
-from peftc.install.presence import active_installation
-from peftc.install.spec_conflicts import free_name, prefixed
+from peftc.installation.presence import active_installation
+from peftc.installation.record import InstalledSpec, installation_of, is_installed
+from peftc.installation.spec_conflicts import free_name, prefixed
 from peftc.modules.offload import offloaded_parameters
 from peftc.planning.planner import Planned
-from peftc.recognize.analysis import Analysis
-from peftc.rewrite.assembly import regions_of
+from peftc.recognition.analysis import Analysis
+from peftc.rewriting.assembly import regions_of
 from peftc.semantics.expand import expand
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text

@@ -21,9 +21,9 @@ from peftc.diagnostics import PeftcError
 from peftc.forms.fusion_module import Fusion
 from peftc.forms.lines_module import Lines
 from peftc.forms.sparse_module import SparseValues, refuse_unchosen
-from peftc.install.installation import Installation, InstalledSpec, installation_of, joint_spec
-from peftc.install.presence import active_installation
-from peftc.install.spec_conflicts import noted
+from peftc.installation.presence import active_installation
+from peftc.installation.record import Installation, InstalledSpec, installation_of, joint_spec
+from peftc.installation.spec_conflicts import noted
 from peftc.planning.report.plan import Plan
 from peftc.syntax.printer import print_spec
 

@@ -15,8 +15,8 @@ from peftc.compiler import parameters, states
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms.module import FormModule
-from peftc.install.journal import copy_all
-from peftc.install.presence import active_installation
+from peftc.installation.journal import copy_all
+from peftc.installation.presence import active_installation
 
 
 def warm_start(

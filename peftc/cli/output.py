@@ -16,12 +16,12 @@ from peftc.fakes.tensors import fake_mode
 from peftc.filesystem.bounded_read import shown
 from peftc.filesystem.output_folder import Written, write_folder
 from peftc.forms.module import checked_seed
-from peftc.install.installation import InstalledSpec, installation_of
+from peftc.installation.record import InstalledSpec, installation_of
 from peftc.planning.counts import percent
 from peftc.planning.planner import Planned
-from peftc.recognize.analysis import ModelLike
+from peftc.recognition.analysis import ModelLike
 from peftc.semantics.load import Include
-from peftc.specialize.generated_class import GeneratedClass
+from peftc.specialization.generated_class import GeneratedClass
 from peftc.syntax.printer import print_spec
 
 PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"

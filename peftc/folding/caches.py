@@ -15,7 +15,7 @@ from peftc.folding.weights import Folding
 from peftc.forms.module import FormModule, Pair
 from peftc.forms.shapes import KeyValue, Tokens
 from peftc.planning import ir
-from peftc.rewrite.positions import picks
+from peftc.rewriting.positions import picks
 from peftc.runtime.prompts import joined, starts_of
 
 PAST, MASK, POSITIONS, EMBEDS = "past_key_values", "attention_mask", "position_ids", "inputs_embeds"

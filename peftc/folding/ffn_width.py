@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PretrainedConfig
 
+from peftc.addressing.sites import Site, WeightRef
 from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.bottlenecks import NotWider, bottleneck_of, factor_of, is_sum
@@ -20,16 +21,15 @@ from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.weights import Folding, listed_names
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight
-from peftc.install.installation import installation_of, is_installed
-from peftc.install.journal import Journal
-from peftc.install.surgery import SHARED
+from peftc.installation.journal import Journal
+from peftc.installation.record import installation_of, is_installed
+from peftc.installation.surgery import SHARED
 from peftc.planning.foldability.affine import is_linear
 from peftc.planning.ir import SiteEdit
-from peftc.recognize.graph.nodes import passes_through
-from peftc.recognize.layers import LayerType
-from peftc.rewrite.container import CONTAINER
+from peftc.recognition.graph.nodes import passes_through
+from peftc.recognition.layers import LayerType
+from peftc.rewriting.container import CONTAINER
 from peftc.runtime.functions import dense
-from peftc.sites.table import Site, WeightRef
 
 GRID = torch.linspace(-8, 8, 161, dtype=torch.float64)  # where activations are compared
 CLOSE = 1e-12

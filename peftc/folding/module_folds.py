@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from peftc.addressing.sites import WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.affine_values import Refusal, folded_terms
 from peftc.folding.report import Change
 from peftc.forms.module import FormModule
 from peftc.planning.foldability.affine import FoldTarget
 from peftc.planning.ir import SiteEdit
-from peftc.rewrite.insert import layout
+from peftc.rewriting.insert import layout
 from peftc.runtime.functions import blocks_of, dense, stacked_slice
-from peftc.sites.table import WeightRef
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,22 +19,22 @@ from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule
-from peftc.install.installation import Installation, InstalledSpec, joint_spec
-from peftc.install.journal import Journal
-from peftc.install.presence import active_installation
-from peftc.install.reinstall import reinstall, uninstall
-from peftc.observe.parameter_uses import storage, views_held
+from peftc.installation.journal import Journal
+from peftc.installation.presence import active_installation
+from peftc.installation.record import Installation, InstalledSpec, joint_spec
+from peftc.installation.reinstall import reinstall, uninstall
+from peftc.observation.parameter_uses import storage, views_held
 from peftc.planning.foldability.affine import FoldTarget, fold_target
 from peftc.planning.foldability.verdict import Verdict, verdicts
 from peftc.planning.ir import SiteEdit
-from peftc.rewrite.container import CONTAINER
-from peftc.rewrite.edits import slug
+from peftc.rewriting.container import CONTAINER
+from peftc.rewriting.edits import slug
 from peftc.runtime.functions import is_quantised
 from peftc.semantics.walk import names
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
-from peftc.trace.module_calls import signature_of
+from peftc.tracing.module_calls import signature_of
 
 NOT_ASKED = "it was not asked for"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from peftc.addressing.sites import Slice, State
 from peftc.diagnostics import Diagnostic
 from peftc.planning.ir import Assign, SiteEdit
-from peftc.sites.table import Slice, State
 from peftc.syntax import ast
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from peftc.addressing.sites import Site
 from peftc.forms import Args, Dims, Form
 from peftc.planning.ir import Instance
 from peftc.planning.scope import Scope, spot, width_of
-from peftc.sites.table import Site
 
 
 @dataclass

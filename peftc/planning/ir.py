@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from peftc.addressing.sites import Site
 from peftc.forms.registry import Args, Count, Dims, Form
 from peftc.forms.shapes import Shape
-from peftc.sites.table import Site
 from peftc.syntax import ast
 
 

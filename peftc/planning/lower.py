@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from peftc.addressing.sites import Site
 from peftc.diagnostics import Diagnostic, Span
 from peftc.forms.shapes import KeyValue
 from peftc.planning.instances import Instances
@@ -12,7 +13,6 @@ from peftc.planning.scope import Scope
 from peftc.planning.selection.parameter_sites import body_at
 from peftc.planning.terms import Terms, error, quoted
 from peftc.semantics.walk import names
-from peftc.sites.table import Site
 from peftc.syntax import ast
 
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})

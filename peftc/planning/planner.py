@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+from peftc.addressing.parameter_ranges import EntryChoice, RowRange, numel
+from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.forms import FORMS
 from peftc.planning import counts, expectations
@@ -34,8 +36,6 @@ from peftc.planning.selection.shared_modules import Sharing, uses
 from peftc.planning.selection.train import Trained, missing, trained
 from peftc.planning.selection.untraced import in_layers_of, warning
 from peftc.semantics.checks.structure import said_of
-from peftc.sites.parameter_ranges import EntryChoice, RowRange, numel
-from peftc.sites.table import Site, SiteTable, UntracedModule
 from peftc.syntax import ast
 
 T = TypeVar("T")

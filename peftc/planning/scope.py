@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import Dims, Form
 from peftc.forms.registry import Spot
 from peftc.forms.shapes import Shape, Tokens, Vector
 from peftc.planning.ir import SiteEdit
 from peftc.semantics.arguments import Bound, bind
-from peftc.sites.table import Site, SiteTable
 from peftc.syntax import ast
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from peftc.addressing.sites import Site, State
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, listed
 from peftc.forms import FORMS, Dims, Form, Illegal
@@ -15,7 +16,6 @@ from peftc.planning.scope import Scope
 from peftc.planning.shape_arithmetic import combine
 from peftc.semantics.constants import amount
 from peftc.semantics.vocabulary import FROZEN
-from peftc.sites.table import Site, State
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import expression
 

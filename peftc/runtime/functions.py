@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.trace.patches import attention
+from peftc.tracing.patches import attention
 
 __all__ = [
     "Reading",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftc.addressing.sites import WeightRef
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.lines_module import Lines
@@ -18,11 +19,10 @@ from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import FormModule
 from peftc.forms.pruned_module import PrunedValues
 from peftc.forms.sparse_module import SparseValues
-from peftc.install.installation import Installation
-from peftc.install.presence import active_installation
-from peftc.install.surgery import SHARED, identifier, refuse_quantised, view_of
+from peftc.installation.presence import active_installation
+from peftc.installation.record import Installation
+from peftc.installation.surgery import SHARED, identifier, refuse_quantised, view_of
 from peftc.planning import ir
-from peftc.sites.table import WeightRef
 
 Batch = Mapping[str, Any]
 CHOOSERS = (SparseValues, Lines, MaskedSites)

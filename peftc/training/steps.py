@@ -20,9 +20,9 @@ from peftc.forms.mixture_module import Mixture
 from peftc.forms.module import FormModule, seeded
 from peftc.forms.svd_module import SVD
 from peftc.forms.tasked_module import Tasked
-from peftc.install.installation import Installation
-from peftc.install.presence import active_installation
-from peftc.install.surgery import SHARED, identifier
+from peftc.installation.presence import active_installation
+from peftc.installation.record import Installation
+from peftc.installation.surgery import SHARED, identifier
 
 
 def step(model: nn.Module, step: int) -> None:

@@ -14,9 +14,9 @@ from peftc.compiler import analysed, checked_tasks, parameters, planned, states
 from peftc.concurrency.context import Block, Choice, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule
-from peftc.install.installation import installation_of, joint_spec
-from peftc.install.presence import active_installation, complete_installation
-from peftc.install.reinstall import Done, reinstall
+from peftc.installation.presence import active_installation, complete_installation
+from peftc.installation.record import installation_of, joint_spec
+from peftc.installation.reinstall import Done, reinstall
 from peftc.syntax.parser import parse_text
 
 

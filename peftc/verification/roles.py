@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftc.addressing.sites import Site, Slice
 from peftc.models.configs import first_line
-from peftc.sites.table import Site, Slice
 from peftc.verification.batches import Batch
 from peftc.verification.checks import Results
 from peftc.verification.movement import sampled

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import seeded
-from peftc.install.installation import Installation
+from peftc.installation.record import Installation
 from peftc.models.configs import first_line
 from peftc.planning import ir
 from peftc.training.tasks import task

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from peftc.addressing.sites import Site
 from peftc.compiler import analysed, parameters, remove
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
-from peftc.install.installation import Installation, installation_of, is_installed
+from peftc.installation.record import Installation, installation_of, is_installed
 from peftc.models.runnable import checked
-from peftc.sites.table import Site
 from peftc.verification.batches import Batch, sample_batch
 from peftc.verification.checks import Results, check_base, check_equations, check_fold
 from peftc.verification.choices import choose

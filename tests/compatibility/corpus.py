@@ -26,11 +26,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import peftc
+from peftc.addressing.sites import SiteTable
 from peftc.compiler import flat_of
 from peftc.filesystem import resources
 from peftc.planning.planner import make_plan
 from peftc.semantics import expand, read_spec
-from peftc.sites.table import SiteTable
 from peftc.syntax import ast, parse_text, print_spec
 from tests.laws.harness import randomise
 from tests.laws.test_specs import CASES, CHOSEN, SMALL, method

@@ -89,7 +89,7 @@ def test_roles_are_those_of_the_tensor_parallel_plan(model_type: str) -> None:
     assert plan_disagreements(model, table) == []
 
 
-def _sites(pair: Pair) -> tuple[torch.nn.Module, peftc.sites.table.SiteTable]:
+def _sites(pair: Pair) -> tuple[torch.nn.Module, peftc.addressing.sites.SiteTable]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, _ = build(pair.mapping, pair.type)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import peftc
 from peftc.fakes.tensors import new_mode
 from peftc.planning.report.site_tree import sites_text
-from peftc.recognize.moe.experts import find_experts
-from peftc.recognize.roles import sub_layers
-from peftc.trace.tracer import RegionTracer
+from peftc.recognition.moe.experts import find_experts
+from peftc.recognition.roles import sub_layers
+from peftc.tracing.tracer import RegionTracer
 from tests.experts.models import MODELS, fresh, logits, moved, original
 
 functional: Any = nn.functional

@@ -8,11 +8,11 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
+from peftc.addressing.sites import Site, State, WeightRef
 from peftc.forms import FORMS, Dims
 from peftc.forms.module import FormModule, build
 from peftc.forms.shapes import Shape, Tokens, Vector, Weight
 from peftc.planning.ir import Applied, Arithmetic, Assign, Constant, Frozen, Instance, Placed, Read, Term
-from peftc.sites.table import Site, State, WeightRef
 from peftc.syntax import ast
 
 SOURCE = ast.Name("…")

@@ -405,7 +405,7 @@ class Injected(Exception):
 @pytest.mark.parametrize("where", ["warm", "apply", "planned", "prepare"])
 def test_a_failure_in_the_middle_leaves_the_compiled_model(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from peftc.folding import weights
-    from peftc.install import reinstall, surgery
+    from peftc.installation import reinstall, surgery
 
     spec = MIXED + "\nedit d at layer[*].attn.q { h += vector(init=0) }"
     model, _ = compiled("llama", spec)

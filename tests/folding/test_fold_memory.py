@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import peftc
 from peftc.folding import ffn_width, weights
-from peftc.install import journal
+from peftc.installation import journal
 from tests import zoo
 from tests.laws.harness import randomise
 

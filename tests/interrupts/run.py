@@ -24,7 +24,7 @@ import torch
 
 import peftc
 from benchmarks.common import machine, save, table
-from peftc.install.installation import is_installed
+from peftc.installation.record import is_installed
 from tests.interrupts.operations import OPERATIONS, Case
 from tests.interrupts.snapshot import between, snapshot
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from peftc.adapters.files import read
-from peftc.install.installation import installation_of, is_installed
+from peftc.installation.record import installation_of, is_installed
 from tests.interrupts.operations import run
 
 

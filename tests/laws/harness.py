@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.compiler import analysed, flat_of, planned
-from peftc.install.installation import installation_of
+from peftc.installation.record import installation_of
 from tests import zoo
 from tests.laws.recipe import Recipe
 from tests.reference.reference import Reference

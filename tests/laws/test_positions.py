@@ -187,7 +187,7 @@ def test_a_second_spec_that_fails_leaves_the_forms_their_stack(monkeypatch: pyte
     def warm(*_: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr("peftc.install.reinstall.warm", warm)
+    monkeypatch.setattr("peftc.installation.reinstall.warm", warm)
     with pytest.raises(RuntimeError):
         peftc.compile("peft 1\nedit f at layer[*].ffn { h += adapter(h, r=2) }", model)
     assert torch.equal(output(model, given), before)

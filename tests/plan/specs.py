@@ -2,11 +2,11 @@
 
 import pytest
 
+from peftc.addressing.sites import SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.planner import Planned, make_plan
 from peftc.planning.report.plan import PlanEdit
 from peftc.semantics.expand import expand
-from peftc.sites.table import SiteTable
 from peftc.syntax import parse_text
 
 

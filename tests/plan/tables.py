@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from peftc.addressing.sites import ModuleInfo, Place, Site, SiteTable, Slice, State, WeightRef
 from peftc.forms.shapes import Heads, KeyValue, Rows, Shape, Tokens, Vector, Weight
-from peftc.sites.table import ModuleInfo, Place, Site, SiteTable, Slice, State, WeightRef
 
 Steps = tuple[tuple[str, int | None], ...]
 

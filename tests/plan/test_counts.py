@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import peftc
+from peftc.addressing.sites import SiteTable
 from peftc.planning.counts import percent
 from peftc.planning.planner import Planned, make_plan
 from peftc.semantics.expand import expand
-from peftc.sites.table import SiteTable
 from peftc.syntax import parse_text
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "counts.json").read_text(encoding="utf-8"))

@@ -45,7 +45,7 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_plan(name, golden):
     made = planned(SPECS[name], BART)
-    text = plan_text(made.plan, made.placed)
+    text = plan_text(made.plan, made.site_edits)
     assert max(map(len, text.splitlines())) <= 80
     findings = (*made.findings, *made.warnings)
     golden(f"plan_{name}.txt", text + ("\n" + render_text(findings) if findings else ""))

@@ -50,7 +50,7 @@ def test_shapes_in_arithmetic(left, op, right, result):
 
 
 def test_an_equation_becomes_a_term():
-    (first, *_) = planned("edit e at layer[*].ffn { h += 4 * adapter(x, r=8) }", BART).placed
+    (first, *_) = planned("edit e at layer[*].ffn { h += 4 * adapter(x, r=8) }", BART).site_edits
     (assign,) = first.assigns
     value = assign.value
     assert isinstance(value, Arithmetic)
@@ -66,14 +66,14 @@ def test_an_equation_becomes_a_term():
 
 
 def test_every_site_has_parameters_of_its_own():
-    placed = planned("edit e at layer[*].ffn { h += adapter(x, r=8) + adapter(h, r=4) }", BART).placed
+    placed = planned("edit e at layer[*].ffn { h += adapter(x, r=8) + adapter(h, r=4) }", BART).site_edits
     assert [[one.key for one in p.instances] for p in placed] == [["adapter", "adapter_2"]] * 4
     assert len({id(one) for p in placed for one in p.instances}) == 8
 
 
 def test_let_is_computed_once_where_it_stands():
     text = "edit e at layer[*].ffn { let g = gate(h)  h *= 2  let f = adapter(x, r=4)  h = (1 - g) * h + g * f }"
-    (first, *_) = planned(text, BART).placed
+    (first, *_) = planned(text, BART).site_edits
     assert [at for at, _ in first.lets] == [0, 1]
     gate = first.lets[0][1]
     assert len(first.instances) == 2
@@ -88,12 +88,12 @@ def test_let_is_computed_once_where_it_stands():
 
 def test_a_let_that_nothing_uses_makes_no_parameters():
     made = planned("edit e at layer[*].ffn { let g = gate(x)  h += adapter(x, r=4) }", BART)
-    assert [one.key for one in made.placed[0].instances] == ["adapter"]
+    assert [one.key for one in made.site_edits[0].instances] == ["adapter"]
     assert [found.code for found in made.warnings] == ["P114"]
 
 
 def test_a_reparametrised_prefix_is_one_set_for_each_attention_group():
-    placed = planned("edit p at layer[*].attn { kv = concat(prefix(len=5, reparam=mlp(7)), kv) }", BART).placed
+    placed = planned("edit p at layer[*].attn { kv = concat(prefix(len=5, reparam=mlp(7)), kv) }", BART).site_edits
     owners = [(one.owner, one.index, one.dims.sites) for p in placed for one in p.instances]
     groups = ["encoder.self", "encoder.self", "decoder.self", "decoder.cross", "decoder.self", "decoder.cross"]
     assert [owner for owner, _, _ in owners] == [f"p.prefix.{group}" for group in groups]
@@ -107,14 +107,14 @@ def test_a_reparametrised_prefix_is_one_set_for_each_attention_group():
 def test_shared_parameters_are_counted_once():
     text = "let A = shared(adapter(r=8))\nedit e at layer[*].ffn { h += A(x) }\nedit f at layer[*].attn { h += A(h) }"
     made = planned(text, BART)
-    assert {one.owner for p in made.placed for one in p.instances} == {"A"}
+    assert {one.owner for p in made.site_edits for one in p.instances} == {"A"}
     one = 2 * 8 * 1024 + 8 + 1024
     assert [edit.trained for edit in made.plan.edits] == [one, one]
     assert made.plan.totals.trained == one
 
 
 def test_frozen_modules():
-    (first, *_) = planned("edit e at layer[*].ffn { h += adapter(norm(h + res), r=8) }", BART).placed
+    (first, *_) = planned("edit e at layer[*].ffn { h += adapter(norm(h + res), r=8) }", BART).site_edits
     applied = first.assigns[0].value
     assert isinstance(applied, Arithmetic)
     assert isinstance(applied.right, Applied)
@@ -124,7 +124,7 @@ def test_frozen_modules():
 
 
 def test_numbers_take_units():
-    (first, *_) = planned("edit e at layer[*].ffn { h += 50% * adapter(x, r=8) - -2 * x }", BART).placed
+    (first, *_) = planned("edit e at layer[*].ffn { h += 50% * adapter(x, r=8) - -2 * x }", BART).site_edits
     value = first.assigns[0].value
     assert isinstance(value, Arithmetic)
     constants = [n.value for n in _terms(value) if isinstance(n, Constant)]
@@ -132,7 +132,7 @@ def test_numbers_take_units():
 
 
 def test_a_minus_is_a_product_with_minus_one():
-    (first, *_) = planned("edit e at layer[*].ffn { h += -adapter(x, r=8) }", BART).placed
+    (first, *_) = planned("edit e at layer[*].ffn { h += -adapter(x, r=8) }", BART).site_edits
     value = first.assigns[0].value
     assert isinstance(value, Arithmetic)
     assert isinstance(value.right, Arithmetic)
@@ -217,12 +217,12 @@ def test_one_state_under_two_names():
     assert found.code == "P302"
     assert found.notes[0] == "`a` assigns `z` in line 2"
     parts = "edit a at layer[*].attn.q { w = magnitude(w) }\nedit b at layer[*].attn.k { w = magnitude(w) }"
-    assert len(planned(parts, GPT2).placed) == 4
+    assert len(planned(parts, GPT2).site_edits) == 4
 
 
 def test_adding_twice_is_fine():
     text = "edit a at layer[*].ffn { h += adapter(x, r=8) }\nedit b at layer[*].ffn { h += adapter(x, r=4) }"
-    assert len(planned(text, BART).placed) == 8
+    assert len(planned(text, BART).site_edits) == 8
 
 
 def test_shared_parameters_need_one_shape():
@@ -249,7 +249,7 @@ def test_grouped_queries_have_narrow_keys():
 def test_twice_the_layers_are_twice_the_work():
     text = "edit q at layer[*].attn.q { h += lora(x, r=4) }\nedit f at layer[*].ffn { h += adapter(x, r=4) }\ntrain n = [w] at **"
     small, large = (tables.llama(layers=layers) for layers in (50, 100))
-    assert len(planned(text, large).placed) == 200
+    assert len(planned(text, large).site_edits) == 200
     assert calls(lambda: planned(text, large)) <= 2.2 * calls(lambda: planned(text, small))
 
 

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.render import render_text
 from peftc.planning.selection.selectors import coverage, resolve
-from peftc.sites.table import Site, SiteTable
 from peftc.syntax import ast
 from tests.plan import tables
 from tests.plan.specs import planned

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import peftc
+from peftc.addressing.sites import SiteTable
 from peftc.filesystem import resources
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.planning.planner import Planned, make_plan
 from peftc.semantics import expand, read_spec
-from peftc.sites.table import SiteTable
 from tests.matrix import checkerboard
 
 RECIPES = resources.recipes()
@@ -52,7 +52,7 @@ def entries(found: Planned, model: str) -> int:
     """How many entries the tensors have that would be trained: those of forms, and of the base."""
     base = {f"{m.name}.{a}": prod(size) for m in table(model).modules for a, size in m.parameters.items()}
     forms: dict[object, FormModule] = {}
-    for placed in found.placed:
+    for placed in found.site_edits:
         for one in placed.instances:
             for owner in one.owners():
                 if owner not in forms:

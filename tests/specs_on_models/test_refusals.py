@@ -93,7 +93,7 @@ def test_a_failure_anywhere_leaves_the_first(
     model, run = first(), steps(tmp_path)[step]
     want = logits("bert", model)
     with monkeypatch.context() as patch, unchanged(model):
-        patch.setattr(f"peftc.install.{point}", failing)
+        patch.setattr(f"peftc.installation.{point}", failing)
         with pytest.raises(Broken):
             run(model)
     assert torch.equal(logits("bert", model), want)
@@ -108,7 +108,7 @@ def test_a_failure_while_one_is_taken_out_leaves_both(step: str, point: str, mon
     want = logits("bert", model)
     run = {"remove": lambda: peftc.remove(model, "first"), "fold": lambda: peftc.fold(model, name="second")}[step]
     with monkeypatch.context() as patch, unchanged(model):
-        patch.setattr(f"peftc.install.{point}", failing)
+        patch.setattr(f"peftc.installation.{point}", failing)
         with pytest.raises(Broken):
             run()
     assert torch.equal(logits("bert", model), want)

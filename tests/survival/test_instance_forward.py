@@ -192,7 +192,7 @@ def test_offloaded_weights_of_inference_mode_are_those_of_before(want: dict[str,
     with torch.inference_mode():
         logits(model)
     peftc.remove(model)
-    assert not peftc.install.installation.is_installed(model)
+    assert not peftc.installation.record.is_installed(model)
     assert {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()} == before
     assert torch.equal(logits(model), want["base"])
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import peftc
-from peftc.install.installation import installation_of
+from peftc.installation.record import installation_of
 from peftc.verification.witness.forms import Forms
 from tests import zoo
 from tests.laws.harness import close, randomise

@@ -13,10 +13,10 @@ from torch import nn
 
 import peftc
 from peftc import compiler
-from peftc.install import reinstall
+from peftc.addressing.sites import Site
+from peftc.installation import reinstall
 from peftc.planning import ir
-from peftc.rewrite import insert
-from peftc.sites.table import Site
+from peftc.rewriting import insert
 from peftc.verification import Verification, checks
 from tests import zoo
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from peftc.addressing.sites import Site, WeightRef
 from peftc.forms.shapes import Tokens, Weight
 from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read, SiteEdit, Term
-from peftc.sites.table import Site, WeightRef
 
 Side = Literal["weight", "output", "input"]
 OUTPUT_OF = {"ffn": "down", "attn": "o", "self": "o", "cross": "o"}  # sub-layer -> the Linear that computes its h

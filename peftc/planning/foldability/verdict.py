@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from peftc.addressing.parameter_ranges import EntryChoice, Parameters, RowRange, used_ties
+from peftc.addressing.sites import Site, SiteTable, WeightRef
 from peftc.planning.foldability import weight_change
 from peftc.planning.foldability.affine import FoldTarget, fold_reason, fold_target, parameter_names
 from peftc.planning.ir import Applied, Arithmetic, Concat, Frozen, Read, SiteEdit, Term
-from peftc.sites.parameter_ranges import EntryChoice, Parameters, RowRange, used_ties
-from peftc.sites.table import Site, SiteTable, WeightRef
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from peftc.addressing.parameter_ranges import EntryChoice, Parameters, RowRange
+from peftc.addressing.sites import Slice
 from peftc.forms.shapes import Weight
 from peftc.planning.foldability.affine import FoldTarget, linear_states
 from peftc.planning.ir import Applied, Arithmetic, Constant, Instance, Read, SiteEdit, Term, parts_of
-from peftc.sites.parameter_ranges import EntryChoice, Parameters, RowRange
-from peftc.sites.table import Slice
 
 Own = Literal["absent", "one", "other"]
 

@@ -11,6 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from peftc.addressing.path_compression import collapsed
+from peftc.addressing.sites import Site
 from peftc.planning.counts import percent
 from peftc.planning.ir import SiteEdit
 from peftc.planning.report.shapes import mappings
@@ -18,8 +20,6 @@ from peftc.planning.report.text import plain
 from peftc.planning.selection.shared_modules import uses
 from peftc.planning.selection.untraced import reasons
 from peftc.semantics.vocabulary import COUNTS
-from peftc.sites.path_compression import collapsed
-from peftc.sites.table import Site
 
 
 class _Part(BaseModel):

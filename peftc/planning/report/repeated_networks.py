@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from peftc.sites.path_compression import runs
-from peftc.sites.paths import Steps
-from peftc.sites.table import Site
+from peftc.addressing.path_compression import runs
+from peftc.addressing.paths import Steps
+from peftc.addressing.sites import Site
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from peftc.addressing.path_compression import runs
+from peftc.addressing.paths import Steps, show_site_steps, stack_steps
+from peftc.addressing.sites import Site, SiteTable
 from peftc.planning.report.repeated_networks import Families, Family
 from peftc.planning.report.text import plain
-from peftc.sites.path_compression import runs
-from peftc.sites.paths import Steps, show_site_steps, stack_steps
-from peftc.sites.table import Site, SiteTable
 
 Row = tuple[str, ...]  # site, module, shape, parameters, states
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
+from peftc.addressing.paths import Steps, stack_steps
+from peftc.addressing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, SiteTable, State, WeightRef
 from peftc.forms.shapes import Tokens, Vector, Weight
-from peftc.sites.paths import Steps, stack_steps
-from peftc.sites.table import INPUT, OUTPUT, ModuleInfo, Place, Site, SiteTable, State, WeightRef
 
 NAMES = {"weight": "w", "bias": "b"}
 TRANSPOSED = frozenset({"Conv1D"})  # transformers' Conv1D stores (in, out)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from peftc.addressing.paths import BRANCHES, Family, Paths, glob_pattern, stack_steps
+from peftc.addressing.sites import SiteTable
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import listed, nearest
 from peftc.semantics.vocabulary import CHOICE_HELP
 from peftc.semantics.walk import chooses
-from peftc.sites.paths import BRANCHES, Family, Paths, glob_pattern, stack_steps
-from peftc.sites.table import SiteTable
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import index as show_index
 from peftc.syntax.print_expressions import selector as show

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from peftc.addressing.parameter_ranges import Parameters, parameter_name, used_ties
+from peftc.addressing.sites import ModuleInfo, Site, SiteTable, WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed
 from peftc.semantics.substitute import substitute
 from peftc.semantics.vocabulary import PARAMETERS, WHOLE
 from peftc.semantics.walk import names
-from peftc.sites.parameter_ranges import Parameters, parameter_name, used_ties
-from peftc.sites.table import ModuleInfo, Site, SiteTable, WeightRef
 from peftc.syntax import ast
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.planning.selection import nearest
-from peftc.planning.selection.modules import module_site, modules_below
-from peftc.planning.selection.untraced import missed
-from peftc.sites.path_compression import collapsed, runs
-from peftc.sites.paths import (
+from peftc.addressing.path_compression import collapsed, runs
+from peftc.addressing.paths import (
     BRANCHES,
     Family,
     Match,
@@ -20,7 +16,11 @@ from peftc.sites.paths import (
     selected,
     show_site_steps,
 )
-from peftc.sites.table import ModuleInfo, Site, SiteTable
+from peftc.addressing.sites import ModuleInfo, Site, SiteTable
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.planning.selection import nearest
+from peftc.planning.selection.modules import module_site, modules_below
+from peftc.planning.selection.untraced import missed
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import index as show_index
 from peftc.syntax.print_expressions import selector as show

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from peftc.addressing.paths import stack_steps
+from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed
-from peftc.sites.paths import stack_steps
-from peftc.sites.table import Site, SiteTable
 from peftc.syntax import ast
 
 Key = tuple[object, ...]

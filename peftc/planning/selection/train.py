@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from peftc.addressing.parameter_ranges import Parameters, RowRange, numel, parameter_name, used_ties
+from peftc.addressing.sites import Site, SiteTable, State, WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import listed
 from peftc.planning.selection.shared_modules import SHOWN, shown, uses
-from peftc.sites.parameter_ranges import Parameters, RowRange, numel, parameter_name, used_ties
-from peftc.sites.table import Site, SiteTable, State, WeightRef
 from peftc.syntax import ast
 
 

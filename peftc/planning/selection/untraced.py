@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from peftc.addressing.path_compression import collapsed
+from peftc.addressing.paths import BRANCHES, Paths, Steps
+from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic
 from peftc.planning.selection.nearest import name_span
 from peftc.semantics.walk import chooses
-from peftc.sites.path_compression import collapsed
-from peftc.sites.paths import BRANCHES, Paths, Steps
-from peftc.sites.table import Site, SiteTable, UntracedModule
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import selector as show
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from peftc.forms.module import FormModule, member
 from peftc.forms.tasked_module import Tasked
-from peftc.install.installation import Installation
+from peftc.installation.record import Installation
 from peftc.planning import ir
 
 

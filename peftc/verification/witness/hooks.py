@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from peftc.addressing.sites import Site, Slice
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
-from peftc.sites.table import Site, Slice
 from peftc.verification.witness.forms import Forms
 from peftc.verification.witness.interpreter import Interpreter, Pair, features, weight_of, with_features, with_weight
 from peftc.verification.witness.locations import ROLES, Location, Locator, Unreachable, states_of

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftc.addressing.sites import Slice, WeightRef
 from peftc.planning import ir
-from peftc.sites.table import Slice, WeightRef
 from peftc.verification.witness.forms import Forms
 from peftc.verification.witness.locations import Unreachable
 

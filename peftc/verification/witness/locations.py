@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from peftc.addressing.sites import INPUT, OUTPUT, Site, Slice, State
 from peftc.planning import ir
-from peftc.sites.table import INPUT, OUTPUT, Site, Slice, State
 
 Kind = Literal[
     "input", "output", "weight", "sum", "residual", "total", "query", "keys", "values", "pair", "heads", "tokens"

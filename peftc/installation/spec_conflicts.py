@@ -1,0 +1,87 @@
+"""What a second spec on a model must not share with the first: its name, the names of its edits, what it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, count
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.suggestions import listed
+from peftc.installation.record import Installation, InstalledSpec
+from peftc.semantics.rename import renamed
+from peftc.syntax import ast
+from peftc.syntax.parser import parse_text
+
+
+def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
+    """An expanded spec with `prefix.` before the names of its edits. Raises: P545 where that is no name."""
+    if prefix is None:
+        return flat
+    if not isinstance(prefix, str) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        word.isidentifier() and word.isascii() for word in prefix.split(".")
+    ):
+        raise PeftcError(Diagnostic("P545", f"`{prefix}` cannot stand before the name of an edit", help="use a word"))
+    statements = renamed(flat.statements, prefix)
+    kept = tuple(s for s in statements if isinstance(s, ast.Let | ast.Edit | ast.Train | ast.Expect))
+    return replace(flat, statements=kept)
+
+
+def free_name(record: Installation | None, wanted: str | None, default: str) -> str:
+    """A name that no spec of the model has. Raises: P412 where `wanted` is taken, P545 where it is no text."""
+    if wanted is not None and not isinstance(wanted, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        raise PeftcError(Diagnostic("P545", f"the name of a spec is a text, not a {type(wanted).__name__}"))
+    taken = {part.name for part in record.specs} if record else set[str]()
+    if wanted is not None and wanted in taken:
+        help_ = "give this one another `name`, or `peftc.remove` the other"
+        raise PeftcError(Diagnostic("P412", f"the model has a spec `{wanted}` already", help=help_))
+    numbered = (f"{default}-{n}" for n in count(2))
+    return wanted or next(name for name in chain((default,), numbered) if name not in taken)
+
+
+@contextmanager
+def noted(note: str) -> Generator[None]:
+    """Adds a note to what is raised in the block."""
+    try:
+        yield
+    except PeftcError as error:
+        raise PeftcError(replace(d, notes=(*d.notes, note)) for d in error.diagnostics) from error
+
+
+def refuse_second(record: Installation, flat: ast.Spec, trained: Iterable[str]) -> None:
+    """Raises: P412 for names of edits that are on the model already, P414 for base parameters that are trained already."""
+    found = [*_clashes(record.specs, flat), *_trained_twice(record, trained)]
+    if found:
+        raise PeftcError(found)
+
+
+def _clashes(parts: Iterable[InstalledSpec], flat: ast.Spec) -> Iterable[Diagnostic]:
+    first = {name: part for part in parts for name in _names(parse_text(part.text))}
+    same = [name for name in _names(flat) if name in first]
+    if same:
+        yield Diagnostic(
+            "P412",
+            f"the model has an edit `{same[0]}` already",
+            source=flat.source,
+            notes=(f"its spec `{first[same[0]].name}` and this one both have {listed(same)}",),
+            help='give `prefix="…"`: a word that is put before the names of the new edits',
+        )
+
+
+def _names(spec: ast.Spec) -> list[str]:
+    return [s.name for s in spec.statements if isinstance(s, ast.Edit | ast.Train | ast.Let)]
+
+
+def _trained_twice(record: Installation, trained: Iterable[str]) -> Iterable[Diagnostic]:
+    first = {name: saved.partition("/")[0] for saved, name in record.trained.items()}
+    twice = [name for name in trained if name in first]
+    if twice:
+        more = f" and {len(twice) - 1} more" if len(twice) > 1 else ""
+        edit = first[twice[0]]
+        yield Diagnostic(
+            "P414",
+            f"`{twice[0]}`{more} would be trained by two specs",
+            notes=(f"`{edit}` of the spec `{record.owner(edit).name}` on the model trains it",),
+            help="leave it out of one of them, or write both in one spec",
+        )

@@ -1,0 +1,123 @@
+"""From a model, or the name of one, to its sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from os import PathLike
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from peftc.addressing.sites import Site, SiteTable, UntracedModule
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.fakes.tensors import fake_mode
+from peftc.models.identity import VERSION, fingerprint, overlaps, parameters, tied_groups
+from peftc.models.resolve import ModelSource, resolve
+from peftc.models.skeleton import skeleton
+from peftc.modules.instance_forward import instance_forward
+from peftc.recognition.layers import ModelStructure, analyze_structure, example_width
+from peftc.recognition.non_layer_sites import module_infos, unread_modules
+from peftc.recognition.shared_modules import shared_modules
+from peftc.recognition.site_builder import all_sites
+from peftc.recognition.stack_names import name_stacks
+
+ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
+
+
+@dataclass
+class Analysis:
+    """A model taken apart: where it comes from, its skeleton's traced layers, and the table of its sites."""
+
+    source: ModelSource
+    structure: ModelStructure
+    table: SiteTable
+
+
+def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = None) -> Analysis:
+    """Traces a model on fake tensors; no weight is read.
+
+    Args: `sample`: keyword arguments of one forward, for a model that cannot be fed from its config.
+    Raises: P501-P507, P511 (the model).
+    """
+    source = model if isinstance(model, ModelSource) else resolve(model)
+    fake = skeleton(source).eval()
+    check_names(fake)
+    anatomy = analyze_structure(fake, sample, fake_mode(fake))
+    name_stacks(anatomy)
+    anatomy.shared = shared_modules(anatomy)
+    layers = [kind for stack in anatomy.stacks for kind in stack.kinds]
+    sites, unread = all_sites(anatomy), unread_modules(anatomy)
+    table = SiteTable(
+        model_id=source.id,
+        model_type=source.type,
+        parameters=parameters(fake),
+        d_model=example_width(layers[0]) if layers else 0,
+        fingerprint=fingerprint(fake),
+        fingerprint_version=VERSION,
+        sites=sites,
+        modules=module_infos(anatomy),
+        tied=tied_groups(fake),
+        overlaps=overlaps(fake),
+        shared=anatomy.shared,
+        guests=tuple(anatomy.seen.guests.items()),
+        elsewhere=tuple((name, *readers) for name, readers in anatomy.seen.elsewhere.items()),
+        warnings=(*warnings(source.id, sites, unread), *hidden(source.module)),
+        untraced=unread,
+        positions=positions(fake),
+    )
+    return Analysis(source, anatomy, table)
+
+
+def check_names(model: nn.Module) -> None:
+    """Raises: P511 for a name that is no text, or that is hidden by an attribute."""
+    for name in chain(dict(model.named_modules()), dict(model.named_parameters()), dict(model.named_buffers())):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            shown = name.encode(errors="backslashreplace").decode()
+            message = f"the name `{shown}` cannot be written in any file"
+            raise PeftcError(Diagnostic("P511", message, help="rename the module")) from None
+    for owner, parent in model.named_modules():
+        for name, module in parent.named_children():
+            if getattr(parent, name, None) is not module:
+                shown = f"{owner}.{name}".lstrip(".")
+                message = f"`{shown}` is hidden by an attribute of {type(parent).__name__} that has the same name"
+                raise PeftcError(Diagnostic("P511", message, help="rename the module"))
+
+
+def warnings(model: str, sites: tuple[Site, ...], unread: tuple[UntracedModule, ...]) -> Iterator[str]:
+    """What a model does not have, or may have where it could not be read."""
+    words = {step for site in sites for step, _ in site.steps}
+    if "layer" not in words:
+        yield f"{model} has no transformer layers that could be found: only its modules can be named"
+    elif "attn" not in words and not any("attn" in module.hides for module in unread):
+        yield f"{model} has no attention: `attn` and what stands below it name nothing"
+
+
+def hidden(model: nn.Module | None) -> list[str]:
+    """The modules of a model in memory whose code is unknown."""
+    modules = model.named_modules() if model is not None else ()
+    found = [(name, instance_forward(module)) for name, module in modules]
+    return [
+        f"`{name}` has a `forward` in its instance that cannot be followed: what it runs was not read"
+        for name, forward in found
+        if forward is not None and forward.function is None
+    ]
+
+
+def positions(model: nn.Module) -> int | None:
+    """How many tokens a model takes: as its configuration has it, less those rows of a table of so many positions that none
+    is at. A table with a row for padding counts from the one after it.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "max_position_embeddings", None)
+    if not isinstance(found, int) or found < 1:  # some say -1 for any number
+        return None
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == found]
+    if found == getattr(text, "vocab_size", None):
+        return found  # these tables may be of words
+    return found - max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)

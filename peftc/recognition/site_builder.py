@@ -1,0 +1,371 @@
+"""The sites of a dissected model: canonical paths, states, shapes and weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from peftc.addressing.sites import Place, Site, Slice, State
+from peftc.forms import shapes
+from peftc.recognition.attention.manual_attention import written_shape
+from peftc.recognition.attention.patterns import Attention
+from peftc.recognition.ffn import Projection
+from peftc.recognition.graph import features, nodes
+from peftc.recognition.graph.feature_axis import features_dim
+from peftc.recognition.graph.value_operands import value_users
+from peftc.recognition.layers import LayerType, ModelStructure
+from peftc.recognition.moe.listed import Listed
+from peftc.recognition.moe.router import Router
+from peftc.recognition.moe.states import expert_states, linear_states, router_states
+from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
+from peftc.recognition.residual_stream import stream_input
+from peftc.recognition.roles import SubLayer
+from peftc.recognition.token_mixing import weighted
+
+
+def all_sites(anatomy: ModelStructure) -> tuple[Site, ...]:
+    """Every site of the model, in model order."""
+    found: list[Site] = [*embeddings(anatomy)]
+    known: dict[object, State] = {}
+    for stack in anatomy.stacks:
+        for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
+            sites = LayerSites(name, kind, qualified(stack.name, (("layer", i),)), stack.name, known).sites()
+            found += [replace(site, runs=anatomy.seen.calls.get(name, 1)) for site in sites]
+    found += [*final_norms(anatomy), *heads(anatomy)]
+    return tuple(found)
+
+
+class LayerSites:
+    """The sites of one layer. `known`: states of other layers; those of a kind have the same."""
+
+    def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, known: dict[object, State]) -> None:
+        self.layer, self.kind, self.steps, self.stack, self.known = layer, kind, steps, stack, known
+        stream = stream_input(kind.traced.graph)
+        assert stream is not None
+        self.stream = stream
+        self.calls = Counter(str(n.target) for n in kind.traced.graph.nodes if n.op == "call_module")
+        # states that the model's own code keeps as (batch · tokens, d)
+        self.flat = {n.name for n in kind.traced.graph.nodes if getattr(n.meta.get("example"), "ndim", 0) == 2}
+
+    def sites(self) -> list[Site]:
+        found = [self.layer_site()]
+        subs = [sub for sub in self.kind.subs if sub.kind != "unread"]
+        for sub, steps in zip(subs, sub_layer_steps(subs), strict=True):
+            found += self.attention_sites(sub, steps) if sub.attention is not None else self.other_sites(sub, steps)
+        return found
+
+    def layer_site(self) -> Site:
+        first = self.kind.subs[0].res if self.kind.subs else self.stream
+        output = next(n for n in self.kind.traced.graph.nodes if n.op == "output")
+        states = {"x": self.state("x", nodes.stripped(first, self.kind.root))}
+        result = first_of(output.args[0])
+        if result is not None:
+            states["h"] = self.state("h", result)
+        return self.site((), self.layer, states)
+
+    def attention_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
+        attention = sub.attention
+        assert attention is not None
+        group = f"{self.stack}.{sub.variant}"
+        states = self.sub_layer_states(sub, steps, "o")
+        if len(sub.attentions) == 1:  # of several, each has its own
+            states |= self.attention_states(attention, width_of(sub, "q"))
+        elif (pair := self.shared_pair(sub)) is not None:
+            states["kv"] = pair
+        module = self.module(sub)
+        yield self.site(steps, module, states, self.functions(sub), group)
+        yield from self.linear_sites(sub, steps, ("q", "k", "v", "o"), group)
+        heads = attention_heads(attention)
+        if heads is not None and "q" in states:
+            yield self.site(
+                steps + (("heads", None),),
+                module,
+                {"h": self.state("h", heads, heads=True), "q": states["q"]},
+                group=group,
+            )
+        yield from self.norm_sites(sub, steps, group)
+        yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
+
+    def other_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
+        """Those of an ffn or a mixer."""
+        states = self.sub_layer_states(sub, steps, "down")
+        if sub.hidden is not None:
+            states["z"] = self.state("z", sub.hidden)
+        yield self.site(steps, self.module(sub), states, self.functions(sub), self.stack)
+        yield from self.routed_sites(sub, steps)
+        yield from self.linear_sites(sub, steps, ("gate", "up", "down"), self.stack)
+        if sub.hidden is not None:
+            hidden = {"h": self.state("h", sub.hidden)} | ({"x": states["x"]} if "x" in states else {})
+            yield self.site(steps + (("hidden", None),), self.full(str(sub.projections["down"].node.target)), hidden)
+        yield from self.norm_sites(sub, steps, self.stack)
+        yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)})
+
+    def routed_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
+        """The router, the Linears of each expert, and those of the networks beside them."""
+        if sub.router is not None:
+            yield self.router_site(sub.router, steps + (("router", None),))
+        for i, found in enumerate(sub.experts):
+            word = "experts" if i == 0 else "shared" if not sub.shared else f"shared_{i}"
+            for inner, module, states in expert_states(found, self.kind.root, self.full):
+                site = self.site(steps + ((word, inner[0]), (inner[1], None)), module, states)
+                yield of_its_own(site) if isinstance(found, Listed) else site
+        for i, network in enumerate(sub.shared):
+            inner = steps + (("shared", i if len(sub.shared) > 1 else None),)
+            for role, projection in network.items():
+                yield self.linear(inner + ((role, None),), projection)
+
+    def router_site(self, parts: Router, steps: Steps) -> Site:
+        states, module = router_states(parts, self.full), parts.weight.rpartition(".")[0]
+        if parts.alone:
+            inside = linear_states(self.full(module), self.kind.root.get_submodule(module))
+            return of_its_own(self.site(steps, self.full(module), states | inside))
+        states |= {"x": self.state("x", parts.x), "h": self.state("h", parts.logits)}
+        return self.site(steps, self.full(module), states)
+
+    def module(self, sub: SubLayer) -> str:
+        """The smallest module that contains a sub-layer's Linears, or whatever else it computes with."""
+        names = [str(p.node.target) for p in sub.projections.values()]
+        if names:
+            return self.full(common(names))
+        root = self.kind.root
+        used = [n for n in sub.body if weighted(n, root) and not nodes.is_norm(n, root)]
+        return self.full(common([f"{n.target}." if n.op == "call_module" else str(n.target) for n in used]))
+
+    def linear_sites(self, sub: SubLayer, steps: Steps, roles: tuple[str, ...], group: str) -> Iterator[Site]:
+        """The Linears of a sub-layer: by role, the others by their own names."""
+        for role in roles:
+            if role in sub.projections:
+                yield self.linear(steps + ((role, None),), sub.projections[role], group)
+        inside = self.module(sub)
+        taken = {"q", "k", "v", "o", "gate", "up", "down", "heads", "hidden", "norm", "add"}
+        names = {str(n.target): relative_name(self.full(str(n.target)), inside) for n in sub.linears}
+        many = Counter(names.values())
+        first = {str(n.target): n for n in reversed(sub.linears)}  # call of each
+        for full, node in sorted(first.items(), key=lambda item: item[1]):
+            own = named_steps(full if many[names[full]] > 1 else names[full], taken)
+            yield self.linear(steps + own, Projection(node), group)
+
+    def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
+        owners = [norm_owner(n, sub, self.kind.root) for n in sub.norms]
+        many = Counter(owners)
+        seen: Counter[str] = Counter()
+        for node, owner in zip(sub.norms, owners, strict=True):
+            index = seen[owner] if many[owner] > 1 else None
+            seen[owner] += 1
+            inner = ((owner, None),) if owner else ()
+            yield self.linear(steps + inner + (("norm", index),), Projection(node), group)
+
+    # Parts -------------------------------------------------------------------------------------------------------
+
+    def sub_layer_states(self, sub: SubLayer, steps: Steps, last: str) -> dict[str, State]:
+        states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}
+        if last in sub.projections and nodes.stripped(sub.h, self.kind.root) is sub.projections[last].node:
+            linear = path_of(self.steps + steps + ((last, None),))
+            states["h"] = replace(states["h"], linear=linear)
+        if sub.x is not None:
+            states["x"] = self.state("x", self.in_batches(sub.x, sub.h))
+        if sub.context is not None:
+            states["c"] = state = self.state("c", sub.context)
+            if sub.variant == "cross" and isinstance(state.shape, shapes.Tokens):
+                states["c"] = replace(state, shape=replace(state.shape, of="context"))
+        return states
+
+    def in_batches(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """A value before batch and tokens were made one dimension of it, or features two, where `like` has them."""
+        before: fx.Node | None = node
+        while before is not None and before.meta["example"].ndim != like.meta["example"].ndim:
+            before = nodes.passes_through(before, self.kind.root)
+        return node if before is None else before
+
+    def attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
+        """q, k, v and kv as the attention gets them."""
+        key = (attention.call.name, q_width)
+        if key not in self.kind.states:
+            self.kind.states[key] = self.arriving_states(attention, q_width)
+        return dict(self.kind.states[key])
+
+    def arriving_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
+        states: dict[str, State] = {}
+        call = attention.call.name
+        for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
+            value = nodes.example(node)
+            if not isinstance(value, torch.Tensor) or value.ndim != 4 or attention.sort == "written":
+                continue
+            if features.separates(node, -1, self.kind.root):
+                shape = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
+                states[name] = State(name, shape, Place(f"{call}.{name}"))
+        pair = pair_shape(attention, q_width, self.kind.root)
+        if pair is not None:
+            states["kv"] = State("kv", pair, Place(f"{call}.kv"))
+        return states
+
+    def shared_pair(self, sub: SubLayer) -> State | None:
+        """The rows that can be joined to the keys and values of each of several attentions, written out side by side."""
+        written = all(a.sort == "written" for a in sub.attentions)
+        pairs = {pair_shape(a, width_of(sub, "q"), self.kind.root) for a in sub.attentions} if written else set()
+        first, *others = (a.call for a in sub.attentions)
+        pair = pairs.pop() if len(pairs) == 1 else None
+        if pair is None or any(n.meta["origin"][0] != first.meta["origin"][0] for n in others):
+            return None
+        return State("kv", pair, Place(f"{first.name}.kv", also=tuple(n.name for n in others)))
+
+    def functions(self, sub: SubLayer) -> dict[str, str]:
+        norm = sub.output_norm or next((n for n in sub.norms if not norm_owner(n, sub, self.kind.root)), None)
+        return {"norm": self.full(str(norm.target))} if norm is not None else {}
+
+    def linear(self, steps: Steps, projection: Projection, group: str = "") -> Site:
+        """A Linear or norm called at `projection.node`; a part of its rows where the Linear is fused."""
+        node, rows = projection.node, projection.rows
+        name = self.full(str(node.target))
+        states = weight_states(name, self.kind.root.get_submodule(str(node.target)), rows)
+        source = nodes.first_input(node)
+        if source is not None:
+            states["x"] = self.state("x", source)
+        states["h"] = self.state("h", node, rows)
+        return replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
+
+    def state(self, name: str, node: fx.Node, rows: Slice | None = None, heads: bool = False) -> State:
+        key = (name, node, rows, heads)
+        if key not in self.known:
+            self.known[key] = self.new_state(name, node, rows, heads)
+        return self.known[key]
+
+    def new_state(self, name: str, node: fx.Node, rows: Slice | None, heads: bool) -> State:
+        value = node.meta["example"]
+        assert isinstance(value, torch.Tensor)
+        if heads:
+            return State(name, shapes.Heads(value.shape[2], value.shape[3]), Place(node.name, rows))
+        dim = features_dim(node, self.kind.root)
+        return State(
+            name,
+            shapes.Tokens(rows.width if rows else value.shape[dim]),
+            Place(node.name, rows, map=dim < value.ndim - 1),
+        )
+
+    def site(
+        self,
+        steps: Steps,
+        module: str,
+        states: Mapping[str, State],
+        functions: Mapping[str, str] | None = None,
+        group: str = "",
+    ) -> Site:
+        steps = self.steps + steps
+        kind = f"{self.kind.name}@{id(self.kind)}"
+        flat = any(s.place is not None and s.place.node in self.flat for s in states.values())
+        stream = self.state("stream", self.stream) if flat else None
+        path, group = path_of(steps), group or self.stack
+        return Site(path, steps, module, self.layer, kind, dict(states), dict(functions or {}), group, stream)
+
+    def full(self, name: str) -> str:
+        return f"{self.layer}.{name}".rstrip(".")
+
+
+def of_its_own(site: Site) -> Site:
+    """The site as one whole module, whose call the graph of the layer does not have."""
+    return replace(site, root=site.module, kind=site.module)
+
+
+def sub_layer_steps(subs: list[SubLayer]) -> list[Steps]:
+    """`attn.self`, `attn.cross`, `ffn`, `mixer`; numbered where a layer has several of one sort."""
+    names = [(sub.kind, sub.variant) for sub in subs]
+    many, seen = Counter(names), Counter[tuple[str, str]]()
+    found: list[Steps] = []
+    for name, variant in names:
+        index = seen[name, variant] if many[name, variant] > 1 else None
+        seen[name, variant] += 1
+        found.append(((name, None), (variant, index)) if variant else ((name, index),))
+    return found
+
+
+def norm_owner(node: fx.Node, sub: SubLayer, root: nn.Module) -> str:
+    """`q` or `k` for a norm of queries or keys inside the attention, else empty."""
+    if sub.attention is None or node is sub.output_norm:
+        return ""
+    for role, value in (("q", sub.attention.q), ("k", sub.attention.k)):
+        if node in nodes.upstream(value, lambda n: nodes.is_linear(n, root)):
+            return role
+    return ""
+
+
+def attention_heads(attention: Attention) -> fx.Node | None:
+    """The result of an attention as (batch, tokens, heads, d_head)."""
+    wanted = nodes.example(attention.q), nodes.example(attention.v)
+    if any(not isinstance(w, torch.Tensor) or w.ndim != 4 for w in wanted):
+        return None
+    q, v = wanted
+    assert isinstance(q, torch.Tensor)
+    assert isinstance(v, torch.Tensor)
+    node, seen = attention.out, 0
+    while seen < 4:
+        value = nodes.example(node)
+        if isinstance(value, torch.Tensor) and value.shape == (q.shape[0], q.shape[2], q.shape[1], v.shape[3]):
+            return node if attention.sort == "interface" or node is not attention.out else None
+        users = value_users(node)
+        if len(users) != 1:
+            return None
+        node, seen = users[0], seen + 1
+    return None
+
+
+def first_of(value: Any) -> fx.Node | None:
+    """The tensor that comes first in what a layer returns, if the layer has put it there itself."""
+    while isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return value if isinstance(value, fx.Node) and nodes.is_tensor(value) else None
+
+
+def width_of(sub: SubLayer, role: str) -> int | None:
+    """The features of a projection."""
+    projection = sub.projections.get(role)
+    if projection is None:
+        return None
+    return projection.rows.width if projection.rows else nodes.shape(projection.node)[-1]
+
+
+def pair_shape(attention: Attention, q_width: int | None, root: nn.Module) -> shapes.KeyValue | None:
+    """The rows that can be joined to keys and values; None where none can."""
+    if attention.sort == "written":
+        return written_shape(attention, q_width, root)
+    k, v = nodes.shape(attention.k), nodes.shape(attention.v)
+    if len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
+        return None
+    if not all(features.separates(node, -1, root) for node in (attention.k, attention.v)):
+        return None  # features attend to features
+    return shapes.KeyValue(k[1], k[3], None if v[3] == k[3] else v[3])
+
+
+def named_steps(name: str, taken: set[str]) -> Steps:
+    """A module's name as the steps of a path: `experts.0.w1` is `experts[0].w1`; none that already means something else."""
+    steps: list[tuple[str, int | None]] = []
+    for part in name.split("."):
+        if part.isdigit() and steps and steps[-1][1] is None:
+            steps[-1] = (steps[-1][0], int(part))
+        else:
+            word = "".join(c if c.isalnum() else "_" for c in part)
+            steps.append((word if word[:1].isalpha() or word[:1] == "_" else f"_{word}", None))
+    if steps[0][0] in taken:
+        steps[0] = (f"{steps[0][0]}_", steps[0][1])
+    return tuple(steps)
+
+
+def relative_name(name: str, module: str) -> str:
+    return name[len(module) + 1 :] if module and name.startswith(module + ".") else name.rpartition(".")[2]
+
+
+def common(names: list[str]) -> str:
+    """The deepest module that contains all the named ones."""
+    if not names:
+        return ""
+    split = [n.split(".")[:-1] for n in names]
+    shared: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) != 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

@@ -1,0 +1,132 @@
+"""What stacks of layers are called: `encoder`, `decoder`, and in models of several media the tower that they are part of:
+`vision.layer[0]`, `text.layer[0]`, `text.decoder.layer[0]`, `qformer.layer[0]`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from peftc.models.media import MEDIA
+from peftc.recognition.layers import ModelStructure, Stack
+from peftc.semantics.vocabulary import SITES, STACKS, TOWERS
+
+SAID: dict[str, tuple[str, ...]] = {  # parts of the names of sections of a configuration that tell a medium
+    "vision": ("vision", "image", "video", "visual"),
+    "audio": ("audio", "speech", "sound"),
+    "text": ("text", "language"),
+}
+PLAIN = frozenset({*SITES, "backbone"})  # sections that tell none, or what already means something else
+
+
+def name_stacks(anatomy: ModelStructure) -> None:
+    """Names every stack, no two alike.
+
+    A model with one stack, or with an encoder that its decoder attends to, has no towers.
+    """
+    config = getattr(anatomy.model, "config", None)
+    stacks = anatomy.stacks
+    towers: dict[str, list[Stack]] = defaultdict(list)
+    for stack in stacks:
+        towers[tower_of(stack, anatomy)].append(stack)
+    pair = len(stacks) == 2 and bool(getattr(config, "is_encoder_decoder", False))
+    if len(towers) < 2 or pair:
+        towers = {"": stacks}
+    for tower, members in towers.items():
+        alone = bool(tower) and len(members) == 1
+        for stack, role in zip(members, roles_of(members), strict=True):
+            stack.name = tower if alone else f"{tower}.{role}".lstrip(".")
+
+
+def roles_of(stacks: list[Stack]) -> list[str]:
+    """`encoder` or `decoder`; where several would be the same, the part of their path that tells them apart."""
+    roles = ["decoder" if decodes(stack) else "encoder" for stack in stacks]
+    if len(set(roles)) == len(roles):
+        return roles
+    found = [part_of(s.path, [o.path for o in stacks if o is not s]) for s in stacks]
+    return found if len(set(found)) == len(found) else [whole(s.path) for s in stacks]
+
+
+def decodes(stack: Stack) -> bool:
+    """A stack with cross-attention decodes, and one whose attention is causal."""
+    for kind in stack.kinds:
+        for sub in kind.subs:
+            if sub.variant == "cross":
+                return True
+            if sub.attention is not None and sub.attention.sort == "interface":
+                owner: Any = sub.attention.call.args[0]
+                module = kind.root.get_submodule("" if owner.target == "_self" else owner.target)
+                if getattr(module, "is_causal", False):
+                    return True
+    return False
+
+
+def part_of(path: str, others: list[str]) -> str:
+    """The first part of a path that tells it from the others, as a word; none that means something else."""
+    for depth, part in enumerate(path.split(".")):
+        rest = [o.split(".") for o in others]
+        own = all(len(o) <= depth or o[depth] != part for o in rest)
+        if own and not part.isdigit() and (part not in SITES or part in (*STACKS, *TOWERS)):
+            return part
+    return whole(path)
+
+
+def whole(path: str) -> str:
+    """A path as a word."""
+    word = path.replace(".", "_")
+    return f"{word}_" if word in SITES else word
+
+
+# Towers --------------------------------------------------------------------------------------------------------------
+
+
+def tower_of(stack: Stack, anatomy: ModelStructure) -> str:
+    """The medium of a stack: as its section of the configuration says, else what its model takes, else what reaches it."""
+    modules = list(above(stack.layers[0], anatomy.model))
+    sections = list(sections_of(modules))
+    said = next((medium for name in reversed(sections) if (medium := medium_of(name))), None)
+    own = next((name for name in reversed(sections) if name not in PLAIN), None)
+    return said or own or taken(modules) or anatomy.seen.modality.get(stack.layers[0]) or "text"
+
+
+def above(layer: str, model: nn.Module) -> Iterator[nn.Module]:
+    """The model, and every module down to the layer."""
+    parts = layer.split(".")
+    for depth in range(len(parts)):
+        yield model.get_submodule(".".join(parts[:depth]))
+
+
+def sections_of(modules: list[nn.Module]) -> Iterator[str]:
+    """The sections of the configuration that lead to the innermost of nested modules, `_config` left out."""
+    section: Any = None
+    for module in modules:
+        own = getattr(module, "config", None)
+        if section is None:  # of a wrapper that has no configuration
+            section = own if isinstance(own, PretrainedConfig) else None
+            continue
+        name = section_named(section, own)
+        if name is not None:
+            yield "_".join(part for part in name.split("_") if part != "config")
+            section = own
+
+
+def section_named(config: Any, part: Any) -> str | None:
+    """The field of a configuration that holds the one of a part: equal to it, or else of its class."""
+    if not isinstance(part, PretrainedConfig) or part is config:
+        return None
+    fields = {n: v for n, v in vars(config).items() if isinstance(v, PretrainedConfig) and type(v) is type(part)}
+    return next((n for n, v in fields.items() if v is part), None) or next(iter(fields), None)
+
+
+def medium_of(section: str) -> str | None:
+    return next((medium for medium, words in SAID.items() if any(word in section for word in words)), None)
+
+
+def taken(modules: list[nn.Module]) -> str | None:
+    """The medium that the innermost model among nested modules takes, where that is not text."""
+    names = [name for m in modules[1:] if isinstance(name := getattr(m, "main_input_name", None), str)]
+    return next((medium.word for name in reversed(names) for medium in MEDIA if name in medium.main), None)

@@ -1,0 +1,31 @@
+"""Layers that are like one that has run do not run; what is said of them is what they would have shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import AlbertConfig, AlbertModel
+
+from peftc.fakes.tensors import fake_copy, fake_mode
+from peftc.models.sample import sample_inputs
+from peftc.observation.sample_forward import repeated_blocks, watched
+from tests import zoo
+
+
+def shared() -> nn.Module:
+    sizes: dict[str, Any] = {"embedding_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    return AlbertModel(AlbertConfig(vocab_size=61, num_hidden_layers=6, num_hidden_groups=2, **sizes))
+
+
+@pytest.mark.parametrize("build", [shared, *(partial(zoo.build, name) for name in ("bart", "llama", "t5"))])
+def test_what_is_said_of_a_layer_that_did_not_run(build: Callable[[], nn.Module]) -> None:
+    model = fake_copy(build())
+    given, blocks, mode = sample_inputs(model), repeated_blocks(model), fake_mode(model)
+    some, every = (watched(model, lambda: model(**given), mode, blocks, every=every) for every in (False, True))
+    assert some.order == every.order
+    assert (some.calls, some.inputs, some.outputs) == (every.calls, every.inputs, every.outputs)
+    assert {n: kind for n, (kind, _) in some.layers.items()} == {n: kind for n, (kind, _) in every.layers.items()}

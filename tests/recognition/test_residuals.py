@@ -1,0 +1,191 @@
+"""Residual streams that are more than a sum: scaled, shifted, several side by side; layers made of marked parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from peftc.observation.sample_forward import repeated_blocks
+from peftc.recognition.layers import joins
+from peftc.recognition.roles import SubLayer, sub_layers
+from peftc.tracing.tracer import RegionTracer, Traced
+
+D, N = 8, 3
+functional: Any = nn.functional
+
+
+def traced(root: nn.Module, **arguments: torch.Tensor) -> Traced:
+    return RegionTracer(lambda name: joins(root.get_submodule(name))).trace_region(root, arguments)
+
+
+def found(root: nn.Module, *shape: int) -> list[SubLayer]:
+    return sub_layers(traced(root, x=torch.randn(shape)).graph, root)
+
+
+class Ffn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def ffn(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(D)), nn.Parameter(torch.zeros(D))
+
+    def forward(self, h: torch.Tensor, res: torch.Tensor) -> torch.Tensor:
+        return h + (res + self.bias) * self.scale
+
+
+class Joined(Ffn):
+    """The sum is made in a module of its own, of a residual that has been shifted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.join = Join()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.join(self.ffn(x), x)
+
+
+class Multiplied(Ffn):
+    """`Parameter.mul(x)` is a call of a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x + self.ffn(x)
+
+
+class Hyper(Ffn):
+    """n streams: one is made of them for the ffn, whose result goes to each; and they are mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Linear(N * D, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pre = torch.sigmoid(self.weights(x.flatten(2)))
+        one = (pre.unsqueeze(-1) * x).sum(dim=2)
+        mixed = torch.matmul(pre.unsqueeze(-1) * pre.unsqueeze(-2), x)
+        return pre.unsqueeze(-1) * self.ffn(one).unsqueeze(-2) + mixed
+
+
+class Chained(Ffn):
+    """Attention, its ffn and a Linear behind it in one branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o, self.last = (nn.Linear(D, D) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (linear(x).unsqueeze(1) for linear in (self.q, self.k, self.v))
+        heads = functional.scaled_dot_product_attention(q, k, v)
+        return x + self.last(self.ffn(self.o(heads.squeeze(1))))
+
+
+class Blended(Chained):
+    """Queries and keys are both made of the same two Linears."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (linear(x).unsqueeze(1) for linear in (self.q, self.k, self.v))
+        mean = (q + k) * 0.5
+        return x + self.o(functional.scaled_dot_product_attention(mean + q, mean + k, v).squeeze(1))
+
+
+class Opaque(nn.Module):
+    """Children that stay one leaf, as a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * number
+
+
+class Projected(nn.Module):
+    """Two Linears before such a leaf, and one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.leaf = nn.LayerNorm(D), Opaque()
+        self.first, self.second, self.last = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.last(self.leaf(self.first(y), self.second(y)))
+
+
+def roles(sub: SubLayer) -> dict[str, str]:
+    return {role: str(p.node.target) for role, p in sub.projections.items()}
+
+
+def test_residuals_that_are_scaled_or_shifted() -> None:
+    for root in (Joined(), Multiplied()):
+        (ffn,) = found(root, 2, 5, D)
+        assert (ffn.kind, roles(ffn)) == ("ffn", {"down": "down", "up": "up"})
+        assert ffn.h.target == "down"
+
+
+def test_several_streams_side_by_side() -> None:
+    (ffn,) = found(Hyper(), 2, 5, N, D)
+    assert (ffn.kind, roles(ffn)) == ("ffn", {"down": "down", "up": "up"})
+    assert ffn.h.meta["example"].shape == (2, 5, D), "what the ffn gives, and not what is added to the streams"
+    assert ffn.x is not None
+    assert ffn.x.meta["example"].shape == (2, 5, D)
+    assert ffn.res.meta["example"].shape == (2, 5, N, D)
+
+
+def test_a_block_of_attention_and_ffn_without_a_sum_in_between() -> None:
+    attn, ffn = found(Chained(), 2, 5, D)
+    assert (attn.kind, roles(attn)) == ("attn", {"q": "q", "k": "k", "v": "v", "o": "o"})
+    assert (attn.h.target, ffn.h.target) == ("o", "down")
+    assert (ffn.kind, roles(ffn)) == ("ffn", {"down": "down", "up": "up"})
+
+
+def test_what_enters_an_ffn_whose_last_linear_alone_has_a_role() -> None:
+    (sub,) = found(Projected(), 2, N, D)
+    assert set(sub.projections) == {"down"}
+    assert sub.x is not None
+    assert sub.x.target == "norm"
+
+
+def test_queries_and_keys_of_the_same_two_linears_cannot_be_told_apart() -> None:
+    """Both Linears are in both: neither is q, and neither is k."""
+    (attn,) = found(Blended(), 2, 5, D)
+    assert roles(attn) == {"v": "v", "o": "o"}
+
+
+def test_choosing_with_a_number_can_be_traced() -> None:
+    """torch itself ends the process where the second argument of `where` only looks like a tensor."""
+
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return torch.where(mask, x, -1.0)
+
+    graph = traced(Masked(), x=torch.randn(3), mask=torch.ones(3, dtype=torch.bool)).graph
+    assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.where]
+
+
+class Block(GradientCheckpointingLayer):
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def test_layers_and_their_marked_parts() -> None:
+    """A marked module with another as its part is a layer; with a list of others it is a stage."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(), Block(part=Block(), linear=nn.Linear(1, 1))])
+    model.stages = nn.ModuleList([Block(blocks=nn.ModuleList([Block(), Block()]))])
+    assert repeated_blocks(model) == ["layers.0", "layers.1", "stages.0.blocks.0", "stages.0.blocks.1"]

@@ -1,0 +1,42 @@
+"""How a state is named from a part of its layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import peftc
+from peftc.rewriting.anchors import Anchor
+from tests import zoo
+from tests.laws.harness import close
+
+
+@pytest.mark.parametrize(
+    ("frame", "called", "region", "expected"),
+    [
+        ("", "ff.dropout", "", ("", "ff.dropout")),
+        ("ff", "dropout", "", ("ff", "dropout")),
+        ("ff", "dropout", "ff", ("", "dropout")),  # named from the code that calls it
+        ("block.ff", "inner.dropout", "block", ("ff", "inner.dropout")),
+        ("block.ff", "block.shared", "block", ("ff", "shared")),  # another part's module
+    ],
+)
+def test_one_of_several_calls_of_a_module(frame: str, called: str, region: str, expected: tuple[str, str]) -> None:
+    anchor = Anchor("node", frame, (f"call_module {called}", 1)).relative(region)
+    assert (anchor.module, anchor.key) == (expected[0], (f"call_module {expected[1]}", 1))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_all_that_read_a_state_get_its_new_value(name: str) -> None:
+    """What a norm gives is read by three projections: twice of it is what a norm with twice its weight gives."""
+    model, base = (zoo.build(name, torch.float64).eval() for _ in range(2))
+    norms = [site for site in peftc.sites(base).sites if site.path.endswith((".attn.self.norm", ".ffn.norm"))]
+    peftc.compile(
+        "peft 1\nedit e at layer[*].attn.self.norm | layer[*].ffn.norm { h *= vector(init=2) }", model, seed=0
+    )
+    with torch.no_grad():
+        for site in norms:
+            base.get_submodule(site.module).weight *= 2
+        given = zoo.inputs(name, base)
+        close(model(**given).logits, base(**given).logits, "all norms")
+    assert norms

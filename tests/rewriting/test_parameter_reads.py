@@ -1,0 +1,236 @@
+"""Code that calls a Linear in one mode and computes with its weight in another: an edit of it acts in both, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+import peftc
+from peftc.rewriting.legality.parameter_reads import own_parameters, parameter_reads
+from tests.laws.harness import randomise
+from tests.specialization.test_modes import mode
+
+D = 8
+X = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+LONG = torch.randn(2, 9, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+MODES = ("train", "eval", "no_grad", "inference_mode")
+EDITS = {
+    "h": "h += lora(x, r=2, alpha=4)",
+    "sequential": "h += adapter(h, r=2)",
+    "w": "w += lowrank(r=2)",
+}
+
+
+def by_function(fc: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, fc.weight, fc.bias)
+
+
+def fastest(fc: nn.Linear, x: Tensor) -> Tensor:
+    return fc(x) if torch.is_grad_enabled() else by_function(fc, x)
+
+
+def of_names(layer: Layer, x: Tensor) -> Tensor:
+    named = dict(layer.named_parameters())
+    return F.linear(x, named["fc.weight"], named["fc.bias"])
+
+
+class Kernel:
+    """An object that is no module: nothing is said of what it does with a module."""
+
+    def __call__(self, fc: nn.Linear, x: Tensor) -> Tensor:
+        return fc(x) if torch.is_grad_enabled() else F.linear(x, fc.weight, fc.bias)
+
+
+TABLE = {"linear": Kernel()}
+Way = Callable[["Layer", Tensor], Tensor]
+WAYS: dict[str, Way] = {
+    "call with gradients": lambda s, x: s.fc(x) if torch.is_grad_enabled() else F.linear(x, s.fc.weight, s.fc.bias),
+    "function with gradients": lambda s, x: F.linear(x, s.fc.weight, s.fc.bias) if torch.is_grad_enabled() else s.fc(x),
+    "call in training": lambda s, x: s.fc(x) if s.training else F.linear(x, s.fc.weight, s.fc.bias),
+    "function in training": lambda s, x: F.linear(x, s.fc.weight, s.fc.bias) if s.training else s.fc(x),
+    "call of what is trained": lambda s, x: s.fc(x) if s.fc.weight.requires_grad else F.linear(x, s.fc.weight, s.fc.bias),
+    "function in inference mode": lambda s, x: by_function(s.fc, x) if torch.is_inference_mode_enabled() else s.fc(x),
+    "function for a long input": lambda s, x: by_function(s.fc, x) if x.shape[1] > 6 else s.fc(x),
+    "another function": lambda s, x: fastest(s.fc, x),
+    "a method": lambda s, x: s.fast(x),
+    "another object": lambda s, x: s.kernel(s.fc, x),
+    "one of many": lambda s, x: TABLE["linear"](s.fc, x),
+    "the function of its class": lambda s, x: s.fc(x) if torch.is_grad_enabled() else nn.Linear.forward(s.fc, x),
+    "all parameters of the child": lambda s, x: s.fc(x) if torch.is_grad_enabled() else F.linear(x, *s.fc.parameters()),
+    "all parameters": lambda s, x: s.fc(x) if torch.is_grad_enabled() else of_names(s, x),
+    "a functional call": lambda s, x: s.fc(x) if torch.is_grad_enabled() else functional_call(s.fc, dict(s.fc.named_parameters()), (x,)),
+}  # fmt: skip
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc, self.out = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+        self.kernel = Kernel()
+
+    def fast(self, x: Tensor) -> Tensor:
+        layer = self.fc
+        return layer(x) if torch.is_grad_enabled() else F.linear(x, getattr(layer, "weight"), layer.bias)  # noqa: B009
+
+    def inner(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.relu(self.inner(self.norm(x))))
+
+
+def layer_class(way: Way) -> type[Layer]:
+    return type("WayLayer", (Layer,), {"inner": way})
+
+
+PLAIN = layer_class(lambda s, x: s.fc(x))
+
+
+class Model(nn.Module):
+    def __init__(self, cls: type[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.layers = nn.ModuleList(cls() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def compiled(cls: type[nn.Module], text: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model(cls).double()
+    model = peftc.compile(f'peft 1\nedit e at "layers.*.fc" {{ {text} }}', model, 0, sample={"x": X})
+    randomise(peftc.parameters(model))
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("edit", EDITS)
+def test_one_effect_on_every_path(way: str, edit: str) -> None:
+    """As on a model that only calls."""
+    plain, model = compiled(PLAIN, EDITS[edit]), compiled(layer_class(WAYS[way]), EDITS[edit])
+    for given in (X, LONG):
+        for how in MODES:
+            with mode(how, plain), mode(how, model):
+                assert torch.allclose(model(given), plain(given), rtol=0, atol=1e-10), (how, given.shape)
+                with peftc.disabled(plain):
+                    assert not torch.allclose(model(given), plain(given), rtol=0, atol=1e-3)
+    out = model.train()(X)
+    out.sum().backward()
+    assert all(p.grad is not None for p in peftc.parameters(model).values())
+
+
+def by_hand(layer: Layer, x: Tensor) -> Tensor:
+    return x + layer.out(torch.relu(F.linear(layer.norm(x), layer.fc.weight, layer.fc.bias)))
+
+
+class Around(nn.Module):
+    """A model that computes with the weights of its layers itself, now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.fast = nn.ModuleList(PLAIN() for _ in range(2)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if torch.is_grad_enabled() else by_hand(layer, x)
+        return x
+
+
+class Flagged(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = by_hand(layer, x) if self.fast else layer(x)
+        return x
+
+
+class Lengths(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if x.shape[1] < 6 else x + layer.out(torch.relu(layer.fc(layer.norm(x))))
+        return x
+
+
+class ByModule(nn.Module):
+    """A module without parameters of its own that is given another one."""
+
+    def forward(self, fc: nn.Linear, x: Tensor) -> Tensor:
+        return by_function(fc, x) if self.training else fc(x)
+
+
+class Given(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = ByModule()
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.by(self.fc, x)
+
+
+@pytest.mark.parametrize(
+    ("cls", "glob", "refused"),
+    [
+        (Around, "layers.*.fc", True),  # the sample runs without gradients, and calls no layer
+        (Flagged, "layers.*.fc", True),
+        (Flagged, "layers.*", True),  # the code around runs it part by part
+        (Flagged, "layers.*.out", False),
+        (Lengths, "layers.*", True),
+        (Lengths, "layers.*.fc", False),
+        (lambda: Model(Given), "layers.*.fc", True),
+    ],
+)
+def test_what_is_around_is_refused(cls: Callable[[], nn.Module], glob: str, refused: bool) -> None:
+    model = cls().double().eval()
+    before = copy.deepcopy(model.state_dict())
+    edit = "h += adapter(h, r=2)" if glob.endswith("*") else "w += lowrank(r=2)"
+    text = f'peft 1\nedit e at "{glob}" {{ {edit} }}'
+    if not refused:
+        peftc.compile(text, model, sample={"x": X})
+        return
+    with pytest.raises(peftc.PeftcError) as caught:
+        peftc.compile(text, model, sample={"x": X})
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == "P435"
+    assert diagnostic.span is not None
+    assert model.state_dict().keys() == before.keys()
+
+
+class Asking(nn.Module):
+    """What asks for the kind of a weight, and reads those of others or its own, does not read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.other, self.weight = nn.Linear(D, D), nn.Linear(D, D), nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.fc.weight, Tensor) and x.dtype != self.fc.weight.dtype and self.fc.bias is not None:
+            x = x.to(self.fc.weight.dtype)
+        return F.linear(self.fc(x) * self.weight, self.other.weight)
+
+
+@pytest.mark.parametrize(
+    ("cls", "region", "names"),
+    [
+        (Asking, "fc", []),
+        (Asking, "other", [("other", "weight")]),
+        (Asking, "", []),
+        (Around, "layers.1.fc", [("fc", "weight"), ("fc", "bias")]),
+        (Around, "layers.1", [("fc", "weight"), ("fc", "bias")]),
+        (Around, "layers.1.out", []),
+        (layer_class(WAYS["another function"]), "fc", [(), ("weight",), ("bias",)]),  # a lambda's text is none
+    ],
+)
+def test_reads_in_code(cls: Any, region: str, names: list[tuple[str, ...]]) -> None:
+    model = cls()
+    parameters = own_parameters(model.get_submodule(region), region, recurse=True) if region else ["weight"]
+    assert [read.names for read in parameter_reads(model, parameters)] == names

@@ -1,0 +1,421 @@
+"""A call with an optional argument that the analysed call did not have, and the other way around: an edit stands where it belongs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import peftc
+from peftc.installation.record import installation_of
+from peftc.rewriting.anchors import Ordinal
+from peftc.rewriting.edits import Bound
+from peftc.specialization.generated_class import GeneratedClass
+from tests.laws.harness import close
+from tests.matrix import checkerboard
+
+D = 8
+
+
+class Block(nn.Module):
+    """Attention and ffn in one forward. `extra` changes what both read, and is reshaped, as the attention is, before it is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.gate, self.up, self.down = nn.Linear(D, 12), nn.Linear(D, 12), nn.Linear(12, D)
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        batch, tokens, _ = x.shape
+        z = self.n1(x)
+        if extra is not None:
+            z = z + extra.reshape(batch, tokens, D)
+        q, k, v = (t.view(batch, tokens, 2, 4).transpose(1, 2) for t in self.qkv(z).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, D)
+        x = x + functional.linear(mixed, self.out.weight, self.out.bias)
+        z = self.n2(x)
+        if extra is not None:
+            z = z * extra.reshape(batch, tokens, D)
+        return x + self.down(torch.relu(self.gate(z)) * self.up(z))
+
+
+class Branches(Block):
+    """The same operation in two ways, one of which runs; `out` is called in one of them only."""
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        batch, tokens, _ = x.shape
+        z = self.n1(x)
+        q, k, v = (t.view(batch, tokens, 2, 4).transpose(1, 2) for t in self.qkv(z).chunk(3, -1))
+        if extra is None:
+            mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, D)
+            x = x + self.out(mixed)
+        else:
+            k = k + extra.view(batch, tokens, 2, 4).transpose(1, 2)
+            mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, D)
+            x = x + functional.linear(mixed, self.out.weight, self.out.bias)
+        z = self.n2(x)
+        return x + self.down(torch.relu(self.gate(z)) * self.up(z))
+
+
+class Model(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, extra)
+        return x
+
+
+def model_of(layer: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return Model(layer).double()
+
+
+def given(*names: str) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    values = {name: torch.randn(2, 5, D, dtype=torch.float64, generator=draw) for name in ("x", "extra")}
+    return {name: values[name] for name in ("x", *names)}
+
+
+def compiled(base: nn.Module, equation: str, sample: dict[str, Any]) -> Any:
+    """A compiled copy, with weights that are the same whatever the sample."""
+    model = peftc.compile(f"peft 1\nedit e at layer[*].{equation}", copy.deepcopy(base), 0, sample=sample)
+    draw = torch.Generator().manual_seed(2)
+    for value in peftc.parameters(model).values():
+        value.data = torch.randn(value.shape, dtype=value.dtype, generator=draw)
+    return model
+
+
+SUB_LAYERS = (
+    "attn { h += adapter(x, r=2, act=tanh) }",
+    "attn { h += adapter(h, r=2, act=tanh) }",
+    "attn { kv = concat(prefix(len=2), kv) }",
+    "ffn { h += adapter(x, r=2, act=tanh) }",
+    "ffn { h += adapter(h, r=2, act=tanh) }",
+    "ffn.hidden { h *= vector(init=1) }",
+)
+EQUATIONS = (
+    *SUB_LAYERS,
+    "attn.q { h += lora(x, r=2) }",
+    "attn.v { h *= vector(init=1) }",
+    "attn.o { h += lora(x, r=2) }",
+    "ffn.up { h += lora(x, r=2) }",
+    "ffn.add { h += adapter(h, r=2, act=tanh) }",
+)
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("layer", [Block, Branches])
+def test_any_sample_makes_the_same_model(layer: Callable[[], nn.Module], equation: str) -> None:
+    """Each sample is the reference for the calls like it; the other one has to agree."""
+    base = model_of(layer)
+    models = [compiled(base, equation, given(*names)) for names in ((), ("extra",))]
+    for names in ((), ("extra",)):
+        first, second = (model(**given(*names)) for model in models)
+        assert (first - base(**given(*names))).abs().max() > 1e-3
+        close(first, second, f"{equation} {names}")
+
+
+@pytest.mark.parametrize("names", [(), ("extra",)])
+def test_a_low_rank_update_is_that_of_the_weight(names: tuple[str, ...]) -> None:
+    base = model_of(Block)
+    model = compiled(base, "attn.o { h += lora(x, r=2) }", given())
+    values = peftc.parameters(model)
+    for i, layer in enumerate(base.layers):
+        down, up = (values[f"e/encoder.layer[{i}].attn.self.o/lora.{name}"] for name in "AB")
+        layer.out.weight.data += up @ down
+    close(model(**given(*names)), base(**given(*names)), "lora")
+
+
+class Network(nn.Module):
+    """A feed-forward network that has a factor for what its Linears read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 12), nn.Linear(12, D)
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        if extra is not None:
+            x = x * extra
+        return self.down(torch.relu(self.up(x)))
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.network = nn.LayerNorm(D), Network()
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        return x + self.network(self.norm(x), extra)
+
+
+class Expression(Network):
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x if extra is None else x * extra)))
+
+
+class Renamed(Network):
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        read = x
+        if extra is not None:
+            read = x * extra
+        return self.down(torch.relu(self.up(read)))
+
+
+class Method(Network):
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        return self.down(self.activated(x, extra))
+
+    def activated(self, x: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
+        if extra is not None:
+            x = x * extra
+        return torch.relu(self.up(x))
+
+
+class Unconcerned(Network):
+    """A decision that changes nothing of what is read or returned."""
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        factor = None
+        if extra is not None:
+            factor = extra.mean()
+        made = torch.relu(self.up(x))
+        made = made if factor is None else made * factor
+        return self.down(made)
+
+
+@pytest.mark.parametrize(
+    ("network", "entered"),
+    [(Network, True), (Expression, True), (Renamed, True), (Method, True), (Unconcerned, False)],
+)
+def test_code_is_entered_where_it_may_change_what_is_read(network: type[Network], entered: bool) -> None:
+    class Own(Nested):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+    base, equation = model_of(Own), "ffn { h += adapter(x, r=2, act=tanh) }"
+    models = [compiled(base, equation, given(*names)) for names in ((), ("extra",))]
+    for names in ((), ("extra",)):
+        close(models[0](**given(*names)), models[1](**given(*names)), str(names))
+    assert list(peftc.graphs(models[0])) == ["layers.0.network", "layers.1.network"]
+    assert ("unseen" in peftc.graphs(models[0])["layers.0.network"].code) == entered
+
+
+class Gated(nn.Module):
+    """What enters the residual sum has another factor where there is an argument for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 12), nn.Linear(12, D)
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        made = self.down(torch.relu(self.up(self.norm(x))))
+        if extra is not None:
+            made = made * extra
+        return x + made
+
+
+def test_a_value_that_is_two_in_another_call_is_refused() -> None:
+    """The `h` of the ffn is what `down` gives, and what enters the sum: in a call with a factor in between these differ."""
+    equation = "ffn { h += adapter(h, r=2, act=tanh) }"
+    model = compiled(model_of(Gated), equation, given())
+    model(**given())
+    with pytest.raises(peftc.PeftcError, match="P403"):
+        model(**given("extra"))
+    either = compiled(model_of(Gated), equation, given("extra"))
+    close(either(**given()), model(**given()), "without the factor")
+    assert (either(**given("extra")) - either(**given())).abs().max() > 1e-3
+
+
+class Told(nn.Module):
+    """A network that tells the level of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 12), nn.Linear(12, D)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.down(torch.relu(self.up(x)))
+        return made, made.square().mean()
+
+
+class Levels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.network = nn.LayerNorm(D), Told()
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        made, level = self.network(self.norm(x))
+        return x + made, level
+
+
+class Summed(Model):
+    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> Any:
+        levels: list[torch.Tensor] = []
+        for layer in self.layers:
+            x, level = layer(x)
+            levels.append(level)
+        return x, levels
+
+
+@pytest.mark.parametrize("state", ["res", "x"])
+def test_what_a_module_makes_of_its_own_result_is_made_of_the_new_one(state: str) -> None:
+    torch.manual_seed(0)
+    base: Any = Summed(Levels).double()
+    model = compiled(base, f"ffn {{ h += lora({state}, r=2) }}", given())
+    values = peftc.parameters(model)
+    x, levels = model(**given())
+    want = given()["x"]
+    for i, layer in enumerate(base.layers):
+        down, up = (values[f"e/encoder.layer[{i}].ffn/lora.{name}"] for name in "AB")
+        read = want if state == "res" else layer.norm(want)
+        made = layer.network(layer.norm(want))[0] + read @ down.T @ up.T
+        close(levels[i], made.square().mean(), f"level {i}")
+        want = want + made
+    close(x, want, "stream")
+
+
+def as_before(bound: Bound) -> Bound:
+    """A state as it was told when operations were told by their number alone."""
+    assert bound.anchor is not None
+    key = tuple(part.index if isinstance(part, Ordinal) else part for part in bound.anchor.key)
+    old = replace(bound, anchor=replace(bound.anchor, key=key))
+    del old.__dict__["defining"], old.__dict__["also"]
+    return old
+
+
+@pytest.mark.parametrize(
+    "equation",
+    [
+        "ffn.add { h += adapter(h, r=2) }",
+        "attn.add { h += adapter(h, r=2) }",
+        "attn { kv = concat(prefix(len=2), kv) }",
+    ],
+)
+def test_models_pickled_by_earlier_versions(equation: str) -> None:
+    model = compiled(model_of(Block), equation, given())
+    want = model(**given())
+    for layer in model.layers:
+        kind = type(layer)._peftc_kind
+        (edit,) = kind.edits
+        old = replace(edit, states={name: as_before(bound) for name, bound in edit.states.items()})
+        assert old.states != edit.states
+        layer.__class__ = GeneratedClass(kind.base, kind.inline, (old,), kind.name, kind.absent, kind.entered).cls
+    close(pickle.loads(pickle.dumps(model))(**given()), want, equation)
+
+
+# torch's own layers ------------------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(D, 2, 12, 0.0, batch_first=True, **options)
+        self.stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor, padding: Any = None, causal: Any = None) -> torch.Tensor:
+        return self.stack(x, mask=causal, src_key_padding_mask=padding)
+
+
+class Decoder(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(D, 2, 12, 0.0, batch_first=True, **options)
+        self.stack = nn.TransformerDecoder(layer, 2)
+
+    def forward(self, x: torch.Tensor, padding: Any = None, causal: Any = None) -> torch.Tensor:
+        return self.stack(x, x.flip(1) * 2, tgt_mask=causal, memory_key_padding_mask=padding)
+
+
+def masks(name: str) -> dict[str, torch.Tensor]:
+    x = given()["x"]
+    padding = torch.zeros(2, 5, dtype=torch.float64)
+    padding[1, 3:] = -torch.inf
+    more = {"padding": padding, "causal": torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)}
+    return {"x": x} | {k: v for k, v in more.items() if k in name}
+
+
+CALLS = ("", "padding", "causal", "padding causal")
+
+
+ORDERS = [(Encoder, {}), (Decoder, {"norm_first": True}), (Encoder, {"norm_first": True}), (Decoder, {})]
+SAMPLES = [("", False), ("padding causal", True), ("", True), ("padding causal", False)]  # and whether in training
+
+
+@pytest.mark.parametrize(("layer", "compiled_in"), checkerboard(ORDERS, SAMPLES, 4))
+def test_masks_of_torchs_layers(layer: tuple[Any, dict[str, Any]], compiled_in: tuple[str, bool]) -> None:
+    """A low-rank update of each Linear is that of its weight."""
+    (make, options), (sample, training) = layer, compiled_in
+    torch.manual_seed(0)
+    base = make(**options).double().train(training)
+    spec = "attn.o | layer[*].ffn.up | layer[*].ffn.down { h += lora(x, r=2) }"
+    model, folded = (compiled(base, spec, masks(sample)) for _ in range(2))
+    peftc.fold(folded)
+    for name in CALLS:
+        with torch.no_grad():
+            first, want = model(**masks(name)), folded(**masks(name))
+            assert (first - base(**masks(name))).abs().max() > 1e-3
+            close(first, want, f"{make.__name__} {name}")
+
+
+@pytest.mark.parametrize(("equation", "make"), checkerboard(SUB_LAYERS, [Encoder, Decoder]))
+def test_masks_of_torchs_layers_and_their_states(make: Any, equation: str) -> None:
+    torch.manual_seed(0)
+    base = make().double().eval()
+    models = [compiled(base, equation, masks(name)) for name in ("", "padding", "causal")]
+    for name in CALLS:
+        with torch.no_grad():
+            first, *others = (model(**masks(name)) for model in models)
+            assert (first - base(**masks(name))).abs().max() > 1e-3
+            for other in others:
+                close(other, first, f"{equation} {name}")
+
+
+def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder, its layers and their attention are edited, one inside of the other: each has a forward for each call, and no more."""
+    monkeypatch.setattr("peftc.installation.reinstall.warm", lambda model, sample=None: None)
+    torch.manual_seed(0)
+    model = compiled(Encoder().double().eval(), "attn { kv = concat(prefix(len=2), kv) }", masks(""))
+    with torch.no_grad():
+        for name in CALLS:
+            model(**masks(name))
+    variants = {kind.name: len(kind.variants) for _, kind in installation_of(model).regions}
+    encoder, layer, attention = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
+    assert variants == {cls.__name__: len(CALLS) for cls in (encoder, layer, attention)}
+
+
+# Operations of one sort --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("index", "here", "there", "expected"),
+    [
+        (1, "ab", "ab", 1),
+        (0, "b", "ab", 1),  # an operation more before it
+        (1, "ab", "b", 0),
+        (1, "ab", "ac", 1),  # the other one of two branches
+        (1, "ab", "cd", 1),
+        (1, "ab", "ca", None),  # `a` is the second there: neither is known to be it
+        (1, "ab", "a", None),
+        (0, "b", "a", 0),
+        (0, "b", "acd", None),
+        (1, "aa", "aa", 1),
+        (0, "aa", "aaa", None),  # a loop that runs once more
+    ],
+)
+def test_an_operation_among_those_of_another_trace(index: int, here: str, there: str, expected: int | None) -> None:
+    def turns(places: str) -> list[tuple[str, int]]:
+        return [(place, places[:i].count(place)) for i, place in enumerate(places)]
+
+    assert Ordinal(index, tuple(turns(here))).among(turns(there)) == expected
