@@ -113,11 +113,14 @@ class LayerRegions:
         if state.weight is not None:
             module = relative(state.weight.module, self.layer)
             stored = getattr(self.kind.root.get_submodule(module), state.weight.attribute)
-            slab = state.weight.stacked_slice
-            if slab is not None:
-                stored, slab = stacked_slice(stored, slab.count, slab.index), replace(slab, reader="")
+            stacked = state.weight.stacked_slice
+            if stacked is not None:
+                stored = stacked_slice(stored, stacked.count, stacked.index)
+                stacked = replace(stacked, reader="")
             width = stored.shape[-1 if state.weight.transposed else 0]
-            return Bound(width=width, weight=replace(state.weight, module=relative(module, region), slab=slab))
+            return Bound(
+                width=width, weight=replace(state.weight, module=relative(module, region), stacked_slice=stacked)
+            )
         assert anchor is not None
         assert state.place is not None
         rows = state.place.rows
