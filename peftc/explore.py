@@ -25,8 +25,8 @@ from peftc.semantics.load import Include
 from peftc.specialization.code_printer import Emitter, Names, function
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
-from peftc.tracing.module_calls import signature_of
-from peftc.tracing.tracer import RegionTracer, Traced
+from peftc.tracing.module_calls import forward_signature
+from peftc.tracing.tracer import RegionTrace, RegionTracer
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class TracedRegion:
     graph: fx.Graph
     states: Mapping[str, fx.Node]
     sites: tuple[Site, ...]
-    traced: Traced = field(repr=False)
+    traced: RegionTrace = field(repr=False)
     kind: LayerType = field(repr=False)
     analysis: Analysis = field(repr=False)
 
@@ -156,7 +156,7 @@ def rewrite(
     return traced.graph
 
 
-def again(kind: LayerType, entered: set[str], analysis: Analysis) -> Traced:
+def again(kind: LayerType, entered: set[str], analysis: Analysis) -> RegionTrace:
     """A fresh trace of a layer, in which also these leaves are entered."""
     tracer = RegionTracer(lambda name: name in entered or has_children(kind.root, name))
     with analysis.structure.mode:
@@ -164,7 +164,7 @@ def again(kind: LayerType, entered: set[str], analysis: Analysis) -> Traced:
 
 
 def code_of(graph: fx.Graph, kind: LayerType) -> str:
-    signature = signature_of(kind.root)
+    signature = forward_signature(kind.root)
     copied = fx.Graph()
     result = copied.graph_copy(graph, {})
     copied.output(result)

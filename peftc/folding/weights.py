@@ -34,7 +34,7 @@ from peftc.semantics.walk import names
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
-from peftc.tracing.module_calls import signature_of
+from peftc.tracing.module_calls import forward_signature
 
 NOT_ASKED = "it was not asked for"
 
@@ -153,7 +153,7 @@ class Folding:
     @property
     def inputs(self) -> frozenset[str]:
         """What the forward of the model takes."""
-        return frozenset(signature_of(self.model).parameters)
+        return frozenset(forward_signature(self.model).parameters)
 
     # Writing ---------------------------------------------------------------------------------------------------------
 

@@ -28,10 +28,10 @@ from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.stages import convolutional_blocks, refined
 from peftc.recognition.token_mixing import weighted
 from peftc.recognition.untraced import UntracedPart, opaque_modules, unread_parts
-from peftc.tracing.context_managers import AskedNone, TraceError
+from peftc.tracing.context_managers import NoneAccess, TraceError
 from peftc.tracing.module_calls import innermost
-from peftc.tracing.ragged_loops import Uncounted
-from peftc.tracing.tracer import RegionTracer, Traced
+from peftc.tracing.ragged_loops import UnknownLength
+from peftc.tracing.tracer import RegionTrace, RegionTracer
 
 
 @dataclass
@@ -40,7 +40,7 @@ class LayerType:
 
     name: str
     root: nn.Module
-    traced: Traced
+    traced: RegionTrace
     subs: list[SubLayer]
     arguments: dict[str, Any] = field(repr=False)
     opaque: dict[str, str] = field(default_factory=dict[str, str])  # modules in it that could not be entered, and why
@@ -171,16 +171,16 @@ def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMod
     nones: set[Any] = set()
     while True:
         tracer = RegionTracer(partial(entered, layer, leaves, routes))
-        tracer.nones |= nones
+        tracer.optional_results |= nones
         try:
             with mode:
                 traced = tracer.trace_region(layer, fake_copy(arguments, mode))
         except Exception as error:
-            if isinstance(error, AskedNone) and error.origin not in nones:
+            if isinstance(error, NoneAccess) and error.origin not in nones:
                 nones.add(error.origin)
                 continue
-            asking = [error.frame] if isinstance(error, Uncounted) and error.frame else []
-            inside = [f for f in [*tracer.frames, *asking] if f not in leaves]
+            asking = [error.caller] if isinstance(error, UnknownLength) and error.caller else []
+            inside = [f for f in [*tracer.call_stack, *asking] if f not in leaves]
             if not inside:
                 return reason(error)
             leaves[inside[-1]] = reason(error)
@@ -196,7 +196,7 @@ def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMod
 
 
 def layer_kind(
-    layer: nn.Module, traced: Traced, arguments: dict[str, Any], reasons: dict[str, str], mode: FakeTensorMode
+    layer: nn.Module, traced: RegionTrace, arguments: dict[str, Any], reasons: dict[str, str], mode: FakeTensorMode
 ) -> LayerType:
     """The sub-layers of a traced layer. `reasons`: why modules in it could not be entered."""
     mark_operands(traced, layer, mode)
@@ -212,7 +212,7 @@ def entered(layer: nn.Module, leaves: Collection[str], routes: Collection[str], 
     return child not in leaves and (child in routes or has_children(layer, child))
 
 
-def routing(traced: Traced, layer: nn.Module) -> set[str]:
+def routing(traced: RegionTrace, layer: nn.Module) -> set[str]:
     """The leaves that multiply by a matrix of their own and return more than the product: an expert's number, a weight."""
     calls = [n for n in traced.graph.nodes if n.op == "call_module" and not nodes.is_tensor(n)]
     return {

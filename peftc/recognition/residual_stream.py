@@ -12,7 +12,7 @@ from peftc.fakes.constant_propagation import tensors
 from peftc.recognition.graph import nodes
 from peftc.recognition.graph.value_operands import operation, value_operands
 from peftc.recognition.hyper_connections import mixture
-from peftc.tracing.in_place import changed, writes_to
+from peftc.tracing.in_place import new_version, writes_to
 
 
 def stream_input(graph: fx.Graph) -> fx.Node | None:
@@ -102,7 +102,7 @@ class Stream:
 def partly(node: fx.Node) -> fx.Node | None:
     """The tensor that was changed in place, in part or through a view, where that is no sum and no value of its own."""
     before = nodes.first_input(node)
-    if node.target is changed:
+    if node.target is new_version:
         return before
     inside = before is not None and nodes.is_tensor(node) and writes_to(node, nodes.example(before))
     return before if inside and not nodes.is_add(node) and operation(node) not in OVERWRITES else None

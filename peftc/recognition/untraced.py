@@ -21,7 +21,7 @@ from peftc.recognition.attention.patterns import attentions, is_softmax, mixed
 from peftc.recognition.graph import nodes
 from peftc.recognition.residual_stream import Stream, gives_states, stream_input
 from peftc.recognition.roles import SubLayer
-from peftc.tracing.tracer import Traced
+from peftc.tracing.tracer import RegionTrace
 
 UNTOLD = "the queries, keys and values of its attention cannot be told apart"
 BESIDE = "what its attention gives is not added to the residual stream of the layer"
@@ -36,7 +36,9 @@ class UntracedPart:
     hides: frozenset[str]
 
 
-def opaque_modules(traced: Traced, opaque: Iterable[str], root: nn.Module, mode: FakeTensorMode) -> dict[str, bool]:
+def opaque_modules(
+    traced: RegionTrace, opaque: Iterable[str], root: nn.Module, mode: FakeTensorMode
+) -> dict[str, bool]:
     """Of the modules that could not be entered those that have matrices or attend; and whether they do."""
     found: dict[str, bool] = {}
     for node in traced.graph.nodes:
@@ -75,7 +77,7 @@ class _Operations(TorchDispatchMode):
 
 
 def unread_parts(
-    traced: Traced, subs: list[SubLayer], reasons: Mapping[str, str], opaque: Mapping[str, bool], root: nn.Module
+    traced: RegionTrace, subs: list[SubLayer], reasons: Mapping[str, str], opaque: Mapping[str, bool], root: nn.Module
 ) -> list[UntracedPart]:
     """What of a layer has no sites because it could not be followed. `opaque`: as `opaque_modules` gives them."""
     first = stream_input(traced.graph)
@@ -115,7 +117,7 @@ def untold(subs: list[SubLayer], opaque: Mapping[str, bool], root: nn.Module) ->
             yield UntracedPart(str(softmax.meta["origin"][0]), UNTOLD, frozenset({"attn"}))
 
 
-def beside(traced: Traced, subs: list[SubLayer], stream: Stream, root: nn.Module) -> Iterator[UntracedPart]:
+def beside(traced: RegionTrace, subs: list[SubLayer], stream: Stream, root: nn.Module) -> Iterator[UntracedPart]:
     """Attentions in no sub-layer, over values that a Linear makes: what mixes streams may have a softmax, too."""
     inside = {node for sub in subs for node in sub.body}
     outside = [a for a in attentions(traced.graph, root) if a.call not in inside]

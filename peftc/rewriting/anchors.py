@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from peftc.tracing.code_positions import Origin, Turn
-from peftc.tracing.tracer import ModuleCall, Traced
+from peftc.tracing.code_positions import Occurrence, Origin
+from peftc.tracing.tracer import ModuleCall, RegionTrace
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Ordinal:
     """One of the operations of one sort that a module's code runs: that at `index` of `turns`, which are all of them."""
 
     index: int
-    turns: tuple[Turn, ...]
+    turns: tuple[Occurrence, ...]
 
     @property
     def place(self) -> str:
         """Where in the code it is."""
         return self.turns[self.index][0]
 
-    def among(self, turns: list[Turn]) -> int | None:
+    def among(self, turns: list[Occurrence]) -> int | None:
         """Which it is in another trace, whose operations of that sort are these: the one at the same place of the code.
 
         Where nothing runs at that place, or not as often, it is the one at the same index: if there are as many, and those of them
@@ -47,7 +47,7 @@ class Ordinal:
         return self.index if alike else None
 
     @staticmethod
-    def often(own: Turn, turns: list[Turn] | tuple[Turn, ...]) -> int:
+    def often(own: Occurrence, turns: list[Occurrence] | tuple[Occurrence, ...]) -> int:
         return sum(place == own[0] for place, _ in turns)
 
     def __str__(self) -> str:
@@ -129,13 +129,13 @@ def taken_out(node: fx.Node, key: Any) -> fx.Node:
         return node.graph.call_function(operator.getitem, (node, key))
 
 
-def calls_of(traced: Traced) -> list[ModuleCall]:
+def calls_of(traced: RegionTrace) -> list[ModuleCall]:
     """The calls of modules that are called just once, the region itself among them."""
     often = Counter(c.name for c in traced.calls)
     return [*(c for c in traced.calls if often[c.name] == 1), own_call(traced)]
 
 
-def own_call(traced: Traced) -> ModuleCall:
+def own_call(traced: RegionTrace) -> ModuleCall:
     """The region's own call, as seen from inside."""
     placeholders = {str(n.target).lstrip("*"): n for n in traced.graph.nodes if n.op == "placeholder"}
     output = next(n for n in traced.graph.nodes if n.op == "output")
@@ -143,7 +143,7 @@ def own_call(traced: Traced) -> ModuleCall:
     return ModuleCall("", "", placeholders, result, inlined=True)
 
 
-def anchors(node: fx.Node, traced: Traced) -> list[Anchor]:
+def anchors(node: fx.Node, traced: RegionTrace) -> list[Anchor]:
     """Every way to name a node's value."""
     found: list[Anchor] = []
     for call in calls_of(traced):
@@ -158,14 +158,14 @@ def anchors(node: fx.Node, traced: Traced) -> list[Anchor]:
     return found
 
 
-def ordinal(node: fx.Node, traced: Traced) -> tuple[str, Ordinal]:
+def ordinal(node: fx.Node, traced: RegionTrace) -> tuple[str, Ordinal]:
     """The sort of an operation, and which of its module's code it is."""
     frame, operation, turn = origin(node)
     turns = tuple(origin(n)[2] for n in alike(frame, operation, traced))
     return operation, Ordinal(turns.index(turn), turns)
 
 
-def operand(node: fx.Node, user: fx.Node, traced: Traced) -> Anchor:
+def operand(node: fx.Node, user: fx.Node, traced: RegionTrace) -> Anchor:
     """A node's value as what an operation takes."""
     return Anchor("operand", origin(user)[0], (*ordinal(user, traced), user.args.index(node)))
 
@@ -174,12 +174,12 @@ def origin(node: fx.Node) -> Origin:
     return node.meta["origin"]
 
 
-def alike(frame: str, operation: str, traced: Traced) -> list[fx.Node]:
+def alike(frame: str, operation: str, traced: RegionTrace) -> list[fx.Node]:
     """The operations of one sort that the code of one module runs."""
     return [n for n in traced.graph.nodes if n.meta.get("origin", ())[:2] == (frame, operation)]
 
 
-def uncalled(traced: Traced) -> dict[str, fx.Node]:
+def uncalled(traced: RegionTrace) -> dict[str, fx.Node]:
     """The Linears that a trace does not call, where the code around computes with the weight as they would; each once."""
     called = {c.name for c in traced.calls}
     nodes = [n for n in traced.graph.nodes if n.op == "call_module" and n.target not in called and "origin" in n.meta]
@@ -187,13 +187,13 @@ def uncalled(traced: Traced) -> dict[str, fx.Node]:
     return {str(n.target): n for n in nodes if often[n.target] == 1}
 
 
-def callers_of(traced: Traced) -> dict[str, tuple[str, str]]:
+def callers_of(traced: RegionTrace) -> dict[str, tuple[str, str]]:
     """The module whose code calls each module, and where."""
     read = {name: (origin(n)[0], origin(n)[2][0]) for name, n in uncalled(traced).items()}
-    return read | {c.name: (c.frame, c.place) for c in traced.calls}
+    return read | {c.name: (c.caller, c.position) for c in traced.calls}
 
 
-def find(anchor: Anchor, traced: Traced) -> fx.Node | None:
+def find(anchor: Anchor, traced: RegionTrace) -> fx.Node | None:
     """The node that an anchor names in this trace; None where this trace has no such value."""
     if anchor.kind in ("in", "out"):
         for call in calls_of(traced):
@@ -208,7 +208,7 @@ def find(anchor: Anchor, traced: Traced) -> fx.Node | None:
     return value_at(node.args, anchor.key[2:3]) if node is not None and anchor.kind == "operand" else node
 
 
-def at_matrix(anchor: Anchor, traced: Traced) -> fx.Node | None:
+def at_matrix(anchor: Anchor, traced: RegionTrace) -> fx.Node | None:
     """The boundary of a module that this trace does not call, where the code around computes with its weight as it would, once."""
     if len(anchor.key) != int(anchor.kind == "in"):
         return None
@@ -222,7 +222,7 @@ def at_matrix(anchor: Anchor, traced: Traced) -> fx.Node | None:
     return value_at(node.args, (0,)) if anchor.kind == "in" else node
 
 
-def frames_between(region: str, anchor: Anchor, traced: Traced) -> frozenset[str] | None:
+def frames_between(region: str, anchor: Anchor, traced: RegionTrace) -> frozenset[str] | None:
     """The modules whose code must be entered, from `region` on, to reach an anchor; empty at the region's own boundary.
 
     None where the anchor is not inside `region`.

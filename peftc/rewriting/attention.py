@@ -15,7 +15,7 @@ from peftc.recognition.attention.patterns import Attention, attention_at, operan
 from peftc.recognition.graph.nodes import is_tensor
 from peftc.runtime.functions import attention_with_rows, function_with_rows, like_operand, reshaped_like, with_visible
 from peftc.tracing.patches import attention
-from peftc.tracing.tracer import Traced
+from peftc.tracing.tracer import RegionTrace
 
 
 class Adding(Protocol):
@@ -72,7 +72,7 @@ class Written:
     softmax(s(q kᵀ)) v   becomes   softmax([s'(q Pₖᵀ), s(q kᵀ)]) [Pᵥ; v].
     """
 
-    def __init__(self, softmax: fx.Node, traced: Traced) -> None:
+    def __init__(self, softmax: fx.Node, traced: RegionTrace) -> None:
         found = attention_at(softmax, traced.root) if traced.root is not None else None
         made = joining(found, traced.root) if found is not None and traced.root is not None else None
         if found is None or made is None:

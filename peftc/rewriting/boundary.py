@@ -12,10 +12,10 @@ from torch import fx, nn
 from peftc.rewriting.base_call import base_call
 from peftc.rewriting.edits import RegionEdit
 from peftc.runtime.functions import Reading, replaced
-from peftc.tracing.tracer import Traced
+from peftc.tracing.tracer import RegionTrace
 
 
-def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: tuple[RegionEdit, ...]) -> Traced:
+def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: tuple[RegionEdit, ...]) -> RegionTrace:
     """A graph that calls the base's own forward, and takes apart only what the edits use of its result."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
@@ -32,7 +32,7 @@ def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: t
         out = graph.call_function(replaced, (out, path, part)) if path else part
         result = nested(result, path, part)
     graph.output(out)
-    return Traced(graph, [], [], {}, result=result)
+    return RegionTrace(graph, [], [], {}, result=result)
 
 
 def own_values(graph: fx.Graph, edits: tuple[RegionEdit, ...]) -> dict[str, Any]:

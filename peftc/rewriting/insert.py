@@ -26,7 +26,7 @@ from peftc.rewriting.stacked_weights import StackedWeights, layout
 from peftc.rewriting.state_lookup import Lookup
 from peftc.runtime.functions import as_image, full_precision, rows_of, stored_as, tokens_of, unflattened, with_rows
 from peftc.runtime.prompts import batch_of
-from peftc.tracing.tracer import Traced
+from peftc.tracing.tracer import RegionTrace
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "+": operator.add,
@@ -39,7 +39,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 class Inserter:
     """Inserts edits one after the other. A later edit reads what an earlier one wrote."""
 
-    def __init__(self, traced: Traced, base: type | None = None) -> None:
+    def __init__(self, traced: RegionTrace, base: type | None = None) -> None:
         self.traced, self.graph, self.base = traced, traced.graph, base
         self.latest: dict[fx.Node, fx.Node] = {}
         self.lookup = Lookup(traced)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from peftc.recognition.graph.nodes import EDIT, example, is_edit
-from peftc.tracing.in_place import CHANGES, changed, memory, writes_to
+from peftc.tracing.in_place import WRITES, new_version, storage_id, writes_to
 
 COPY = "copy"  # in the place of a number, in the origin of a copy
 STANDS_FOR = "stands_for"  # in the meta of what an edit has made of a state: the state, whose views are those of the new value now
@@ -16,7 +16,7 @@ STANDS_FOR = "stands_for"  # in the meta of what an edit has made of a state: th
 def writers(node: fx.Node) -> Iterator[fx.Node]:
     """What changes the memory of a value after its node has run, as the graph is now."""
     value = value_of(node)
-    if not memory(value) or not any(CHANGES in n.meta for n in node.graph.nodes):
+    if not storage_id(value) or not any(WRITES in n.meta for n in node.graph.nodes):
         return
     seen, todo = {node}, [node]
     while todo:
@@ -24,14 +24,14 @@ def writers(node: fx.Node) -> Iterator[fx.Node]:
         users = [user for user in now.users if not is_edit(user)]
         yield from (user for user in users if writes_to(user, value) and node < user)
         near = [*users, *([] if is_edit(now) else now.all_input_nodes)]
-        views = [n for n in near if n not in seen and memory(value_of(n)) == memory(value)]
+        views = [n for n in near if n not in seen and storage_id(value_of(n)) == storage_id(value)]
         seen.update(views)
         todo += views
 
 
 def keep_reads(graph: fx.Graph) -> None:
     """Edits read copies of the values whose memory changes later: where they run behind the change, and for their gradients."""
-    if not any(CHANGES in node.meta for node in graph.nodes):
+    if not any(WRITES in node.meta for node in graph.nodes):
         return
     for node in list(graph.nodes):
         readers = [user for user in node.users if is_edit(user)]
@@ -61,7 +61,7 @@ def later(node: fx.Node) -> Iterator[fx.Node]:
     seen, todo = {node}, [node]
     while todo:
         yield (now := todo.pop())
-        after = [u for u in now.users if u not in seen and (writes_to(u, value) or u.target is changed)]
+        after = [u for u in now.users if u not in seen and (writes_to(u, value) or u.target is new_version)]
         seen.update(after)
         todo += after
 
@@ -71,9 +71,11 @@ def earlier(node: fx.Node) -> Iterator[fx.Node]:
     seen, todo = {node}, [node]
     while todo:
         now = todo.pop()
-        if CHANGES not in now.meta and now.target is not changed:
+        if WRITES not in now.meta and now.target is not new_version:
             continue
-        before = [n for n in now.all_input_nodes if n not in seen and memory(example(n)) == memory(example(node))]
+        before = [
+            n for n in now.all_input_nodes if n not in seen and storage_id(example(n)) == storage_id(example(node))
+        ]
         yield from before
         seen.update(before)
         todo += before

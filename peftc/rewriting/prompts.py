@@ -21,7 +21,7 @@ from peftc.rewriting.anchors import Anchor, contains, relative
 from peftc.rewriting.base_call import base_call
 from peftc.rewriting.edits import Bound, Region, RegionEdit, slug
 from peftc.runtime.prompts import prompted, unjoinable
-from peftc.tracing.module_calls import signature_of
+from peftc.tracing.module_calls import forward_signature
 
 CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
 
@@ -143,7 +143,7 @@ def taking(parameters: tuple[str, ...], inner: str, stack: Stack, anatomy: Model
         if (
             name != inner
             and contains(name, stack.layers[0])
-            and set(parameters) <= set(signature_of(module).parameters)
+            and set(parameters) <= set(forward_signature(module).parameters)
         ):
             return name
     return None

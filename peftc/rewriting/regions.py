@@ -22,8 +22,8 @@ from peftc.rewriting.legality.gradients import check_gradients
 from peftc.rewriting.legality.parameter_reads import own_parameters, parameter_reads
 from peftc.rewriting.states import comes_apart, definitions, may_write, node_of, overwritten, state_anchors, state_of
 from peftc.runtime.functions import stacked_slice
-from peftc.tracing.branches import alters
-from peftc.tracing.module_calls import innermost, signature_of
+from peftc.tracing.branches import mutates_conditionally
+from peftc.tracing.module_calls import forward_signature, innermost
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class LayerRegions:
         # a module whose parameters alone are used is entered where they are
         nodes = (n for n in self.kind.traced.graph.nodes if n.op == "call_module")
         callers = {str(n.target): str(n.meta["origin"][0]) for n in nodes}
-        callers |= {c.name: c.frame for c in self.kind.traced.calls}
+        callers |= {c.name: c.caller for c in self.kind.traced.calls}
         found = {inner}
         while inner != outer:
             inner = callers.get(inner, inner.rpartition(".")[0])  # one that nothing calls has its parameters read
@@ -230,7 +230,9 @@ class LayerRegions:
         root = self.kind.root
         forwards = {name: (innermost((cls := type(root.get_submodule(name))).forward), cls) for name in inside}
         forwards |= {region: (innermost((cls := type(root.get_submodule(region))).forward), cls)} if inside else {}
-        writers = [n for n, forward in forwards.items() if alters(*forward, argument if n == region else "")]
+        writers = [
+            n for n, forward in forwards.items() if mutates_conditionally(*forward, argument if n == region else "")
+        ]
         return frozenset[str]().union(*(self.path(region, name) for name in writers))
 
     def bypassed(self, region: str) -> bool:
@@ -329,4 +331,4 @@ def boundary(place: Place, module: nn.Module) -> Anchor:
     if place.node == OUTPUT:
         return Anchor("out", "", place.path)
     assert place.node == INPUT
-    return Anchor("in", "", place.path or (list(signature_of(module).parameters)[1],))
+    return Anchor("in", "", place.path or (list(forward_signature(module).parameters)[1],))

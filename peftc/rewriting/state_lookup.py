@@ -9,7 +9,7 @@ from torch import fx
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.edits import STREAM, Bound, RegionEdit
-from peftc.tracing.tracer import Traced
+from peftc.tracing.tracer import RegionTrace
 
 
 class Lookup:
@@ -19,7 +19,7 @@ class Lookup:
     no such anchor here, all others have to name one node.
     """
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: RegionTrace) -> None:
         self.traced = traced
         self.nodes: dict[Bound, list[fx.Node]] = {}
 

@@ -25,15 +25,15 @@ from peftc.rewriting.anchors import (
 )
 from peftc.rewriting.edits import STREAM
 from peftc.rewriting.overwritten import earlier, later, writers
-from peftc.tracing.code_positions import branches
-from peftc.tracing.tracer import Traced
+from peftc.tracing.code_positions import may_diverge
+from peftc.tracing.tracer import RegionTrace
 
 
 def state_of(site: Site, name: str) -> State:
     return site.stream if name == STREAM and site.stream is not None else site.states[name]
 
 
-def node_of(state: State, layer: str, site: Site, traced: Traced) -> fx.Node:
+def node_of(state: State, layer: str, site: Site, traced: RegionTrace) -> fx.Node:
     """The node of a state in its layer's graph; for a state of an attention call, the call."""
     assert state.place is not None
     name = state.place.node.partition(".")[0]
@@ -42,14 +42,14 @@ def node_of(state: State, layer: str, site: Site, traced: Traced) -> fx.Node:
     return next(n for n in traced.graph.nodes if n.name == name)
 
 
-def boundary_node(place: str, module: str, traced: Traced) -> fx.Node:
+def boundary_node(place: str, module: str, traced: RegionTrace) -> fx.Node:
     """The first tensor that a module in a layer takes, or returns."""
     call = next(c for c in calls_of(traced) if c.name == module)
     found = parts(call.arguments if place == INPUT else call.result)
     return next(n for _, n in found if isinstance(n.meta.get("example"), torch.Tensor))
 
 
-def state_anchors(state: State, layer: str, site: Site, traced: Traced) -> list[Anchor]:
+def state_anchors(state: State, layer: str, site: Site, traced: RegionTrace) -> list[Anchor]:
     assert state.place is not None
     argument = state.place.node.partition(".")[2]
     node = node_of(state, layer, site, traced)
@@ -87,7 +87,7 @@ def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[
     return [a for a in named if a.kind == "in" and a.module in readers], []
 
 
-def comes_apart(anchor: Anchor, other: Anchor, traced: Traced) -> bool:
+def comes_apart(anchor: Anchor, other: Anchor, traced: RegionTrace) -> bool:
     """Whether calls may exist in which code makes another value of what one anchor names before it gets to the other."""
     first, second = way(anchor, traced), way(other, traced)
     while first and second and first[0] == second[0]:
@@ -98,10 +98,10 @@ def comes_apart(anchor: Anchor, other: Anchor, traced: Traced) -> bool:
         for end, own in ((anchor, first), (other, second))
         for place in own
     ]
-    return any(branches(*two) for two in (*between, *ends))
+    return any(may_diverge(*two) for two in (*between, *ends))
 
 
-def way(anchor: Anchor, traced: Traced) -> list[str]:
+def way(anchor: Anchor, traced: RegionTrace) -> list[str]:
     """The places in the code of one module after the other, from the outermost on, on the way to an anchor."""
     callers = callers_of(traced)
     within = anchor.kind in ("in", "out")

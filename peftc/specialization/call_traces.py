@@ -18,9 +18,9 @@ from peftc.specialization.derived_classes import exchanged
 from peftc.specialization.forwarded_kwargs import open_rest
 from peftc.specialization.guarded_tracer import GuardedTracer, plain_arguments
 from peftc.specialization.passthrough_arguments import Call, compared_with_none, passthrough_arguments, same, unlooked
-from peftc.tracing.branches import told_by_identity
+from peftc.tracing.branches import compares_identity
 from peftc.tracing.code_positions import Origin
-from peftc.tracing.context_managers import AskedNone, TraceError
+from peftc.tracing.context_managers import NoneAccess, TraceError
 from peftc.tracing.module_calls import innermost
 
 
@@ -101,7 +101,7 @@ class Calls:
     def by_identity(self) -> bool:
         """Whether code that is entered may tell truths apart where nobody notices."""
         entered = (m for n, m in self.module.named_modules() if n and n in self.inline)
-        return any(told_by_identity(innermost(cls.forward), cls) for cls in {self.base, *map(type, entered)})
+        return any(compares_identity(innermost(cls.forward), cls) for cls in {self.base, *map(type, entered)})
 
     def opened(self, script: tuple[bool, ...]) -> tuple[Call, frozenset[str]] | None:
         """The trace for whatever keywords are handed on; None where the code may tell them apart."""
@@ -147,13 +147,13 @@ class Calls:
         copy.__class__ = self.base if generated is None else exchanged(type(copy), generated.cls, self.base)
         vars(copy)["_modules"].pop(CONTAINER, None)
         tracer = GuardedTracer(lambda name: name in self.inline, script, symbolic)
-        tracer.nones |= self.nones
+        tracer.optional_results |= self.nones
         tracer.beforehand |= self.beforehand
         given = self.without_data(arguments, mode)
         try:
             with mode:
                 return tracer.trace_region(copy, given), tracer
-        except AskedNone as error:
+        except NoneAccess as error:
             if error.origin in self.nones:
                 raise
             self.nones.add(error.origin)
@@ -163,14 +163,14 @@ class Calls:
                 Diagnostic(
                     "P407",
                     f"a call of {self.base.__name__} cannot be traced: {error}",
-                    notes=(f"in the code of {tracer.frames[-1]}",) if tracer.frames else (),
+                    notes=(f"in the code of {tracer.call_stack[-1]}",) if tracer.call_stack else (),
                     help="edit a smaller part of the layer, so that this code is not entered",
                 )
             ) from error
         except PeftcError:
             raise
         except Exception as error:
-            raise Raised(error, (tracer.so_far(), tracer)) from error
+            raise Raised(error, (tracer.snapshot(), tracer)) from error
 
     def without_data(self, arguments: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any]:
         """Raises: P407 for arguments that no fake tensor can stand for, such as nested tensors."""

@@ -21,10 +21,10 @@ from peftc.rewriting.base_call import base_call
 from peftc.runtime.functions import untraced
 from peftc.specialization.code_layout import wrapped
 from peftc.specialization.loop_blocks import Loop, late, loops_of
-from peftc.tracing.context_managers import entered, left
-from peftc.tracing.in_place import AUGMENTED, changed
+from peftc.tracing.context_managers import enter_context, exit_context
+from peftc.tracing.in_place import AUGMENTED, new_version
 from peftc.tracing.patches import branch
-from peftc.tracing.ragged_loops import ended
+from peftc.tracing.ragged_loops import end_loop
 
 INFIX = {
     operator.add: "+",
@@ -150,7 +150,7 @@ class Emitter:
                 end = None if node is end else end
             elif node in loops and passed < self.skip:
                 end = loops[node].end
-            elif node.target is ended:
+            elif node.target is end_loop:
                 (head, before), inside = around.pop(), [*lines, *self.ended(loops[node])]
                 lines = [*before, head, *(f"    {line}" for line in inside)]
             elif node in loops:
@@ -161,10 +161,10 @@ class Emitter:
             elif node.target is branch:
                 lines += self.fork(node, passed) if passed >= self.skip else []
                 passed += 1
-            elif node.target is entered:
+            elif node.target is enter_context:
                 around.append((f"with {self.names.of(node.args[0])}({self.given(node, node.args[1:])}):", lines))
                 lines = []
-            elif node.target is left:
+            elif node.target is exit_context:
                 (head, before), inside = around.pop(), lines
                 lines = [*before, head, *(f"    {line}" for line in inside)] if inside else before
             elif passed < self.skip and node.meta.get("origin") in self.known:
@@ -199,7 +199,7 @@ class Emitter:
             target, key, value = node.args
             self.texts[node] = self.arg(target)
             return [f"{self.arg(target)}[{self.index(key)}] = {self.arg(value)}"]
-        if node.target is changed:
+        if node.target is new_version:
             self.texts[node] = self.arg(node.args[0])
             return []
         target: Any = node.target
@@ -343,7 +343,7 @@ def attribute_path(target: str) -> str:
 
 def remove_dead(graph: fx.Graph) -> None:
     """Removes unused nodes that only look: everything that may act stays."""
-    looks = (getattr, operator.getitem, operator.contains, changed, *INFIX, *PREFIX)
+    looks = (getattr, operator.getitem, operator.contains, new_version, *INFIX, *PREFIX)
     for node in reversed(list(graph.nodes)):
         looking = node.op == "get_attr" or is_size(node) or node.target in (*looks, "get")
         if looking and not node.users:

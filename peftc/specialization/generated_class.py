@@ -30,8 +30,8 @@ from peftc.specialization.derived_classes import followed, rebased
 from peftc.specialization.guarded_tracer import GuardedTracer
 from peftc.specialization.passthrough_arguments import quiet
 from peftc.tracing.module_calls import bind, innermost
-from peftc.tracing.patches import branch, within_trace
-from peftc.tracing.tracer import Traced
+from peftc.tracing.patches import branch, is_tracing
+from peftc.tracing.tracer import RegionTrace
 
 MOST_WAYS = 32  # through the code of one call, before it is refused
 
@@ -147,7 +147,7 @@ class GeneratedClass:
         """A call pattern that no variant holds for: traced, rewritten, added and run. Within a trace of another region only the
         shapes of the result count, which are those of the base: a variant is made when such a call really comes.
         """
-        if within_trace():
+        if is_tracing():
             return cast("Any", self.base).forward(module, *args, **kwargs)
         with self.lock:
             variant = self.known(module, *args, **kwargs)  # another thread may have been first
@@ -247,7 +247,7 @@ class GeneratedClass:
         source = code_printer.function(name, self.signature, body)
         return Variant(name, conditions, graph, source, self.predicate(name, conditions), handed)
 
-    def conditions(self, traced: Traced, tracer: GuardedTracer, calls: Calls) -> list[str]:
+    def conditions(self, traced: RegionTrace, tracer: GuardedTracer, calls: Calls) -> list[str]:
         """When a graph is the right one; what may change while it runs is asked again where the model asks."""
         found = guards.conditions(
             traced, tracer, calls.handed, calls.keys, code_printer.Emitter(traced.graph, self.names, self.signature)
@@ -257,7 +257,7 @@ class GeneratedClass:
                 traced.graph.call_function(recheck_guard, (guard.node, guard.kind, guard.value))
         return found
 
-    def rewrite(self, traced: Traced) -> None:
+    def rewrite(self, traced: RegionTrace) -> None:
         inserter = Inserter(traced, self.base)
         inserter.lookup.prepare(self.edits)
         for edit in self.edits:

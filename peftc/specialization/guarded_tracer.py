@@ -19,10 +19,10 @@ from peftc.concurrency.interrupts import shielded
 from peftc.recognition.graph.nodes import ancestors, has_side_effects
 from peftc.specialization.size_expressions import Sizes
 from peftc.tracing.code_positions import Origin
-from peftc.tracing.module_calls import baked
-from peftc.tracing.patches import current
-from peftc.tracing.proxy import Attribute, ExampleProxy, attribute, is_given, is_proxy
-from peftc.tracing.tracer import RegionTracer, Traced
+from peftc.tracing.module_calls import is_constant
+from peftc.tracing.patches import current_tracer
+from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, is_input, is_proxy
+from peftc.tracing.tracer import RegionTrace, RegionTracer
 
 
 class GuardedTracer(RegionTracer):
@@ -46,65 +46,65 @@ class GuardedTracer(RegionTracer):
         nodes = {str(n.target): n for n in self.graph.nodes}
         for i, p in enumerate(list(signature.parameters.values())[1:]):
             if p.name in self.symbolic:
-                held = ExampleProxy(nodes[p.name], self, nodes[p.name].meta["example"])
+                held = ConcreteProxy(nodes[p.name], self, nodes[p.name].meta["example"])
                 if p.kind is p.KEYWORD_ONLY:
                     kwargs[p.name] = held
                 else:
                     args[i] = held
             elif p.kind is p.VAR_KEYWORD:
-                keys = [k for k, v in arguments.get(p.name, {}).items() if f"**{k}" in self.symbolic and baked(v)]
+                keys = [k for k, v in arguments.get(p.name, {}).items() if f"**{k}" in self.symbolic and is_constant(v)]
                 kwargs.update({k: self.part(nodes["**" + p.name], k) for k in keys})
         return args, kwargs
 
-    def part(self, holder: fx.Node, key: str) -> ExampleProxy:
+    def part(self, holder: fx.Node, key: str) -> ConcreteProxy:
         node = self.create_node("call_function", operator.getitem, (holder, key), {})
         node.meta["example"] = value = holder.meta["example"][key]
-        return ExampleProxy(node, self, value)
+        return ConcreteProxy(node, self, value)
 
     def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """What an argument has as a part may be None in another call, and Python be told so (`mask is None`)."""
         made = super().create_proxy(kind, target, *args, **kwargs)
-        if target is operator.getitem and is_proxy(made) and is_given(made.node):
-            self.decide(made.node, "given", getattr(made.node.meta["example"], "ndim", None))
+        if target is operator.getitem and is_proxy(made) and is_input(made.node):
+            self.guard(made.node, "given", getattr(made.node.meta["example"], "ndim", None))
         return made
 
     # What code asks ----------------------------------------------------------------------------------------------
 
-    def decide(self, node: fx.Node, kind: str, value: Any) -> Any:
+    def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
         """A truth that can only be told while the region runs (of a size that a cache gives) is asked there; a number that
         follows from the shapes of weights need not be asked.
         """
-        if kind in ("int", "float") and self.live and any(map(has_side_effects, ancestors(node))):
+        if kind in ("int", "float") and self.recording and any(map(has_side_effects, ancestors(node))):
             number = self.sizes.beforehand(node)
             if number is None or not isinstance(number, fx.Node):
-                return value if number is not None else super().decide(node, kind, value)
-            return super().decide(number, kind, value)
-        if kind == "bool" and self.live and any(map(has_side_effects, ancestors(node))):
+                return value if number is not None else super().guard(node, kind, value)
+            return super().guard(number, kind, value)
+        if kind == "bool" and self.recording and any(map(has_side_effects, ancestors(node))):
             before = self.sizes.beforehand(node) if node.meta["origin"] in self.beforehand else None
             if before is None:
                 return self.fork(node, likely=value)
             node = before
-        return super().decide(node, kind, value)
+        return super().guard(node, kind, value)
 
     @property
     def sizes(self) -> Sizes:
         assert self.root is not None
         return Sizes(self.root, lambda target, args: self.create_node(operation(target, args), target, args, {}))
 
-    def asked_type(self, node: fx.Node, kind: type) -> None:
+    def guard_type(self, node: fx.Node, kind: type) -> None:
         self.typed.add(node)
-        super().asked_type(node, kind)
+        super().guard_type(node, kind)
 
-    def attribute_read(self, module: nn.Module, name: str, value: Any) -> Any:
+    def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         owner = self.names.get(id(module))
         if owner is None or name.startswith("_"):
             return value
         if value is None or isinstance(value, str):
             return self.word_read(owner, name, value)
         if is_row(value):
-            self.facts[owner, name] = value
+            self.attribute_guards[owner, name] = value
             return value
-        read = super().attribute_read(module, name, value)
+        read = super().read_attribute(module, name, value)
         if name != "training" and isinstance(read, Attribute):
             self.numbers[read.path] = None
         return read
@@ -114,15 +114,15 @@ class GuardedTracer(RegionTracer):
         if type(value) is bool or value is None or isinstance(value, str):
             return self.word_read(owner, name, value)
         self.numbers[f"{owner}.{name}"] = None
-        return attribute(value, f"{owner}.{name}", self)
+        return attribute_proxy(value, f"{owner}.{name}", self)
 
     def word_read(self, owner: str, name: str, value: Any) -> Any:
         if isinstance(value, str):
             return Text.of(value, owner, name, self)
-        self.facts[owner, name] = value
+        self.attribute_guards[owner, name] = value
         return value
 
-    def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> Traced:
+    def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
         with self.watched(root):
             return super().trace_region(root, arguments)
 
@@ -161,8 +161,8 @@ class Text(str):
         return made
 
     def asked(self) -> str:
-        if self.tracer.live:
-            self.tracer.facts[self.owner, self.name] = str.__str__(self)
+        if self.tracer.recording:
+            self.tracer.attribute_guards[self.owner, self.name] = str.__str__(self)
         return str.__str__(self)
 
 
@@ -201,10 +201,10 @@ def telling(cls: type) -> type:
     parent: Any = cls
 
     def __getattribute__(self: Any, name: str) -> Any:
-        tracer = current()
+        tracer = current_tracer()
         if not isinstance(tracer, GuardedTracer):
             return parent.__getattribute__(self, name)
-        with tracer.dead():
+        with tracer.pause():
             value = parent.__getattribute__(self, name)
         plain = value is None or type(value) in (bool, int, float, str)
         return tracer.config_read(self, name, value) if plain and not name.startswith("__") else value
@@ -225,7 +225,7 @@ def showing(cls: type) -> type:
 
     def __getattr__(self: Any, name: str) -> Any:
         value = parent.__getattr__(self, name)
-        tracer = current()
+        tracer = current_tracer()
         if isinstance(tracer, GuardedTracer) and isinstance(value, torch.Tensor):
             tracer.parameter_read(self, name, value)
         return value
@@ -234,8 +234,8 @@ def showing(cls: type) -> type:
         value = parent.__getattribute__(self, name)
         if value is not None and type(value) is not str and not is_row(value):
             return value
-        tracer = current()
-        return tracer.attribute_read(self, name, value) if isinstance(tracer, GuardedTracer) else value
+        tracer = current_tracer()
+        return tracer.read_attribute(self, name, value) if isinstance(tracer, GuardedTracer) else value
 
     members = {"__getattr__": __getattr__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
     _showing[cls] = made = type(cls.__name__, (cls,), members)
@@ -269,7 +269,7 @@ def plain_arguments(signature: inspect.Signature, arguments: Mapping[str, Any]) 
     for p in list(signature.parameters.values())[1:]:
         value = arguments.get(p.name)
         if p.kind is p.VAR_KEYWORD:
-            found |= {f"**{k}": v for k, v in (value or {}).items() if baked(v)}
-        elif p.kind is not p.VAR_POSITIONAL and baked(value):
+            found |= {f"**{k}": v for k, v in (value or {}).items() if is_constant(v)}
+        elif p.kind is not p.VAR_POSITIONAL and is_constant(value):
             found[p.name] = value
     return found

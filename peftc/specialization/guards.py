@@ -13,13 +13,13 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.recognition.graph.nodes import ancestors, has_side_effects, is_attention
 from peftc.specialization.code_printer import Emitter, attribute_path
 from peftc.specialization.guarded_tracer import GuardedTracer
-from peftc.tracing.module_calls import baked
-from peftc.tracing.patches import taken_from
-from peftc.tracing.tracer import Guard, Traced
+from peftc.tracing.module_calls import is_constant
+from peftc.tracing.patches import getitem_root
+from peftc.tracing.tracer import Guard, RegionTrace
 
 
 def conditions(
-    traced: Traced, tracer: GuardedTracer, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
+    traced: RegionTrace, tracer: GuardedTracer, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
 ) -> list[str]:
     """Everything that must hold of a call, cheapest first; all of it is asked before anything has happened.
 
@@ -33,9 +33,9 @@ def conditions(
     return list(dict.fromkeys(found))
 
 
-def training(traced: Traced) -> Iterator[str]:
+def training(traced: RegionTrace) -> Iterator[str]:
     """Whether modules are trained: what tells most variants apart."""
-    for (owner, name), value in traced.facts.items():
+    for (owner, name), value in traced.attribute_guards.items():
         if name == "training":
             path = attribute_path(f"{owner}.{name}".lstrip("."))
             yield path if value else f"not {path}"
@@ -50,18 +50,18 @@ def only_inside(guard: Guard) -> bool:
 
 def given_by_child(node: fx.Node) -> bool:
     """Whether a value is what a child, or an attention, has given, or a part of it."""
-    return taken_from(node).op == "call_module" or is_attention(taken_from(node))
+    return getitem_root(node).op == "call_module" or is_attention(getitem_root(node))
 
 
-def facts(traced: Traced, tracer: GuardedTracer) -> Iterator[str]:
+def facts(traced: RegionTrace, tracer: GuardedTracer) -> Iterator[str]:
     """What Python read from modules and configs and decided on."""
-    for (owner, name), value in traced.facts.items():
+    for (owner, name), value in traced.attribute_guards.items():
         path = attribute_path(f"{owner}.{name}".lstrip("."))
         if value is True or value is False:
             yield path if value else f"not {path}"
         else:
             yield f"{path} is None" if value is None else f"{path} == {value!r}"
-    decided = {f"{owner}.{name}".lstrip(".") for owner, name in traced.facts}
+    decided = {f"{owner}.{name}".lstrip(".") for owner, name in traced.attribute_guards}
     for name in tracer.numbers:
         if name not in decided:
             yield f"{attribute_path(name)} is not None"
@@ -69,13 +69,13 @@ def facts(traced: Traced, tracer: GuardedTracer) -> Iterator[str]:
 
 def surroundings(tracer: GuardedTracer) -> Iterator[str]:
     """What the code asked torch about the block that it runs in."""
-    for (name, args), value in tracer.surroundings.items():
+    for (name, args), value in tracer.global_state.items():
         text = f"torch.{name}({', '.join(map(repr, args))})"
         yield f"{text} == {value}" if not isinstance(value, bool) else text if value else f"not {text}"
 
 
 def arguments(
-    traced: Traced, tracer: GuardedTracer, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
+    traced: RegionTrace, tracer: GuardedTracer, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
 ) -> Iterator[str]:
     for node in traced.graph.nodes:
         if node.op != "placeholder" or str(node.target) in handed:
@@ -114,7 +114,7 @@ def argument(text: str, value: Any, emitter: Emitter, used: bool, typed: bool) -
     elif isinstance(value, (int, float)):  # 1 is True, and a tensor may be 1
         yield f"type({text}) is {type(value).__name__}"
         yield f"{text} == {emitter.arg(value)}"
-    elif baked(value):
+    elif is_constant(value):
         yield f"{text} == {emitter.arg(value)}"
     elif isinstance(value, torch.Tensor):  # used or not: its dimensions may have been asked for
         yield f"isinstance({text}, torch.Tensor)"
@@ -127,7 +127,7 @@ def argument(text: str, value: Any, emitter: Emitter, used: bool, typed: bool) -
         yield f"isinstance({text}, {emitter.names.of(type(value).__mro__[-2])})"
 
 
-def dtypes(traced: Traced, tracer: GuardedTracer, handed: frozenset[str]) -> Iterator[str]:
+def dtypes(traced: RegionTrace, tracer: GuardedTracer, handed: frozenset[str]) -> Iterator[str]:
     """Dtypes inside a region follow from those of its arguments and parameters, and from autocast."""
     inputs = [n for n in traced.graph.nodes if n.op == "placeholder" and str(n.target) not in handed]
     tensors = [n for n in inputs if isinstance(n.meta["example"], torch.Tensor)]
@@ -136,7 +136,7 @@ def dtypes(traced: Traced, tracer: GuardedTracer, handed: frozenset[str]) -> Ite
             yield f"{node.target}.dtype == {node.meta['example'].dtype}"
     if tensors:
         yield from autocast(str(tensors[0].target), tensors[0].meta["example"].device.type)
-    read = dict(tracer.dtypes) if traced.parameter is None else dict([traced.parameter], **tracer.dtypes)
+    read = dict(tracer.dtypes) if traced.parameter_dtype is None else dict([traced.parameter_dtype], **tracer.dtypes)
     for name, dtype in read.items():
         yield f"{attribute_path(name)}.dtype == {dtype}"
 
@@ -193,7 +193,7 @@ def check_pure(node: fx.Node) -> None:
         )
 
 
-def late(traced: Traced) -> list[Guard]:
+def late(traced: RegionTrace) -> list[Guard]:
     """Guards whose question may have another answer by the time the code asks it: something has acted before on what
     they look at, or a child has given it. They are asked again there.
     """

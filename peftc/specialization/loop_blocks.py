@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.tracing.ragged_loops import ended, gathered, piece
+from peftc.tracing.ragged_loops import collect, end_loop, segment
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ def loops_of(graph: fx.Graph) -> dict[fx.Node, Loop]:
     found: dict[fx.Node, Loop] = {}
     nodes: list[fx.Node] = []  # since the first variable of a loop
     for node in graph.nodes:
-        if node.target is ended:
-            pieces = [n for n in nodes if n.target is piece]
-            made = [user for n in nodes for user in n.users if user.target is gathered]
+        if node.target is end_loop:
+            pieces = [n for n in nodes if n.target is segment]
+            made = [user for n in nodes for user in n.users if user.target is collect]
             found[nodes[0]] = found[node] = Loop(pieces, nodes, made, node)
             nodes = []
-        elif nodes or node.target is piece:
+        elif nodes or node.target is segment:
             nodes.append(node)
     return found
 

@@ -19,9 +19,9 @@ from torch import fx
 from peftc.concurrency.interrupts import shielded
 from peftc.recognition.graph.nodes import ancestors, is_attention
 from peftc.specialization.guarded_tracer import GuardedTracer, is_argument, name_of
-from peftc.tracing.tracer import Traced
+from peftc.tracing.tracer import RegionTrace
 
-Call: TypeAlias = "tuple[Traced, GuardedTracer]"
+Call: TypeAlias = "tuple[RegionTrace, GuardedTracer]"
 Trace: TypeAlias = Callable[[frozenset[str], Mapping[str, Any]], Call]
 """Traces one call: with these arguments symbolic, and these replaced."""
 
@@ -139,9 +139,9 @@ def same(first: Call, second: Call, values: Mapping[str, Any]) -> bool:
     return alike(a, b, Same(own))
 
 
-def alike(a: Traced, b: Traced, found: Same) -> bool:
+def alike(a: RegionTrace, b: RegionTrace, found: Same) -> bool:
     """Whether two traces agree, node by node and guard by guard."""
-    if a.facts != b.facts or a.outcomes != b.outcomes or len(a.guards) != len(b.guards):
+    if a.attribute_guards != b.attribute_guards or a.outcomes != b.outcomes or len(a.guards) != len(b.guards):
         return False
     own = found.constants
     nodes, others = list(a.graph.nodes), [n for n in b.graph.nodes if n.op == "placeholder" or n not in own]

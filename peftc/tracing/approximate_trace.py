@@ -14,7 +14,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.tracing.context_managers import patched
-from peftc.tracing.tracer import RegionTracer, Traced
+from peftc.tracing.tracer import RegionTrace, RegionTracer
 
 
 class ApproximateTracer(RegionTracer):
@@ -26,7 +26,7 @@ class ApproximateTracer(RegionTracer):
     def fork(self, condition: fx.Node, likely: bool = True) -> bool:
         return False
 
-    def said(self, value: Any, spec: str) -> str:
+    def format_value(self, value: Any, spec: str) -> str:
         with fake_data_answers():
             return format(value, spec)
 
@@ -35,7 +35,7 @@ class ApproximateTracer(RegionTracer):
             return super().compute(kind, target, args, kwargs)
 
 
-def approximate_trace(module: nn.Module, arguments: Mapping[str, Any]) -> Traced:
+def approximate_trace(module: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
     """What a module's code does with its arguments, experts in their own plain implementation."""
     with patched(ExpertsInterface, "get_interface", lambda _: lambda self, name, default: default):
         return ApproximateTracer().trace_region(module, arguments)

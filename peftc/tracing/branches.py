@@ -48,7 +48,7 @@ def decides(code: Code, start: int, stop: int | None) -> bool:
     return bool(changed & read) or any(_chooses(code, i, passed, read) for i in passed)
 
 
-def alters(function: FunctionType, owner: type | None = None, argument: str = "") -> bool:
+def mutates_conditionally(function: FunctionType, owner: type | None = None, argument: str = "") -> bool:
     """Whether a function may change an argument in place, this one or any, on some of its ways only; or calls one that may."""
     return _alters(function, owner, argument, 3)
 
@@ -67,7 +67,7 @@ def _alters(function: FunctionType, owner: type | None, argument: str, depth: in
 
 
 @cache
-def told_by_identity(function: Callable[..., Any], owner: type, depth: int = 3) -> bool:
+def compares_identity(function: Callable[..., Any], owner: type, depth: int = 3) -> bool:
     """Whether a function, or one that it calls, asks whether something is a constant other than None (`x is True`, `x is Mode.FAST`):
     no proxy notices that.
     """
@@ -77,7 +77,7 @@ def told_by_identity(function: Callable[..., Any], owner: type, depth: int = 3) 
     if depth == 0 or not isinstance(function, FunctionType):
         return False
     code = Code(function.__code__, function.__globals__, owner)
-    return any(told_by_identity(callee, owner, depth - 1) for callee in _callees(code, instructions))
+    return any(compares_identity(callee, owner, depth - 1) for callee in _callees(code, instructions))
 
 
 def _is_constant(instruction: dis.Instruction) -> bool:
@@ -129,7 +129,9 @@ def _chooses(code: Code, call: dis.Instruction, passed: list[dis.Instruction], r
 @cache
 def _ways(function: FunctionType, owner: type | None) -> bool:
     """Whether a function decides what it returns, or whether it changes something in place."""
-    return alters(function, owner) or decides(Code(function.__code__, function.__globals__, owner), 0, None)
+    return mutates_conditionally(function, owner) or decides(
+        Code(function.__code__, function.__globals__, owner), 0, None
+    )
 
 
 def _callees(code: Code, instructions: list[dis.Instruction]) -> Iterator[FunctionType]:

@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 
 from peftc.tracing.branches import Code, code_of, decides
 
-Turn: TypeAlias = tuple[str, int]  # a place, and the number of the operation among those of one sort there
+Occurrence: TypeAlias = tuple[str, int]  # a place, and the number of the operation among those of one sort there
 Origin: TypeAlias = tuple[
-    str, str, Turn
+    str, str, Occurrence
 ]  # the module whose code ran an operation, the sort of operation, and which it is
 Sort: TypeAlias = Literal["model", "between", "entry"]
 
@@ -48,7 +48,7 @@ def place() -> str:
     return _names[key]
 
 
-def branches(start: str, stop: str) -> bool:
+def may_diverge(start: str, stop: str) -> bool:
     """Whether the code of a module may go different ways between two places of it, and make what the later one takes by one of them.
 
     From the beginning of the code, or to its end, where one place is "". Where that is not known, as in code of another process, it may.

@@ -24,14 +24,14 @@ GRADIENTS = ("is_grad_enabled",)
 AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
 
 
-def entered(block: Any, *args: Any, **kwargs: Any) -> Any:
+def enter_context(block: Any, *args: Any, **kwargs: Any) -> Any:
     """Enters a block; printed as `with block(…):`."""
     made = block(*args, **kwargs)
     made.__enter__()
     return made
 
 
-def left(block: Any) -> None:
+def exit_context(block: Any) -> None:
     """Ends a block."""
     block.__exit__(None, None, None)
 
@@ -48,7 +48,7 @@ class TraceError(Exception):
     """The region cannot be traced; the message says at which call of which child."""
 
 
-class AskedNone(TraceError):
+class NoneAccess(TraceError):
     """The region's code looked at a part of a result that is None, as at one that is not; `origin` tells which part."""
 
     def __init__(self, origin: Origin) -> None:
@@ -56,14 +56,14 @@ class AskedNone(TraceError):
         self.origin = origin
 
 
-def of_gradients(node: fx.Node) -> bool:
+def is_gradient_context(node: fx.Node) -> bool:
     """Whether a block that begins at `node` changes what has gradients, and not what is computed."""
     return node.args[0] is not torch.autocast
 
 
 def answers(node: fx.Node, question: str) -> bool:
     """Whether a block decides how torch answers a question inside of it."""
-    return of_gradients(node) == (question in GRADIENTS)
+    return is_gradient_context(node) == (question in GRADIENTS)
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def _made(kind: Any, current: Current) -> Callable[[Any], Any]:
     def wrap(make: Any) -> Any:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             tracer = current()
-            with tracer.dead() if tracer is not None else contextlib.nullcontext():
+            with tracer.pause() if tracer is not None else contextlib.nullcontext():
                 make(self, *args, **kwargs)
             if tracer is None:
                 return
@@ -119,12 +119,12 @@ def _entering(kind: Any, current: Current) -> Callable[[Any], Any]:
             tracer = current()
             if tracer is None:
                 return enter(self)
-            with tracer.dead():
+            with tracer.pause():
                 result = enter(self)
             args, kwargs = given(self)
             if (call := self.__dict__.pop("call", None)) is not None:
                 tracer.graph.erase_node(call)
-            tracer.blocks.append(Block(self, tracer.record_node(entered, (kind, *args), kwargs)))
+            tracer.open_contexts.append(Block(self, tracer.record_node(enter_context, (kind, *args), kwargs)))
             return result
 
         return __enter__
@@ -138,10 +138,10 @@ def _leaving(kind: Any, current: Current) -> Callable[[Any], Any]:
             tracer = current()
             if tracer is None:
                 return leave(self, *reason)
-            with tracer.dead():
+            with tracer.pause():
                 result = leave(self, *reason)
-            if tracer.blocks and tracer.blocks[-1].held is self:
-                tracer.record_node(left, (tracer.blocks.pop().node,))
+            if tracer.open_contexts and tracer.open_contexts[-1].held is self:
+                tracer.record_node(exit_context, (tracer.open_contexts.pop().node,))
             return result
 
         return __exit__
@@ -185,8 +185,8 @@ def _asking(name: str, current: Current) -> Callable[[Any], Any]:
         def asked(*args: Any, **kwargs: Any) -> Any:
             tracer = current()
             value = ask(*args, **kwargs)
-            if tracer is not None and not any(answers(b.node, name) for b in tracer.blocks):
-                tracer.surroundings[name, (*args, *kwargs.values())] = value
+            if tracer is not None and not any(answers(b.node, name) for b in tracer.open_contexts):
+                tracer.global_state[name, (*args, *kwargs.values())] = value
             return value
 
         return asked

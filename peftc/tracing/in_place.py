@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 if TYPE_CHECKING:
-    from peftc.tracing.proxy import ExampleProxy
+    from peftc.tracing.proxy import ConcreteProxy
     from peftc.tracing.tracer import RegionTracer
 
 # Python's own, where the operand on the left is a tensor, and what is printed between the operands.
@@ -36,13 +36,13 @@ AUGMENTED = {
 }
 # The names of the operations that make a tensor of their own: `add` of `iadd`.
 WORDS = {function: function.__name__[1:] for function in AUGMENTED}
-CHANGES = "changes"  # in a node's meta: the memories that it changes in place, where it does
+WRITES = "changes"  # in a node's meta: the memories that it changes in place, where it does
 
 # Inside a block of it no function mode is told what is read of a tensor: a trace would record that.
 unobserved: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
 
 
-def changed(value: Any, *_writers: Any) -> Any:
+def new_version(value: Any, *_writers: Any) -> Any:
     """A tensor behind the operations that have changed it, or a tensor that shares its memory."""
     return value
 
@@ -52,10 +52,10 @@ class InPlace:
 
     def __init__(self, tracer: RegionTracer) -> None:
         self.tracer = tracer
-        self.proxies: list[weakref.ref[ExampleProxy]] = []
-        self.in_loop: list[ExampleProxy] = []  # made before the loop that is open, and changed in it
+        self.proxies: list[weakref.ref[ConcreteProxy]] = []
+        self.in_loop: list[ConcreteProxy] = []  # made before the loop that is open, and changed in it
 
-    def add(self, proxy: ExampleProxy) -> None:
+    def add(self, proxy: ConcreteProxy) -> None:
         self.proxies.append(weakref.ref(proxy))
 
     def computed(self, node: fx.Node, result: Any, versions: list[tuple[torch.Tensor, int]]) -> fx.Node:
@@ -66,7 +66,7 @@ class InPlace:
         ]
         if not written:
             return node
-        node.meta[CHANGES] = memories = frozenset(map(memory, written)) - {0}
+        node.meta[WRITES] = memories = frozenset(map(storage_id, written)) - {0}
         turn = self.tracer.loops.open[-1] if self.tracer.loops.open else None
         for proxy in self.sharing(memories):
             if turn is not None and proxy.here not in turn:
@@ -84,11 +84,11 @@ class InPlace:
         flags = node.kwargs.get("inplace"), getattr(module, "inplace", False), "out" in node.kwargs
         return any(flags) or node.target in AUGMENTED or name.endswith("_")
 
-    def sharing(self, memories: frozenset[int]) -> list[ExampleProxy]:
+    def sharing(self, memories: frozenset[int]) -> list[ConcreteProxy]:
         """The proxies whose values share memory with these."""
         alive = [(ref, proxy) for ref in self.proxies if (proxy := ref()) is not None]
         self.proxies = [ref for ref, _ in alive]
-        return [proxy for _, proxy in alive if memory(proxy._value) in memories]  # pyright: ignore[reportPrivateUsage]
+        return [proxy for _, proxy in alive if storage_id(proxy._value) in memories]  # pyright: ignore[reportPrivateUsage]
 
     def end_loop(self, end: fx.Node) -> None:
         """What turns of a loop have changed is changed behind it."""
@@ -98,12 +98,12 @@ class InPlace:
 
     def present(self, node: fx.Node, writers: list[fx.Node], value: torch.Tensor) -> fx.Node:
         """The node for a tensor that was changed by these since `node` stood for it."""
-        present = self.tracer.create_node("call_function", changed, (node, *writers), {})
+        present = self.tracer.create_node("call_function", new_version, (node, *writers), {})
         present.meta["example"] = value
         return present
 
 
-def memory(value: object) -> int:
+def storage_id(value: object) -> int:
     """What tells apart the tensors that share no memory; 0 of what has none."""
     with unobserved():
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -138,4 +138,4 @@ def versions(value: Any) -> Iterator[tuple[torch.Tensor, int]]:
 
 def writes_to(node: fx.Node, value: object) -> bool:
     """Whether a node changes the memory of a tensor in place."""
-    return CHANGES in node.meta and memory(value) in node.meta[CHANGES]
+    return WRITES in node.meta and storage_id(value) in node.meta[WRITES]

@@ -13,7 +13,7 @@ from torch.overrides import get_testing_overrides
 from peftc.tracing.proxy import contains_proxy, is_proxy
 
 
-def baked(value: Any) -> bool:
+def is_constant(value: Any) -> bool:
     """Whether an argument is a plain constant: the graph is made for its value, and guarded by it."""
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
 
@@ -35,7 +35,7 @@ def innermost(function: Any) -> Any:
     return function
 
 
-def signature_of(module: nn.Module) -> inspect.Signature:
+def forward_signature(module: nn.Module) -> inspect.Signature:
     """The signature of a module's own forward, behind whatever wraps it."""
     return inspect.signature(innermost(type(module).forward))
 

@@ -32,12 +32,12 @@ def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any)
     return AttentionInterface().get_interface(implementation, eager)(module, *args, **kwargs)
 
 
-def applied(*args: Any, function: type[torch.autograd.Function]) -> Any:
+def autograd_function(*args: Any, function: type[torch.autograd.Function]) -> Any:
     """What an autograd function gives, whose own code is not entered: it may have another gradient than its operations."""
     return function.apply(*args)
 
 
-def scripted(*args: Any, function: torch.jit.ScriptFunction[..., Any], **kwargs: Any) -> Any:
+def script_function(*args: Any, function: torch.jit.ScriptFunction[..., Any], **kwargs: Any) -> Any:
     """What a function compiled by `torch.jit.script` gives; there is no Python code to enter."""
     return function(*args, **kwargs)
 
@@ -47,12 +47,12 @@ def computed_by(tracer: RegionTracer, call: fx.Node) -> dict[tuple[str, str], An
     if call.target is not attention or not isinstance(held := call.args[0], fx.Node):
         return {}
     owner = str(held.target).removeprefix("_self")
-    with tracer.dead():
+    with tracer.pause():
         config: Any = tracer.root.get_submodule(owner).config
         return {(f"{owner}.config".lstrip("."), "_attn_implementation"): str(config._attn_implementation)}
 
 
-def taken_from(node: fx.Node) -> fx.Node:
+def getitem_root(node: fx.Node) -> fx.Node:
     """What a node is a part of, or a part of a part."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -73,7 +73,7 @@ def spy(cls: type) -> type:
     parent: Any = cls
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tracer = current()
+        tracer = current_tracer()
         if tracer is None:
             return parent.__call__(self, *args, **kwargs)
         return tracer.call(self, args, kwargs)
@@ -82,8 +82,8 @@ def spy(cls: type) -> type:
         value = parent.__getattribute__(self, name)
         if type(value) not in (bool, int, float):
             return value
-        tracer = current()
-        return value if tracer is None else tracer.attribute_read(self, name, value)
+        tracer = current_tracer()
+        return value if tracer is None else tracer.read_attribute(self, name, value)
 
     members = {"__call__": __call__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
     _spies[cls] = made = type(cls.__name__, (cls,), members)
@@ -102,12 +102,12 @@ def spying(root: nn.Module, tracer: RegionTracer) -> Generator[None]:
             module.__class__ = cls
 
 
-def current() -> RegionTracer | None:
+def current_tracer() -> RegionTracer | None:
     tracer = getattr(_active, "tracer", None)
-    return tracer if tracer is not None and tracer.live else None
+    return tracer if tracer is not None and tracer.recording else None
 
 
-def within_trace() -> bool:
+def is_tracing() -> bool:
     """Whether this thread traces a region, be it that it records or that it computes an example."""
     return getattr(_active, "tracer", None) is not None
 
@@ -125,16 +125,16 @@ def live(tracer: RegionTracer) -> Generator[None]:
         for name in _CREATES + _SIZED + _CRASHES:
             patches.enter_context(patched(torch, name, _recorded))
         patches.enter_context(patched(torch, "_check_with", _decided))
-        patches.enter_context(watched_blocks(current))
+        patches.enter_context(watched_blocks(current_tracer))
         patches.enter_context(guarded_functions())
         patches.enter_context(patched(checkpoint, "_checkpoint_without_reentrant_generator", _entered_checkpoint))
         patches.enter_context(patched(nn.functional, "multi_head_attention_forward", _entered))
         outer = getattr(_active, "tracer", None)
-        _active.tracer, tracer.live = tracer, True
+        _active.tracer, tracer.recording = tracer, True
         try:
             yield
         finally:
-            _active.tracer, tracer.live = outer, False
+            _active.tracer, tracer.recording = outer, False
 
 
 @contextlib.contextmanager
@@ -147,18 +147,18 @@ def guarded_functions() -> Generator[None]:
     before, call_compiled = vars(owner)["apply"], compiled.__call__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        now = current()
+        now = current_tracer()
         if now is not None and contains_proxy((args, kwargs)):
             if cls is checkpoint.CheckpointFunction:
                 function, _, *given = args
                 return function(*given)
-            return now.record("call_function", applied, args, {**kwargs, "function": cls})
+            return now.record("call_function", autograd_function, args, {**kwargs, "function": cls})
         return before.__func__(cls, *args, **kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        now = current()
+        now = current_tracer()
         if now is not None and contains_proxy((args, kwargs)):
-            return now.record("call_function", scripted, args, {**kwargs, "function": self})
+            return now.record("call_function", script_function, args, {**kwargs, "function": self})
         return call_compiled(self, *args, **kwargs)
 
     owner.apply, compiled.__call__ = classmethod(apply), call
@@ -174,7 +174,7 @@ def _entered_checkpoint(before: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def around(*args: Any, **kwargs: Any) -> Generator[None]:
-        if current() is None or not contains_proxy((args, kwargs)):
+        if current_tracer() is None or not contains_proxy((args, kwargs)):
             yield from before(*args, **kwargs)
         else:
             yield
@@ -186,7 +186,7 @@ def _entered(function: Any) -> Any:
     """A function of torch that is written in Python, and whose own code is traced."""
 
     def enter(*args: Any, **kwargs: Any) -> Any:
-        if current() is None or not contains_proxy((args, kwargs)):
+        if current_tracer() is None or not contains_proxy((args, kwargs)):
             return function(*args, **kwargs)
         with patched(nn.functional, "has_torch_function", lambda _: lambda _given: False):
             return function(*args, **kwargs)
@@ -198,14 +198,14 @@ def _decided(check: Callable[..., None]) -> Callable[..., None]:
     """What `torch._check` and its like are told is a decision: another call may fail the check."""
 
     def checked(error_type: Any, cond: Any, message: Any) -> None:
-        check(error_type, bool(cond) if current() is not None and contains_proxy(cond) else cond, message)
+        check(error_type, bool(cond) if current_tracer() is not None and contains_proxy(cond) else cond, message)
 
     return checked
 
 
 def _recording_attention(interface: Any) -> Any:
     def get_interface(self: Any, attn_implementation: str, default: Any) -> Any:
-        now = current()
+        now = current_tracer()
         if now is None:
             return interface(self, attn_implementation, default)
 
@@ -219,7 +219,7 @@ def _recording_attention(interface: Any) -> Any:
 
 def _recorded(function: Any) -> Any:
     def create(*args: Any, **kwargs: Any) -> Any:
-        now = current()
+        now = current_tracer()
         if now is None or not contains_proxy((args, kwargs)):
             return function(*args, **kwargs)
         return now.record("call_function", function, args, kwargs)

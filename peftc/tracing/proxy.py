@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TENSOR_FACTS = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
 
 
-class ExampleProxy(fx.Proxy):
+class ConcreteProxy(fx.Proxy):
     """A `Proxy` that also knows the value of its node in the sampled call.
 
     Python asks it questions (`isinstance`, is it true, how long, which dtype); it answers from the example, and every
@@ -71,8 +71,8 @@ class ExampleProxy(fx.Proxy):
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         value = object.__getattribute__(self, "_value")
         if isinstance(value, (tuple, list, dict)):
-            return ExampleProxy
-        self.tracer.asked_type(self.node, type(value))
+            return ConcreteProxy
+        self.tracer.guard_type(self.node, type(value))
         return type(value)
 
     def __bool__(self) -> bool:
@@ -80,25 +80,25 @@ class ExampleProxy(fx.Proxy):
             value = bool(self._value)
         except DataDependentOutputException:  # a fake tensor: both branches are kept
             return self.tracer.fork(self.node)
-        return self.tracer.decide(self.node, "bool", value)
+        return self.tracer.guard(self.node, "bool", value)
 
     def __index__(self) -> int:
-        return self.tracer.decide(self.node, "int", int(self._value))
+        return self.tracer.guard(self.node, "int", int(self._value))
 
     __int__ = __index__
 
     def __float__(self) -> float:
-        return self.tracer.decide(self.node, "float", float(self._value))
+        return self.tracer.guard(self.node, "float", float(self._value))
 
     def __format__(self, spec: str) -> str:
-        return self.tracer.said(self._value, spec)
+        return self.tracer.format_value(self._value, spec)
 
     def __len__(self) -> int:
         if isinstance(self._value, torch.Tensor):
-            return self.tracer.decide(self.size(0).node, "int", len(self._value))
+            return self.tracer.guard(self.size(0).node, "int", len(self._value))
         unknown(len, (self._value,), {})
-        if is_given(self.node) or self.node.target is getattr:
-            return self.tracer.decide(self.node, "len", len(self._value))
+        if is_input(self.node) or self.node.target is getattr:
+            return self.tracer.guard(self.node, "len", len(self._value))
         return len(self._value)  # how many results an operation has is not a decision
 
     def __contains__(self, key: object) -> bool:
@@ -106,7 +106,7 @@ class ExampleProxy(fx.Proxy):
         if isinstance(value, torch.Tensor):
             return key in value
         node = self.tracer.record_node(operator.contains, (self, key))
-        return self.tracer.decide(node, "bool", key in value)
+        return self.tracer.guard(node, "bool", key in value)
 
     def __hash__(self) -> int:
         return id(self)
@@ -115,7 +115,7 @@ class ExampleProxy(fx.Proxy):
         if isinstance(self._value, dict):
             return iter(self.plain_keys())
         if isinstance(self._value, Pieces):
-            return self.tracer.loops.turns(self, ExampleProxy)
+            return self.tracer.loops.turns(self, ConcreteProxy)
         return iter([self[i] for i in range(len(self))])
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +132,7 @@ class ExampleProxy(fx.Proxy):
             attribute = getattr(value, name)
         except AttributeError:
             self.tracer.missed(self.node, value)
-            self.tracer.asked_type(self.node, type(value))  # `hasattr` tells classes apart
+            self.tracer.guard_type(self.node, type(value))  # `hasattr` tells classes apart
             raise
         if isinstance(value, dict) and name in ("keys", "values", "items"):
             self.plain_keys()
@@ -144,14 +144,14 @@ class ExampleProxy(fx.Proxy):
     def fact(self, name: str, value: Any) -> Any:
         if self.node.op != "placeholder" or name == "ndim":  # how many dimensions an argument has is always a condition
             return value
-        return self.tracer.decide(self.tracer.record_node(getattr, (self, name)), "is", value)
+        return self.tracer.guard(self.tracer.record_node(getattr, (self, name)), "is", value)
 
     def plain_keys(self) -> list[Any]:
         """The keys of a dictionary: which there are is a decision, but not of what an operation returns."""
         found = list(self._value)
-        asked = is_given(self.node) or self.node.target is getattr
+        asked = is_input(self.node) or self.node.target is getattr
         plain = all(isinstance(key, str | int) for key in found)
-        return self.tracer.decide(self.node, "keys", found) if asked and plain else found
+        return self.tracer.guard(self.node, "keys", found) if asked and plain else found
 
     @property
     def keys(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -161,7 +161,7 @@ class ExampleProxy(fx.Proxy):
         if isinstance(self._value, torch.Tensor) and not dims:
             return tuple(self.size(i) for i in range(self._value.ndim))
         if self.first is not self.here or self.writers:
-            return ExampleProxy(self.first, self.tracer, self._value).size(*dims)
+            return ConcreteProxy(self.first, self.tracer, self._value).size(*dims)
         return self.tracer.record("call_method", "size", (self, *dims))
 
     def dim(self) -> int:
@@ -180,7 +180,7 @@ class ExampleProxy(fx.Proxy):
 def _augmented(function: Callable[..., Any]) -> Callable[..., Any]:
     """`x += y`, which fx would record as `x = x + y`: another tensor, where code has a second name for the first."""
 
-    def method(self: ExampleProxy, other: Any) -> Any:
+    def method(self: ConcreteProxy, other: Any) -> Any:
         if not isinstance(self._value, torch.Tensor):  # pyright: ignore[reportPrivateUsage]
             return NotImplemented
         return self.tracer.record("call_function", function, (self, other))
@@ -189,10 +189,10 @@ def _augmented(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _function in AUGMENTED:
-    setattr(ExampleProxy, f"__{_function.__name__}__", _augmented(_function))
+    setattr(ConcreteProxy, f"__{_function.__name__}__", _augmented(_function))
 
 
-def is_given(node: fx.Node) -> bool:
+def is_input(node: fx.Node) -> bool:
     """Whether a node is an argument of the region's call, or a part of one: of a tuple, list or dictionary, at any depth."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -202,11 +202,11 @@ def is_given(node: fx.Node) -> bool:
 
 
 def is_proxy(value: object) -> bool:
-    return type(value) is ExampleProxy  # `isinstance` would ask the example
+    return type(value) is ConcreteProxy  # `isinstance` would ask the example
 
 
 def tuples(*made: Any) -> bool:
-    return all(isinstance(values(m) if is_proxy(m) else m, tuple) for m in made)
+    return all(isinstance(concrete_values(m) if is_proxy(m) else m, tuple) for m in made)
 
 
 class Attribute:
@@ -223,7 +223,7 @@ def _escaping(kind: type, name: str) -> Callable[..., Any]:
     plain = getattr(kind, name)
 
     def method(self: Any, *args: Any) -> Any:
-        self.tracer.escaped(self)
+        self.tracer.guard_attribute(self)
         return plain(self, *args)
 
     return method
@@ -249,7 +249,7 @@ class Flag(Attribute, int):
     """`training`, read from a module: handed on as that attribute; recorded when Python decides on it."""
 
     def __bool__(self) -> bool:
-        self.tracer.escaped(self)
+        self.tracer.guard_attribute(self)
         return int(self) != 0
 
     def __eq__(self, other: object) -> bool:
@@ -258,27 +258,27 @@ class Flag(Attribute, int):
     __hash__ = int.__hash__
 
 
-def attribute(value: float, path: str, tracer: RegionTracer) -> Any:
+def attribute_proxy(value: float, path: str, tracer: RegionTracer) -> Any:
     kind = Flag if isinstance(value, bool) else AttributeInt if isinstance(value, int) else AttributeFloat
     made: Any = kind(value)
     made.path, made.tracer = path, tracer
     return made
 
 
-def values(value: Any) -> Any:
+def concrete_values(value: Any) -> Any:
     """`value` with every proxy replaced by its example."""
     if is_proxy(value):
         return value._value
     if isinstance(value, Flag):
         return value.real != 0
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(values, value))
+        return type(value)(*map(concrete_values, value))
     if isinstance(value, (tuple, list)):
-        return type(value)(map(values, value))
+        return type(value)(map(concrete_values, value))
     if isinstance(value, dict):
-        return {k: values(v) for k, v in value.items()}
+        return {k: concrete_values(v) for k, v in value.items()}
     if isinstance(value, slice):
-        return slice(values(value.start), values(value.stop), values(value.step))
+        return slice(concrete_values(value.start), concrete_values(value.stop), concrete_values(value.step))
     return value
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from peftc.tracing.context_managers import TraceError
 
 if TYPE_CHECKING:
-    from peftc.tracing.proxy import ExampleProxy
+    from peftc.tracing.proxy import ConcreteProxy
     from peftc.tracing.tracer import RegionTracer
 
 
@@ -31,45 +31,45 @@ class Lengths(list[int]):
     frame = ""
 
 
-class Uncounted(TraceError):
+class UnknownLength(TraceError):
     """Code asked how many such numbers there are; `frame`: the module whose code has asked for the numbers."""
 
     def __init__(self, frame: str) -> None:
         super().__init__("how many pieces there are is only known while the region runs")
-        self.frame = frame
+        self.caller = frame
 
 
 class Pieces(tuple[torch.Tensor, ...]):
     """The pieces of a tensor, as many as there are such numbers; as an example two."""
 
 
-def piece(pieces: Sequence[Any]) -> Any:
+def segment(pieces: Sequence[Any]) -> Any:
     """What a turn gets of `pieces`; printed as a variable of a `for`."""
     return pieces[0]
 
 
-def gathered(value: Any) -> list[Any]:
+def collect(value: Any) -> list[Any]:
     """What all turns have made; printed as a list to which each appends."""
     return [value]
 
 
-def ended(first: Any) -> None:
+def end_loop(first: Any) -> None:
     """Ends the loop that begins at `first`."""
 
 
 def unknown(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The example of an operation that gives such numbers or takes them; None for any other operation.
 
-    Raises: Uncounted where how many there are is asked.
+    Raises: UnknownLength where how many there are is asked.
     """
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name == "tolist" and isinstance(args[0], torch.Tensor):
         return listed(args[0])
     given = [*args, *kwargs.values()]
-    if not any(isinstance(value, Lengths | Pieces) for value in given) or target in (piece, gathered):
+    if not any(isinstance(value, Lengths | Pieces) for value in given) or target in (segment, collect):
         return None
     if name != "split" or not isinstance(lengths := given[1], Lengths):
-        raise Uncounted(next((value.frame for value in given if isinstance(value, Lengths)), ""))
+        raise UnknownLength(next((value.frame for value in given if isinstance(value, Lengths)), ""))
     tensor: torch.Tensor = given[0]
     dim: int = kwargs.get("dim", given[2] if len(given) > 2 else 0)
     if not lengths:
@@ -98,11 +98,11 @@ class Loops:
         self.before: list[set[int]] = []  # the constants that there were, as the tracer keeps them
         self.kept = (0, 0)  # calls and guards when the second turn began
 
-    def turns(self, pieces: ExampleProxy, example: type[ExampleProxy]) -> Iterator[ExampleProxy]:
+    def turns(self, pieces: ConcreteProxy, example: type[ConcreteProxy]) -> Iterator[ConcreteProxy]:
         """What each of two turns gets. Several that are gone through side by side are one loop."""
         for turn in (0, 1):
             self.begin(turn)
-            node = self.tracer.create_node("call_function", piece, (self.used(pieces.node),), {})
+            node = self.tracer.create_node("call_function", segment, (self.used(pieces.node),), {})
             node.meta["example"] = pieces._value[turn]  # pyright: ignore[reportPrivateUsage]
             yield example(node, self.tracer, node.meta["example"])
         if self.open:
@@ -115,7 +115,7 @@ class Loops:
                 self.before = [set(known) for known in self.constants]
             self.forget()
             self.kept = len(self.tracer.calls), len(self.tracer.guards)
-        elif len(self.open) != turn + 1 or any(node.target is not piece for node in self.open[-1]):
+        elif len(self.open) != turn + 1 or any(node.target is not segment for node in self.open[-1]):
             raise TraceError("a loop over pieces stands within another one")
 
     def add(self, node: fx.Node) -> None:
@@ -131,7 +131,7 @@ class Loops:
         self.forget()
         self.open = []
         self.inside.update(first)
-        end = self.tracer.create_node("call_function", ended, (first[0],), {})
+        end = self.tracer.create_node("call_function", end_loop, (first[0],), {})
         end.meta["example"] = None
         self.tracer.in_place.end_loop(end)
 
@@ -158,7 +158,7 @@ class Loops:
             or self.twins.get(values[1]) is not values[0]
         ):
             return None
-        node = self.tracer.create_node("call_function", gathered, (values[0],), {})
+        node = self.tracer.create_node("call_function", collect, (values[0],), {})
         node.meta["example"] = [value.meta["example"] for value in values]
         if kind is list:
             return node

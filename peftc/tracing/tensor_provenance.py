@@ -33,10 +33,10 @@ class RecordedCall:
 class Recorder(Protocol):
     """What the tape asks of a tracer."""
 
-    live: bool
+    recording: bool
     graph: fx.Graph
 
-    def dead(self) -> AbstractContextManager[None]: ...
+    def pause(self) -> AbstractContextManager[None]: ...
     def record(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
     def knows(self, tensor: torch.Tensor) -> bool: ...
     def made_node(self, made: RecordedCall) -> Any: ...
@@ -94,13 +94,13 @@ class Remembering(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        made = called(func, args, kwargs) if self.tracer.live else None
+        made = called(func, args, kwargs) if self.tracer.recording else None
         if made is None:
             return func(*args, **kwargs)
         if contains_proxy((made.args, made.kwargs)):
             return self.tracer.record(made.kind, made.target, made.args, made.kwargs)
         made = replace(made, after=next(reversed(self.tracer.graph.nodes)))
-        with self.tracer.dead():  # what torch's own code does is no part of the region
+        with self.tracer.pause():  # what torch's own code does is no part of the region
             result = func(*args, **kwargs)
         changed = args[0] if made.target is operator.setitem else result
         if isinstance(changed, torch.Tensor) and id(changed) in self.tape.made and not changes(made):

@@ -21,12 +21,12 @@ from torch import fx, nn
 from peftc.concurrency.interrupts import shielded
 from peftc.fakes.data_answers import fake_data_answers, honest, settled
 from peftc.tracing.code_positions import Origin, place
-from peftc.tracing.context_managers import AskedNone, Block, TraceError, decorated, entered
+from peftc.tracing.context_managers import Block, NoneAccess, TraceError, decorated, enter_context
 from peftc.tracing.functional_linears import linear_of
 from peftc.tracing.in_place import WORDS, InPlace, versions
-from peftc.tracing.module_calls import baked, bind, innermost, nested_nodes, positional
-from peftc.tracing.patches import attention, branch, computed_by, live, selects, spying, taken_from
-from peftc.tracing.proxy import Attribute, ExampleProxy, Flag, attribute, is_proxy, values
+from peftc.tracing.module_calls import bind, innermost, is_constant, nested_nodes, positional
+from peftc.tracing.patches import attention, branch, computed_by, getitem_root, live, selects, spying
+from peftc.tracing.proxy import Attribute, ConcreteProxy, Flag, attribute_proxy, concrete_values, is_proxy
 from peftc.tracing.ragged_loops import Lengths, Loops, unknown
 from peftc.tracing.tensor_provenance import RecordedCall, Remembering, Tape
 
@@ -47,23 +47,23 @@ class ModuleCall:
     """One call of a child during the trace: arguments and result as nested nodes."""
 
     name: str
-    frame: str  # the module whose code made the call
+    caller: str  # the module whose code made the call
     arguments: dict[str, Any]
     result: Any
     inlined: bool
-    place: str = ""  # in that code
+    position: str = ""  # in that code
 
 
 @dataclass
-class Traced:
+class RegionTrace:
     """A region's graph and what was decided while it was made. `names`: the region's own dotted names."""
 
     graph: fx.Graph
     calls: list[ModuleCall]
     guards: list[Guard]
-    facts: dict[tuple[str, str], Any]
+    attribute_guards: dict[tuple[str, str], Any]
     depends_on_dtype: bool = False
-    parameter: tuple[str, torch.dtype] | None = None  # one that tells the dtype of the region's parameters
+    parameter_dtype: tuple[str, torch.dtype] | None = None  # one that tells the dtype of the region's parameters
     result: Any = None  # of a region whose code was not entered: the parts of its result, by path
     outcomes: tuple[bool, ...] = ()  # taken at each `branch`, in order
     root: nn.Module | None = None  # what was traced
@@ -77,36 +77,38 @@ class RegionTracer(fx.Tracer):
 
     def __init__(self, inline: Callable[[str], bool], script: tuple[bool, ...] = ()) -> None:
         super().__init__()
-        self.inline, self.script = inline, script
+        self.inline, self.path_prefix = inline, script
         self.outcomes: list[bool] = []
-        self.live = False
+        self.recording = False
         self.depends_on_dtype = False
         self.guards: list[Guard] = []
-        self.facts: dict[tuple[str, str], Any] = {}
+        self.attribute_guards: dict[tuple[str, str], Any] = {}
         self.calls: list[ModuleCall] = []
-        self.frames: list[str] = []
+        self.call_stack: list[str] = []
         self.counts: Counter[tuple[str, ...]] = Counter()
-        self.nones = set[Origin]()  # origins of parts of results that Python gets as None where they are None
-        self.blocks: list[Block] = []  # open now
-        self.surroundings: dict[tuple[str, tuple[Any, ...]], Any] = {}  # what torch was asked, and answered
+        self.optional_results = set[
+            Origin
+        ]()  # origins of parts of results that Python gets as None where they are None
+        self.open_contexts: list[Block] = []  # open now
+        self.global_state: dict[tuple[str, tuple[Any, ...]], Any] = {}  # what torch was asked, and answered
         self.loops, self.in_place = Loops(self), InPlace(self)
         self.places: dict[fx.Node, fx.Node] = {}  # behind a node: what was next when something was put in between
 
     # What Python asks --------------------------------------------------------------------------------------------
 
-    def decide(self, node: fx.Node, kind: str, value: Any) -> Any:
-        if self.live:
+    def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
+        if self.recording:
             self.guards.append(Guard(node, kind, value))
         return value
 
-    def asked_type(self, node: fx.Node, kind: type) -> None:
+    def guard_type(self, node: fx.Node, kind: type) -> None:
         """Python asked for the type of what a method or attribute of an object gave (a cache's length: int or tensor)."""
         asks = node.op == "call_method" or node.target is getattr
         source = node.args[0] if asks and node.args else None
         if isinstance(source, fx.Node) and not isinstance(source.meta.get("example"), torch.Tensor):
-            self.decide(node, "type", torch.Tensor if issubclass(kind, torch.Tensor) else kind)
+            self.guard(node, "type", torch.Tensor if issubclass(kind, torch.Tensor) else kind)
 
-    def said(self, value: Any, spec: str) -> str:
+    def format_value(self, value: Any, spec: str) -> str:
         """A traced value in a text, which may be the name of a module."""
         if isinstance(value, torch.Tensor):
             raise TraceError("a value of a tensor becomes part of a text")
@@ -114,31 +116,31 @@ class RegionTracer(fx.Tracer):
 
     def fork(self, condition: fx.Node, likely: bool = True) -> bool:
         """A decision on what is only known while the region runs: values of tensors, which the example does not have."""
-        if self.blocks or self.loops.open:  # the other way would have to leave the block, too
+        if self.open_contexts or self.loops.open:  # the other way would have to leave the block, too
             raise TraceError(
                 "a decision on values of tensors inside of a `with` block or a loop cannot be kept in a graph"
             )
         at = len(self.outcomes)
-        outcome = self.script[at] if at < len(self.script) else likely
+        outcome = self.path_prefix[at] if at < len(self.path_prefix) else likely
         self.outcomes.append(outcome)
         self.create_node("call_function", branch, (condition, outcome), {})
         return outcome
 
-    def escaped(self, number: Attribute) -> None:
+    def guard_attribute(self, number: Attribute) -> None:
         """Python computed with a number read from a module: this graph is right only where the number is the same."""
-        if self.live:
+        if self.recording:
             owner, _, name = number.path.rpartition(".")
-            self.facts[owner, name] = values(number) if isinstance(number, Flag) else number.real  # pyright: ignore
+            self.attribute_guards[owner, name] = concrete_values(number) if isinstance(number, Flag) else number.real  # pyright: ignore
 
-    def attribute_read(self, module: nn.Module, name: str, value: Any) -> Any:
+    def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         owner = self.names.get(id(module))
         if owner is None or name.startswith("_"):
             return value
         if type(value) is bool and name != "training":
-            self.facts[owner, name] = value
+            self.attribute_guards[owner, name] = value
             return value
         if type(value) in (bool, int, float):
-            return attribute(value, f"{owner}.{name}".lstrip("."), self)
+            return attribute_proxy(value, f"{owner}.{name}".lstrip("."), self)
         return value
 
     # Nodes -------------------------------------------------------------------------------------------------------
@@ -157,32 +159,32 @@ class RegionTracer(fx.Tracer):
         proxy_factory_fn: Any = None,
     ) -> Any:
         if target is operator.getitem and is_proxy(args[0]):
-            self.looked_into(args[0].node, values(args[0]))
+            self.looked_into(args[0].node, concrete_values(args[0]))
         args, kwargs = positional(kind, target, args, kwargs)
         own = linear_of(args, kwargs, self.root, self.tensors, self.tape) if target is nn.functional.linear else None
         if own is not None and not self.inline(own):
             kind, target, args, kwargs = "call_module", own, args[:1], {}
-        operands = values(tuple(args)), values(dict(kwargs))
+        operands = concrete_values(tuple(args)), concrete_values(dict(kwargs))
         before = list(versions(operands))
-        with self.dead():
+        with self.pause():
             value = self.compute(kind, target, *operands)
         arguments = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs))
         node = self.in_place.computed(
             self.create_node(kind, target, *arguments, name or WORDS.get(target), type_expr), value, before
         )
         if self.materialises(node, value):
-            return self.decide(node, "is", value)
-        return ExampleProxy(node, self, value)
+            return self.guard(node, "is", value)
+        return ConcreteProxy(node, self, value)
 
     def missed(self, node: fx.Node, value: Any) -> None:
         """Code asked for an attribute that a value does not have."""
-        if value is None and self.live:
-            raise AskedNone(node.meta["origin"])
+        if value is None and self.recording:
+            raise NoneAccess(node.meta["origin"])
 
     def looked_into(self, node: fx.Node, value: Any) -> None:
         """Code takes a part of a value; one that an attention of another implementation does not give."""
-        if node.target is operator.getitem and node.args[1] != 0 and taken_from(node).target is attention:
-            self.facts.update(computed_by(self, taken_from(node)))
+        if node.target is operator.getitem and node.args[1] != 0 and getitem_root(node).target is attention:
+            self.attribute_guards.update(computed_by(self, getitem_root(node)))
         self.missed(node, value)
 
     def materialises(self, node: fx.Node, value: Any) -> bool:
@@ -190,9 +192,9 @@ class RegionTracer(fx.Tracer):
 
         Parts of what an attention or a child returns stay symbolic: they are handed on, and are None at some times only.
         """
-        source = taken_from(node)
-        if node.meta["origin"] in self.nones:
-            self.facts.update(computed_by(self, source))
+        source = getitem_root(node)
+        if node.meta["origin"] in self.optional_results:
+            self.attribute_guards.update(computed_by(self, source))
             return value is None
         if source.op == "call_module" or source.target in (attention, operator.setitem):
             return False
@@ -200,7 +202,7 @@ class RegionTracer(fx.Tracer):
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:  # pyright: ignore[reportIncompatibleMethodOverride]
         node = super().create_node(kind, target, *args, **kwargs)
-        frame = self.frames[-1] if self.frames else ""
+        frame = self.call_stack[-1] if self.call_stack else ""
         word = WORDS.get(target) or (target if isinstance(target, str) else getattr(target, "__name__", str(target)))
         word = word.removeprefix(f"{frame}.") if kind == "call_module" and frame else word
         if target is operator.getitem:  # one sort for each thing indexed, so that cache updates do not shift the count
@@ -217,7 +219,7 @@ class RegionTracer(fx.Tracer):
         with torch.no_grad():
             if (made := unknown(target, args, kwargs)) is not None:
                 if isinstance(made, Lengths):
-                    made.frame = self.frames[-1] if self.frames else ""
+                    made.frame = self.call_stack[-1] if self.call_stack else ""
                 return made
             if kind == "call_module":
                 with fake_data_answers():  # a leaf's own decisions are not part of the graph
@@ -307,20 +309,20 @@ class RegionTracer(fx.Tracer):
 
     def at(self, made: RecordedCall) -> contextlib.AbstractContextManager[Any]:
         """Where nodes for a call go: among blocks, to where Python made it; else to the end, where they are first used."""
-        if made.after is None or not any(n.target is entered for n in self.graph.nodes):
+        if made.after is None or not any(n.target is enter_context for n in self.graph.nodes):
             return contextlib.nullcontext()
         return self.graph.inserting_before(self.places.setdefault(made.after, made.after.next))
 
     # Running -----------------------------------------------------------------------------------------------------
 
     @shielded
-    def dead(self) -> Generator[None]:
+    def pause(self) -> Generator[None]:
         """While examples are computed nothing is recorded."""
-        live, self.live = self.live, False
+        live, self.recording = self.recording, False
         try:
             yield
         finally:
-            self.live = live
+            self.recording = live
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A child is called: recorded as one node, or entered."""
@@ -332,20 +334,20 @@ class RegionTracer(fx.Tracer):
         arguments = bind(innermost(type(module).forward), module, args, kwargs)
         inlined = self.inline(name)
         result = self.enter(module, args, kwargs) if inlined else self.record("call_module", name, args, kwargs)
-        frame = self.frames[-1] if self.frames else ""
+        frame = self.call_stack[-1] if self.call_stack else ""
         self.calls.append(ModuleCall(name, frame, nested_nodes(arguments), nested_nodes(result), inlined, place()))
         return result
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a child's code."""
-        self.frames.append(self.names[id(module)])
+        self.call_stack.append(self.names[id(module)])
         if decorated(forward := type(module).forward):  # it can stay a leaf
             raise TraceError(f"`{forward.__qualname__}` is decorated with a block of gradients or autocast")
         result = innermost(forward)(module, *args, **kwargs)
-        self.frames.pop()  # not after an error: the frames left open tell where it happened
+        self.call_stack.pop()  # not after an error: the frames left open tell where it happened
         return result
 
-    def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> Traced:
+    def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
         """Traces `root` on the bound arguments of one call (which may be changed by the trace: pass copies)."""
         self.root = root
         self.graph = fx.Graph(tracer_cls=type(self))
@@ -359,13 +361,15 @@ class RegionTracer(fx.Tracer):
         with gradients, honest(), settled(), spying(root, self), live(self), Remembering(self.tape, self):
             out = forward(root, *args, **kwargs)
             self.graph.output(self.create_arg(out))
-        return self.so_far()
+        return self.snapshot()
 
-    def so_far(self) -> Traced:
+    def snapshot(self) -> RegionTrace:
         """What has been traced; after an error, up to where it was raised."""
         assert self.root is not None
         parameter = next(((n, p.dtype) for n, p in self.root.named_parameters() if p.is_floating_point()), None)
-        found = Traced(self.graph, self.calls, self.guards, self.facts, self.depends_on_dtype, parameter)
+        found = RegionTrace(
+            self.graph, self.calls, self.guards, self.attribute_guards, self.depends_on_dtype, parameter
+        )
         found.outcomes, found.root = tuple(self.outcomes), self.root
         return found
 
@@ -378,23 +382,23 @@ class RegionTracer(fx.Tracer):
             if p.kind is p.VAR_KEYWORD:
                 value = arguments.get(p.name, {})
                 proxy = self.placeholder("**" + p.name, value)
-                kwargs.update({k: v if baked(v) else proxy[k] for k, v in value.items()})
+                kwargs.update({k: v if is_constant(v) else proxy[k] for k, v in value.items()})
             elif p.kind is p.VAR_POSITIONAL:
                 value = tuple(arguments.get(p.name, ()))
                 proxy = self.placeholder("*" + p.name, value)
-                args.extend(v if baked(v) else proxy[i] for i, v in enumerate(value))
+                args.extend(v if is_constant(v) else proxy[i] for i, v in enumerate(value))
             else:
                 value = arguments.get(p.name)
                 default = () if p.default is p.empty else (p.default,)
                 proxy = self.placeholder(p.name, value, default)
-                argument = value if baked(value) else proxy
+                argument = value if is_constant(value) else proxy
                 if p.kind is p.KEYWORD_ONLY:
                     kwargs[p.name] = argument
                 else:
                     args.append(argument)
         return args, kwargs
 
-    def placeholder(self, name: str, value: Any, default: tuple[Any, ...] = ()) -> ExampleProxy:
+    def placeholder(self, name: str, value: Any, default: tuple[Any, ...] = ()) -> ConcreteProxy:
         node = self.create_node("placeholder", name, default, {})
         node.meta["example"] = value
-        return ExampleProxy(node, self, value)
+        return ConcreteProxy(node, self, value)

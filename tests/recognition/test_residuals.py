@@ -11,13 +11,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from peftc.observation.sample_forward import repeated_blocks
 from peftc.recognition.layers import joins
 from peftc.recognition.roles import SubLayer, sub_layers
-from peftc.tracing.tracer import RegionTracer, Traced
+from peftc.tracing.tracer import RegionTrace, RegionTracer
 
 D, N = 8, 3
 functional: Any = nn.functional
 
 
-def traced(root: nn.Module, **arguments: torch.Tensor) -> Traced:
+def traced(root: nn.Module, **arguments: torch.Tensor) -> RegionTrace:
     return RegionTracer(lambda name: joins(root.get_submodule(name))).trace_region(root, arguments)
 
 

@@ -14,7 +14,7 @@ from peftc.addressing.sites import Slice
 from peftc.recognition.attention.patterns import attentions
 from peftc.recognition.graph.features import source_linears
 from peftc.specialization.generated_class import GeneratedClass
-from peftc.tracing.ragged_loops import gathered, piece
+from peftc.tracing.ragged_loops import collect, segment
 from peftc.tracing.tracer import RegionTracer
 
 
@@ -113,7 +113,7 @@ def test_one_forward_serves_any_number_of_pieces(make: Callable[[], nn.Module]) 
         x = torch.randn(5, 4)
         assert torch.equal(module(x, torch.tensor(lengths)), base(x, torch.tensor(lengths)))
     assert len(kind.variants) == 1
-    assert " for piece" in kind.variants[0].source
+    assert " for segment" in kind.variants[0].source
 
 
 def test_roles_of_an_attention_in_pieces() -> None:
@@ -124,8 +124,8 @@ def test_roles_of_an_attention_in_pieces() -> None:
     (attention,) = attentions(graph, root)
     for i, value in enumerate((attention.q, attention.k, attention.v)):
         assert [rows for _, rows in source_linears(value, root)] == [Slice(4 * i, 4 * i + 4)]
-    assert sum(n.target is piece for n in graph.nodes) == 3
-    assert sum(n.target is gathered for n in graph.nodes) == 1
+    assert sum(n.target is segment for n in graph.nodes) == 3
+    assert sum(n.target is collect for n in graph.nodes) == 1
 
 
 @pytest.mark.parametrize("body", [counting, carrying, last, asking, choosing, adding, within, deciding])

@@ -21,7 +21,7 @@ from peftc.forms.shapes import KeyValue
 from peftc.recognition.attention.patterns import Attention, operands
 from peftc.recognition.graph import features, nodes
 from peftc.recognition.graph.value_operands import value_operands
-from peftc.tracing.patches import applied
+from peftc.tracing.patches import autograd_function
 
 _SUMS = (
     *(operator.add, operator.iadd, operator.sub, torch.add, torch.sub, torch.where, torch.masked_fill, torch.cat),
@@ -197,14 +197,14 @@ def visible(softmax: fx.Node) -> float | None:
     mask, or one that cannot be told.
     """
     masks = [i for i, a in enumerate(softmax.args[1:], 1) if nodes.is_tensor(a)]
-    if softmax.target is not applied or len(masks) != 1:
+    if softmax.target is not autograd_function or len(masks) != 1:
         return None
     like: torch.Tensor = nodes.example(softmax.args[masks[0]])  # pyright: ignore[reportAssignmentType]
     scores, mask = torch.zeros(1, 1, 1, 2), torch.tensor([1, 0]).to(like.dtype).view(*[1] * (like.ndim - 1), 2)
     args = [scores, *softmax.args[1:]]
     args[masks[0]] = mask
     with contextlib.suppress(Exception), torch.no_grad():  # of what takes something else
-        weights = applied(*args, **softmax.kwargs).flatten().tolist()  # pyright: ignore[reportArgumentType]
+        weights = autograd_function(*args, **softmax.kwargs).flatten().tolist()  # pyright: ignore[reportArgumentType]
         return {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get(tuple(weights))
     return None
 

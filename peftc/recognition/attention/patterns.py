@@ -16,7 +16,7 @@ from torch import fx, nn
 from peftc.recognition.attention.softmax_axis import compared_dim
 from peftc.recognition.graph import nodes
 from peftc.recognition.graph.value_operands import value_operands, value_users
-from peftc.tracing.patches import applied, attention
+from peftc.tracing.patches import attention, autograd_function
 
 SOFTMAX = (nn.functional.softmax, torch.softmax)
 
@@ -67,7 +67,7 @@ def made(sort: Any, call: fx.Node, q: Any, k: Any, v: Any, out: fx.Node) -> Atte
 def is_softmax(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         return isinstance(nodes.module_of(node, root), nn.Softmax)
-    if node.target is applied:  # which can only be told by its name
+    if node.target is autograd_function:  # which can only be told by its name
         return "softmax" in getattr(node.kwargs["function"], "__name__", "").lower()
     return node.target in SOFTMAX if node.op == "call_function" else node.target == "softmax"
 

@@ -21,7 +21,7 @@ from peftc.fakes.constant_propagation import tensors
 from peftc.recognition.graph import nodes
 from peftc.recognition.graph.value_operands import is_cache_part, is_write, value_operands
 from peftc.recognition.token_mixing import weighted
-from peftc.tracing.ragged_loops import piece
+from peftc.tracing.ragged_loops import segment
 
 _LAYOUT_METHODS = frozenset(
     [
@@ -38,7 +38,7 @@ _LIKE = {
     "reshape_as": "reshape",
 }  # what takes the shape of its second argument
 _LAYOUT_FUNCTIONS = (
-    *(operator.getitem, piece),
+    *(operator.getitem, segment),
     *(torch.reshape, torch.unflatten, torch.flatten, torch.squeeze, torch.unsqueeze),
     *(torch.transpose, torch.permute, torch.movedim, torch.swapaxes, torch.swapdims, torch.t, torch.flip, torch.roll),
     *(torch.split, torch.functional.split, torch.split_with_sizes, torch.tensor_split, torch.unsafe_split),

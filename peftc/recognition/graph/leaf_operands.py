@@ -13,10 +13,10 @@ from peftc.fakes.tensors import fake_copy
 from peftc.recognition.graph import nodes
 from peftc.recognition.graph.value_operands import CARRIERS, WHOLE
 from peftc.tracing.approximate_trace import approximate_trace
-from peftc.tracing.tracer import ModuleCall, Traced
+from peftc.tracing.tracer import ModuleCall, RegionTrace
 
 
-def mark_operands(traced: Traced, root: nn.Module, mode: FakeTensorMode) -> None:
+def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) -> None:
     """Notes at each leaf of several arguments, without matrices, what its results are computed from."""
     for call in traced.calls:
         node, arguments = call.result, nodes_by_name(call)

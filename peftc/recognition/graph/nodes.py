@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from peftc.recognition.graph.value_operands import changes, is_fact, value_operands, value_users
-from peftc.tracing.in_place import CHANGES
+from peftc.tracing.in_place import WRITES
 from peftc.tracing.patches import attention
-from peftc.tracing.ragged_loops import piece
+from peftc.tracing.ragged_loops import segment
 
 EDIT = "<edit>"  # in the place of a module's name, in the origin of nodes that edits make
 ADDS = (operator.add, operator.iadd, torch.add)
@@ -155,12 +155,12 @@ def consumer_linear(node: fx.Node, root: nn.Module, within: set[fx.Node]) -> fx.
 
 def has_side_effects(node: fx.Node) -> bool:
     """Whether running a node twice could change something, or costs a module's forward."""
-    if node.op == "call_module" or CHANGES in node.meta:
+    if node.op == "call_module" or WRITES in node.meta:
         return True
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
         return (
-            node.target in (attention, piece)
+            node.target in (attention, segment)
             or name in ("setitem", "dropout")
             or (name.endswith("_") and not name.endswith("__"))
         )

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from peftc.tracing.in_place import AUGMENTED, changed
+from peftc.tracing.in_place import AUGMENTED, new_version
 
 # Operands by position and by keyword. An operation that is not listed takes the values of all of them.
 Operands = tuple[int | str, ...]
@@ -153,7 +153,7 @@ def writes(node: fx.Node) -> Iterator[fx.Node]:
         if user.args and user.args[0] is node:
             if is_write(user):
                 yield user
-            elif user.target in (operator.getitem, changed) or (user.op == "call_method" and user.target in _VIEWS):
+            elif user.target in (operator.getitem, new_version) or (user.op == "call_method" and user.target in _VIEWS):
                 yield from writes(user)
 
 

@@ -18,10 +18,10 @@ from peftc.recognition.moe.router import Router, router
 from peftc.recognition.moe.stacked import Experts, experts, multiplies_pieces
 from peftc.recognition.roles import SubLayer
 from peftc.tracing.approximate_trace import approximate_trace
-from peftc.tracing.tracer import ModuleCall, Traced
+from peftc.tracing.tracer import ModuleCall, RegionTrace
 
 
-def find_experts(traced: Traced, subs: list[SubLayer], root: nn.Module, mode: FakeTensorMode) -> set[str]:
+def find_experts(traced: RegionTrace, subs: list[SubLayer], root: nn.Module, mode: FakeTensorMode) -> set[str]:
     """Names the experts of each sub-layer, their router, and the networks beside them.
 
     Returns: the modules in which one of these was seen, whether their code could be entered or not.
@@ -55,7 +55,7 @@ def find_experts(traced: Traced, subs: list[SubLayer], root: nn.Module, mode: Fa
     return seen
 
 
-def together(found: list[Experts | Listed], traced: Traced, root: nn.Module) -> list[Experts | Listed]:
+def together(found: list[Experts | Listed], traced: RegionTrace, root: nn.Module) -> list[Experts | Listed]:
     """Experts each of whose Linears is in a module of its own, as one: what makes the input of another's `down` is its `up`,
     or its `gate` and `up`.
     """
@@ -69,12 +69,12 @@ def together(found: list[Experts | Listed], traced: Traced, root: nn.Module) -> 
         if first and all(role.weight.count == last.count for role in first.values()):
             roles = {role: replace(first[role], rows=p.rows) for role, p in made.items()}
             parts = [last, *(results[p.node] for p in made.values())]
-            whole = replace(last, module=calls[last.module].frame, roles={**roles, **last.roles})
+            whole = replace(last, module=calls[last.module].caller, roles={**roles, **last.roles})
             return [whole, *(one for one in found if one not in parts)]
     return found
 
 
-def candidates(traced: Traced, root: nn.Module) -> Iterator[ModuleCall]:
+def candidates(traced: RegionTrace, root: nn.Module) -> Iterator[ModuleCall]:
     """Calls of modules that hold several matrices in one parameter, or whose code could not be entered."""
     inlined = [call.name for call in traced.calls if call.inlined]
     for call in traced.calls:
@@ -91,11 +91,11 @@ def computes(sub: SubLayer, module: str) -> bool:
     return any(f"{frame}.".startswith(f"{module}.") for frame in frames)
 
 
-def looked_into(module: str, code: Traced) -> Experts | Listed | None:
+def looked_into(module: str, code: RegionTrace) -> Experts | Listed | None:
     return experts(module, code) or listed(module, code)
 
 
-def followed(call: ModuleCall, root: nn.Module, mode: FakeTensorMode) -> Traced | None:
+def followed(call: ModuleCall, root: nn.Module, mode: FakeTensorMode) -> RegionTrace | None:
     """The gist of a call's code; None where it cannot be followed, or attends: then it is more than experts."""
     arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
     try:
@@ -107,7 +107,7 @@ def followed(call: ModuleCall, root: nn.Module, mode: FakeTensorMode) -> Traced 
 
 
 def hidden_router(
-    given: list[fx.Node], count: int, traced: Traced, root: nn.Module, mode: FakeTensorMode
+    given: list[fx.Node], count: int, traced: RegionTrace, root: nn.Module, mode: FakeTensorMode
 ) -> Router | None:
     """The Linear that routes inside of a module whose code could not be entered."""
     before = {str(n.target) for value in given for n in nodes.upstream(value, lambda n: n.op == "call_module")}
@@ -124,7 +124,7 @@ def hidden_router(
     return None
 
 
-def numbered(traced: Traced) -> set[str]:
+def numbered(traced: RegionTrace) -> set[str]:
     """The modules that are told numbers, of experts, with what they compute on."""
     return {call.name for call in traced.calls if any(map(is_number, argument_nodes(call.arguments)))}
 

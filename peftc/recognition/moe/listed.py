@@ -10,7 +10,7 @@ from torch import nn
 from peftc.observation.sample_forward import structure
 from peftc.recognition import ffn
 from peftc.recognition.graph import features, nodes
-from peftc.tracing.tracer import Traced
+from peftc.tracing.tracer import RegionTrace
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Listed:
         return len(self.members)
 
 
-def listed(module: str, traced: Traced) -> Listed | None:
+def listed(module: str, traced: RegionTrace) -> Listed | None:
     """The experts in a module that calls one of several like it.
 
     Args: `module`: its name in the layer; `traced`: the gist of its code.

@@ -18,7 +18,7 @@ from peftc.addressing.sites import Slice
 from peftc.recognition import ffn
 from peftc.recognition.graph import features, nodes
 from peftc.recognition.graph.value_operands import value_users
-from peftc.tracing.tracer import Traced
+from peftc.tracing.tracer import RegionTrace
 
 _PRODUCTS = (operator.matmul, torch.matmul, torch.bmm, torch.mm)
 _SAME = frozenset({"view", "reshape", "unflatten", "to", "contiguous", "squeeze", "float", "type", "type_as"})
@@ -58,7 +58,7 @@ class Experts:
     roles: Mapping[str, Role]
 
 
-def experts(module: str, traced: Traced) -> Experts | None:
+def experts(module: str, traced: RegionTrace) -> Experts | None:
     """The experts that a module's code computes with; None where it picks no matrices out of parameters.
 
     Args: `module`: its name in the layer; `traced`: the gist of its code.
@@ -72,12 +72,12 @@ def experts(module: str, traced: Traced) -> Experts | None:
     return Experts(module, counts.pop(), named) if named and len(counts) == 1 else None
 
 
-def multiplies_pieces(traced: Traced) -> bool:
+def multiplies_pieces(traced: RegionTrace) -> bool:
     """Whether code multiplies by pieces of parameters, as that of experts does, whether or not these can be told apart."""
     return any(picked_in(node) is not None for node in traced.graph.nodes)
 
 
-def projections(traced: Traced, root: nn.Module) -> dict[str, ffn.Projection]:
+def projections(traced: RegionTrace, root: nn.Module) -> dict[str, ffn.Projection]:
     """The products in their roles, those of one expert."""
     output = next(
         n for n in traced.graph.nodes if n.op == "output"

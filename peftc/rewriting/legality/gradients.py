@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.tracing.context_managers import entered, left, of_gradients
+from peftc.tracing.context_managers import enter_context, exit_context, is_gradient_context
 
 
 def check_gradients(written: Iterable[tuple[str, Sequence[fx.Node]]], graph: fx.Graph) -> None:
@@ -33,9 +33,9 @@ def without_gradients(graph: fx.Graph) -> set[fx.Node]:
     off: list[bool] = []
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target is entered and of_gradients(node):
+        if node.target is enter_context and is_gradient_context(node):
             off.append(switches_off(node))
-        elif node.target is left and isinstance(begin := node.args[0], fx.Node) and of_gradients(begin):
+        elif node.target is exit_context and isinstance(begin := node.args[0], fx.Node) and is_gradient_context(begin):
             off.pop()
         elif off and off[-1]:
             found.add(node)
