@@ -14,6 +14,7 @@ CPU time, medians; contenders take turns. Exits with 1 where a layer's dispatch 
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,6 @@ import peftc
 from benchmarks.common import machine, save, table
 from peftc.installation.record import installation_of
 from peftc.specialization.generated_class import GeneratedClass
-from peftc.tracing.module_calls import innermost
 
 SPEC = """peft 1
 edit prefix at layer[*].attn { kv = concat(prefix(len=4), kv) }
@@ -122,7 +122,7 @@ def dispatch(call: Call, repeats: int) -> float:
     module = call[0]
     own: Any = type(module)
     kind: GeneratedClass = own._peftc_kind
-    forward, before = innermost(own.forward), kind.dispatch
+    forward, before = inspect.unwrap(own.forward), kind.dispatch
     kind.dispatch = emptied(kind)
     try:
         differences = []
@@ -153,10 +153,10 @@ def identity(name: str, repeats: int) -> tuple[float, float]:
         both = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
         model(input_ids=ids, **both, **({"use_cache": False} if name != "BERT" else {}))
         hook.remove()
-        base, call = innermost(type(layer).forward), seen[-1]
+        base, call = inspect.unwrap(type(layer).forward), seen[-1]
         kind = GeneratedClass(type(layer), frozenset({""}), (), name)
         layer.__class__ = kind.cls
-        generated = innermost(kind.cls.forward)
+        generated = inspect.unwrap(kind.cls.forward)
         generated(layer, *call[1], **call[2])
         pairs = [(timed(base, call, 20), timed(generated, call, 20)) for _ in range(4 * repeats)]
     return 1e6 * median(a for a, _ in pairs), 1e6 * median(b - a for a, b in pairs)

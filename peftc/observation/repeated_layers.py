@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from peftc.concurrency.interrupts import shielded
-from peftc.tracing.module_calls import bind, innermost
+from peftc.tracing.module_calls import bind_arguments
 
 
 class Seen(Protocol):
@@ -58,7 +58,7 @@ class Repeats:
         structure = self.structure(layer)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            arguments = bind(innermost(type(layer).forward), layer, args, kwargs)
+            arguments = bind_arguments(type(layer).forward, layer, args, kwargs)
             key = f"{structure} {shapes(arguments)}"
             if key in self.runs and self.repeat(self.runs[key], name):
                 return self.runs[key].result

@@ -17,7 +17,7 @@ from peftc.fakes.tensors import fake_copy
 from peftc.models.tower_samples import on_sample, part_calls
 from peftc.observation.parameter_uses import ParameterUses, merged
 from peftc.observation.repeated_layers import Repeats, repeated
-from peftc.tracing.module_calls import bind, innermost
+from peftc.tracing.module_calls import bind_arguments
 
 
 @dataclass
@@ -152,7 +152,7 @@ def watched(
             seen.inputs[name] = tuple(first[1].shape)
             seen.entries[name] = entry(module, args, kwargs)
         if name in candidates:
-            arguments = bind(innermost(type(module).forward), module, args, kwargs)
+            arguments = bind_arguments(type(module).forward, module, args, kwargs)
             kind = f"{structure(module)} {signature(arguments)}"
             seen.layers[name] = (kind, fake_copy(arguments, mode) if kind not in kinds else {})
             kinds.add(kind)
@@ -186,7 +186,7 @@ def watched(
 def entry(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Where the first tensor is in the arguments of a call, by the names of the module's own parameters; () where they have none."""
     try:
-        first = first_tensor(bind(innermost(type(module).forward), module, args, kwargs))
+        first = first_tensor(bind_arguments(type(module).forward, module, args, kwargs))
     except (TypeError, ValueError):  # a forward of the instance that takes other arguments
         return ()
     return () if first is None else first[0]

@@ -18,7 +18,7 @@ from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.observation.repeated_layers import Repeats, repeated
 from peftc.observation.sample_forward import SampleForward, structure
-from peftc.tracing.module_calls import bind, innermost
+from peftc.tracing.module_calls import bind_arguments, forward_signature
 
 IDS, EMBEDS = "input_ids", "inputs_embeds"
 aten = torch.ops.aten
@@ -141,8 +141,8 @@ def need(name: str, embedding: str, arguments: Mapping[str, Any], sample: Sample
 
 def plain_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, those of `**` among them."""
-    bound = bind(innermost(type(module).forward), module, args, kwargs)
-    parameters = inspect.signature(innermost(type(module).forward)).parameters.values()
+    bound = bind_arguments(type(module).forward, module, args, kwargs)
+    parameters = forward_signature(module).parameters.values()
     rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
     return {**bound, **bound.pop(rest, {})}
 

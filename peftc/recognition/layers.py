@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from torch import fx, nn
@@ -29,7 +28,7 @@ from peftc.recognition.stages import convolutional_blocks, refined
 from peftc.recognition.token_mixing import weighted
 from peftc.recognition.untraced import UntracedPart, opaque_modules, unread_parts
 from peftc.tracing.context_managers import NoneAccess, TraceError
-from peftc.tracing.module_calls import innermost
+from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.ragged_loops import UnknownLength
 from peftc.tracing.tracer import RegionTrace, RegionTracer
 
@@ -247,7 +246,7 @@ def has_children(root: nn.Module, name: str) -> bool:
 
 def joins(module: nn.Module) -> bool:
     """Whether a module is a sum in disguise: of several tensors, each times and plus a parameter of its own."""
-    given = list(signature(innermost(type(module).forward)).parameters.values())[1:]
+    given = list(forward_signature(module).parameters.values())[1:]
     needed = [p for p in given if p.default is p.empty]
     plain = len(needed) > 1 and not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
     return plain and {p.ndim for p in module.parameters()} == {1} and not nodes.is_norm_named(module)

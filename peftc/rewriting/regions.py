@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from peftc.rewriting.legality.parameter_reads import own_parameters, parameter_r
 from peftc.rewriting.states import comes_apart, definitions, may_write, node_of, overwritten, state_anchors, state_of
 from peftc.runtime.functions import stacked_slice
 from peftc.tracing.branches import mutates_conditionally
-from peftc.tracing.module_calls import forward_signature, innermost
+from peftc.tracing.module_calls import forward_signature
 
 
 @dataclass(frozen=True)
@@ -228,8 +229,8 @@ class LayerRegions:
         """The modules to enter where the code of a region may change an argument in place, in some calls."""
         inside = [c.name for c in self.kind.traced.calls if c.inlined and contains(region, c.name)]
         root = self.kind.root
-        forwards = {name: (innermost((cls := type(root.get_submodule(name))).forward), cls) for name in inside}
-        forwards |= {region: (innermost((cls := type(root.get_submodule(region))).forward), cls)} if inside else {}
+        forwards = {name: (inspect.unwrap((cls := type(root.get_submodule(name))).forward), cls) for name in inside}
+        forwards |= {region: (inspect.unwrap((cls := type(root.get_submodule(region))).forward), cls)} if inside else {}
         writers = [
             n for n, forward in forwards.items() if mutates_conditionally(*forward, argument if n == region else "")
         ]

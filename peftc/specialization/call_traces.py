@@ -21,7 +21,6 @@ from peftc.specialization.passthrough_arguments import Call, compared_with_none,
 from peftc.tracing.branches import compares_identity
 from peftc.tracing.code_positions import Origin
 from peftc.tracing.context_managers import NoneAccess, TraceError
-from peftc.tracing.module_calls import innermost
 
 
 class ArgumentInspected(Exception):
@@ -75,7 +74,7 @@ class Calls:
         if self.looked_at:
             return plain
         if not script:
-            compared = compared_with_none(innermost(self.base.forward))
+            compared = compared_with_none(inspect.unwrap(self.base.forward))
             trace = partial(self.remembered, script)
             if not self.by_identity():
                 self.handed = passthrough_arguments(trace, plain, self.values, compared, self.likely)
@@ -101,7 +100,7 @@ class Calls:
     def by_identity(self) -> bool:
         """Whether code that is entered may tell truths apart where nobody notices."""
         entered = (m for n, m in self.module.named_modules() if n and n in self.inline)
-        return any(compares_identity(innermost(cls.forward), cls) for cls in {self.base, *map(type, entered)})
+        return any(compares_identity(inspect.unwrap(cls.forward), cls) for cls in {self.base, *map(type, entered)})
 
     def opened(self, script: tuple[bool, ...]) -> tuple[Call, frozenset[str]] | None:
         """The trace for whatever keywords are handed on; None where the code may tell them apart."""

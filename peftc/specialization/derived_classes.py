@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import MethodType
 from typing import Any
 
@@ -9,7 +10,6 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.instance_forward import GENERATED, instance_forward
-from peftc.tracing.module_calls import innermost
 
 
 def followed(module: nn.Module, value: Any) -> Any:
@@ -19,7 +19,7 @@ def followed(module: nn.Module, value: Any) -> Any:
     """
     now: Any = type(module).forward
     found = instance_forward(module, value)
-    if found is None or (found.function is not now and not hasattr(innermost(value), GENERATED)):
+    if found is None or (found.function is not now and not hasattr(inspect.unwrap(value), GENERATED)):
         message = (
             f"a `forward` is assigned to an edited {type(module).__name__} which does not call the one that it has"
         )

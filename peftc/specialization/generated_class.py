@@ -29,7 +29,7 @@ from peftc.specialization.code_layout import all_of, decided
 from peftc.specialization.derived_classes import followed, rebased
 from peftc.specialization.guarded_tracer import GuardedTracer
 from peftc.specialization.passthrough_arguments import quiet
-from peftc.tracing.module_calls import bind, innermost
+from peftc.tracing.module_calls import bind_arguments
 from peftc.tracing.patches import branch, is_tracing
 from peftc.tracing.tracer import RegionTrace
 
@@ -72,7 +72,7 @@ def preparing() -> Generator[None]:
 
 
 def base_forward(cls: type[nn.Module]) -> Callable[..., Any]:
-    return innermost(cls.forward)
+    return inspect.unwrap(cls.forward)
 
 
 class GeneratedClass:
@@ -167,7 +167,7 @@ class GeneratedClass:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], likely: frozenset[str] | None = None
     ) -> Variant:
         """Makes the variant for a call, which it does not run. `likely`: which arguments are only handed on."""
-        arguments = bind(base_forward(self.base), module, args, kwargs)
+        arguments = bind_arguments(self.base.forward, module, args, kwargs)
         variant = self.specialised(Calls(self.base, self.inline, self.signature, module, arguments, likely))
         if not variant.holds(module, *args, **kwargs):
             raise PeftcError(

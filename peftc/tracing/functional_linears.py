@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from peftc.tracing.module_calls import innermost
 from peftc.tracing.tensor_provenance import Tape
 
 
@@ -24,7 +24,7 @@ def linear_of(
     if bias is None or attribute != "weight":
         return None
     module = root.get_submodule(owner)
-    own = isinstance(module, nn.Linear) and innermost(type(module).forward) is nn.Linear.forward
+    own = isinstance(module, nn.Linear) and inspect.unwrap(type(module).forward) is nn.Linear.forward
     return owner if own and part_of(bias, tape) is module.bias else None
 
 

@@ -29,20 +29,14 @@ def nested_nodes(value: Any) -> Any:
     return value
 
 
-def innermost(function: Any) -> Any:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
 def forward_signature(module: nn.Module) -> inspect.Signature:
     """The signature of a module's own forward, behind whatever wraps it."""
-    return inspect.signature(innermost(type(module).forward))
+    return inspect.signature(inspect.unwrap(type(module).forward))
 
 
-def bind(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_arguments(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of one call of a module by parameter name, defaults filled in."""
-    bound = inspect.signature(forward).bind(module, *args, **kwargs)
+    bound = inspect.signature(inspect.unwrap(forward)).bind(module, *args, **kwargs)
     bound.apply_defaults()
     return dict(list(bound.arguments.items())[1:])
 

@@ -24,7 +24,7 @@ from peftc.tracing.code_positions import Origin, place
 from peftc.tracing.context_managers import Block, NoneAccess, TraceError, decorated, enter_context
 from peftc.tracing.functional_linears import linear_of
 from peftc.tracing.in_place import WORDS, InPlace, versions
-from peftc.tracing.module_calls import bind, innermost, is_constant, nested_nodes, positional
+from peftc.tracing.module_calls import bind_arguments, is_constant, nested_nodes, positional
 from peftc.tracing.patches import attention, branch, computed_by, getitem_root, live, selects, spying
 from peftc.tracing.proxy import Attribute, ConcreteProxy, Flag, attribute_proxy, concrete_values, is_proxy
 from peftc.tracing.ragged_loops import Lengths, Loops, unknown
@@ -331,7 +331,7 @@ class RegionTracer(fx.Tracer):
             raise TraceError(f"a {type(module).__name__} from outside the region is called in it")
         if isinstance(module, nn.Identity) and args == (None,):
             return None
-        arguments = bind(innermost(type(module).forward), module, args, kwargs)
+        arguments = bind_arguments(type(module).forward, module, args, kwargs)
         inlined = self.inline(name)
         result = self.enter(module, args, kwargs) if inlined else self.record("call_module", name, args, kwargs)
         frame = self.call_stack[-1] if self.call_stack else ""
@@ -343,7 +343,7 @@ class RegionTracer(fx.Tracer):
         self.call_stack.append(self.names[id(module)])
         if decorated(forward := type(module).forward):  # it can stay a leaf
             raise TraceError(f"`{forward.__qualname__}` is decorated with a block of gradients or autocast")
-        result = innermost(forward)(module, *args, **kwargs)
+        result = inspect.unwrap(forward)(module, *args, **kwargs)
         self.call_stack.pop()  # not after an error: the frames left open tell where it happened
         return result
 
@@ -353,7 +353,7 @@ class RegionTracer(fx.Tracer):
         self.graph = fx.Graph(tracer_cls=type(self))
         self.names: dict[int, str] = {id(m): n for n, m in root.named_modules()}
         self.tensors: dict[int, str] = {id(t): n for n, t in [*root.named_parameters(), *root.named_buffers()]}
-        forward = innermost(type(root).forward)
+        forward = inspect.unwrap(type(root).forward)
         signature = inspect.signature(forward)
         args, kwargs = self.placeholders(signature, arguments)
         self.tape, self.constants, self.made = Tape(), dict[int, fx.Node](), dict[int, fx.Node]()

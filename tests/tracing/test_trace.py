@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from peftc.recognition.analysis import analyse
 from peftc.recognition.roles import sub_layers
 from peftc.specialization.generated_class import GeneratedClass
-from peftc.tracing.module_calls import bind, innermost
+from peftc.tracing.module_calls import bind_arguments
 from peftc.tracing.tracer import RegionTracer
 from tests import zoo
 from tests.matrix import checkerboard
@@ -98,7 +98,7 @@ def test_tracing_leaves_everything_as_it_was() -> None:
     classes = [type(m) for m in model.modules()]
     zeros, call = torch.zeros, nn.Module.__call__
     hidden = torch.randn(2, 3, model.config.d_model)
-    arguments = bind(innermost(type(layer).forward), layer, (hidden,), {})
+    arguments = bind_arguments(type(layer).forward, layer, (hidden,), {})
     traced = RegionTracer(lambda name: name == "self_attn").trace_region(layer, arguments)
     assert any(n.target == "fc1" for n in traced.graph.nodes)
     assert [type(m) for m in model.modules()] == classes

@@ -4,12 +4,13 @@ have it, (batch, d, height, width).
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import fx, nn
 
 from peftc.recognition.graph import nodes
 from peftc.recognition.graph.value_operands import value_operands, value_users
-from peftc.tracing.module_calls import innermost
 
 _SECOND = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -66,7 +67,7 @@ def layer_dim(node: fx.Node, root: nn.Module) -> int | None:
     module, shape = nodes.module_of(node, root), nodes.shape(node)
     if isinstance(module, _SECOND):
         return 1
-    if isinstance(module, nn.LayerNorm) and innermost(type(module).forward) is not nn.LayerNorm.forward:
+    if isinstance(module, nn.LayerNorm) and inspect.unwrap(type(module).forward) is not nn.LayerNorm.forward:
         places = [dim for dim in {1, len(shape) - 1} if shape[dim] == module.normalized_shape[-1]]
         return places[0] if len(places) == 1 else None  # it may move them itself
     return len(nodes.shape(node)) - 1 if isinstance(module, _LAST) or nodes.is_linear(node, root) else None

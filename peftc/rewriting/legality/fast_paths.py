@@ -9,6 +9,7 @@ Source: torch.backends.mha; `why_not_fast_path` in torch/nn/modules/activation.p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from itertools import chain
@@ -16,7 +17,6 @@ from itertools import chain
 from torch import nn
 
 from peftc.rewriting.edits import Region
-from peftc.tracing.module_calls import innermost
 
 QUESTION = "get_fastpath_enabled"
 ENTERED = frozenset({""})
@@ -25,7 +25,7 @@ ENTERED = frozenset({""})
 @cache
 def has_fast_path(cls: type[nn.Module]) -> bool:
     """Whether a forward of the class, or one that it may call of a parent class, asks for torch's fast path."""
-    forwards = (innermost(vars(c)["forward"]) for c in cls.__mro__ if "forward" in vars(c))
+    forwards = (inspect.unwrap(vars(c)["forward"]) for c in cls.__mro__ if "forward" in vars(c))
     return any(QUESTION in getattr(getattr(f, "__code__", None), "co_names", ()) for f in forwards)
 
 

@@ -22,7 +22,6 @@ from typing import Any
 from torch import nn
 
 from peftc.modules.instance_forward import instance_forward
-from peftc.tracing.module_calls import innermost
 
 ANY = "*"  # in the place of an index, or of a name that the code computes
 ALL = frozenset({"parameters", "named_parameters", "_parameters", "state_dict", "get_parameter"})
@@ -114,7 +113,7 @@ def forwards(module: nn.Module) -> Iterator[FunctionType]:
 def plain_function(value: Any) -> FunctionType | None:
     """The function behind a method, a property or what wraps it."""
     value = value.fget if isinstance(value, property) else value
-    value = innermost(getattr(value, "__func__", value))
+    value = inspect.unwrap(getattr(value, "__func__", value))
     return value if isinstance(value, FunctionType) else None
 
 
