@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import peftc
 from peftc.cli.main import main
-from peftc.diagnostics.codes import CODES
-from peftc.diagnostics.codes_names import NAMES
-from peftc.diagnostics.codes_plan import PLAN
-from peftc.diagnostics.codes_rewrite import REWRITE
-from peftc.diagnostics.codes_syntax import SYNTAX
-from peftc.diagnostics.codes_verification import VERIFICATION
-from peftc.diagnostics.codes_weights import WEIGHTS
+from peftc.diagnostics.codes import CODES, sections
 
 PACKAGE = Path(peftc.__file__).parent
 
 
 def test_every_code_that_is_raised_is_explained() -> None:
-    texts = (path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if not path.name.startswith("code"))
+    texts = (path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
     used = {code for text in texts for code in re.findall(r'"(P\d{3})"', text)}
     assert used - set(CODES) == set()
 
 
-def test_no_code_is_in_two_tables() -> None:
-    counts = Counter(code for table in (SYNTAX, NAMES, PLAN, REWRITE, WEIGHTS, VERIFICATION) for code in table)
-    assert [code for code, count in counts.items() if count > 1] == []
+def test_every_code_has_one_section_in_the_file_of_its_hundred() -> None:
+    files = {path.name[:2]: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.glob("diagnostics/*/P*.md"))}
+    headings = {prefix: re.findall(r"^## (P\d{3})", text, re.MULTILINE) for prefix, text in files.items()}
+    assert all(codes == sorted(set(codes)) for codes in headings.values())
+    assert all(code[:2] == prefix for prefix, codes in headings.items() for code in codes)
+    assert [code for codes in headings.values() for code in codes] == [code for code, _ in sections()]
 
 
 @pytest.mark.parametrize("code", sorted(CODES))

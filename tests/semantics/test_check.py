@@ -7,8 +7,7 @@ import textwrap
 import pytest
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.code_info import RIGHT, WRONG
-from peftc.diagnostics.codes import CODES
+from peftc.diagnostics.codes import CODES, RIGHT, WRONG
 from peftc.filesystem import resources
 from peftc.forms import FORMS
 from peftc.semantics import bind, check_file, read_spec
