@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from peftc.addressing.sites import SiteTable
-from peftc.concurrency.context import Block
+from peftc.concurrency.context import ChoiceBlock
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError, Source
-from peftc.diagnostics.suggestions import listed
+from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.tensors import fake_copy
 from peftc.forms.module import FormModule, checked_seed
 from peftc.installation.disable import suspended
@@ -40,10 +40,10 @@ from peftc.planning.report.design import Design, design_of
 from peftc.planning.scope import ONE
 from peftc.recognition.analysis import Analysis, ModelLike, analyse
 from peftc.rewriting.positions import refused
-from peftc.semantics.checks.structure import said_of
+from peftc.semantics.checks.structure import with_origin
 from peftc.semantics.expand import expand
 from peftc.semantics.load import Include, read_spec
-from peftc.semantics.settings import settings_of
+from peftc.semantics.settings import settings_from
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
@@ -83,7 +83,7 @@ def name_of(spec: SpecLike) -> str:
 
 def flat_of(spec: SpecLike, settings: Settings | None = None, include: Include = ()) -> ast.Spec:
     """A spec expanded: nothing but edits, `train`, `expect` and shared parameters is left."""
-    return expand(spec_of(spec), settings_of(settings or {}), include)
+    return expand(spec_of(spec), settings_from(settings or {}), include)
 
 
 def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None, trust_remote_code: bool = False) -> SiteTable:
@@ -152,7 +152,7 @@ def planned(flat: ast.Spec, analysis: Analysis, tasks: tuple[str, ...] = (), sou
             replace(d, notes=(*d.notes, *notes)) if d.code == "P201" else d for d in error.diagnostics
         ) from error
     statements = {s.name: s for s in flat.statements if isinstance(s, ast.Edit)}
-    wrong = [said_of(d, statements[edit], flat) for edit, d in refused(found.site_edits, analysis.structure)]
+    wrong = [with_origin(d, statements[edit], flat) for edit, d in refused(found.site_edits, analysis.structure)]
     if wrong:
         raise PeftcError(wrong)
     return found
@@ -257,7 +257,7 @@ def added(
         record = active_installation(model)
         parts, sample = record.specs, sample or record.sample
         refuse_second(record, flat, found.trained.values())
-        with noted(f"together with {listed([other.name for other in parts])}, on the model already"):
+        with noted(f"together with {join_names([other.name for other in parts])}, on the model already"):
             found = planned(joint([joint_spec(parts), flat]), analysis, tasks)
     names = (tasks or (ONE,)) if has_tasks(found) else ()
     return reinstall(model, (*parts, part), found, analysis.structure, sample=sample, tasks=names, then=then)
@@ -320,14 +320,14 @@ def checked_tasks(tasks: Sequence[str] | None, present: tuple[str, ...]) -> tupl
         message = f"`{wrong[0]}` is no name of a task" if names else "no task is named"
         raise PeftcError(Diagnostic("P537", message, help="names are of letters, digits, `_` and `-`"))
     if len(set(names)) < len(names):
-        raise PeftcError(Diagnostic("P537", f"a task is named twice: {listed(names)}"))
+        raise PeftcError(Diagnostic("P537", f"a task is named twice: {join_names(names)}"))
     if present and names != present:
-        message = f"the model has parameters for {listed(present)}"
+        message = f"the model has parameters for {join_names(present)}"
         raise PeftcError(Diagnostic("P537", message, help="add a task with `peftc.add_task`, or leave `tasks` out"))
     return names
 
 
-def disabled(model: nn.Module, name: str | None = None) -> Block:
+def disabled(model: nn.Module, name: str | None = None) -> ChoiceBlock:
     """Inside the block the model computes what the base computes; parameters of edits are kept.
 
     That holds in the present context alone: other threads and coroutines have their own. A thread that is to have it is

@@ -11,7 +11,7 @@ from torch import fx
 from peftc.addressing.sites import Site
 from peftc.compiler import Settings, SpecLike, analysed, flat_of
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import listed, nearest
+from peftc.diagnostics.suggestions import join_names, nearest
 from peftc.fakes.tensors import fake_copy
 from peftc.planning.planner import make_plan
 from peftc.planning.selection.selectors import resolve
@@ -64,8 +64,8 @@ class TracedRegion:
         if not ends:
             close = nearest(name, self.states)
             message = f"`{self.module}` has no state `{name}`"
-            raise PeftcError(Diagnostic("P207", message, help=f"did you mean {listed(close)}?" if close else None))
-        notes = (f"it could be {listed(ends)}",)
+            raise PeftcError(Diagnostic("P207", message, help=f"did you mean {join_names(close)}?" if close else None))
+        notes = (f"it could be {join_names(ends)}",)
         raise PeftcError(
             Diagnostic("P207", f"`{name}` is the name of {len(ends)} states of `{self.module}`", notes=notes)
         )
@@ -143,7 +143,7 @@ def rewrite(
     planned = make_plan(flat_of(edits, settings, include), analysis.table)
     placed = [use for p in planned.site_edits for use in p.uses() if use.site.root == region.module]
     if not placed:
-        names = listed(dict.fromkeys(p.edit for p in planned.site_edits))
+        names = join_names(dict.fromkeys(p.edit for p in planned.site_edits))
         raise PeftcError(Diagnostic("P210", f"no edit has a site in `{region.module}`", notes=(f"edits: {names}",)))
     weights = {b.module for p in placed for s in p.site.states.values() if (b := s.weight) is not None}
     parameters = {name[len(region.module) + 1 :] for name in weights}

@@ -34,7 +34,7 @@ def test_it_is_raised_once_where_the_outermost_block_ends() -> None:
         with Deferral():
             with Deferral() as inner:
                 interrupt()
-                with inner.allowed():
+                with inner.interruptible():
                     steps.append("allowed, but not by the outer block")
             steps.append("inner block ended")
             interrupt()
@@ -52,7 +52,7 @@ def test_where_it_is_allowed_it_is_raised_at_once() -> None:
     def run() -> None:
         with Deferral() as deferral:
             try:
-                with deferral.allowed():
+                with deferral.interruptible():
                     interrupt()
                     steps.append("never")
             finally:
@@ -62,7 +62,7 @@ def test_where_it_is_allowed_it_is_raised_at_once() -> None:
     def late() -> None:
         with Deferral() as deferral:
             interrupt()
-            with deferral.allowed():
+            with deferral.interruptible():
                 steps.append("never")
 
     for action in (run, late):
@@ -86,7 +86,7 @@ def test_other_threads_have_no_signals() -> None:
     found: list[Any] = []
 
     def work() -> None:
-        with Deferral() as deferral, deferral.allowed(), plain():
+        with Deferral() as deferral, deferral.interruptible(), plain():
             found.append((deferral.counted, signal.getsignal(signal.SIGINT)))
 
     thread = threading.Thread(target=work)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from peftc.diagnostics.suggestions import listed
+from peftc.diagnostics.suggestions import join_names
 from peftc.filesystem import resources
 from peftc.forms import FORMS, Args, Count, Dims, Form, Illegal, Param, Value
 from peftc.forms.registry import Spot
@@ -17,7 +17,7 @@ from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vec
 from peftc.semantics.arguments import interval, signature
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
-from peftc.syntax.print_expressions import expression
+from peftc.syntax.print_expressions import print_expression
 
 HEAD = """# Forms and recipes
 
@@ -99,7 +99,7 @@ def said_args(form: Form) -> str:
     """`with r=8`, what an example takes beside the defaults."""
     args = example_args(form)
     given = [f"{p.name}={args[p.name]}" for p in form.params if args[p.name] != p.default]
-    return f"with {listed(given)}" if given else ""
+    return f"with {join_names(given)}" if given else ""
 
 
 def dims_of(source: Shape | None, target: Shape, form: Form) -> Dims:
@@ -145,7 +145,7 @@ def first_of(form: Form) -> str:
     if found is not None:
         return f"{found:g}, so that what it {'multiplies' if found else 'is added to'} stays as it is"
     with_ = [said for said, args in variants(form) if form.at_init(args) == 0]
-    return "not a constant" + (f"; 0 with {listed(with_)}" if with_ else "")
+    return "not a constant" + (f"; 0 with {join_names(with_)}" if with_ else "")
 
 
 def folds_of(form: Form) -> str:
@@ -157,7 +157,7 @@ def folds_of(form: Form) -> str:
         against = [f"not with `{said}`: {why}" for said, args in variants(form) if (why := form.affine(args))]
         return "; ".join(["yes", *against])
     with_ = [said for said, args in variants(form) if form.affine(args) is None]
-    return f"no: {reason}" + (f"; yes with {listed(with_)}" if with_ else "")
+    return f"no: {reason}" + (f"; yes with {join_names(with_)}" if with_ else "")
 
 
 def variants(form: Form) -> Iterator[tuple[str, Args]]:
@@ -218,7 +218,7 @@ def recipe_section(name: str, path: Path) -> str:
     """One recipe: what its file says of it, and the parameters of its method."""
     text = path.read_text(encoding="utf-8")
     method = next(s for s in parse_text(text, str(path)).statements if isinstance(s, ast.Method))
-    parameters = ", ".join(f"{p.name} = {expression(p.default)}" for p in method.params)
+    parameters = ", ".join(f"{p.name} = {print_expression(p.default)}" for p in method.params)
     return "\n".join([f"### `{name}`", "", *comment_of(text), "", f"`method {method.name}({parameters})`", ""])
 
 

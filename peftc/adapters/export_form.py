@@ -22,7 +22,7 @@ from peftc.installation.spec_conflicts import noted
 from peftc.installation.surgery import SHARED, identifier
 from peftc.planning.ir import SiteEdit
 from peftc.semantics.arguments import bind
-from peftc.semantics.walk import expressions, is_shared
+from peftc.semantics.walk import is_shared, walk
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
@@ -149,7 +149,7 @@ def _saved_as(value: ast.Expr) -> str | None:
 
 
 def _direct_edit(edit: ast.Edit, shared: dict[str, ast.Expr]) -> ast.Edit:
-    calls = [e.function for line in edit.body for e in expressions(line.value) if isinstance(e, ast.Call)]
+    calls = [e.function for line in edit.body for e in walk(line.value) if isinstance(e, ast.Call)]
     for name in shared:
         if calls.count(name) > 1:
             raise PeftcError(

@@ -23,7 +23,7 @@ from peftc.installation.surgery import SHARED, identifier
 from peftc.planning import ir
 from peftc.recognition.analysis import Analysis
 from peftc.rewriting.assembly import regions_of
-from peftc.syntax.print_expressions import expression
+from peftc.syntax.print_expressions import print_expression
 
 FUSION, ADAPTER = "fusion", "adapter"
 
@@ -154,7 +154,7 @@ class Source:
         found = dict[int, ir.Instance]()
         if not equal or not all(a.state == b.state and same(a.value, b.value, found) for a, b in pairs):
             said = [
-                f"{which} {a.source.target} {a.source.op} {expression(a.source.value)}"
+                f"{which} {a.source.target} {a.source.op} {print_expression(a.source.value)}"
                 for which, where in (("the fusion has", placed), ("the adapter", other))
                 for a in where.assigns
             ]

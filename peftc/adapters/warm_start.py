@@ -13,7 +13,7 @@ from peftc.adapters.files import path_of, read
 from peftc.adapters.loading import check_base, check_tensors
 from peftc.compiler import parameters, states
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.module import FormModule
 from peftc.installation.journal import copy_all
 from peftc.installation.presence import active_installation
@@ -45,7 +45,9 @@ def warm_start(
     pairs = checked_names(edits, own, there) if edits is not None else {name: name for name in there if name in own}
     if not pairs:
         message = "the adapter has no edit by the name of one of the model"
-        help_ = f"the adapter has {listed(list(there))}, the model {listed(sorted(own))}: say which with `edits`"
+        help_ = (
+            f"the adapter has {join_names(list(there))}, the model {join_names(sorted(own))}: say which with `edits`"
+        )
         raise PeftcError(Diagnostic("P532", message, help=help_))
     part = re.compile("(?!)" if task is None else rf"\.tasks\.{re.escape(record.task.of(task))}(?=[./])")
     wanted: dict[str, list[Tensor]] = {}  # several edits may begin as one
@@ -62,7 +64,9 @@ def warm_start(
         shapes = {saved: values[min(i, len(values) - 1)] for saved, values in wanted.items()}
         alone = task is None and any(".tasks." in n for n in shapes) and not any(".tasks." in n for n in found)
         help_ = f'say which task begins so: task="{record.task.names[0]}"' if alone else None
-        check_tensors(found, shapes, f"what is saved in {directory} does not fit {listed(pairs)} of the model", help_)
+        check_tensors(
+            found, shapes, f"what is saved in {directory} does not fit {join_names(pairs)} of the model", help_
+        )
     copy_all(((value, found[saved]) for saved, values in wanted.items() for value in values), partial(reload, model))
     return tuple(pairs)
 
@@ -85,6 +89,6 @@ def checked_names(
     for names, known, where in ((edits, tuple(own), "model"), (edits.values(), tuple(theirs), "adapter")):
         for name in names:
             if name not in known:
-                help_ = did_you_mean(name, known) or f"the {where} has {listed(sorted(known))}"
+                help_ = did_you_mean(name, known) or f"the {where} has {join_names(sorted(known))}"
                 raise PeftcError(Diagnostic("P532", f"the {where} has no edit `{name}`", help=help_))
     return edits

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from peftc.addressing.sites import Site, SiteTable
-from peftc.semantics.walk import chooses
+from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
 
 BRANCHES = frozenset({"self", "cross"})
@@ -126,7 +126,7 @@ class Paths:
 
     def matches(self, steps: Sequence[ast.Step], *, whole: bool = True) -> Iterator[Match]:
         """The sites a path names by its words alone, whatever its indices say."""
-        if (choice := next((i for i in range(len(steps)) if chooses(steps, i)), None)) is not None:
+        if (choice := next((i for i in range(len(steps)) if selects_stack(steps, i)), None)) is not None:
             yield from self._chosen_stack(steps, choice, whole)
             return
         written = tuple(step.name for step in steps)

@@ -80,8 +80,8 @@ def run_compile(args: Namespace) -> int:
     print(f"\nwrote {', '.join(done.written)} to {done.folder}")
     if done.removed:
         print(f"removed {', '.join(done.removed)}, of an earlier run")
-    if done.kept:
-        print(f"left {', '.join(done.kept)}, of an earlier run and changed since")
+    if done.modified:
+        print(f"left {', '.join(done.modified)}, of an earlier run and changed since")
     return 0
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from peftc.compiler import Settings, SpecLike, added, analysed, checked_tasks, flat_of, name_of, planned, used
 from peftc.diagnostics import PeftcError
 from peftc.fakes.tensors import fake_mode
-from peftc.filesystem.bounded_read import shown
-from peftc.filesystem.output_folder import Written, write_folder
+from peftc.filesystem.bounded_read import printable_path
+from peftc.filesystem.output_folder import FolderChanges, write_folder
 from peftc.forms.module import checked_seed
 from peftc.installation.record import InstalledSpec, installation_of
 from peftc.planning.counts import percent
@@ -97,7 +97,7 @@ def kind_source(kind: GeneratedClass, modules: list[str]) -> str:
 def docstring(lines: list[str]) -> str:
     """Lines of text as a docstring, whatever characters they have: none of them ends it, or the line."""
     escaped = (line.replace("\\", r"\\").replace('"', r"\"") for line in lines)
-    return '"""' + "\n".join(map(shown, escaped)) + '"""'
+    return '"""' + "\n".join(map(printable_path, escaped)) + '"""'
 
 
 def readme(part: InstalledSpec, tasks: Sequence[str]) -> str:
@@ -125,7 +125,7 @@ Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the bas
 """
 
 
-def write(compiled: Compiled, directory: str | PathLike[str], force: bool = False) -> Written:
+def write(compiled: Compiled, directory: str | PathLike[str], force: bool = False) -> FolderChanges:
     """Writes the files into a directory that is new, empty, or was written by this function.
 
     Raises: as `write_folder`.

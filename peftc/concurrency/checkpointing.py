@@ -12,11 +12,11 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-from peftc.concurrency.context import bind
+from peftc.concurrency.context import bind_context
 
 
 @cache
-def keep_choices() -> None:
+def preserve_choices() -> None:
     """From now on, what `torch.utils.checkpoint` runs again has the choices of the context that ran it first."""
     reentrant: Any = checkpoint.CheckpointFunction
     other: Any = vars(checkpoint)["_CheckpointFrame"]
@@ -29,6 +29,6 @@ def _with_bound(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(first: Any, again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(first, bind(again), *args, **kwargs)
+        return function(first, bind_context(again), *args, **kwargs)
 
     return run

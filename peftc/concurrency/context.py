@@ -145,7 +145,7 @@ VIEW = types.ModuleType("peftc.concurrency.context.view", "The present choices a
 vars(VIEW)["__getattr__"] = _view
 
 
-class Block(Shielded[nn.Module]):
+class ChoiceBlock(Shielded[nn.Module]):
     """`with`: inside, the present context has made a choice for a model. It may be entered again, and in several contexts."""
 
     def __init__(self, model: nn.Module, variable: ChoiceVar, choice: Choice) -> None:
@@ -168,7 +168,7 @@ class Block(Shielded[nn.Module]):
 FOREIGN = "close a generator in the thread or coroutine that has begun it"
 
 
-def bind(function: Callable[..., T]) -> Callable[..., T]:
+def bind_context(function: Callable[..., T]) -> Callable[..., T]:
     """The function, run with the present choices whoever calls it, and whenever."""
     opened = _open.get()
 

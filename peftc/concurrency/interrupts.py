@@ -103,7 +103,7 @@ class Deferral:
             INTERRUPTS.settle()
 
     @contextmanager
-    def allowed(self) -> Generator[None]:
+    def interruptible(self) -> Generator[None]:
         """Inside of this block a SIGINT is raised at once, where no other deferral is around: for long steps that can be undone."""
         if not self.counted or self.outer:
             yield

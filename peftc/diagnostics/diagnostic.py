@@ -37,18 +37,20 @@ class Diagnostic:
     help: str | None = None
     severity: Severity = "error"
 
-    def within(self, source: Source) -> Diagnostic:
+    def with_source(self, source: Source) -> Diagnostic:
         """This diagnostic, said of `source` if it did not name a text yet."""
         return self if self.source else replace(self, source=source)
 
     def __str__(self) -> str:
-        where = f"{plain(self.source.path)}:{self.span.line}:{self.span.column}: " if self.source and self.span else ""
-        notes = "".join(f"\n  note: {plain(note)}" for note in self.notes)
-        tail = notes + (f"\n  help: {plain(self.help)}" if self.help else "")
-        return f"{where}{self.severity}[{self.code}]: {plain(self.message)}{tail}"
+        where = (
+            f"{printable(self.source.path)}:{self.span.line}:{self.span.column}: " if self.source and self.span else ""
+        )
+        notes = "".join(f"\n  note: {printable(note)}" for note in self.notes)
+        tail = notes + (f"\n  help: {printable(self.help)}" if self.help else "")
+        return f"{where}{self.severity}[{self.code}]: {printable(self.message)}{tail}"
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """A text of anyone's as messages show it: on one line, without what a terminal or a program that reads the log obeys."""
     if text.isprintable():
         return text

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TextIO
 
-from peftc.diagnostics.diagnostic import Diagnostic, Source, plain
+from peftc.diagnostics.diagnostic import Diagnostic, Source, printable
 from peftc.diagnostics.span import Span
 
 _WIDTH = 160  # characters of a source line that are shown
@@ -43,17 +43,17 @@ class _Paint:
 
 def _lines(found: Diagnostic, paint: _Paint) -> Iterator[str]:
     tone = _RED if found.severity == "error" else _YELLOW
-    yield f"{paint(f'{found.severity}[{found.code}]', tone)}{paint(f': {plain(found.message)}', _BOLD)}"
+    yield f"{paint(f'{found.severity}[{found.code}]', tone)}{paint(f': {printable(found.message)}', _BOLD)}"
     pad = " "
     if found.source and found.span:
         pad = " " * (len(str(found.span.line)) + 1)
         yield from _snippet(found.source, found.span, found.label, pad, paint, tone)
     elif found.source:
-        yield f"{pad}{paint('-->', _BLUE)} {plain(found.source.path)}"
+        yield f"{pad}{paint('-->', _BLUE)} {printable(found.source.path)}"
     for note in found.notes:
-        yield f"{pad} {paint('=', _BLUE)} {paint('note', _BOLD)}: {plain(note)}"
+        yield f"{pad} {paint('=', _BLUE)} {paint('note', _BOLD)}: {printable(note)}"
     if found.help:
-        yield f"{pad} {paint('=', _BLUE)} {paint('help', _BOLD)}: {plain(found.help)}"
+        yield f"{pad} {paint('=', _BLUE)} {paint('help', _BOLD)}: {printable(found.help)}"
 
 
 def _snippet(source: Source, span: Span, label: str, pad: str, paint: _Paint, tone: str) -> Iterator[str]:
@@ -66,10 +66,10 @@ def _snippet(source: Source, span: Span, label: str, pad: str, paint: _Paint, to
     shown, start, end = _window(line, start, end)
     marks = " " * _cells(shown[:start]) + "^" * max(1, _cells(shown[start:end]))
     bar = paint("|", _BLUE)
-    yield f"{pad}{paint('-->', _BLUE)} {plain(source.path)}:{span.line}:{span.column}"
+    yield f"{pad}{paint('-->', _BLUE)} {printable(source.path)}:{span.line}:{span.column}"
     yield f"{pad} {bar}"
     yield f" {paint(str(span.line), _BLUE)} {bar} {shown}".rstrip()
-    yield f"{pad} {bar} {paint(f'{marks} {plain(label)}'.rstrip(), tone)}"
+    yield f"{pad} {bar} {paint(f'{marks} {printable(label)}'.rstrip(), tone)}"
 
 
 @lru_cache(maxsize=8)

@@ -111,7 +111,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     return f"did you mean `{found}`?" if found else None
 
 
-def listed(names: Iterable[str], last: str = "and") -> str:
+def join_names(names: Iterable[str], last: str = "and") -> str:
     """`a`, `b` and `c`; of very many names, the first and how many more."""
     quoted = [f"`{name}`" for name in names]
     if len(quoted) > _MOST:

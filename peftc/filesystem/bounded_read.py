@@ -8,7 +8,7 @@ from io import BufferedReader
 from os import PathLike
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.diagnostic import plain
+from peftc.diagnostics.diagnostic import printable
 
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
 _KINDS = (
@@ -61,20 +61,22 @@ def check_path(path: str | PathLike[str]) -> None:
             return
     except UnicodeEncodeError:
         pass
-    raise PeftcError(Diagnostic("P026", f"`{shown(path)}` is no path: it has a character that no path has"))
+    raise PeftcError(Diagnostic("P026", f"`{printable_path(path)}` is no path: it has a character that no path has"))
 
 
-def shown(path: str | PathLike[str]) -> str:
+def printable_path(path: str | PathLike[str]) -> str:
     """A path as messages have it: on one line, whatever characters it has."""
-    return plain(os.fspath(path))
+    return printable(os.fspath(path))
 
 
 def check_regular(path: str | PathLike[str], status: os.stat_result) -> None:
     """Raises: P026 where what has this status is no regular file."""
     if not stat.S_ISREG(status.st_mode):
         what = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
-        raise PeftcError(Diagnostic("P026", f"{shown(path)} is {what}, not a file", help="only regular files are read"))
+        raise PeftcError(
+            Diagnostic("P026", f"{printable_path(path)} is {what}, not a file", help="only regular files are read")
+        )
 
 
 def _too_large(path: str | PathLike[str], size: str, limit: int) -> PeftcError:
-    return PeftcError(Diagnostic("P027", f"{shown(path)} has {size} bytes; at most {limit:,} are read"))
+    return PeftcError(Diagnostic("P027", f"{printable_path(path)} has {size} bytes; at most {limit:,} are read"))

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import listed
+from peftc.diagnostics.suggestions import join_names
 from peftc.filesystem.atomic import (
     dead_workspaces,
     flush,
@@ -53,7 +53,7 @@ class Marker(BaseModel):
 
 
 @dataclass(frozen=True)
-class Written:
+class FolderChanges:
     """What became of a folder: files that were written, those of an earlier run that were removed, and those that stay because
     they were changed.
     """
@@ -61,7 +61,7 @@ class Written:
     folder: Path
     written: tuple[str, ...]
     removed: tuple[str, ...]
-    kept: tuple[str, ...]
+    modified: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Change:
     kept: tuple[str, ...]
 
 
-def write_folder(target: Path, files: Mapping[str, str], force: bool = False) -> Written:
+def write_folder(target: Path, files: Mapping[str, str], force: bool = False) -> FolderChanges:
     """Writes texts by their names into a folder that is new, empty, or was written by this function. A run that was killed is
     completed by the next one.
 
@@ -97,7 +97,7 @@ def write_folder(target: Path, files: Mapping[str, str], force: bool = False) ->
                     remove_workspace(path, _NAMES)
     except OSError as error:
         raise PeftcError(Diagnostic("P420", f"{target} cannot be written: {error.strerror or error}")) from error
-    return Written(target, tuple(sorted(files)), change.removed, change.kept)
+    return FolderChanges(target, tuple(sorted(files)), change.removed, change.kept)
 
 
 def _planned(target: Path, files: Mapping[str, str], force: bool) -> _Change:
@@ -110,10 +110,10 @@ def _planned(target: Path, files: Mapping[str, str], force: bool) -> _Change:
     changed = [name for name in present if name in ours and name not in unchanged]
     foreign = [name for name in present if name not in ours or (target / name).is_dir()]
     if foreign:
-        message = f"{target} has {listed(foreign)}, which peftc did not write"
+        message = f"{target} has {join_names(foreign)}, which peftc did not write"
         raise PeftcError(Diagnostic("P551", message, help="move it away, or choose another directory for -o"))
     if changed and not force:
-        message = f"{listed(changed)} in {target} {_were(changed)} changed since peftc wrote {_them(changed)}"
+        message = f"{join_names(changed)} in {target} {_were(changed)} changed since peftc wrote {_them(changed)}"
         raise PeftcError(Diagnostic("P550", message, help="`--force` overwrites; nothing has been written"))
     stale = [name for name in digests if name not in files]
     removed = tuple(sorted(name for name in stale if name in unchanged))

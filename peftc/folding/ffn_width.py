@@ -59,7 +59,7 @@ def fold_and_widen(
     asked = None if only is None else listed_names(only)
     with Journal() as journal, Deferral() as deferral:
         try:
-            with deferral.allowed():
+            with deferral.interruptible():
                 return _by_turns(model, asked, name, sample, dequantize, journal)
         except BaseException:
             with Deferral():
@@ -203,7 +203,7 @@ class Widening(Folding):
                 for one in wider:
                     journal.steps.append(one.undo)
                     one.swap()
-                with deferral.allowed():
+                with deferral.interruptible():
                     values = wider_config(self.model, {one.width for one in wider})
                 created = [name for one in wider for name in one.created]
                 self.take_out(edits, created, deferral, journal, wider=True)

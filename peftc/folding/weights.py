@@ -15,7 +15,7 @@ from peftc.adapters.readable_weights import require_base
 from peftc.compiler import analysed, planned, tasks_of
 from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule
@@ -30,7 +30,7 @@ from peftc.planning.ir import SiteEdit
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import slug
 from peftc.runtime.functions import is_quantised
-from peftc.semantics.walk import names
+from peftc.semantics.walk import names_in
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
@@ -167,7 +167,7 @@ class Folding:
             start = len(journal.steps)
             try:
                 for module, folds in self.folds(folded).items() if into_weights else ():
-                    with deferral.allowed():
+                    with deferral.interruptible():
                         values = combine(self.model, module, folds)
                     while values:  # none is held longer than it takes to write it
                         name = next(iter(values))
@@ -199,7 +199,7 @@ class Folding:
         """
         flags = self.record.requires_grad
         flags = flags | {name: flags.get(f"{name.rpartition('.')[0]}.weight", False) for name in created}
-        with deferral.allowed():
+        with deferral.interruptible():
             rest = [(part, spec) for part in self.record.specs if (spec := without(part, edits)) is not None]
             analysis = analysed(self.model, self.sample) if rest and (created or wider) else self.analysis
             tasks = tasks_of(self.record)
@@ -246,7 +246,7 @@ def _checked(only: Iterable[str], known: Collection[str]) -> frozenset[str]:
     wanted = listed_names(only)
     for name in wanted:
         if name not in known:
-            help_ = did_you_mean(name, known) or f"the model has {listed(list(known))}"
+            help_ = did_you_mean(name, known) or f"the model has {join_names(list(known))}"
             raise PeftcError(Diagnostic("P532", f"the model has no edit `{name}`", help=help_))
     return frozenset(wanted)
 
@@ -294,7 +294,7 @@ def without(part: InstalledSpec, folded: Collection[str]) -> ast.Spec | None:
     kept = [s for s in spec.statements if isinstance(s, ast.Edit | ast.Train) and s.name not in folded]
     if not kept:
         return None
-    used = {n for s in kept if isinstance(s, ast.Edit) for line in s.body for n in names(line.value)}
+    used = {n for s in kept if isinstance(s, ast.Edit) for line in s.body for n in names_in(line.value)}
     shared = [s for s in spec.statements if isinstance(s, ast.Let) and s.name in used]
     return replace(spec, statements=(*shared, *kept))
 

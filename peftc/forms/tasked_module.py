@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peftc.concurrency.context import ChoiceVar, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.module import FormModule, Pair, has_values
 from peftc.forms.sequence_module import Sequence as Positions
 from peftc.forms.shapes import Vector, Weight
@@ -36,7 +36,7 @@ class Chosen:
         task = self.variable.task
         if isinstance(task, Rows):
             if task.names != self.names[: len(task.names)]:
-                message = f"task_ids number the tasks {listed(task.names)}, and the model now has {listed(self.names)}"
+                message = f"task_ids number the tasks {join_names(task.names)}, and the model now has {join_names(self.names)}"
                 raise PeftcError(Diagnostic("P535", message, help="choose again, after the change of tasks"))
             return task.numbers
         return task if task is None else self.of(task)
@@ -44,7 +44,7 @@ class Chosen:
     def of(self, task: str) -> str:
         """Raises: P534 for a task that the model does not have."""
         if not isinstance(task, str) or task not in self.names:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
-            help_ = did_you_mean(task, self.names) or f"the model has {listed(self.names)}"
+            help_ = did_you_mean(task, self.names) or f"the model has {join_names(self.names)}"
             raise PeftcError(Diagnostic("P534", f"the model has no task `{task}`", help=help_))
         return task
 
@@ -71,7 +71,7 @@ class Chosen:
             raise PeftcError(Diagnostic("P535", f"task_ids are whole numbers (batch,), found {said}"))
         if len(tasks) and not 0 <= int(tasks.min()) <= int(tasks.max()) < len(self.names):
             wrong = int(tasks.min()) if int(tasks.min()) < 0 else int(tasks.max())
-            numbered = listed([f"{i} ({name})" for i, name in enumerate(self.names)])
+            numbered = join_names([f"{i} ({name})" for i, name in enumerate(self.names)])
             raise PeftcError(Diagnostic("P535", f"there is no task number {wrong}", help=f"the tasks are {numbered}"))
         return tasks
 

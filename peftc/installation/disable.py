@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from peftc.concurrency.context import ALL, Block, Choice
+from peftc.concurrency.context import ALL, Choice, ChoiceBlock
 from peftc.installation.overlay import check_readable
 from peftc.installation.presence import complete_installation
 from peftc.installation.record import Installation
 
 
-def suspended(model: nn.Module, name: str | None = None) -> Block:
+def suspended(model: nn.Module, name: str | None = None) -> ChoiceBlock:
     """Inside the block the edits of the spec `name` (of all where it is None) do not act in the present context; what `train`
     of it has changed has its first value there. Blocks may stand in each other.
 
@@ -21,7 +21,7 @@ def suspended(model: nn.Module, name: str | None = None) -> Block:
     record = complete_installation(model)
     off = edits_of(record, name)
     prepare(model, record, record.choice.get().then(Choice(off)))
-    return Block(model, record.choice, Choice(off))
+    return ChoiceBlock(model, record.choice, Choice(off))
 
 
 def set_enabled(model: nn.Module, enabled: bool, name: str | None = None) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import nn
 
 from peftc.concurrency.context import ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.tasked_module import Chosen
 from peftc.planning import ir
 from peftc.planning.report.plan import Plan
@@ -65,7 +65,7 @@ class Installation:
         """Raises: P413 where no spec of the model has that name."""
         found = {part.name: part for part in self.specs}
         if name not in tuple(found):
-            help_ = did_you_mean(name, found) or f"the model has {listed(list(found))}"
+            help_ = did_you_mean(name, found) or f"the model has {join_names(list(found))}"
             raise PeftcError(Diagnostic("P413", f"the model has no spec `{name}`", help=help_))
         return found[name]
 

@@ -93,11 +93,11 @@ def reinstall(
     with _Part(journal, undo) as part, Deferral() as deferral:
         try:
             before.detach()
-            with deferral.allowed():
+            with deferral.interruptible():
                 surgery.prepare(regions_of(found.site_edits, anatomy))
             surgery.apply(record)
             trained.mark()
-            with deferral.allowed():
+            with deferral.interruptible():
                 warm(model, sample)
                 if then is not None:
                     then(model)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import chain, count
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import listed
+from peftc.diagnostics.suggestions import join_names
 from peftc.installation.record import Installation, InstalledSpec
-from peftc.semantics.rename import renamed
+from peftc.semantics.rename import prefix_names
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 
@@ -23,7 +23,7 @@ def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
         word.isidentifier() and word.isascii() for word in prefix.split(".")
     ):
         raise PeftcError(Diagnostic("P545", f"`{prefix}` cannot stand before the name of an edit", help="use a word"))
-    statements = renamed(flat.statements, prefix)
+    statements = prefix_names(flat.statements, prefix)
     kept = tuple(s for s in statements if isinstance(s, ast.Let | ast.Edit | ast.Train | ast.Expect))
     return replace(flat, statements=kept)
 
@@ -64,7 +64,7 @@ def _clashes(parts: Iterable[InstalledSpec], flat: ast.Spec) -> Iterable[Diagnos
             "P412",
             f"the model has an edit `{same[0]}` already",
             source=flat.source,
-            notes=(f"its spec `{first[same[0]].name}` and this one both have {listed(same)}",),
+            notes=(f"its spec `{first[same[0]].name}` and this one both have {join_names(same)}",),
             help='give `prefix="…"`: a word that is put before the names of the new edits',
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import listed
+from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_mode
 from peftc.models.configs import first_line
@@ -50,7 +50,7 @@ def refuse_what_does_not_run(source: ModelSource, sample: Mapping[str, Any] | No
 def _does_not_run(
     source: ModelSource, model: nn.Module, sample: Mapping[str, Any] | None, error: Exception
 ) -> Diagnostic:
-    takes = f"its forward takes {listed(list(inspect.signature(model.forward).parameters))}"
+    takes = f"its forward takes {join_names(list(inspect.signature(model.forward).parameters))}"
     if sample is None:
         message = f"no sample input on which {source.id} runs can be made from its configuration"
         return Diagnostic("P507", message, notes=(first_line(error), takes), help="give one: `sample={name: tensor}`")

@@ -11,10 +11,10 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.counts import percent
 from peftc.planning.report.plan import Plan, PlanEdit, PlanTotals
 from peftc.semantics.checks.expects import check_expect
-from peftc.semantics.constants import amount
-from peftc.semantics.vocabulary import COUNTS
+from peftc.semantics.constants import numeric_value
+from peftc.semantics.vocabulary import PLAN_COUNTS
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import expression
+from peftc.syntax.print_expressions import print_expression
 
 ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "+": operator.add,
@@ -58,10 +58,10 @@ def evaluate(statement: ast.Expect, plan: Plan) -> Outcome:
         raise PeftcError(wrong)
     facts = _Facts(plan)
     left = facts.value(statement.left)
-    holds, text = bool(left.value), expression(statement.left)
+    holds, text = bool(left.value), print_expression(statement.left)
     if statement.op is not None and statement.right is not None:
         holds = COMPARISONS[statement.op](*facts.comparable(left, facts.value(statement.right)))
-        text = f"{text} {statement.op} {expression(statement.right)}"
+        text = f"{text} {statement.op} {print_expression(statement.right)}"
     return Outcome(text, holds, None if holds else _failure(statement, text, left, plan))
 
 
@@ -77,7 +77,7 @@ class _Facts:
             case ast.Number(value, "%"):
                 return Quantity(value, "percent")
             case ast.Number():
-                return Quantity(amount(source), "number")
+                return Quantity(numeric_value(source), "number")
             case ast.Boolean(truth):
                 return Quantity(truth, "truth")
             case ast.Negative(operand):
@@ -99,7 +99,7 @@ class _Facts:
 
     def arithmetic(self, source: ast.Binary, op: str, left: Quantity, right: Quantity) -> Quantity:
         if op == "/" and right.value == 0:
-            raise PeftcError(Diagnostic("P120", f"`{expression(source)}` divides by zero", source.span))
+            raise PeftcError(Diagnostic("P120", f"`{print_expression(source)}` divides by zero", source.span))
         kinds = {left.kind, right.kind}
         if "percent" in kinds and len(kinds) > 1:
             both_add = op in "+-" and "count" in kinds
@@ -150,7 +150,7 @@ def _failure(statement: ast.Expect, text: str, left: Quantity, plan: Plan) -> Di
 
 
 def _found(statement: ast.Expect, left: Quantity, plan: Plan) -> str:
-    subject = expression(statement.left)
+    subject = print_expression(statement.left)
     if left.kind == "truth":
         return f"`{subject}` is {'true' if left.value else 'false'}"
     value = f"{left.value:,.0f}" if left.kind == "count" else f"{left.value:,g}"
@@ -162,7 +162,7 @@ def _found(statement: ast.Expect, left: Quantity, plan: Plan) -> str:
 
 def _notes(statement: ast.Expect, plan: Plan) -> list[str]:
     match statement.left:
-        case ast.Name(name) if name in COUNTS and len(plan.edits) > 1:
+        case ast.Name(name) if name in PLAN_COUNTS and len(plan.edits) > 1:
             return [f"`{edit.name}` has {_count(edit, name):,}" for edit in plan.edits if _count(edit, name)]
         case ast.Call("foldable", (ast.Name(name),)):
             return [

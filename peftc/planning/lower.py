@@ -12,7 +12,7 @@ from peftc.planning.ir import Assign, Concat, SiteEdit, Term
 from peftc.planning.scope import Scope
 from peftc.planning.selection.parameter_sites import body_at
 from peftc.planning.terms import Terms, error, quoted
-from peftc.semantics.walk import names
+from peftc.semantics.walk import names_in
 from peftc.syntax import ast
 
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
@@ -53,7 +53,7 @@ def _first_use(let: ast.Let, rest: Sequence[ast.Equation | ast.Let]) -> tuple[st
     """The state that the first equation using a `let` writes: the shapes of its forms follow from it."""
     used = {let.name}
     for line in rest:
-        if not used & set(names(line.value)):
+        if not used & set(names_in(line.value)):
             continue
         if isinstance(line, ast.Equation):
             return line.target, line.target_span

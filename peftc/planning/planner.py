@@ -35,7 +35,7 @@ from peftc.planning.selection.selectors import coverage, resolve
 from peftc.planning.selection.shared_modules import Sharing, uses
 from peftc.planning.selection.train import Trained, missing, trained
 from peftc.planning.selection.untraced import in_layers_of, warning
-from peftc.semantics.checks.structure import said_of
+from peftc.semantics.checks.structure import with_origin
 from peftc.syntax import ast
 
 T = TypeVar("T")
@@ -236,7 +236,7 @@ class _Planner:
 
     def located(self, statement: ast.Statement, diagnostics: Iterable[Diagnostic]) -> Iterable[Diagnostic]:
         """In the text the statement came from, and how expansion brought it here."""
-        return (said_of(found, statement, self.spec).within(self.source) for found in diagnostics)
+        return (with_origin(found, statement, self.spec).with_source(self.source) for found in diagnostics)
 
     def stop_at_errors(self) -> None:
         """Raises everything that is wrong so far, in the order of the text."""

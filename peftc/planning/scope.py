@@ -15,7 +15,7 @@ from peftc.forms import Dims, Form
 from peftc.forms.registry import Spot
 from peftc.forms.shapes import Shape, Tokens, Vector
 from peftc.planning.ir import SiteEdit
-from peftc.semantics.arguments import Bound, bind
+from peftc.semantics.arguments import BoundArguments, bind
 from peftc.syntax import ast
 
 
@@ -68,12 +68,12 @@ class Scope:
     shared: Mapping[str, Shared] = field(default_factory=dict[str, Shared])
     shared_by: Mapping[str, Sequence[Member]] = field(default_factory=dict[str, Sequence[Member]])
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)
-    bindings: dict[tuple[int, int], tuple[ast.Call, Bound]] = field(default_factory=dict)
+    bindings: dict[tuple[int, int], tuple[ast.Call, BoundArguments]] = field(default_factory=dict)
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
     depths: dict[str, int] = field(default_factory=dict[str, int])
     layers: dict[str, str] = field(default_factory=dict[str, str])  # their paths, by module
 
-    def bound(self, call: ast.Call, form: Form) -> Bound:
+    def bound(self, call: ast.Call, form: Form) -> BoundArguments:
         key = (id(call), id(form))
         if key not in self.bindings:  # the call is kept too, so that its id stays its own
             self.bindings[key] = (call, bind(call, form))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from peftc.addressing.sites import Site, State
 from peftc.diagnostics import Diagnostic, PeftcError, Span
-from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms import FORMS, Dims, Form, Illegal
 from peftc.forms.prompt import PROMPT
 from peftc.forms.shapes import KeyValue, Scalar, Tokens
@@ -14,10 +14,10 @@ from peftc.planning.instances import Instances
 from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read, Term
 from peftc.planning.scope import Scope
 from peftc.planning.shape_arithmetic import combine
-from peftc.semantics.constants import amount
-from peftc.semantics.vocabulary import FROZEN
+from peftc.semantics.constants import numeric_value
+from peftc.semantics.vocabulary import FROZEN_MODULES
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import expression
+from peftc.syntax.print_expressions import print_expression
 
 LONGEST = 50  # characters of an expression that is quoted in a message
 
@@ -36,7 +36,7 @@ class Terms:
     def term(self, source: ast.Expr) -> Term:
         match source:
             case ast.Number():
-                return constant(float(amount(source)), source)
+                return constant(float(numeric_value(source)), source)
             case ast.Name(name):
                 return self.lets[name] if name in self.lets else self.read(name, source.span)
             case ast.Negative(operand):
@@ -49,7 +49,9 @@ class Terms:
             case ast.Call():
                 return self.call(source)
             case ast.Boolean() | ast.String():
-                raise error("P105", f"expected a hidden state or a number, found `{expression(source)}`", source.span)
+                raise error(
+                    "P105", f"expected a hidden state or a number, found `{print_expression(source)}`", source.span
+                )
 
     def read(self, name: str, span: Span) -> Read:
         state = self.state(name, span)
@@ -64,7 +66,7 @@ class Terms:
             f"`{self.site.path}` has no state `{name}`",
             span,
             label="not a state of this site",
-            notes=(f"`{self.site.path}` has {listed(states)}" if states else f"`{self.site.path}` has no states",),
+            notes=(f"`{self.site.path}` has {join_names(states)}" if states else f"`{self.site.path}` has no states",),
             help=_as_weight(name, self.site) or did_you_mean(name, [*states, *self.lets]),
         )
 
@@ -102,8 +104,8 @@ class Terms:
             return self.frozen(call, module)
         if (form := FORMS.get(name)) is not None:
             return self.applied(call, form)
-        if name in FROZEN:
-            own = listed(self.site.functions) if self.site.functions else "none"
+        if name in FROZEN_MODULES:
+            own = join_names(self.site.functions) if self.site.functions else "none"
             notes = (f"frozen modules of `{self.site.path}`: {own}",)
             raise error("P307", f"`{self.site.path}` has no `{name}`", call.function_span, notes=notes)
         known = ["concat", *self.site.functions, *FORMS, *self.scope.shared]
@@ -210,7 +212,7 @@ def constant(value: float, source: ast.Expr) -> Constant:
 
 def quoted(source: ast.Expr) -> str:
     """An expression as it stands in the text, cut where it is long."""
-    text = expression(source)
+    text = print_expression(source)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 

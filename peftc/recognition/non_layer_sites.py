@@ -13,7 +13,7 @@ from peftc.forms import shapes
 from peftc.observation.sample_forward import list_around
 from peftc.recognition.graph import nodes
 from peftc.recognition.layers import ModelStructure, Stack, example_width
-from peftc.semantics.vocabulary import FROZEN
+from peftc.semantics.vocabulary import FROZEN_MODULES
 
 Steps = tuple[tuple[str, int | None], ...]
 
@@ -77,7 +77,7 @@ def module_site(name: str, steps: Steps, anatomy: ModelStructure, group: str = "
         shape = shapes_seen.get(name)
         if shape and (state == "h" or not isinstance(module, nn.Embedding)):
             states[state] = State(state, shapes.Tokens(shape[-1]), Place(node, path=paths.get(name, ())))
-    own = {steps[-1][0]: name} if steps[-1][0] in FROZEN and callable_on_one(module) else {}
+    own = {steps[-1][0]: name} if steps[-1][0] in FROZEN_MODULES and callable_on_one(module) else {}
     return Site(path_of(steps), steps, name, name, type(module).__name__, states, own, group)
 
 

@@ -11,7 +11,7 @@ from transformers.utils.generic import ModelOutput
 
 from peftc.addressing.sites import Site
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import listed
+from peftc.diagnostics.suggestions import join_names
 from peftc.forms.shapes import Tokens
 from peftc.observation.token_flow import EMBEDS, Sample, TokenFlow, token_flow
 from peftc.planning import ir
@@ -84,7 +84,7 @@ def taker(site: Site, anatomy: ModelStructure) -> tuple[Stack, str]:
     if (reason := unjoinable(flow.takers[module])) is not None:
         raise Unjoinable(f"{shown} is called with more than tokens: {reason}")
     if module and not attends(stack) and (others := other_states(flow.results[module])):
-        raise Unjoinable(f"{shown} returns more states of tokens than the last one: {listed(others)}")
+        raise Unjoinable(f"{shown} returns more states of tokens than the last one: {join_names(others)}")
     return stack, module
 
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
-from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.registry import Form, Param, Value
 from peftc.semantics.constants import constant
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import expression
+from peftc.syntax.print_expressions import print_expression
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundArguments:
     """A call that fits: its input (None where the form takes none) and a second one, and a value for every parameter of the form."""
 
     input: ast.Expr | None
@@ -22,7 +22,7 @@ class Bound:
     second: ast.Expr | None = None
 
 
-def bind(call: ast.Call, form: Form, *, shared: bool = False) -> Bound:
+def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
     """The arguments of `call` as `form` wants them, defaults filled in.
 
     `shared`: the call stands in `shared(…)`, where the input of the form is left to its uses.
@@ -54,7 +54,7 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> Bound:
     if errors:
         raise PeftcError(errors)
     inputs = call.args if form.takes_input else ()
-    return Bound(inputs[0] if inputs else None, args, inputs[1] if len(inputs) > 1 else None)
+    return BoundArguments(inputs[0] if inputs else None, args, inputs[1] if len(inputs) > 1 else None)
 
 
 def signature(form: Form) -> str:
@@ -87,17 +87,19 @@ def _surplus(value: ast.Expr, form: Form, shared: bool) -> Diagnostic:
     first = next((param for param in form.params if param.required), form.params[0] if form.params else None)
     is_value = not isinstance(value, ast.Name | ast.Call | ast.Binary)
     help_ = (
-        f"did you mean `{first.name}={expression(value)}`?"
+        f"did you mean `{first.name}={print_expression(value)}`?"
         if first and is_value
         else "arguments have names: " + signature(form)
     )
-    return Diagnostic("P108", f"`{form.name}` {what}, `{expression(value)}` is one too many", value.span, help=help_)
+    return Diagnostic(
+        "P108", f"`{form.name}` {what}, `{print_expression(value)}` is one too many", value.span, help=help_
+    )
 
 
 def _unknown(keyword: ast.Keyword, form: Form) -> Diagnostic:
     known = [param.name for param in form.params]
     message = f"`{form.name}` has no argument `{keyword.name}`"
-    help_ = did_you_mean(keyword.name, known) or f"it has {listed(known)}"
+    help_ = did_you_mean(keyword.name, known) or f"it has {join_names(known)}"
     return Diagnostic("P102", message, _name_span(keyword), help=help_, notes=(f"`{signature(form)}`",))
 
 
@@ -145,7 +147,7 @@ def _in_range(number: int | float, value: ast.Expr, param: Param, form: Form) ->
     too_low = low is not None and (number < low or (number == low and param.open in {"low", "both"}))
     too_high = high is not None and (number > high or (number == high and param.open in {"high", "both"}))
     if too_low or too_high:
-        message = f"`{param.name}` of `{form.name}` must be {interval(param)}, found {expression(value)}"
+        message = f"`{param.name}` of `{form.name}` must be {interval(param)}, found {print_expression(value)}"
         raise PeftcError(Diagnostic("P106", message, value.span, label=param.doc))
     return number
 
@@ -165,17 +167,17 @@ def _choice(value: ast.Expr, param: Param, form: Form) -> str:
     word = value.id if isinstance(value, ast.Name) else value.value if isinstance(value, ast.String) else None
     if isinstance(value, ast.Name) and value.id in param.choices:
         return value.id
-    help_ = f"one of {listed(param.choices, 'or')}"
+    help_ = f"one of {join_names(param.choices, 'or')}"
     if isinstance(word, str) and word in param.choices:
         help_ = f"write it without quotes: `{param.name}={word}`"
     elif isinstance(word, str):
         help_ = did_you_mean(word, param.choices) or help_
-    message = f"`{param.name}` of `{form.name}` cannot be `{expression(value)}`"
+    message = f"`{param.name}` of `{form.name}` cannot be `{print_expression(value)}`"
     raise PeftcError(Diagnostic("P106", message, value.span, label=f"one of {', '.join(param.choices)}", help=help_))
 
 
 def _nested(value: ast.Expr, param: Param, form: Form) -> tuple[str, int]:
-    wanted = listed([f"{name}(…)" for name in param.choices], "or")
+    wanted = join_names([f"{name}(…)" for name in param.choices], "or")
     if not isinstance(value, ast.Call):
         raise _wrong(value, param, form, wanted)
     if value.function not in param.choices:
@@ -184,7 +186,7 @@ def _nested(value: ast.Expr, param: Param, form: Form) -> tuple[str, int]:
         raise PeftcError(Diagnostic("P106", message, value.function_span, help=help_))
     number = constant(value.args[0]) if len(value.args) == 1 and not value.kwargs else None
     if not isinstance(number, int):
-        message = f"`{value.function}` takes one whole number, found `{expression(value)}`"
+        message = f"`{value.function}` takes one whole number, found `{print_expression(value)}`"
         raise PeftcError(Diagnostic("P105", message, value.span, help=f"e.g. `{param.name}={value.function}(512)`"))
     if number < 1:
         message = f"`{value.function}` takes a number of at least 1, found {number}"
@@ -193,7 +195,7 @@ def _nested(value: ast.Expr, param: Param, form: Form) -> tuple[str, int]:
 
 
 def _wrong(value: ast.Expr, param: Param, form: Form, wanted: str) -> PeftcError:
-    message = f"`{param.name}` of `{form.name}` must be {wanted}, found `{expression(value)}`"
+    message = f"`{param.name}` of `{form.name}` must be {wanted}, found `{print_expression(value)}`"
     unknown = isinstance(value, ast.Name)
     help_ = f"no parameter and no constant is called `{value.id}`" if isinstance(value, ast.Name) and unknown else None
     return PeftcError(Diagnostic("P105", message, value.span, label=param.doc, help=help_))

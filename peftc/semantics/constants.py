@@ -7,13 +7,13 @@ from decimal import Decimal, DivisionByZero, InvalidOperation, Overflow, localco
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import expression
+from peftc.syntax.print_expressions import print_expression
 
 _UNITS = {"": Decimal(1), "%": Decimal("0.01"), "K": Decimal(1000), "M": Decimal(10**6), "B": Decimal(10**9)}
 _LARGEST = Decimal(10) ** 300
 
 
-def amount(number: ast.Number) -> int | float:
+def numeric_value(number: ast.Number) -> int | float:
     """What a number says: `27.4M` is 27400000, `6.8%` is 0.068; an int where it is a whole number."""
     return _plain(_exact(number) * _UNITS[number.unit])
 
@@ -22,9 +22,9 @@ def constant(value: ast.Expr) -> int | float | None:
     """The number that `value` is, with its sign; None where it is no constant number."""
     match value:
         case ast.Number():
-            return amount(value)
+            return numeric_value(value)
         case ast.Negative(ast.Number() as number):
-            return -amount(number)
+            return -numeric_value(number)
         case _:
             return None
 
@@ -95,7 +95,7 @@ def _plain(value: Decimal) -> int | float:
 
 
 def _failed(value: ast.Expr, what: str) -> PeftcError:
-    return PeftcError(Diagnostic("P120", f"`{expression(value)}` {what}", value.span))
+    return PeftcError(Diagnostic("P120", f"`{print_expression(value)}` {what}", value.span))
 
 
 def placed(value: ast.Expr, at: ast.Expr) -> ast.Expr:

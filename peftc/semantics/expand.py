@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
-from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.semantics.checks.spec import check
 from peftc.semantics.load import Folders, Include, folders_of
-from peftc.semantics.rename import renamed
+from peftc.semantics.rename import prefix_names
 from peftc.semantics.restrict import within
 from peftc.semantics.scope import (
     Definition,
@@ -22,9 +22,9 @@ from peftc.semantics.scope import (
     refuse_variable,
 )
 from peftc.semantics.substitute import Environment, in_body, in_expectation, overlay, substitute
-from peftc.semantics.walk import expressions, is_shared, names, names_of
+from peftc.semantics.walk import is_shared, names_in, names_of, walk
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import expression
+from peftc.syntax.print_expressions import print_expression
 from peftc.syntax.printer import print_statement
 from peftc.syntax.situation import shown
 
@@ -117,7 +117,7 @@ class Expansion:
         found: list[ast.Statement] = []
         with collected(self.errors, self._scope.spec):
             found = self._apply(ast.Apply(name), self._scope, self._scope.constants, ())
-        used = {call for s in found if isinstance(s, ast.Edit) for line in s.body for call in names(line.value)}
+        used = {call for s in found if isinstance(s, ast.Edit) for line in s.body for call in names_in(line.value)}
         return [*(let for let in self._shared.values() if let.name in used), *found]
 
     def shared(self) -> list[ast.Let]:
@@ -136,13 +136,13 @@ class Expansion:
     def _unknown_settings(self, known: Sequence[str], owner: str) -> None:
         for name in self._settings:
             if name not in known:
-                what = f"it has {listed(known)}" if known else "it has no parameters"
+                what = f"it has {join_names(known)}" if known else "it has no parameters"
                 help_ = did_you_mean(name, known) or what
                 self.errors.append(Diagnostic("P110", f"--set {name}: {owner} has no parameter `{name}`", help=help_))
 
     def _set_notes(self, method: ast.Method) -> tuple[str, ...]:
         values = ((param.name, self._settings.get(param.name)) for param in method.params)
-        given = [f"{name}={expression(value)}" for name, value in values if value is not None]
+        given = [f"{name}={print_expression(value)}" for name, value in values if value is not None]
         return (f"with `--set {' --set '.join(given)}`",) if given else ()
 
     def _nothing(self, spec: ast.Spec, scope: Scope) -> None:
@@ -153,7 +153,9 @@ class Expansion:
             else "add an `edit`, e.g. `edit ffn at layer[*].ffn { h += adapter(x, r=64) }`"
         )
         message = (
-            f"{spec.source.path} applies none of {listed(names)}" if names else f"{spec.source.path} changes nothing"
+            f"{spec.source.path} applies none of {join_names(names)}"
+            if names
+            else f"{spec.source.path} changes nothing"
         )
         self.errors.append(Diagnostic("P119", message, source=spec.source, help=help_))
 
@@ -218,7 +220,7 @@ class Expansion:
     def _substituted(self, value: ast.Expr, known: Environment) -> ast.Expr:
         """As `substitute`; large values count as statements."""
         result = substitute(value, known)
-        self._charge(sum(1 for _ in expressions(result)) // _NODES, value.span)
+        self._charge(sum(1 for _ in walk(result)) // _NODES, value.span)
         return result
 
     def _statement(
@@ -262,7 +264,7 @@ class Expansion:
         found = self._method(definition, given, (note, *via) if apply.span.end else via)
         if apply.at is not None:
             found = [self._within(statement, apply.at) for statement in found]
-        return renamed(found, apply.alias) if apply.alias else found
+        return prefix_names(found, apply.alias) if apply.alias else found
 
     def _called(self, apply: ast.Apply, scope: Scope) -> Definition:
         name = apply.name
@@ -284,7 +286,7 @@ class Expansion:
         errors: list[Diagnostic] = []
         for arg in apply.args:
             if arg.name not in params:
-                help_ = did_you_mean(arg.name, params) or (f"it has {listed(params)}" if params else "it has none")
+                help_ = did_you_mean(arg.name, params) or (f"it has {join_names(params)}" if params else "it has none")
                 errors.append(
                     Diagnostic("P102", f"`{method.name}` has no parameter `{arg.name}`", arg.span, help=help_)
                 )
@@ -312,9 +314,9 @@ class Expansion:
 def _size(statement: ast.Statement) -> int:
     match statement:
         case ast.Edit(body=body):
-            return sum(1 for line in body for _ in expressions(line.value))
+            return sum(1 for line in body for _ in walk(line.value))
         case ast.Apply(args=args):
-            return sum(1 for arg in args for _ in expressions(arg.value))
+            return sum(1 for arg in args for _ in walk(arg.value))
         case _:
             return 0
 

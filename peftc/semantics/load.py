@@ -9,8 +9,8 @@ from os import PathLike
 from pathlib import Path
 
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
-from peftc.diagnostics.suggestions import did_you_mean, listed
-from peftc.filesystem.bounded_read import check_path, read_regular, shown
+from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.filesystem.bounded_read import check_path, printable_path, read_regular
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.tokens import begins_as_spec
@@ -23,10 +23,10 @@ def read_text(path: str | Path) -> str:
 
     Raises: PeftcError P024 where it is not text, P026 (no regular file), P027 (too large), OSError where it cannot be read.
     """
-    return decoded(read_regular(path, LARGEST), str(path))
+    return decode(read_regular(path, LARGEST), str(path))
 
 
-def decoded(data: bytes, path: str) -> str:
+def decode(data: bytes, path: str) -> str:
     """The bytes of a spec as text. Raises: PeftcError P024, P027."""
     if len(data) > LARGEST:
         raise PeftcError(Diagnostic("P027", f"{path} has more than {LARGEST:,} bytes; a spec has fewer"))
@@ -58,7 +58,7 @@ def missing(path: Path, error: OSError) -> PeftcError:
     """P112, with the nearest name."""
     there = [found.name for found in path.parent.glob("*.peft")] if os.path.isdir(path.parent) else []
     help_ = did_you_mean(path.name, there)
-    return PeftcError(Diagnostic("P112", f"cannot read {shown(path)}: {error.strerror or error}", help=help_))
+    return PeftcError(Diagnostic("P112", f"cannot read {printable_path(path)}: {error.strerror or error}", help=help_))
 
 
 # `use` ---------------------------------------------------------------------------------------------------------------
@@ -87,9 +87,9 @@ class Folders:
         allowed = [path for path in candidates if any(path.is_relative_to(root) for root in self.all)]
         if allowed:
             return next((path for path in allowed if os.path.exists(path)), allowed[0])
-        known = f"files are read within {listed(map(str, self.all))}" if self.all else "this spec may use no files"
+        known = f"files are read within {join_names(map(str, self.all))}" if self.all else "this spec may use no files"
         help_ = None if self.own is None else "name the folder: `--include DIR`, in Python `include=[…]`"
-        raise PeftcError(Diagnostic("P123", f"`{shown(source)}` is outside", notes=(known,), help=help_))
+        raise PeftcError(Diagnostic("P123", f"`{printable_path(source)}` is outside", notes=(known,), help=help_))
 
 
 def folders_of(spec: ast.Spec, include: Include) -> Folders:
@@ -102,7 +102,9 @@ def folders_of(spec: ast.Spec, include: Include) -> Folders:
     names = [include] if isinstance(include, str | PathLike) else list(include)
     wrong = [os.fspath(name) for name in names if not os.path.isdir(name)]
     if wrong:
-        raise PeftcError(Diagnostic("P124", f"`{shown(wrong[0])}` is no folder", help="`--include` names a folder"))
+        raise PeftcError(
+            Diagnostic("P124", f"`{printable_path(wrong[0])}` is no folder", help="`--include` names a folder")
+        )
     return Folders(folder_of(spec), tuple(Path(os.path.realpath(name)) for name in names))
 
 
@@ -126,5 +128,5 @@ def read_used(path: Path) -> ast.Spec:
         raise missing(path, error) from None
     if not begins_as_spec(data.decode("utf-8", errors="replace")):
         help_ = "a spec begins with `peft 1`; nothing else is shown of this file"
-        raise PeftcError(Diagnostic("P125", f"{shown(path)} is no spec", help=help_))
-    return parse_text(decoded(data, str(path)), str(path))
+        raise PeftcError(Diagnostic("P125", f"{printable_path(path)} is no spec", help=help_))
+    return parse_text(decode(data, str(path)), str(path))

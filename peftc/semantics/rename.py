@@ -8,7 +8,7 @@ from dataclasses import replace
 from peftc.syntax import ast
 
 
-def renamed(statements: Iterable[ast.Statement], alias: str) -> list[ast.Statement]:
+def prefix_names(statements: Iterable[ast.Statement], alias: str) -> list[ast.Statement]:
     """The statements of one applied method; the edits, `train`s and shared parameters among them get the prefix."""
     found = list(statements)
     edits = {s.name: f"{alias}.{s.name}" for s in found if isinstance(s, ast.Edit | ast.Train)}

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.semantics.vocabulary import STACKS, TOWERS
-from peftc.semantics.walk import chooses
+from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import index, selector
+from peftc.syntax.print_expressions import print_index, print_selector
 
 QUALIFIERS = (*STACKS, *TOWERS)
 
@@ -45,7 +45,7 @@ def _joined(
     steps: tuple[ast.Step, ...], above: tuple[ast.Step, ...], inner: ast.Path, outer: ast.Path
 ) -> tuple[ast.Step, ...]:
     """`layer[*].attn` within `encoder.layer[0..5]` is `encoder.layer[0..5].attn`."""
-    if chooses(steps, 0) and not any(chooses(above, i) for i in range(len(above))):
+    if selects_stack(steps, 0) and not any(selects_stack(above, i) for i in range(len(above))):
         at = next((i for i, step in enumerate(above) if step.name not in QUALIFIERS), len(above))
         return (*above[:at], steps[0], *(_joined(steps[1:], above[at:], inner, outer) if above[at:] else steps[1:]))
     if steps[0].name in QUALIFIERS and above[0].name not in QUALIFIERS:
@@ -57,7 +57,7 @@ def _joined(
     shared = next((n for n in range(min(len(steps), len(above)), 0, -1) if _overlap(above[-n:], steps[:n])), 0)
     in_layers = any(step.name == "layer" for step in above) or above[-1].name not in QUALIFIERS
     if in_layers and not shared and steps[0].name != "**":
-        raise _impossible(inner, outer, f"`{steps[0].name}` is not in `{selector(outer)}`")
+        raise _impossible(inner, outer, f"`{steps[0].name}` is not in `{print_selector(outer)}`")
     both = tuple(_both(a, b, inner, outer) for a, b in zip(above[len(above) - shared :], steps[:shared], strict=True))
     return (*above[: len(above) - shared], *both, *steps[shared:])
 
@@ -72,7 +72,7 @@ def _both(above: ast.Step, step: ast.Step, inner: ast.Path, outer: ast.Path) -> 
         return replace(step, indices=above.indices if above.indices is not None else step.indices)
     if _everything(above):
         return step
-    asked, given = (", ".join(map(index, found.indices or ())) for found in (step, above))
+    asked, given = (", ".join(map(print_index, found.indices or ())) for found in (step, above))
     raise _impossible(inner, outer, f"both choose among `{step.name}`: `[{asked}]` and `[{given}]`")
 
 
@@ -84,7 +84,7 @@ def _impossible(inner: ast.Selector, outer: ast.Selector, why: str) -> PeftcErro
     return PeftcError(
         Diagnostic(
             "P122",
-            f"`{selector(inner)}` cannot be taken within `{selector(outer)}`",
+            f"`{print_selector(inner)}` cannot be taken within `{print_selector(outer)}`",
             inner.span,
             label=why,
             help="write the edit with the selector that is meant, or apply the method without `at`",

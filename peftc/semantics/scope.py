@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.filesystem import resources
 from peftc.semantics.checks.definitions import check_definitions
 from peftc.semantics.load import Folders, folder_of, path_of, read_used
@@ -90,7 +90,7 @@ class Scopes:
             if use.name not in used.methods:
                 known = list(used.methods)
                 message = f"{path_of(used.spec).name} has no method `{use.name}`"
-                help_ = did_you_mean(use.name, known) or f"it has {listed(known)}"
+                help_ = did_you_mean(use.name, known) or f"it has {join_names(known)}"
                 raise PeftcError(Diagnostic("P109", message, use.span, help=help_))
             self._define(use.name, used.methods[use.name], use, scope)
 
@@ -139,7 +139,7 @@ class collected:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, PeftcError):
             return False
-        self._errors += [found.within(self._spec.source) for found in error.diagnostics]
+        self._errors += [found.with_source(self._spec.source) for found in error.diagnostics]
         return True
 
 
@@ -164,7 +164,7 @@ def standard(use: ast.Use) -> Path:
     known = resources.recipes()
     if use.name in known:
         return known[use.name]
-    help_ = did_you_mean(use.name, known) or f"there are {listed(known)}"
+    help_ = did_you_mean(use.name, known) or f"there are {join_names(known)}"
     raise PeftcError(Diagnostic("P109", f"there is no standard recipe `{use.name}`", use.span, help=help_))
 
 

@@ -46,7 +46,7 @@ def computed(value: ast.Expr) -> ast.Expr:
             return value
 
 
-def settings_of(values: Mapping[str, object]) -> dict[str, ast.Expr]:
+def settings_from(values: Mapping[str, object]) -> dict[str, ast.Expr]:
     """`{"r": 256, "bias": False, "reparam": "mlp(800)"}` by name; expressions are taken as they are.
 
     Raises: as `parse_settings`.

@@ -10,7 +10,7 @@ from typing import cast
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.semantics.constants import constant, fold, placed
 from peftc.semantics.vocabulary import OF_EDIT, STATES, TRUTHS
-from peftc.semantics.walk import expressions, names, size
+from peftc.semantics.walk import names_in, size, walk
 from peftc.syntax import ast
 
 Environment = Mapping[str, ast.Expr | None]  # None: a name that something nearer has taken
@@ -95,7 +95,7 @@ def _misnamed(let: ast.Let, bound: set[str]) -> list[Diagnostic]:
 
 def in_expectation(value: ast.Expr, known: Environment) -> ast.Expr:
     """One side of an `expect`: in `sites(qv)`, `qv` is the name of an edit whatever else is called so."""
-    edits = {name for call in expressions(value) if _is_of_edit(call) for name in names(call)}
+    edits = {name for call in walk(value) if _is_of_edit(call) for name in names_in(call)}
     scope = overlay(known)
     scope.update(dict.fromkeys(edits))
     return substitute(value, scope)

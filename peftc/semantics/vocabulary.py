@@ -20,14 +20,14 @@ STATES: Mapping[str, str] = {
 }
 
 PARAMETERS = ("w", "b")  # what `train` can name
-WHOLE = "wb"
+WEIGHT_AND_BIAS = "wb"
 
 STACKS = ("encoder", "decoder")
 TOWERS = ("vision", "text", "audio")  # of models of several media; what else a model may call one, only it can say
 
 # Words that choose among the stacks of a model, before the name that they may stand before. They are part of no site's path.
-CHOICES: Mapping[str, str] = {"input": "embed", "output": "layer"}
-CHOICE_HELP: Mapping[str, str] = {
+STACK_CHOICES: Mapping[str, str] = {"input": "embed", "output": "layer"}
+STACK_CHOICE_HELP: Mapping[str, str] = {
     "input": "write `input.embed`: the embedding that reads the input, of an encoder-decoder the encoder's",
     "output": "write `output.layer[*]`: the layers of the stack that gives the output, of an encoder-decoder the decoder's",
 }
@@ -75,10 +75,10 @@ STATES_AT: Mapping[str, tuple[str, ...]] = {
     "hidden": ("h", "x", "z", "res"),
 }
 
-FROZEN = ("norm", "head")  # frozen sub-modules of a site, called as functions
+FROZEN_MODULES = ("norm", "head")  # frozen sub-modules of a site, called as functions
 CONCAT = "concat"
 SHARED = "shared"
 
-COUNTS = ("trained", "stored", "changed", "served")  # facts of the whole plan
+PLAN_COUNTS = ("trained", "stored", "changed", "served")  # facts of the whole plan
 OF_EDIT = ("sites",)  # numbers about one edit
 TRUTHS = ("foldable", "identity")  # facts about one edit that hold or do not

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from peftc.semantics.vocabulary import CHOICES, SHARED
+from peftc.semantics.vocabulary import SHARED, STACK_CHOICES
 from peftc.syntax import ast
 
 
@@ -21,7 +21,7 @@ def children(value: ast.Expr) -> tuple[ast.Expr, ...]:
             return ()
 
 
-def expressions(value: ast.Expr) -> Iterator[ast.Expr]:
+def walk(value: ast.Expr) -> Iterator[ast.Expr]:
     """`value` and everything inside of it, in the order of the text."""
     stack = [value]
     while stack:
@@ -52,9 +52,9 @@ def is_shared(value: ast.Expr) -> bool:
     return isinstance(value, ast.Call) and value.function == SHARED
 
 
-def names(value: ast.Expr) -> Iterator[str]:
+def names_in(value: ast.Expr) -> Iterator[str]:
     """Every name in `value`, those of functions among them."""
-    for found in expressions(value):
+    for found in walk(value):
         if isinstance(found, ast.Name):
             yield found.id
         elif isinstance(found, ast.Call):
@@ -70,15 +70,15 @@ def names_of(statements: Iterable[ast.Statement]) -> Iterator[str]:
             case ast.Method(params=params, body=body):
                 yield from names_of(body)
                 for param in params:
-                    yield from names(param.default)
+                    yield from names_in(param.default)
             case ast.Equation(value=value) | ast.Let(value=value):
-                yield from names(value)
+                yield from names_in(value)
             case ast.Expect(left=left, right=right):
-                yield from names(left)
-                yield from names(right) if right is not None else ()
+                yield from names_in(left)
+                yield from names_in(right) if right is not None else ()
             case ast.Apply(args=args):
                 for arg in args:
-                    yield from names(arg.value)
+                    yield from names_in(arg.value)
             case _:
                 pass
 
@@ -96,7 +96,7 @@ def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:
             yield selector
 
 
-def chooses(steps: Sequence[ast.Step], number: int) -> bool:
+def selects_stack(steps: Sequence[ast.Step], number: int) -> bool:
     """Whether a step is the `input` of `input.embed` or the `output` of `output.layer[*]`."""
     below = [step.name for step in steps[number + 1 : number + 2]]
-    return below == [CHOICES.get(steps[number].name)]
+    return below == [STACK_CHOICES.get(steps[number].name)]

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from peftc.concurrency.checkpointing import keep_choices
+from peftc.concurrency.checkpointing import preserve_choices
 from peftc.concurrency.context import ALL, CHOICE, ChoiceVar
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -320,7 +320,7 @@ def with_self(signature: inspect.Signature) -> inspect.Signature:
 
 def make_class(kind: GeneratedClass) -> type[nn.Module]:
     """A subclass of the region's own class under the same names, so that everything that asks for the class still works."""
-    keep_choices()
+    preserve_choices()
     # Arguments are given as they came: decorators of a base's forward tell positional ones and keywords apart.
     lines = ["def forward(self, *args, **kwargs):"]
     lines += [

@@ -58,7 +58,7 @@ def parse_expression(text: str, path: str = "<expression>") -> ast.Expr:
 def _refuse(errors: Sequence[Diagnostic], source: Source) -> None:
     if errors:
         ordered = sorted(errors, key=lambda error: error.span.start if error.span else 0)
-        raise PeftcError(error.within(source) for error in ordered[:MOST_ERRORS])
+        raise PeftcError(error.with_source(source) for error in ordered[:MOST_ERRORS])
 
 
 def _tree(words: Cut, source: Source, start: str) -> Tree[Token]:

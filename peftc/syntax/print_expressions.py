@@ -8,7 +8,7 @@ _SUM, _PRODUCT, _FACTOR = 1, 2, 3
 _LEVEL = {"+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT}
 
 
-def expression(value: ast.Expr, level: int = 0) -> str:
+def print_expression(value: ast.Expr, level: int = 0) -> str:
     """`value` where something of at least `level` is expected: 0 anything, 1 a sum, 2 a product, 3 a factor."""
     match value:
         case ast.Number(amount, unit):
@@ -20,37 +20,37 @@ def expression(value: ast.Expr, level: int = 0) -> str:
         case ast.String(text):
             return f'"{text}"'
         case ast.Call(function, args, kwargs):
-            named = (f"{keyword.name}={expression(keyword.value)}" for keyword in kwargs)
-            return f"{function}({', '.join([*map(expression, args), *named])})"
+            named = (f"{keyword.name}={print_expression(keyword.value)}" for keyword in kwargs)
+            return f"{function}({', '.join([*map(print_expression, args), *named])})"
         case ast.Negative(operand):
-            return f"-{expression(operand, _FACTOR)}"
+            return f"-{print_expression(operand, _FACTOR)}"
         case ast.Binary(op, left, right):
             own = _LEVEL[op]
-            text = f"{expression(left, own)} {op} {expression(right, own + 1)}"
+            text = f"{print_expression(left, own)} {op} {print_expression(right, own + 1)}"
             return f"({text})" if own < level else text
 
 
-def selector(value: ast.Selector, nested: bool = False) -> str:
+def print_selector(value: ast.Selector, nested: bool = False) -> str:
     """`value`; `nested` where it is an operand of another, so that a union or difference needs parentheses."""
     match value:
         case ast.Path(steps):
-            return ".".join(map(step, steps))
+            return ".".join(map(print_step, steps))
         case ast.Glob(pattern):
             return f'"{pattern}"'
         case ast.Union(arms):
-            text = " | ".join(selector(arm, nested=True) for arm in arms)
+            text = " | ".join(print_selector(arm, nested=True) for arm in arms)
         case ast.Difference(left, right):
-            first = selector(left, nested=not isinstance(left, ast.Difference))
-            text = f"{first} - {selector(right, nested=True)}"
+            first = print_selector(left, nested=not isinstance(left, ast.Difference))
+            text = f"{first} - {print_selector(right, nested=True)}"
     return f"({text})" if nested else text
 
 
-def step(value: ast.Step) -> str:
+def print_step(value: ast.Step) -> str:
     """`layer[0, 3..5]`"""
-    return value.name if value.indices is None else f"{value.name}[{', '.join(map(index, value.indices))}]"
+    return value.name if value.indices is None else f"{value.name}[{', '.join(map(print_index, value.indices))}]"
 
 
-def index(value: ast.Index) -> str:
+def print_index(value: ast.Index) -> str:
     """`*`, `3`, `0..5`, `6..`, `..5`"""
     if value.start is None and value.stop is None:
         return "*"

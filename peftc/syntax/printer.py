@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import expression, selector
+from peftc.syntax.print_expressions import print_expression, print_selector
 
 WIDTH = 100
 _INDENT = "    "
@@ -75,13 +75,15 @@ def _line(statement: ast.Statement) -> str:
     """A statement that is always one line."""
     match statement:
         case ast.Equation(target, op, value):
-            return f"{target} {op} {expression(value)}"
+            return f"{target} {op} {print_expression(value)}"
         case ast.Let(name, value):
-            return f"let {name} = {expression(value)}"
+            return f"let {name} = {print_expression(value)}"
         case ast.Train(name, states, at):
-            return f"train {name} = [{', '.join(states)}] at {selector(at)}"
+            return f"train {name} = [{', '.join(states)}] at {print_selector(at)}"
         case ast.Expect(left, op, right):
-            return f"expect {expression(left)}" + (f" {op} {expression(right)}" if right is not None else "")
+            return f"expect {print_expression(left)}" + (
+                f" {op} {print_expression(right)}" if right is not None else ""
+            )
         case ast.Use(name, source):
             return f"use {name} from " + ("std" if source is None else f'"{source}"')
         case ast.Apply():
@@ -91,15 +93,15 @@ def _line(statement: ast.Statement) -> str:
 
 
 def _apply(statement: ast.Apply) -> str:
-    args = ", ".join(f"{arg.name}={expression(arg.value)}" for arg in statement.args)
-    at = "" if statement.at is None else f" at {selector(statement.at)}"
+    args = ", ".join(f"{arg.name}={print_expression(arg.value)}" for arg in statement.args)
+    at = "" if statement.at is None else f" at {print_selector(statement.at)}"
     return f"apply {statement.name}({args}){at}" + (f" as {statement.alias}" if statement.alias else "")
 
 
 def _edit(edit: ast.Edit, width: int) -> list[str]:
     """On one line where it is one equation without comments of its own, and short enough."""
     tail = " per task" if edit.per_task else ""
-    head = f"edit {edit.name} at {selector(edit.selector)}{tail}"
+    head = f"edit {edit.name} at {print_selector(edit.selector)}{tail}"
     if len(edit.body) <= 1 and not edit.closing and not any(_commented(line) for line in edit.body):
         body = " ".join(_line(line) for line in edit.body)
         whole = _beside(f"{head} {{ {body} }}" if body else f"{head} {{ }}", edit.trailing)
@@ -113,7 +115,7 @@ def _edit_head(edit: ast.Edit, head: str, tail: str, width: int) -> list[str]:
     whole = _beside(f"{head} {{", edit.trailing)
     if len(whole) <= width or not isinstance(edit.selector, ast.Union):
         return [whole]
-    first, *others = (selector(arm, nested=True) for arm in edit.selector.arms)
+    first, *others = (print_selector(arm, nested=True) for arm in edit.selector.arms)
     arms = [f"edit {edit.name} at {first}", *(f"{_INDENT}| {arm}" for arm in others)]
     return [*arms[:-1], _beside(f"{arms[-1]}{tail} {{", edit.trailing)]
 
@@ -141,7 +143,7 @@ def _trimmed(lines: list[str]) -> list[str]:
 
 
 def _method(method: ast.Method, width: int) -> list[str]:
-    params = [f"{param.name} = {expression(param.default)}" for param in method.params]
+    params = [f"{param.name} = {print_expression(param.default)}" for param in method.params]
     head = f"method {method.name}({', '.join(params)}) {{"
     lines = [_beside(head, method.trailing)]
     if len(lines[0]) > width or any(param.leading or param.trailing for param in method.params):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.compiler import analysed, checked_tasks, parameters, planned, states
-from peftc.concurrency.context import Block, Choice, Rows
+from peftc.concurrency.context import Choice, ChoiceBlock, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule
 from peftc.installation.presence import active_installation, complete_installation
@@ -30,7 +30,7 @@ def tasks(model: nn.Module) -> tuple[str, ...]:
 
 def task(
     model: nn.Module, name: str | None = None, *, task_ids: Sequence[str] | Sequence[int] | Tensor | None = None
-) -> Block:
+) -> ChoiceBlock:
     """Inside the block the model works for one task, or for one in each row of a batch. Blocks may stand in each other.
 
     Rows of several tasks go through the edits of their own tasks in one forward; what is common to the tasks, and the base, is
@@ -47,8 +47,8 @@ def task(
     if (name is None) == (task_ids is None):
         raise PeftcError(Diagnostic("P535", "either one task is chosen by its name, or one for each row as `task_ids`"))
     if task_ids is None:
-        return Block(model, record.choice, Choice(task=record.task.of(cast(str, name))))
-    return Block(model, record.choice, Choice(task=Rows(record.task.numbers(task_ids), record.task.names)))
+        return ChoiceBlock(model, record.choice, Choice(task=record.task.of(cast(str, name))))
+    return ChoiceBlock(model, record.choice, Choice(task=Rows(record.task.numbers(task_ids), record.task.names)))
 
 
 def set_task(model: nn.Module, name: str | None) -> nn.Module:

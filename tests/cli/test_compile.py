@@ -302,7 +302,7 @@ def test_a_folder_of_ours_is_written_again(tmp_path: Path) -> None:
     write_folder(tmp_path, OLD)
     (tmp_path / "notes.txt").write_text("mine")
     done = write_folder(tmp_path, NEW)
-    assert (done.removed, done.kept) == (("forward_old.py",), ())
+    assert (done.removed, done.modified) == (("forward_old.py",), ())
     assert texts(tmp_path) == NEW | {"notes.txt": "mine"}
     write_folder(tmp_path, NEW)
     assert texts(tmp_path) == NEW | {"notes.txt": "mine"}
@@ -339,7 +339,7 @@ def test_a_changed_file_of_an_earlier_run_stays(change: Callable[[Path], None], 
     write_folder(folder, OLD)
     change(folder / "forward_old.py")
     done = write_folder(folder, NEW, force)
-    assert (done.removed, done.kept) == ((), ("forward_old.py",))
+    assert (done.removed, done.modified) == ((), ("forward_old.py",))
     assert (folder / "forward_old.py").exists()
     write_folder(folder, NEW)  # from then on it is the user's
     assert (folder / "forward_old.py").exists()

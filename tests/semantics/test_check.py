@@ -11,7 +11,7 @@ from peftc.diagnostics.codes import CODES, RIGHT, WRONG
 from peftc.filesystem import resources
 from peftc.forms import FORMS
 from peftc.semantics import bind, check_file, read_spec
-from peftc.semantics.vocabulary import CHOICE_HELP
+from peftc.semantics.vocabulary import STACK_CHOICE_HELP
 from peftc.syntax import ast, parse_expression, parse_text
 
 
@@ -86,7 +86,7 @@ CASES = [
     ("layer[*].mlp", "h += adapter(x, r=4)", "P208", "mlp", "did you mean `ffn`?"),
     ("layers[*].ffn", "h += adapter(x, r=4)", "P208", "layers", "did you mean `layer`?"),
     ("layer[*].ffn.q", "h += lora(x, r=4)", "P208", "q", None),
-    ("input", "h += adapter(x, r=4)", "P208", "input", CHOICE_HELP["input"]),
+    ("input", "h += adapter(x, r=4)", "P208", "input", STACK_CHOICE_HELP["input"]),
     ("layer[*].input.embed", "h += adapter(x, r=4)", "P208", "embed", None),
     ("layer[*].ffn - layer[*].croos", "h += adapter(x, r=4)", "P208", "croos", "did you mean `cross`?"),
 ]  # fmt: skip

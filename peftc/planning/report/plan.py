@@ -19,7 +19,7 @@ from peftc.planning.report.shapes import mappings
 from peftc.planning.report.text import plain
 from peftc.planning.selection.shared_modules import uses
 from peftc.planning.selection.untraced import reasons
-from peftc.semantics.vocabulary import COUNTS
+from peftc.semantics.vocabulary import PLAN_COUNTS
 
 
 class _Part(BaseModel):
@@ -142,7 +142,7 @@ def _numbers(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("edit", overflow="fold")
     table.add_column("sites", justify="right")
-    for name in COUNTS:
+    for name in PLAN_COUNTS:
         table.add_column(name, justify="right")
     for edit in plan.edits:
         table.add_row(Text(edit.name), str(len(edit.sites)), *_row(edit, plan.totals.base))
@@ -153,7 +153,7 @@ def _numbers(plan: Plan) -> Table:
 
 
 def _row(numbers: PlanEdit | PlanTotals, base: int) -> Iterable[Text]:
-    for name in COUNTS:
+    for name in PLAN_COUNTS:
         value: int = getattr(numbers, name)
         yield Text.assemble(f"{value:,}", "\n", (percent(value, base), "dim"))
 

@@ -8,25 +8,25 @@ from dataclasses import replace
 from peftc.addressing.paths import BRANCHES, Family, Paths, glob_pattern, stack_steps
 from peftc.addressing.sites import SiteTable
 from peftc.diagnostics import Diagnostic, Span
-from peftc.diagnostics.suggestions import listed, nearest
-from peftc.semantics.vocabulary import CHOICE_HELP
-from peftc.semantics.walk import chooses
+from peftc.diagnostics.suggestions import join_names, nearest
+from peftc.semantics.vocabulary import STACK_CHOICE_HELP
+from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import index as show_index
-from peftc.syntax.print_expressions import selector as show
-from peftc.syntax.print_expressions import step as show_step
+from peftc.syntax.print_expressions import print_index as show_index
+from peftc.syntax.print_expressions import print_selector as show
+from peftc.syntax.print_expressions import print_step as show_step
 
 LISTED = 8  # names in a note, at most
 
 
 def dead_path(path: ast.Path, steps: Sequence[ast.Step], paths: Paths) -> Diagnostic:
     """P201 at the first step that leads nowhere."""
-    steps = [step for i, step in enumerate(steps) if not chooses(steps, i)]
+    steps = [step for i, step in enumerate(steps) if not selects_stack(steps, i)]
     reached = _reached(steps, paths)
     step = steps[min(reached, len(steps) - 1)]
     below = _below(steps[:reached], paths)
     text = ".".join(map(show_step, steps[:reached]))
-    help_text = CHOICE_HELP.get(step.name) or _whole(steps, reached) or _suggestion(step, steps[:reached], below)
+    help_text = STACK_CHOICE_HELP.get(step.name) or _whole(steps, reached) or _suggestion(step, steps[:reached], below)
     return Diagnostic(
         "P201",
         f"`{show(path)}` matches nothing in {paths.table.model_id}",
@@ -71,7 +71,7 @@ def _towers(stacks: Iterable[str]) -> Iterable[str]:
     """The stacks of a model that has others than an encoder and a decoder."""
     named = list(stacks)
     if set(named) - {"encoder", "decoder"}:
-        yield f"its stacks are {listed(named)}"
+        yield f"its stacks are {join_names(named)}"
 
 
 def _notes(text: str, below: Below, stacks: Iterable[str]) -> Iterable[str]:

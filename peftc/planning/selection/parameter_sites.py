@@ -9,17 +9,18 @@ from dataclasses import replace
 from peftc.addressing.parameter_ranges import Parameters, parameter_name, used_ties
 from peftc.addressing.sites import ModuleInfo, Site, SiteTable, WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import listed
+from peftc.diagnostics.suggestions import join_names
 from peftc.semantics.substitute import substitute
-from peftc.semantics.vocabulary import PARAMETERS, WHOLE
-from peftc.semantics.walk import names
+from peftc.semantics.vocabulary import PARAMETERS, WEIGHT_AND_BIAS
+from peftc.semantics.walk import names_in
 from peftc.syntax import ast
 
 
 def of_parameters(edit: ast.Edit) -> bool:
     """Whether the equations of an edit are of `wb`."""
     return any(
-        (isinstance(line, ast.Equation) and line.target == WHOLE) or WHOLE in names(line.value) for line in edit.body
+        (isinstance(line, ast.Equation) and line.target == WEIGHT_AND_BIAS) or WEIGHT_AND_BIAS in names_in(line.value)
+        for line in edit.body
     )
 
 
@@ -32,9 +33,9 @@ def body_at(edit: ast.Edit, site: Site) -> tuple[ast.Equation | ast.Let, ...]:
 
 
 def _renamed(line: ast.Equation | ast.Let, state: str) -> ast.Equation | ast.Let:
-    if WHOLE in names(line.value):
-        line = replace(line, value=substitute(line.value, {WHOLE: ast.Name(state, span=line.value.span)}))
-    return replace(line, target=state) if isinstance(line, ast.Equation) and line.target == WHOLE else line
+    if WEIGHT_AND_BIAS in names_in(line.value):
+        line = replace(line, value=substitute(line.value, {WEIGHT_AND_BIAS: ast.Name(state, span=line.value.span)}))
+    return replace(line, target=state) if isinstance(line, ast.Equation) and line.target == WEIGHT_AND_BIAS else line
 
 
 def parameter_sites(edit: ast.Edit, sites: Sequence[Site], table: SiteTable) -> list[Site]:
@@ -59,7 +60,7 @@ def left_out(edit: ast.Edit, sites: Iterable[Site], table: SiteTable) -> list[Di
     return [
         Diagnostic(
             "P204",
-            f"`{module}` has parameters that are neither `w` nor `b`: {listed(names)}",
+            f"`{module}` has parameters that are neither `w` nor `b`: {join_names(names)}",
             edit.selector.span,
             label="they stay as they are",
             severity="warning",
@@ -82,7 +83,7 @@ def _neither(edit: ast.Edit, site: Site, module: ModuleInfo, table: SiteTable) -
     bare = site.path.startswith('"')
     if bare and not parts:
         return None
-    notes = (f"its parameters are those of {listed(parts[:3])}{' and others' * (len(parts) > 3)}",) if parts else ()
+    notes = (f"its parameters are those of {join_names(parts[:3])}{' and others' * (len(parts) > 3)}",) if parts else ()
     return Diagnostic(
         "P205",
         f"`{site.path}` has no weight and no bias of its own",

@@ -22,8 +22,8 @@ from peftc.planning.selection import nearest
 from peftc.planning.selection.modules import module_site, modules_below
 from peftc.planning.selection.untraced import missed
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import index as show_index
-from peftc.syntax.print_expressions import selector as show
+from peftc.syntax.print_expressions import print_index as show_index
+from peftc.syntax.print_expressions import print_selector as show
 
 Found = dict[str, Site]  # by path
 

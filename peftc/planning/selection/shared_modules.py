@@ -9,7 +9,7 @@ from functools import cached_property
 from peftc.addressing.paths import stack_steps
 from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import listed
+from peftc.diagnostics.suggestions import join_names
 from peftc.syntax import ast
 
 Key = tuple[object, ...]
@@ -83,7 +83,7 @@ class Sharing:
 def shown(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     return (
-        listed(names)
+        join_names(names)
         if len(names) <= SHOWN
         else f"{', '.join(f'`{n}`' for n in names[:SHOWN])} and {len(names) - SHOWN} more"
     )

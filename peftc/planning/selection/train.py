@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from peftc.addressing.parameter_ranges import Parameters, RowRange, numel, parameter_name, used_ties
 from peftc.addressing.sites import Site, SiteTable, State, WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import listed
+from peftc.diagnostics.suggestions import join_names
 from peftc.planning.selection.shared_modules import SHOWN, shown, uses
 from peftc.syntax import ast
 
@@ -132,10 +132,10 @@ def _nothing(statement: ast.Train, sites: Sequence[Site]) -> Diagnostic:
     only_base = [name for name in statement.states if name not in ("w", "b")]
     return Diagnostic(
         "P205",
-        f"none of the {len(sites)} sites has {listed(statement.states, 'or')} to train",
+        f"none of the {len(sites)} sites has {join_names(statement.states, 'or')} to train",
         statement.span,
         label="nothing to unfreeze",
-        notes=(f"they have {listed(has)}" if has else "they have no parameters of their own",),
+        notes=(f"they have {join_names(has)}" if has else "they have no parameters of their own",),
         help="`train` takes `w` and `b`" if only_base else None,
     )
 

@@ -15,9 +15,9 @@ from peftc.addressing.paths import BRANCHES, Paths, Steps
 from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic
 from peftc.planning.selection.nearest import name_span
-from peftc.semantics.walk import chooses
+from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import selector as show
+from peftc.syntax.print_expressions import print_selector as show
 
 UntracedModules = tuple[UntracedModule, ...]
 
@@ -65,7 +65,7 @@ def _removed(selector: ast.Selector) -> Iterator[ast.Path]:
 
 def needed(path: ast.Path, paths: Paths) -> UntracedModules:
     """The modules that may hold some of what a path asks for."""
-    names = [step.name for i, step in enumerate(path.steps) if not chooses(path.steps, i)]
+    names = [step.name for i, step in enumerate(path.steps) if not selects_stack(path.steps, i)]
     if "layer" not in names or names[-1] == "**" or not paths.table.untraced:
         return ()
     at = names.index("layer")

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from peftc.diagnostics import Diagnostic
 from peftc.semantics.vocabulary import STATES
-from peftc.semantics.walk import is_shared, names, names_of
+from peftc.semantics.walk import is_shared, names_in, names_of
 from peftc.syntax import ast
 
 
 def check_definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
     """P111, P114 and P121 about `method` and `let`."""
     for found in _definitions(spec):
-        yield found.within(spec.source)
+        yield found.with_source(spec.source)
 
 
 def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
@@ -44,7 +44,7 @@ def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
 
 
 def _method(method: ast.Method) -> Iterator[Diagnostic]:
-    inside = set(names_of(method.body)) | {name for param in method.params for name in names(param.default)}
+    inside = set(names_of(method.body)) | {name for param in method.params for name in names_in(param.default)}
     seen: set[str] = set()
     for param in method.params:
         if param.name in seen:

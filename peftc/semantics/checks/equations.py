@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import did_you_mean, listed
+from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms import FORMS
 from peftc.semantics.arguments import bind
 from peftc.semantics.checks.selectors import states_missing
-from peftc.semantics.vocabulary import CONCAT, FROZEN, SHARED, STATES
+from peftc.semantics.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import expression
+from peftc.syntax.print_expressions import print_expression
 
 Shared = Mapping[str, ast.Let]
 
@@ -57,8 +57,10 @@ class Equations:
     def _state(self, name: str, span: ast.Span, what: str) -> Iterator[Diagnostic]:
         if name not in STATES:
             meant = did_you_mean(name, chain(STATES, self._local) if what == "name" else STATES)
-            help_ = meant or (f"the states are {listed(STATES)}" if what == "state" or len(self._local) == 0 else None)
-            if name in FORMS or name in self._shared or name in (*FROZEN, CONCAT):
+            help_ = meant or (
+                f"the states are {join_names(STATES)}" if what == "state" or len(self._local) == 0 else None
+            )
+            if name in FORMS or name in self._shared or name in (*FROZEN_MODULES, CONCAT):
                 help_ = f"`{name}` is a function: call it, `{name}(…)`"
             yield Diagnostic("P107", f"there is no {what} `{name}`", span, help=help_)
             return
@@ -67,7 +69,7 @@ class Equations:
         self._seen.add(name)
         missing = list(dict.fromkeys(states_missing(self._selector, name)))
         if missing:
-            message = f"{listed(missing)} {'have' if len(missing) > 1 else 'has'} no state `{name}`, {STATES[name]}"
+            message = f"{join_names(missing)} {'have' if len(missing) > 1 else 'has'} no state `{name}`, {STATES[name]}"
             yield Diagnostic("P205", message, span, help=_elsewhere(name))
 
     def _value(self, value: ast.Expr) -> Iterator[Diagnostic]:
@@ -84,7 +86,7 @@ class Equations:
                 yield from self._value(left)
                 yield from self._value(right)
             case ast.Boolean() | ast.String():
-                message = f"expected a hidden state or a number, found `{expression(value)}`"
+                message = f"expected a hidden state or a number, found `{print_expression(value)}`"
                 yield Diagnostic("P105", message, value.span)
             case ast.Number():
                 pass
@@ -96,7 +98,7 @@ class Equations:
             yield from self._shared_call(call)
         elif call.function in FORMS:
             yield from _bound(call)
-        elif call.function in (*FROZEN, CONCAT):
+        elif call.function in (*FROZEN_MODULES, CONCAT):
             yield from _plain_call(call)
         elif call.function == SHARED:
             help_ = "bind it outside: `let NAME = shared(…)`; inside an edit every site has its own parameters"
@@ -147,7 +149,8 @@ def _plain_call(call: ast.Call) -> Iterator[Diagnostic]:
 def unknown_form(call: ast.Call, shared: Shared) -> Diagnostic:
     """P101, with the nearest form."""
     help_ = (
-        did_you_mean(call.function, chain(FORMS, [CONCAT], FROZEN, shared)) or f"the forms are {listed(sorted(FORMS))}"
+        did_you_mean(call.function, chain(FORMS, [CONCAT], FROZEN_MODULES, shared))
+        or f"the forms are {join_names(sorted(FORMS))}"
     )
     return Diagnostic("P101", f"there is no form `{call.function}`", call.function_span, help=help_)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
-from peftc.diagnostics.suggestions import did_you_mean, listed
-from peftc.semantics.vocabulary import BELOW, CHOICE_HELP, PARTS, SITES, STATES_AT, TOWERS
-from peftc.semantics.walk import arms, chooses
+from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.semantics.vocabulary import BELOW, PARTS, SITES, STACK_CHOICE_HELP, STATES_AT, TOWERS
+from peftc.semantics.walk import arms, selects_stack
 from peftc.syntax import ast
 
 
@@ -28,14 +28,14 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
             if number != len(path.steps) - 1:
                 yield Diagnostic("P208", "`**` ends a path: it is every module below", step.span)
             return
-        if chooses(path.steps, number):
+        if selects_stack(path.steps, number):
             continue
         if is_tower(path, number):
             above = TOWERS[0]
             continue
         if step.name not in SITES:
             known = _following(above)
-            help_ = CHOICE_HELP.get(step.name) or did_you_mean(step.name, known) or did_you_mean(step.name, SITES)
+            help_ = STACK_CHOICE_HELP.get(step.name) or did_you_mean(step.name, known) or did_you_mean(step.name, SITES)
             if help_ is None and above in PARTS:
                 return
             yield Diagnostic(
@@ -68,7 +68,7 @@ def _choices(above: str) -> str:
     if not known:
         return f"nothing is below `{above}`"
     return (
-        f"below `{above}` there are {listed(known)}"
+        f"below `{above}` there are {join_names(known)}"
         if above
         else 'a module is also named by a pattern: "model.layers.*.mlp"'
     )

@@ -10,18 +10,18 @@ from peftc.forms import FORMS
 from peftc.semantics.arguments import bind
 from peftc.semantics.checks.equations import check_edit, unknown_form
 from peftc.semantics.checks.selectors import check_selector
-from peftc.semantics.checks.structure import check_structure, said_of
-from peftc.semantics.vocabulary import CONCAT, FROZEN, PARAMETERS
-from peftc.semantics.walk import arms, expressions, is_shared
+from peftc.semantics.checks.structure import check_structure, with_origin
+from peftc.semantics.vocabulary import CONCAT, FROZEN_MODULES, PARAMETERS
+from peftc.semantics.walk import arms, is_shared, walk
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import selector
+from peftc.syntax.print_expressions import print_selector
 
 
 def check(spec: ast.Spec) -> list[Diagnostic]:
     """Everything wrong with an expanded spec: P1xx, P205, P208, P302. Each names the text it is about."""
     shared = {s.name: s for s in spec.statements if isinstance(s, ast.Let) and is_shared(s.value)}
     bodies = (line.value for s in spec.statements if isinstance(s, ast.Edit) for line in s.body)
-    called = {e.function for value in bodies for e in expressions(value) if isinstance(e, ast.Call)}
+    called = {e.function for value in bodies for e in walk(value) if isinstance(e, ast.Call)}
     found = [*check_structure(spec), *_twice_assigned(spec)]
     for statement in spec.statements:
         match statement:
@@ -33,7 +33,7 @@ def check(spec: ast.Spec) -> list[Diagnostic]:
                 errors = [*_shared(statement), *_unused(statement, called)]
             case _:
                 errors = []
-        found += (said_of(error, statement, spec) for error in errors)
+        found += (with_origin(error, statement, spec) for error in errors)
     return found
 
 
@@ -50,7 +50,7 @@ def _shared(let: ast.Let) -> Iterator[Diagnostic]:
     call = let.value
     assert isinstance(call, ast.Call)
     inner = call.args[0] if len(call.args) == 1 and not call.kwargs else None
-    if let.name in FORMS or let.name in (*FROZEN, CONCAT):
+    if let.name in FORMS or let.name in (*FROZEN_MODULES, CONCAT):
         yield Diagnostic("P121", f"`{let.name}` is the name of a function", let.span, help="use another name")
     if not isinstance(inner, ast.Call):
         yield Diagnostic(
@@ -75,7 +75,9 @@ def _twice_assigned(spec: ast.Spec) -> Iterator[Diagnostic]:
     first: dict[tuple[str, str], ast.Edit] = {}
     for edit in (s for s in spec.statements if isinstance(s, ast.Edit)):
         whole = _takes_away(edit.selector)
-        places = [selector(edit.selector)] if whole else sorted({selector(arm) for arm in arms(edit.selector)})
+        places = (
+            [print_selector(edit.selector)] if whole else sorted({print_selector(arm) for arm in arms(edit.selector)})
+        )
         assigned = {
             line.target: line for line in reversed(edit.body) if isinstance(line, ast.Equation) and line.op == "="
         }
@@ -86,7 +88,7 @@ def _twice_assigned(spec: ast.Spec) -> Iterator[Diagnostic]:
                 continue
             message = f"`{edit.name}` and `{other.name}` both assign `{target}` at one site"
             help_ = "write both equations in one edit, in the order that is meant"
-            yield said_of(Diagnostic("P302", message, line.target_span, help=help_), edit, spec)
+            yield with_origin(Diagnostic("P302", message, line.target_span, help=help_), edit, spec)
 
 
 def _takes_away(selector: ast.Selector) -> bool:

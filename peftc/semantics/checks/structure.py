@@ -25,13 +25,13 @@ def check_structure(spec: ast.Spec) -> Iterator[Diagnostic]:
             errors = _edit(statement)
         elif isinstance(statement, ast.Expect):
             errors = check_expect(statement, names)
-        yield from (said_of(error, statement, spec) for error in errors)
+        yield from (with_origin(error, statement, spec) for error in errors)
 
 
-def said_of(found: Diagnostic, statement: ast.Statement, spec: ast.Spec) -> Diagnostic:
+def with_origin(found: Diagnostic, statement: ast.Statement, spec: ast.Spec) -> Diagnostic:
     """`found` with the text that `statement` came from, and how it came here."""
     told = replace(found, notes=(*found.notes, *statement.via)) if not found.source else found
-    return told.within(statement.origin or spec.source)
+    return told.with_source(statement.origin or spec.source)
 
 
 def _duplicates(named: Sequence[Named], spec: ast.Spec) -> Iterator[Diagnostic]:
@@ -46,7 +46,7 @@ def _duplicates(named: Sequence[Named], spec: ast.Spec) -> Iterator[Diagnostic]:
         if statement.via or first.via:
             help_ = f"say which is which: `apply … as {statement.name}_2`"
         message = f"two edits are called `{statement.name}`"
-        yield said_of(Diagnostic("P111", message, span, notes=(note,), help=help_), statement, spec)
+        yield with_origin(Diagnostic("P111", message, span, notes=(note,), help=help_), statement, spec)
 
 
 def _edit(edit: ast.Edit) -> Iterator[Diagnostic]:
