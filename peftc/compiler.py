@@ -35,9 +35,9 @@ from peftc.models.load import load_model
 from peftc.models.resolve import ModelSource, resolve
 from peftc.models.runnable import checked, refuse_what_does_not_run
 from peftc.modules.offload import here
-from peftc.planning.planner import Plan, Planned, make_plan
+from peftc.planning.lowering_context import DEFAULT_TASK
+from peftc.planning.planner import Plan, PlanResult, make_plan
 from peftc.planning.report.design import Design, design_of
-from peftc.planning.scope import ONE
 from peftc.recognition.analysis import Analysis, ModelLike, analyse
 from peftc.rewriting.positions import refused
 from peftc.semantics.checks.structure import with_origin
@@ -139,13 +139,15 @@ def design(
     return tuple(design_of([placed for placed in found.site_edits if placed.edit == edit]) for edit in edits)
 
 
-def planned(flat: ast.Spec, analysis: Analysis, tasks: tuple[str, ...] = (), source: Source | None = None) -> Planned:
+def planned(
+    flat: ast.Spec, analysis: Analysis, tasks: tuple[str, ...] = (), source: Source | None = None
+) -> PlanResult:
     """The plan of an expanded spec on a model; where a selector matches nothing, what is odd about the model is said, too.
 
     Args: as `make_plan`. Raises: as `make_plan`; P418, P422 for tokens that nothing takes or tells.
     """
     try:
-        found = make_plan(flat, analysis.table, source=source, tasks=tasks or (ONE,))
+        found = make_plan(flat, analysis.table, source=source, tasks=tasks or (DEFAULT_TASK,))
     except PeftcError as error:
         notes = analysis.table.warnings
         raise PeftcError(
@@ -230,8 +232,8 @@ def compile(
     analysis = analysed(model, sample)
     names = checked_tasks(tasks, tasks_of(record))
     found = used(tasks, planned(flat, analysis, names))
-    if found.findings:
-        raise PeftcError(found.findings)
+    if found.failed_expectations:
+        raise PeftcError(found.failed_expectations)
     named = free_name(record, name or prefix, name_of(spec))
     part = InstalledSpec(
         named, print_spec(flat), found.plan, torch.initial_seed() if seed is None else checked_seed(seed)
@@ -245,7 +247,7 @@ def added(
     model: nn.Module,
     part: InstalledSpec,
     flat: ast.Spec,
-    found: Planned,
+    found: PlanResult,
     analysis: Analysis,
     sample: Mapping[str, Any] | None = None,
     tasks: tuple[str, ...] = (),
@@ -256,10 +258,10 @@ def added(
     if is_installed(model):
         record = active_installation(model)
         parts, sample = record.specs, sample or record.sample
-        refuse_second(record, flat, found.trained.values())
+        refuse_second(record, flat, found.trained_parameters.values())
         with noted(f"together with {join_names([other.name for other in parts])}, on the model already"):
             found = planned(joint([joint_spec(parts), flat]), analysis, tasks)
-    names = (tasks or (ONE,)) if has_tasks(found) else ()
+    names = (tasks or (DEFAULT_TASK,)) if has_tasks(found) else ()
     return reinstall(model, (*parts, part), found, analysis.structure, sample=sample, tasks=names, then=then)
 
 
@@ -286,7 +288,7 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
     found = planned(joint_spec(rest), analysis, names)
     names = names if has_tasks(found) else ()
 
-    dropped = {name: value for name, value in record.originals.items() if name not in found.trained.values()}
+    dropped = {name: value for name, value in record.originals.items() if name not in found.trained_parameters.values()}
     return reinstall(model, rest, found, analysis.structure, sample=with_sample, tasks=names, values=dropped)
 
 
@@ -295,12 +297,12 @@ def tasks_of(record: Installation | None) -> tuple[str, ...]:
     return record.task.names if record is not None else ()
 
 
-def has_tasks(found: Planned) -> bool:
+def has_tasks(found: PlanResult) -> bool:
     """Whether an edit is `per task`."""
     return any(one.tasks for placed in found.site_edits for one in placed.instances)
 
 
-def used(tasks: Sequence[str] | None, found: Planned) -> Planned:
+def used(tasks: Sequence[str] | None, found: PlanResult) -> PlanResult:
     """Raises: P537 where tasks are asked for and no edit is `per task`."""
     if tasks is not None and not has_tasks(found):
         raise PeftcError(Diagnostic("P537", "no edit is `per task`, so there is nothing to have for tasks"))

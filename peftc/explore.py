@@ -110,8 +110,8 @@ def region_of(
         cut = next(i + 1 for i, (name, _) in enumerate(site.steps) if name == "layer")
         below = [name if index is None else f"{name}[{index}]" for name, index in site.steps[cut:]]
         for name, state in site.states.items():
-            if state.place is not None:
-                node = argument_of(node_of(state, module, site, kind.traced), state.place.node, kind)
+            if state.activation is not None:
+                node = argument_of(node_of(state, module, site, kind.traced), state.activation.node, kind)
                 states[".".join([*below, name])] = node
                 node.meta["states"] = [*node.meta.get("states", ()), f"{site.path}.{name}"]
     return TracedRegion(module, layers, kind.traced.graph, states, sites, kind.traced, kind, analysis)

@@ -91,7 +91,7 @@ def _collapsed(record: Installation, placed: SiteEdit) -> Iterator[Collapsed]:
         if form is None:
             continue
         name = f"{placed.edit}/{placed.site.path}/{one.key}"
-        for task, tail in one.copies():
+        for task, tail in one.task_suffixes():
             owner = one.owner_of(task)
             if owner is None:
                 yield Collapsed(names[name] + tail, f"{name}{tail}.", f"{record.form_modules[name]}{tail}", one.index)

@@ -79,14 +79,14 @@ def fuse(
     return tuple(pairs)
 
 
-def fusions(record: Installation) -> Iterator[tuple[ir.SiteEdit, ir.Instance]]:
+def fusions(record: Installation) -> Iterator[tuple[ir.SiteEdit, ir.FormInstance]]:
     for placed in record.site_edits:
         yield from ((placed, one) for one in placed.instances if one.form.name == FUSION)
 
 
-def places(record: Installation, placed: ir.SiteEdit, one: ir.Instance, task: str | None) -> Iterator[str]:
+def places(record: Installation, placed: ir.SiteEdit, one: ir.FormInstance, task: str | None) -> Iterator[str]:
     """The names of the modules of a fusion at a site: of one task, or of all."""
-    for present, tail in one.copies():
+    for present, tail in one.task_suffixes():
         if task in (None, present):
             owner = one.owner_of(present)
             site = f"{placed.edit}/{placed.site.path}/{one.key}"
@@ -144,14 +144,14 @@ class Source:
             at = "the fusion is not" if (edit, path) in self.placed else f"`{edit}` is not"
             raise self.refusal(f"{at} at {path}, nor at {len(other) - 1} more" if other[1:] else f"{at} at {path}")
 
-    def twin(self, edit: str, placed: ir.SiteEdit, one: ir.Instance) -> str:
+    def twin(self, edit: str, placed: ir.SiteEdit, one: ir.FormInstance) -> str:
         """The name of the adapter that stands in the place of a fusion. Raises: P525 where the equations differ in more."""
         other = self.placed[edit, placed.site.path]
         if any(form.tasks for form in other.instances):
             raise self.refusal(f"`{edit}` is `per task`")
         equal = len(other.assigns) == len(placed.assigns)
         pairs = zip(placed.assigns, other.assigns, strict=equal)
-        found = dict[int, ir.Instance]()
+        found = dict[int, ir.FormInstance]()
         if not equal or not all(a.state == b.state and same(a.value, b.value, found) for a, b in pairs):
             said = [
                 f"{which} {a.source.target} {a.source.op} {print_expression(a.source.value)}"
@@ -168,30 +168,30 @@ class Source:
         return PeftcError(Diagnostic("P525", f"the adapter in {self.directory} does not fit: {message}", notes=notes))
 
 
-def same(one: ir.Term, other: ir.Term, found: dict[int, ir.Instance]) -> bool:
+def same(one: ir.Term, other: ir.Term, found: dict[int, ir.FormInstance]) -> bool:
     """Whether two terms are the same function but for adapters in the place of fusions, which are noted in `found`."""
     match one, other:
         case ir.Read(), ir.Read():
             return one.state == other.state
         case ir.Constant(), ir.Constant():
             return one.value == other.value
-        case ir.Frozen(), ir.Frozen():
+        case ir.FrozenCall(), ir.FrozenCall():
             return one.module == other.module and same(one.input, other.input, found)
         case ir.Arithmetic(), ir.Arithmetic():
             return one.op == other.op and same(one.left, other.left, found) and same(one.right, other.right, found)
-        case ir.Applied(), ir.Applied() if one.instance.form.name == FUSION and one.input and other.input:
+        case ir.FormCall(), ir.FormCall() if one.instance.form.name == FUSION and one.input and other.input:
             found[id(one.instance)] = other.instance
             return alike(one.instance, other.instance) and same(one.input, other.input, found)
         case _:
             return False
 
 
-def alike(fusion: ir.Instance, adapter: ir.Instance) -> bool:
+def alike(fusion: ir.FormInstance, adapter: ir.FormInstance) -> bool:
     """Whether a form is an adapter as the fusion mixes them; sizes are compared with the tensors."""
     return adapter.form.name == ADAPTER and not unlike(fusion, adapter)
 
 
-def unlike(fusion: ir.Instance, adapter: ir.Instance) -> list[str]:
+def unlike(fusion: ir.FormInstance, adapter: ir.FormInstance) -> list[str]:
     """The arguments by which an adapter is not of those that the fusion mixes, as notes."""
     has, wanted = adapter.form.fill(adapter.args), fusion.form.fill(fusion.args)
     norms = [f"the adapter has `{n}`, and a fusion mixes adapters without" for n in ("norm_in", "norm_out") if has[n]]

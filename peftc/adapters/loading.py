@@ -22,7 +22,7 @@ from peftc.installation.presence import active_installation
 from peftc.installation.record import InstalledSpec, installation_of, is_installed
 from peftc.installation.spec_conflicts import free_name, prefixed
 from peftc.modules.offload import offloaded_parameters
-from peftc.planning.planner import Planned
+from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis
 from peftc.rewriting.assembly import regions_of
 from peftc.semantics.expand import expand
@@ -59,7 +59,7 @@ def load(
         active_installation(model)
     path = path_of(directory)
     record = installation_of(model) if is_installed(model) else None
-    plans: list[tuple[Analysis, tuple[str, ...], ast.Spec, Planned, dict[str, Tensor]]] = []
+    plans: list[tuple[Analysis, tuple[str, ...], ast.Spec, PlanResult, dict[str, Tensor]]] = []
 
     def check(adapter: Adapter) -> None:  # several descriptions, where the adapter is replaced meanwhile
         check_base(adapter, model, other_weights, strict)
@@ -176,26 +176,26 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def wanted(found: Planned, analysis: Analysis, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def wanted(found: PlanResult, analysis: Analysis, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What a plan has to have saved, by name: tensors of the shapes and dtypes, without values."""
     for name, made in _forms(found, analysis):
         yield from ((f"{name}.{n}", p) for n, p in made.named_parameters())
         yield from ((f"{name}.{n}", made.get_buffer(n)) for n in made.states())
-    yield from ((name, model.get_parameter(place)) for name, place in found.trained.items())
+    yield from ((name, model.get_parameter(place)) for name, place in found.trained_parameters.items())
 
 
-def _forms(found: Planned, analysis: Analysis) -> Iterator[tuple[str, FormModule]]:
+def _forms(found: PlanResult, analysis: Analysis) -> Iterator[tuple[str, FormModule]]:
     owners = set[str]()
     for placed in (p for region in regions_of(found.site_edits, analysis.structure) for p in region.site_edits):
         for one in placed.instances:
             for owner in one.owners():
                 if owner not in owners:
                     owners.add(owner)
-                    make = build_of_all if owner == one.of_all else build_owner
+                    make = build_of_all if owner == one.all_tasks_owner else build_owner
                     yield f"{placed.edit}/{owner}/{one.key}", make(one, dtype=torch.float32, device="meta")
-            if one.owns:
-                for _, tail in one.copies():
-                    name = f"{placed.edit}/{placed.owner}/{one.key}{tail}"
+            if one.has_site_parameters:
+                for _, tail in one.task_suffixes():
+                    name = f"{placed.edit}/{placed.owner_path}/{one.key}{tail}"
                     yield name, build(one, dtype=torch.float32, device="meta")
 
 
@@ -222,7 +222,7 @@ def expanded(adapter: Adapter, directory: Path) -> ast.Spec:
 
 def planned_saved(
     adapter: Adapter, directory: Path, analysis: Analysis, tasks: tuple[str, ...]
-) -> tuple[ast.Spec, Planned]:
+) -> tuple[ast.Spec, PlanResult]:
     """The spec of the adapter, planned on the model. Raises: P525 where it cannot be, with the reason."""
     flat = expanded(adapter, directory)
     try:

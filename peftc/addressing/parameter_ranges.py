@@ -56,7 +56,7 @@ class Parameters:
 
     def rows(self, name: str, rows: Slice, width: int = 1, first: int = 0) -> Iterator[RowRange]:
         """Some rows of a parameter, counted from its row `first` on; one region a block."""
-        return (RowRange(name, first + start, first + stop, width) for start, stop in rows.runs())
+        return (RowRange(name, first + start, first + stop, width) for start, stop in rows.blocks())
 
 
 def parameter_name(ref: WeightRef) -> str:

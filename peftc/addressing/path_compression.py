@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 _NUMBER = re.compile(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.|$)")
 
 
-def runs(numbers: Sequence[int]) -> str:
+def index_ranges(numbers: Sequence[int]) -> str:
     """`[0, 1, 2, 5]` as `0..2, 5`, in the notation of selectors."""
     out: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -32,12 +32,12 @@ class _Pattern:
     def __str__(self) -> str:
         if not self.numbers:
             return self.before
-        text = runs(self.numbers)
+        text = index_ranges(self.numbers)
         plain = self.before.endswith("[") or text.isdigit()
         return f"{self.before}{text}{self.after}" if plain else f"{self.before}{{{text}}}{self.after}"
 
 
-def collapsed(paths: Sequence[str]) -> list[tuple[str, int]]:
+def compress_paths(paths: Sequence[str]) -> list[tuple[str, int]]:
     """Each pattern of paths with how many it stands for, in the order of their first.
 
     `model.layers.{0..11}.fc1` stands for twelve; patterns of one parent share a line: `….attn.self.{q, v}`.

@@ -29,14 +29,14 @@ class Slice:
         """Where, of `width` features, `count` pieces of `stride` features begin that hold one block each."""
         return min(self.start, width - self.stride * self.count)
 
-    def runs(self) -> Iterator[tuple[int, int]]:
+    def blocks(self) -> Iterator[tuple[int, int]]:
         """The blocks of features, each [start, stop)."""
         for i in range(self.count):
             yield self.start + i * self.stride, self.stop + i * self.stride
 
     def overlaps(self, other: Slice) -> bool:
         """Whether the two have features in common."""
-        return any(a < d and c < b for a, b in self.runs() for c, d in other.runs())
+        return any(a < d and c < b for a, b in self.blocks() for c, d in other.blocks())
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class WeightRef:
     stacked_slice: StackedSlice | None = None
 
     @property
-    def part(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether the parameter has entries that are not the site's."""
         return self.rows is not None or self.stacked_slice is not None
 
@@ -72,7 +72,7 @@ INPUT, OUTPUT = "<input>", "<output>"
 
 
 @dataclass(frozen=True)
-class Place:
+class ActivationRef:
     """Where a hidden state lives in the traced graph of the layer (or module) `root`.
 
     `node` names a node of the kind's fully inlined graph, or is INPUT or OUTPUT: the first tensor among the arguments or in the
@@ -82,16 +82,16 @@ class Place:
 
     node: str
     rows: Slice | None = None
-    map: bool = False
-    also: tuple[str, ...] = ()  # other nodes that take what is written there
-    path: tuple[Any, ...] = ()
+    feature_map: bool = False
+    other_nodes: tuple[str, ...] = ()  # other nodes that take what is written there
+    key_path: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class State:
     name: str  # h x c q k v kv z res w b
     shape: Shape
-    place: Place | None = None  # activations
+    activation: ActivationRef | None = None  # activations
     weight: WeightRef | None = None  # w and b
     linear: str = ""  # path of the site whose Linear computes it, where nothing but dropout stands between
 
@@ -116,12 +116,12 @@ class Site:
     root: str
     kind: str
     states: Mapping[str, State]
-    functions: Mapping[str, str] = field(default_factory=dict[str, str])
+    frozen_modules: Mapping[str, str] = field(default_factory=dict[str, str])
     group: str = ""
-    stream: State | None = None
+    layer_input: State | None = None
     runs: int = 1
     calls: int = 1
-    also: tuple[Site, ...] = ()
+    shared_with: tuple[Site, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class ModuleInfo:
     input: int | None = None
     output: int | None = None
     called: bool = True
-    entry: tuple[Any, ...] = ()
-    result: tuple[Any, ...] = ()
+    input_path: tuple[Any, ...] = ()
+    output_path: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class UntracedModule:
     type: str
     reason: str
     steps: tuple[tuple[str, int | None], ...] = ()
-    hides: frozenset[str] = frozenset()
+    roles: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,11 @@ class SiteTable:
     modules: tuple[ModuleInfo, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()  # groups of dotted parameter names that are one tensor
     overlaps: tuple[tuple[str, ...], ...] = ()  # those of tensors that are objects of their own and share memory
-    shared: tuple[tuple[str, ...], ...] = ()  # groups of dotted module names that are one module
-    guests: tuple[tuple[str, str], ...] = ()  # a module of a layer, and another layer whose code calls it, too
-    elsewhere: tuple[tuple[str, ...], ...] = ()  # a parameter, and the modules that compute with it beside its own
+    shared_modules: tuple[tuple[str, ...], ...] = ()  # groups of dotted module names that are one module
+    cross_layer_calls: tuple[
+        tuple[str, str], ...
+    ] = ()  # a module of a layer, and another layer whose code calls it, too
+    external_reads: tuple[tuple[str, ...], ...] = ()  # a parameter, and the modules that compute with it beside its own
     warnings: tuple[str, ...] = ()
     untraced: tuple[UntracedModule, ...] = ()
     fingerprint_version: int = 2

@@ -16,11 +16,11 @@ from peftc.diagnostics.formats import render_json
 from peftc.diagnostics.render import render_text, wants_color
 from peftc.models.load import load_or_draw
 from peftc.models.resolve import resolve
-from peftc.planning.planner import Planned
+from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import render_plan
 from peftc.planning.report.site_tree import render_sites
-from peftc.planning.report.text import plain
-from peftc.planning.selection.untraced import reasons
+from peftc.planning.report.text import plain_text
+from peftc.planning.selection.untraced import reason_lines
 from peftc.semantics.expand import expand
 from peftc.semantics.settings import parse_settings
 from peftc.syntax import ast
@@ -33,7 +33,7 @@ def run_sites(args: Namespace) -> int:
     """`peftc sites --model M`: the tree of places. Raises: P5xx, P2xx for a model whose layers are not understood."""
     table = sites(args.model, trust_remote_code=args.trust_remote_code)
     show(lambda width: render_sites(table, width))
-    for warning in (*table.warnings, *(f"could not be read: {line}" for line in reasons(table.untraced))):
+    for warning in (*table.warnings, *(f"could not be read: {line}" for line in reason_lines(table.untraced))):
         print(f"warning: {warning}", file=sys.stderr)
     return 0
 
@@ -46,12 +46,12 @@ def run_plan(args: Namespace) -> int:
     found = used(
         args.tasks, planned(flat, analysed(args.model, trust_remote_code=args.trust_remote_code), names, spec.source)
     )
-    records_only = bool(found.findings) and args.output_format == "json" and not args.json
+    records_only = bool(found.failed_expectations) and args.output_format == "json" and not args.json
     if args.json:
         print(found.plan.model_dump_json(indent=2))
     elif not records_only:
         show(lambda _: render_plan(found.plan, found.site_edits))
-    report((*found.findings, *found.warnings), args, to_stdout=records_only)
+    report((*found.failed_expectations, *found.warnings), args, to_stdout=records_only)
     return exit_code(found)
 
 
@@ -111,9 +111,9 @@ def parsed(args: Namespace) -> ast.Spec:
     return parse_text(read(args.spec), "<stdin>" if args.spec == "-" else args.spec)
 
 
-def exit_code(planned: Planned) -> int:
+def exit_code(planned: PlanResult) -> int:
     """0 all well, 1 an expectation that does not hold."""
-    return 1 if planned.findings else 0
+    return 1 if planned.failed_expectations else 0
 
 
 def report(found: Sequence[Diagnostic], args: Namespace, *, to_stdout: bool = False) -> None:
@@ -134,4 +134,4 @@ def show(result: Callable[[int], RenderableType]) -> None:
         console.print(result(console.width))
     else:
         width = Console(file=sys.stdout).width
-        sys.stdout.write(plain(result(width), width))
+        sys.stdout.write(plain_text(result(width), width))

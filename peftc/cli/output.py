@@ -18,7 +18,7 @@ from peftc.filesystem.output_folder import FolderChanges, write_folder
 from peftc.forms.module import checked_seed
 from peftc.installation.record import InstalledSpec, installation_of
 from peftc.planning.counts import percent
-from peftc.planning.planner import Planned
+from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import ModelLike
 from peftc.semantics.load import Include
 from peftc.specialization.generated_class import GeneratedClass
@@ -31,7 +31,7 @@ PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
 class Compiled:
     """A spec compiled onto a skeleton: the plan, and the text of each file by its name."""
 
-    planned: Planned
+    planned: PlanResult
     files: dict[str, str]
 
 
@@ -53,8 +53,8 @@ def compile_skeleton(
     analysis = analysed(model, trust_remote_code=trust_remote_code)
     names = checked_tasks(tasks, ())
     found = used(tasks, planned(flat, analysis, names))
-    if found.findings:
-        raise PeftcError(found.findings)
+    if found.failed_expectations:
+        raise PeftcError(found.failed_expectations)
     skeleton = analysis.structure.model
     with fake_mode(skeleton):
         part = InstalledSpec(name_of(spec), print_spec(flat), found.plan, 0 if seed is None else checked_seed(seed))

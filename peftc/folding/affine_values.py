@@ -15,8 +15,8 @@ from torch import Tensor
 from peftc.concurrency.interrupts import shielded
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
-from peftc.planning.foldability.affine import NotAffine, Side, is_linear, said
-from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read, SiteEdit, Term
+from peftc.planning.foldability.affine import NotAffine, Side, is_linear, show_term
+from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
 
 Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
 
@@ -127,21 +127,21 @@ class Interpreter:
                 if state in self.states:
                     return self.states[state]
                 raise NotAffine(f"`{state}` is not what the Linear reads", term)
-            case Applied():
+            case FormCall():
                 return self._applied(term)
             case Arithmetic(left=left, right=right):
                 return arithmetic(term, self.value(left), self.value(right))
             case _:
-                raise NotAffine(f"`{said(term)}` is not affine", term)
+                raise NotAffine(f"`{show_term(term)}` is not affine", term)
 
-    def _applied(self, term: Applied) -> Value:
+    def _applied(self, term: FormCall) -> Value:
         module = self.modules[term.instance.key]
         value = self.like if term.input is None else self.value(term.input)
         if isinstance(value, Tensor):
             return module(value)
         reason = term.instance.form.affine(term.instance.args)
         if reason is not None:
-            raise NotAffine(f"`{said(term)}`: {reason}", term)
+            raise NotAffine(f"`{show_term(term)}`: {reason}", term)
         return module.fold(value)
 
 
@@ -150,12 +150,12 @@ def reads(term: Term) -> set[str]:
     match term:
         case Read(state=state):
             return {state}
-        case Constant() | Applied(input=None):
+        case Constant() | FormCall(input=None):
             return set()
-        case Applied(input=value):
+        case FormCall(input=value):
             assert value is not None
             return reads(value)
-        case Frozen(input=value):
+        case FrozenCall(input=value):
             return reads(value)
         case Arithmetic(left=left, right=right):
             return reads(left) | reads(right)
@@ -187,7 +187,7 @@ def arithmetic(term: Arithmetic, left: Value, right: Value) -> Value:
         case op, Tensor(), Tensor():
             return _CONSTANT[op](left, right)
         case _:
-            raise NotAffine(f"`{said(term)}` is not affine in the input", term)
+            raise NotAffine(f"`{show_term(term)}` is not affine in the input", term)
 
 
 _CONSTANT = {"+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peftc.forms.module import FormModule
-from peftc.planning.ir import Applied, Arithmetic, Constant, Read, SiteEdit, Term
+from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Term
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ class NotWider(Exception):
     reason: str
 
 
-def bottleneck_of(placed: SiteEdit) -> tuple[Applied, tuple[tuple[str, Term], ...]]:
+def bottleneck_of(placed: SiteEdit) -> tuple[FormCall, tuple[tuple[str, Term], ...]]:
     """The form of `h += factors * form(x)`, and the factors with their operators. Raises: NotWider for any other equation."""
     if (
         placed.site.steps[-1][0] == "ffn"
@@ -35,9 +35,9 @@ def bottleneck_of(placed: SiteEdit) -> tuple[Applied, tuple[tuple[str, Term], ..
     raise NotWider("it is not a sum of `h` and a bottleneck of `x`")
 
 
-def product(term: Term) -> tuple[Applied, tuple[tuple[str, Term], ...]] | None:
+def product(term: Term) -> tuple[FormCall, tuple[tuple[str, Term], ...]] | None:
     match term:
-        case Applied(input=Read(state="x")) if not term.instance.tasks:
+        case FormCall(input=Read(state="x")) if not term.instance.tasks:
             return term, ()
         case Arithmetic(op="*", left=left, right=right):
             for one, other in ((left, right), (right, left)):
@@ -52,7 +52,7 @@ def product(term: Term) -> tuple[Applied, tuple[tuple[str, Term], ...]] | None:
 
 def is_number(term: Term) -> bool:
     return isinstance(term, Constant) or (
-        isinstance(term, Applied) and term.instance.form.name == "scalar" and not term.instance.tasks
+        isinstance(term, FormCall) and term.instance.form.name == "scalar" and not term.instance.tasks
     )
 
 
@@ -62,7 +62,7 @@ def factor_of(factors: Collection[tuple[str, Term]], modules: Mapping[str, FormM
         if isinstance(term, Constant):
             value = torch.tensor(term.value, dtype=torch.float64)
         else:
-            assert isinstance(term, Applied)
+            assert isinstance(term, FormCall)
             value = modules[term.instance.key](scale).detach().squeeze()
         scale = scale * value if op == "*" else scale / value
     return scale

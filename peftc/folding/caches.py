@@ -137,7 +137,7 @@ def _numbers(found: list[ir.SiteEdit], folding: Folding) -> list[int] | None:
 
 def _rows_first(value: ir.Concat) -> bool:
     *rows, own = value.parts
-    return isinstance(own, ir.Read) and all(isinstance(r, ir.Applied) and r.input is None for r in rows)
+    return isinstance(own, ir.Read) and all(isinstance(r, ir.FormCall) and r.input is None for r in rows)
 
 
 def _is_prompt(placed: ir.SiteEdit) -> bool:
@@ -152,7 +152,7 @@ def _modules(placed: ir.SiteEdit, folding: Folding) -> list[FormModule]:
     """The forms of the rows, in the order of the equation."""
     value = placed.assigns[0].value
     assert isinstance(value, ir.Concat)
-    keys = [part.instance.key for part in value.parts if isinstance(part, ir.Applied)]
+    keys = [part.instance.key for part in value.parts if isinstance(part, ir.FormCall)]
     modules = folding.modules(placed)
     return [modules[key] for key in keys]
 

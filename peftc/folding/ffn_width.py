@@ -173,7 +173,7 @@ class Widening(Folding):
             for ref in (state.weight for state in site.states.values() if state.weight is not None):
                 name = name_of(ref)
                 table = self.analysis.table
-                if ref.part or site.calls > 1 or any(name in group for group in (*table.tied, *table.overlaps)):
+                if ref.is_partial or site.calls > 1 or any(name in group for group in (*table.tied, *table.overlaps)):
                     raise NotWider(f"`{name}` is used elsewhere, too")
                 if name in trained:
                     raise NotWider(f"`{name}` is trained by `{trained[name]}`, which stays")
@@ -185,7 +185,9 @@ class Widening(Folding):
         kinds = {n: k for s in self.analysis.structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
         kind = kinds.get(site.root)
         places = [site.states.get("x"), up.states.get("x"), up.states.get("h"), hidden.states.get("h")]
-        nodes = [node_of(kind, state.place.node) if kind and state and state.place else None for state in places]
+        nodes = [
+            node_of(kind, state.activation.node) if kind and state and state.activation else None for state in places
+        ]
         if kind is None or None in nodes or nodes[0] is not nodes[1]:
             raise NotWider(f"`x` of `{site.path}` is not what `up` reads")
         _, _, start, end = nodes

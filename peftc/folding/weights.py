@@ -25,7 +25,7 @@ from peftc.installation.record import Installation, InstalledSpec, joint_spec
 from peftc.installation.reinstall import reinstall, uninstall
 from peftc.observation.parameter_uses import storage, views_held
 from peftc.planning.foldability.affine import FoldTarget, fold_target
-from peftc.planning.foldability.verdict import Verdict, verdicts
+from peftc.planning.foldability.check import Foldability, check_foldability
 from peftc.planning.ir import SiteEdit
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import slug
@@ -82,7 +82,7 @@ class Folding:
         for placed in self.record.site_edits:
             places[placed.edit].append(placed)
         known = {**self.unwritable(stays), **stays}
-        found: list[Verdict] = verdicts(list(places.values()), self.analysis.table, known)
+        found: list[Foldability] = check_foldability(list(places.values()), self.analysis.table, known)
         return {name: known.get(name, v.reason) for name, v in zip(places, found, strict=True) if not v.foldable}
 
     def unwritable(self, stays: Collection[str]) -> dict[str, str]:
@@ -124,7 +124,7 @@ class Folding:
     def folds(self, folded: Collection[str]) -> dict[str, list[Fold]]:
         """What is folded, by the module into which it is."""
         groups: dict[str, list[Fold]] = defaultdict(list)
-        first = {name: group[0] for group in self.analysis.table.shared for name in group}
+        first = {name: group[0] for group in self.analysis.table.shared_modules for name in group}
         for placed in self.record.site_edits:
             if placed.edit in folded:
                 one = self.fold(placed)

@@ -62,7 +62,7 @@ class Presence:
         if lost := _lost(model, record):
             raise PeftcError(lost)
         for placed in record.site_edits:
-            for use in placed.site.also:
+            for use in placed.site.shared_with:
                 if _leads_to_edits(model, placed.site.module, record) and not _leads_to_edits(
                     model, use.module, record
                 ):

@@ -29,7 +29,7 @@ from peftc.installation.surgery import (
     warm,
 )
 from peftc.modules.offload import not_here, offloaded_parameters
-from peftc.planning.planner import Planned
+from peftc.planning.planner import PlanResult
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.assembly import regions_of
 from peftc.rewriting.container import CONTAINER
@@ -42,7 +42,7 @@ Done = Callable[[nn.Module], object]
 def reinstall(
     model: nn.Module,
     specs: tuple[InstalledSpec, ...],
-    found: Planned,
+    found: PlanResult,
     anatomy: ModelStructure,
     *,
     sample: Mapping[str, Any] | None = None,
@@ -77,7 +77,7 @@ def reinstall(
             specs=specs,
             regions=[(name, kind) for name, _, kind, _ in done.prepared],
             requires_grad=dict(requires_grad or before.first_flags),
-            trained=dict(found.trained),
+            trained=dict(found.trained_parameters),
             originals=trained.originals,
             form_modules=done.places,
             site_edits=list(found.site_edits),
@@ -174,11 +174,11 @@ class _Part:
 class _Trained:
     """Parameters of the base that get a gradient, and those that lose it."""
 
-    def __init__(self, before: _Before, found: Planned) -> None:
+    def __init__(self, before: _Before, found: PlanResult) -> None:
         self.first = before.record is None
         self.parameters = before.parameters
         known = before.record.originals if before.record else {}
-        names = list(found.trained.values())
+        names = list(found.trained_parameters.values())
         self.new = [n for n in names if n not in known]
         self.dropped = [n for n in known if n not in names]
         if meta := [n for n in self.new if self.parameters[n].is_meta]:

@@ -98,16 +98,16 @@ class Surgery:
         for edit, placed in zip(region.edits, region.site_edits, strict=True):
             for instance in placed.instances:
                 path = f"{edit.edit_name}.{edit.slug}.{instance.key}"
-                name = f"{placed.edit}/{placed.owner}/{instance.key}"
+                name = f"{placed.edit}/{placed.owner_path}/{instance.key}"
                 if name not in self.forms:
                     self.forms[name] = self.form(placed, instance, module)
                 add(root, path, self.forms[name])
-                if instance.owns and name not in self.places:
+                if instance.has_site_parameters and name not in self.places:
                     self.places[name] = f"{region.module}.{CONTAINER}.{path}".lstrip(".")
         return root
 
-    def form(self, placed: ir.SiteEdit, instance: ir.Instance, module: nn.Module) -> FormModule:
-        name = f"{placed.edit}/{placed.owner}/{instance.key}"
+    def form(self, placed: ir.SiteEdit, instance: ir.FormInstance, module: nn.Module) -> FormModule:
+        name = f"{placed.edit}/{placed.owner_path}/{instance.key}"
         if not instance.tasks:
             return self.one_form(name, self.kept.get(name), placed, instance, module, None)
         old = self.kept.get(name)
@@ -116,12 +116,12 @@ class Surgery:
             task: self.one_form(
                 f"{name}{tail}", cast(FormModule | None, kept.get(task)), placed, instance, module, task
             )
-            for task, tail in instance.copies()
+            for task, tail in instance.task_suffixes()
             if task is not None
         }
         made = Tasked(self.chosen, forms)
         if picks(instance):
-            vars(made)[SEQUENCE] = self.sequences[placed.edit, placed.owner]
+            vars(made)[SEQUENCE] = self.sequences[placed.edit, placed.owner_path]
         return made
 
     def one_form(
@@ -129,37 +129,37 @@ class Surgery:
         name: str,
         kept: FormModule | None,
         placed: ir.SiteEdit,
-        instance: ir.Instance,
+        instance: ir.FormInstance,
         module: nn.Module,
         task: str | None,
     ) -> FormModule:
         """The form of a site, or that of one task there."""
         named = instance.owner_of(task)
         owner = None if named is None else self.common(named, placed, instance, module)
-        if owner is not None and not instance.owns:
+        if owner is not None and not instance.has_site_parameters:
             self.tell(owner, placed, instance)
             return member(owner, instance.index)
-        form = kept or self.made(build, name, placed, instance, module, placed.owner)
+        form = kept or self.made(build, name, placed, instance, module, placed.owner_path)
         self.tell(form, placed, instance)
         if owner is not None:
             form.join(owner, instance.index, task)
         return form
 
-    def tell(self, form: FormModule, placed: ir.SiteEdit, instance: ir.Instance) -> None:
+    def tell(self, form: FormModule, placed: ir.SiteEdit, instance: ir.FormInstance) -> None:
         """Lets a form that picks positions know the calls of its stack."""
         if picks(instance):
-            vars(form)[SEQUENCE] = self.sequences[placed.edit, placed.owner]
+            vars(form)[SEQUENCE] = self.sequences[placed.edit, placed.owner_path]
 
-    def common(self, owner: str, placed: ir.SiteEdit, instance: ir.Instance, module: nn.Module) -> FormModule:
+    def common(self, owner: str, placed: ir.SiteEdit, instance: ir.FormInstance, module: nn.Module) -> FormModule:
         """What several sites have in common."""
         if owner not in self.owners:
             name = f"{placed.edit}/{owner}/{instance.key}"
             old = self.kept.get(f"{SHARED}.{identifier(owner)}")  # its edit may be gone, and another one be the first
-            make = build_of_all if owner == instance.of_all else build_owner
+            make = build_of_all if owner == instance.all_tasks_owner else build_owner
             self.owners[owner] = made = old or self.made(make, name, placed, instance, module, "")
             self.places[name] = f"{SHARED}.{identifier(owner)}"
-            if instance.of_all not in (None, owner):
-                made.join(self.common(instance.of_all, placed, instance, module), 0)
+            if instance.all_tasks_owner not in (None, owner):
+                made.join(self.common(instance.all_tasks_owner, placed, instance, module), 0)
         return self.owners[owner]
 
     def made(
@@ -167,7 +167,7 @@ class Surgery:
         make: Callable[..., FormModule],
         name: str,
         placed: ir.SiteEdit,
-        instance: ir.Instance,
+        instance: ir.FormInstance,
         module: nn.Module,
         place: str,
     ) -> FormModule:

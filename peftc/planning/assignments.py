@@ -40,8 +40,8 @@ def _where(placed: SiteEdit, state: State) -> tuple[object, Slice | None]:
     """The same for two names of one state, such as `z` of an ffn and `h` of `ffn.hidden`."""
     if state.weight is not None:
         return (state.weight.module, state.weight.attribute, state.weight.stacked_slice), state.weight.rows
-    if state.place is not None:
-        return (placed.site.root, state.place.node), state.place.rows
+    if state.activation is not None:
+        return (placed.site.root, state.activation.node), state.activation.rows
     return (placed.site.path, state.name), None
 
 

@@ -13,7 +13,7 @@ def count(places: Iterable[SiteEdit]) -> Count:
     found: dict[object, Count] = {}
     for placed in places:
         for one in placed.instances:
-            for task, _ in one.copies() if one.owns else ():
+            for task, _ in one.task_suffixes() if one.has_site_parameters else ():
                 found.setdefault((placed.edit, placed.site.path, one.key, task), one.form.count(one.args, one.dims))
             for owner in one.owners():
                 found.setdefault(owner, one.common_count(owner))

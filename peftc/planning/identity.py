@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read, SiteEdit, Term
+from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ def initial(term: Term, env: dict[str, Initial], values: dict[int, Initial]) -> 
             return env[state]
         case Constant(value=value):
             return value
-        case Applied():
+        case FormCall():
             return _applied(term, env, values)
         case Arithmetic(op=op, left=left, right=right):
             return _arithmetic(op, initial(left, env, values), initial(right, env, values))
-        case Frozen() | Concat():
+        case FrozenCall() | Concat():
             return None
 
 
-def _applied(term: Applied, env: dict[str, Initial], values: dict[int, Initial]) -> Initial:
+def _applied(term: FormCall, env: dict[str, Initial], values: dict[int, Initial]) -> Initial:
     form, args = term.instance.form, term.instance.args
     if form.passes and term.input is not None:
         value = initial(term.input, env, values)

@@ -17,7 +17,7 @@ from peftc.syntax import ast
 
 
 @dataclass(frozen=True, eq=False)
-class Instance:
+class FormInstance:
     """A form with its arguments at a place: one set of parameters.
 
     `key` is unique within its edit at its site ("adapter", "adapter_2"). `owner` is None for parameters of this site alone,
@@ -35,11 +35,11 @@ class Instance:
     tasks: tuple[str, ...] = ()
 
     @property
-    def owns(self) -> bool:
+    def has_site_parameters(self) -> bool:
         """Whether the site has parameters of its own."""
         return self.owner is None or self.form.common_count is not None
 
-    def copies(self) -> tuple[tuple[str | None, str], ...]:
+    def task_suffixes(self) -> tuple[tuple[str | None, str], ...]:
         """The tasks, and what follows the names of the parameters of each; one without where there are no tasks."""
         return tuple((task, f".tasks.{task}") for task in self.tasks) or ((None, ""),)
 
@@ -47,48 +47,50 @@ class Instance:
         """Where all that is trained is in common, each task has it once."""
         if self.owner is None or task is None:
             return self.owner
-        trains = self.owns and not self.form.apart and self.form.count(self.args, self.dims).trained
+        trains = self.has_site_parameters and not self.form.apart and self.form.count(self.args, self.dims).trained
         return self.owner if trains else f"{self.owner}.tasks.{task}"
 
     @property
-    def of_all(self) -> str | None:
+    def all_tasks_owner(self) -> str | None:
         """The name of what all tasks have in common, where each of them has a common part of its own besides."""
         return None if self.owner is None or self.form.all_count is None else f"{self.owner}.all"
 
     def owners(self) -> list[str]:
         """The names of all that the sites have in common."""
-        names = [*(self.owner_of(task) for task, _ in self.copies()), self.of_all]
+        names = [*(self.owner_of(task) for task, _ in self.task_suffixes()), self.all_tasks_owner]
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def common_count(self, owner: str) -> Count:
         """The parameters of that part of what they have in common."""
         form = self.form
-        return ((form.all_count if owner == self.of_all else form.common_count) or form.count)(self.args, self.dims)
+        return ((form.all_count if owner == self.all_tasks_owner else form.common_count) or form.count)(
+            self.args, self.dims
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Typed:
+class TypedTerm:
     shape: Shape
     source: ast.Expr  # what the user wrote, for messages and spans
 
 
 @dataclass(frozen=True, eq=False)
-class Read(Typed):
+class Read(TypedTerm):
     """The present value of a state at the site."""
 
     state: str
 
 
 @dataclass(frozen=True, eq=False)
-class Constant(Typed):
+class Constant(TypedTerm):
     value: float
 
 
 @dataclass(frozen=True, eq=False)
-class Applied(Typed):
+class FormCall(TypedTerm):
     """A form applied to its input, and to a second one where it takes two; a form without an input has `input` None."""
 
-    instance: Instance
+    instance: FormInstance
     input: Term | None
     second: Term | None = None
 
@@ -99,7 +101,7 @@ class Applied(Typed):
 
 
 @dataclass(frozen=True, eq=False)
-class Frozen(Typed):
+class FrozenCall(TypedTerm):
     """A frozen sub-module of the site applied to a value: `norm(h + res)`."""
 
     function: str
@@ -108,20 +110,20 @@ class Frozen(Typed):
 
 
 @dataclass(frozen=True, eq=False)
-class Arithmetic(Typed):
+class Arithmetic(TypedTerm):
     op: Literal["+", "-", "*", "/"]
     left: Term
     right: Term
 
 
 @dataclass(frozen=True, eq=False)
-class Concat(Typed):
+class Concat(TypedTerm):
     """Keys and values joined along the tokens, in this order; exactly one part is the state `kv` itself."""
 
     parts: tuple[Term, ...]
 
 
-Term = Read | Constant | Applied | Frozen | Arithmetic | Concat
+Term = Read | Constant | FormCall | FrozenCall | Arithmetic | Concat
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,43 +144,43 @@ class SiteEdit:
     edit: str
     site: Site
     assigns: tuple[Assign, ...]
-    instances: tuple[Instance, ...] = field(default=())
+    instances: tuple[FormInstance, ...] = field(default=())
     lets: tuple[tuple[int, Term], ...] = ()
-    of: Site | None = None
+    parameter_site: Site | None = None
 
     @property
-    def owner(self) -> str:
+    def owner_path(self) -> str:
         """The path of the site under which its parameters are saved."""
-        return (self.of or self.site).path
+        return (self.parameter_site or self.site).path
 
     @property
     def modules(self) -> list[str]:
         """The dotted names of the site's module, at all its uses."""
-        home = self.of or self.site
-        return [home.module, *(site.module for site in home.also)]
+        home = self.parameter_site or self.site
+        return [home.module, *(site.module for site in home.shared_with)]
 
     def uses(self) -> Iterator[SiteEdit]:
         """The edit at each site of the module."""
         yield self
-        for site in self.site.also:
+        for site in self.site.shared_with:
             yield _moved(self, site)
 
 
-def parts_of(term: Term) -> Iterator[Term]:
+def subterms(term: Term) -> Iterator[Term]:
     """A term and all terms in it."""
     yield term
     match term:
-        case Applied(inputs=values):
+        case FormCall(inputs=values):
             for value in values:
-                yield from parts_of(value)
-        case Frozen(input=value):
-            yield from parts_of(value)
+                yield from subterms(value)
+        case FrozenCall(input=value):
+            yield from subterms(value)
         case Arithmetic(left=left, right=right):
-            yield from parts_of(left)
-            yield from parts_of(right)
+            yield from subterms(left)
+            yield from subterms(right)
         case Concat(parts=terms):
             for part in terms:
-                yield from parts_of(part)
+                yield from subterms(part)
         case _:
             pass
 
@@ -194,15 +196,15 @@ def _moved(placed: SiteEdit, site: Site) -> SiteEdit:
 
     assigns = tuple(replace(assign, value=moved(assign.value)) for assign in placed.assigns)
     lets = tuple((i, moved(term)) for i, term in placed.lets)
-    return replace(placed, site=site, assigns=assigns, lets=lets, of=placed.of or placed.site)
+    return replace(placed, site=site, assigns=assigns, lets=lets, parameter_site=placed.parameter_site or placed.site)
 
 
 def _rebuilt(term: Term, moved: Callable[[Term], Term], site: Site) -> Term:
     match term:
-        case Applied(input=value, second=second) if value is not None:
+        case FormCall(input=value, second=second) if value is not None:
             return replace(term, input=moved(value), second=None if second is None else moved(second))
-        case Frozen(function=function, input=value):
-            return replace(term, module=site.functions[function], input=moved(value))
+        case FrozenCall(function=function, input=value):
+            return replace(term, module=site.frozen_modules[function], input=moved(value))
         case Arithmetic(left=left, right=right):
             return replace(term, left=moved(left), right=moved(right))
         case Concat(parts=parts):

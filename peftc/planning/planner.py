@@ -15,10 +15,11 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.forms import FORMS
 from peftc.planning import counts, expectations
 from peftc.planning.assignments import clashes
-from peftc.planning.foldability.verdict import Verdict, verdicts
+from peftc.planning.foldability.check import Foldability, check_foldability
 from peftc.planning.identity import is_identity
 from peftc.planning.ir import SiteEdit
-from peftc.planning.lower import place, unused
+from peftc.planning.lowering import lower_edit, unused
+from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, Shared, groups_of, shared_members
 from peftc.planning.report.plan import (
     Plan,
     PlanEdit,
@@ -29,9 +30,8 @@ from peftc.planning.report.plan import (
     PlanTotals,
     PlanUnread,
 )
-from peftc.planning.scope import ONE, Scope, Shared, groups_of, shared_members
 from peftc.planning.selection.parameter_sites import left_out, of_parameters, parameter_sites
-from peftc.planning.selection.selectors import coverage, resolve
+from peftc.planning.selection.selectors import coverage_warnings, resolve
 from peftc.planning.selection.shared_modules import Sharing, uses
 from peftc.planning.selection.train import Trained, missing, trained
 from peftc.planning.selection.untraced import in_layers_of, warning
@@ -41,7 +41,7 @@ from peftc.syntax import ast
 T = TypeVar("T")
 
 
-class Planned(NamedTuple):
+class PlanResult(NamedTuple):
     """A plan and what the compiler needs beyond it.
 
     `placed`: every edit at every site, in the order of the spec. `trained`: base parameters that get a gradient, from
@@ -51,14 +51,14 @@ class Planned(NamedTuple):
 
     plan: Plan
     site_edits: tuple[SiteEdit, ...]
-    trained: Mapping[str, str]
-    findings: tuple[Diagnostic, ...]
+    trained_parameters: Mapping[str, str]
+    failed_expectations: tuple[Diagnostic, ...]
     warnings: tuple[Diagnostic, ...]
 
 
 def make_plan(
-    spec: ast.Spec, table: SiteTable, *, source: Source | None = None, tasks: tuple[str, ...] = (ONE,)
-) -> Planned:
+    spec: ast.Spec, table: SiteTable, *, source: Source | None = None, tasks: tuple[str, ...] = (DEFAULT_TASK,)
+) -> PlanResult:
     """Resolves, types and counts every edit of an expanded spec.
 
     An expectation that does not hold is a finding, not an exception: there is a plan, and it says so.
@@ -79,7 +79,7 @@ def make_plan(
     placed = tuple(placed for _, places in edits for placed in places)
     first = {name: made.name for made in reversed(list(trains.values())) for name in made.parameters}
     names = {f"{statement}/{name}": name for name, statement in first.items()}
-    return Planned(plan, placed, names, tuple(planner.findings), tuple(planner.warnings))
+    return PlanResult(plan, placed, names, tuple(planner.findings), tuple(planner.warnings))
 
 
 @dataclass
@@ -107,11 +107,11 @@ class _Planner:
         for edit, _ in found:
             self.warn(edit, unused(edit))
         groups = {edit.name: groups_of(sites) for edit, sites in found}
-        scope = Scope(self.table, self.tasks, self.shared(), groups=groups)
+        scope = LoweringContext(self.table, self.tasks, self.shared(), groups=groups)
         placed = self.placed(found, scope)
         members = shared_members((p for _, places in placed for p in places), scope.shared)
         if members and not self.errors:
-            placed = self.placed(found, Scope(self.table, self.tasks, scope.shared, members, groups))
+            placed = self.placed(found, LoweringContext(self.table, self.tasks, scope.shared, members, groups))
         for clash in clashes(placed):
             self.report(clash.statement, (clash.diagnostic,))
         return placed
@@ -126,16 +126,16 @@ class _Planner:
         return parts or []
 
     def placed(
-        self, found: Sequence[tuple[ast.Edit, Sequence[Site]]], scope: Scope
+        self, found: Sequence[tuple[ast.Edit, Sequence[Site]]], scope: LoweringContext
     ) -> list[tuple[ast.Edit, list[SiteEdit]]]:
         return [(edit, self.places(edit, sites, scope)) for edit, sites in found]
 
-    def places(self, edit: ast.Edit, sites: Sequence[Site], scope: Scope) -> list[SiteEdit]:
+    def places(self, edit: ast.Edit, sites: Sequence[Site], scope: LoweringContext) -> list[SiteEdit]:
         placed: list[SiteEdit] = []
         wrong: dict[object, list[Diagnostic]] = defaultdict(list)
         for site in sites:
             try:
-                placed.append(place(edit, site, scope))
+                placed.append(lower_edit(edit, site, scope))
             except PeftcError as error:
                 for diagnostic in error.diagnostics:
                     wrong[diagnostic.code, diagnostic.span].append(diagnostic)
@@ -158,7 +158,7 @@ class _Planner:
             statement, lambda: sharing.united(resolve(statement.selector, self.table), statement.selector)
         )
         if found:
-            self.warn(statement, coverage(statement.selector, self.table))
+            self.warn(statement, coverage_warnings(statement.selector, self.table))
             self.warn_unread(statement, found)
         return found or []
 
@@ -186,7 +186,7 @@ class _Planner:
     # Places to a plan ------------------------------------------------------------------------------------------------
 
     def plan(self, edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]], trains: dict[str, Trained]) -> Plan:
-        judged = verdicts([places for _, places in edits], self.table)
+        judged = check_foldability([places for _, places in edits], self.table)
         entries = {edit.name: _entry(edit, places, v) for (edit, places), v in zip(edits, judged, strict=True)}
         entries |= {name: _train_entry(made) for name, made in trains.items()}
         names = [s.name for s in self.spec.statements if isinstance(s, ast.Edit | ast.Train)]
@@ -268,7 +268,7 @@ def _in_lines(same: Sequence[Diagnostic]) -> Diagnostic:
     return replace(first, notes=(*first.notes, f"{times}, in line{'s' * (len(lines) > 1)} {', '.join(lines)}"))
 
 
-def _entry(edit: ast.Edit, places: Sequence[SiteEdit], verdict: Verdict) -> PlanEdit:
+def _entry(edit: ast.Edit, places: Sequence[SiteEdit], verdict: Foldability) -> PlanEdit:
     count = counts.count(places)
     return PlanEdit(
         name=edit.name,
@@ -305,7 +305,7 @@ def _train_entry(made: Trained) -> PlanEdit:
 
 def _totals(
     edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]],
-    judged: Sequence[Verdict],
+    judged: Sequence[Foldability],
     trains: Iterable[Trained],
     base: int,
 ) -> PlanTotals:

@@ -61,9 +61,9 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         modules=module_infos(anatomy),
         tied=tied_groups(fake),
         overlaps=overlaps(fake),
-        shared=anatomy.shared,
-        guests=tuple(anatomy.seen.guests.items()),
-        elsewhere=tuple((name, *readers) for name, readers in anatomy.seen.elsewhere.items()),
+        shared_modules=anatomy.shared,
+        cross_layer_calls=tuple(anatomy.seen.guests.items()),
+        external_reads=tuple((name, *readers) for name, readers in anatomy.seen.elsewhere.items()),
         warnings=(*warnings(source.id, sites, unread), *hidden(source.module)),
         untraced=unread,
         positions=positions(fake),
@@ -93,7 +93,7 @@ def warnings(model: str, sites: tuple[Site, ...], unread: tuple[UntracedModule, 
     words = {step for site in sites for step, _ in site.steps}
     if "layer" not in words:
         yield f"{model} has no transformer layers that could be found: only its modules can be named"
-    elif "attn" not in words and not any("attn" in module.hides for module in unread):
+    elif "attn" not in words and not any("attn" in module.roles for module in unread):
         yield f"{model} has no attention: `attn` and what stands below it name nothing"
 
 

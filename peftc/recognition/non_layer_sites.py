@@ -8,7 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from peftc.addressing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, Slice, State, UntracedModule, WeightRef
+from peftc.addressing.sites import (
+    INPUT,
+    OUTPUT,
+    ActivationRef,
+    ModuleInfo,
+    Site,
+    Slice,
+    State,
+    UntracedModule,
+    WeightRef,
+)
 from peftc.forms import shapes
 from peftc.observation.sample_forward import list_around
 from peftc.recognition.graph import nodes
@@ -76,7 +86,7 @@ def module_site(name: str, steps: Steps, anatomy: ModelStructure, group: str = "
     ):
         shape = shapes_seen.get(name)
         if shape and (state == "h" or not isinstance(module, nn.Embedding)):
-            states[state] = State(state, shapes.Tokens(shape[-1]), Place(node, path=paths.get(name, ())))
+            states[state] = State(state, shapes.Tokens(shape[-1]), ActivationRef(node, key_path=paths.get(name, ())))
     own = {steps[-1][0]: name} if steps[-1][0] in FROZEN_MODULES and callable_on_one(module) else {}
     return Site(path_of(steps), steps, name, name, type(module).__name__, states, own, group)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.addressing.sites import Place, Site, Slice, State
+from peftc.addressing.sites import ActivationRef, Site, Slice, State
 from peftc.forms import shapes
 from peftc.recognition.attention.manual_attention import written_shape
 from peftc.recognition.attention.patterns import Attention
@@ -198,10 +198,10 @@ class LayerSites:
                 continue
             if features.separates(node, -1, self.kind.root):
                 shape = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
-                states[name] = State(name, shape, Place(f"{call}.{name}"))
+                states[name] = State(name, shape, ActivationRef(f"{call}.{name}"))
         pair = pair_shape(attention, q_width, self.kind.root)
         if pair is not None:
-            states["kv"] = State("kv", pair, Place(f"{call}.kv"))
+            states["kv"] = State("kv", pair, ActivationRef(f"{call}.kv"))
         return states
 
     def shared_pair(self, sub: SubLayer) -> State | None:
@@ -212,7 +212,7 @@ class LayerSites:
         pair = pairs.pop() if len(pairs) == 1 else None
         if pair is None or any(n.meta["origin"][0] != first.meta["origin"][0] for n in others):
             return None
-        return State("kv", pair, Place(f"{first.name}.kv", also=tuple(n.name for n in others)))
+        return State("kv", pair, ActivationRef(f"{first.name}.kv", other_nodes=tuple(n.name for n in others)))
 
     def functions(self, sub: SubLayer) -> dict[str, str]:
         norm = sub.output_norm or next((n for n in sub.norms if not norm_owner(n, sub, self.kind.root)), None)
@@ -239,12 +239,12 @@ class LayerSites:
         value = node.meta["example"]
         assert isinstance(value, torch.Tensor)
         if heads:
-            return State(name, shapes.Heads(value.shape[2], value.shape[3]), Place(node.name, rows))
+            return State(name, shapes.Heads(value.shape[2], value.shape[3]), ActivationRef(node.name, rows))
         dim = features_dim(node, self.kind.root)
         return State(
             name,
             shapes.Tokens(rows.width if rows else value.shape[dim]),
-            Place(node.name, rows, map=dim < value.ndim - 1),
+            ActivationRef(node.name, rows, feature_map=dim < value.ndim - 1),
         )
 
     def site(
@@ -257,7 +257,7 @@ class LayerSites:
     ) -> Site:
         steps = self.steps + steps
         kind = f"{self.kind.name}@{id(self.kind)}"
-        flat = any(s.place is not None and s.place.node in self.flat for s in states.values())
+        flat = any(s.activation is not None and s.activation.node in self.flat for s in states.values())
         stream = self.state("stream", self.stream) if flat else None
         path, group = path_of(steps), group or self.stack
         return Site(path, steps, module, self.layer, kind, dict(states), dict(functions or {}), group, stream)

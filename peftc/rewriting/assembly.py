@@ -102,9 +102,9 @@ def joined(regions: list[Region], anatomy: ModelStructure) -> list[Region]:
         region.module = first_names.get(region.module, region.module)
         if region.module in found:
             first = found[region.module]
-            there = {(e.edit, p.owner) for e, p in zip(first.edits, first.site_edits, strict=True) if shared}
+            there = {(e.edit, p.owner_path) for e, p in zip(first.edits, first.site_edits, strict=True) if shared}
             pairs = enumerate(zip(region.edits, region.site_edits, strict=True))
-            new = [i for i, (e, p) in pairs if (e.edit, p.owner) not in there]
+            new = [i for i, (e, p) in pairs if (e.edit, p.owner_path) not in there]
             first.edits += [region.edits[i] for i in new]
             first.site_edits += [region.site_edits[i] for i in new]
             first.inline |= region.inline

@@ -90,10 +90,10 @@ def describe_term(term: ir.Term) -> object:
             return state
         case ir.Constant(value=value):
             return value
-        case ir.Applied(instance=instance, inputs=values):
+        case ir.FormCall(instance=instance, inputs=values):
             arguments = sorted(instance.args.items(), key=lambda item: item[0])
             return (instance.key, instance.form.name, arguments, *map(describe_term, values))
-        case ir.Frozen(function=function, input=value):
+        case ir.FrozenCall(function=function, input=value):
             return (function, describe_term(value))
         case ir.Arithmetic(op=op, left=left, right=right):
             return (op, describe_term(left), describe_term(right))
@@ -104,12 +104,12 @@ def describe_term(term: ir.Term) -> object:
 def terms_of(placed: ir.SiteEdit) -> list[ir.Term]:
     """Every term of an edit, those of its lets included."""
     roots = [a.value for a in placed.assigns] + [term for _, term in placed.lets]
-    return [part for root in roots for part in ir.parts_of(root)]
+    return [part for root in roots for part in ir.subterms(root)]
 
 
 def frozen_modules(placed: ir.SiteEdit) -> dict[str, str]:
     """The frozen sub-modules that an edit applies: name to dotted name."""
-    return {t.function: t.module for t in terms_of(placed) if isinstance(t, ir.Frozen)}
+    return {t.function: t.module for t in terms_of(placed) if isinstance(t, ir.FrozenCall)}
 
 
 def together(placed: Iterable[ir.SiteEdit]) -> list[list[ir.SiteEdit]]:
@@ -133,7 +133,7 @@ def used_states(placed: ir.SiteEdit) -> list[str]:
     """
     terms = terms_of(placed)
     names = dict.fromkeys([*(t.state for t in terms if isinstance(t, ir.Read)), *(a.state for a in placed.assigns)])
-    if placed.site.stream is not None and (
+    if placed.site.layer_input is not None and (
         any(isinstance(t.shape, Scalar) and t.shape.per_example for t in terms)
         or any(instance.tasks for instance in placed.instances)
     ):
@@ -182,9 +182,9 @@ def contains_state(term: ir.Term) -> bool:
 def rows(term: ir.Term) -> int:
     """The number of rows of keys, or of tokens, that a term has besides those of the state itself."""
     match term:
-        case ir.Applied(input=value) if value is not None:
+        case ir.FormCall(input=value) if value is not None:
             return rows(value)
-        case ir.Applied(instance=instance):
+        case ir.FormCall(instance=instance):
             length = instance.args.get("len", 0)  # a factor has none
             assert isinstance(length, int)
             return length

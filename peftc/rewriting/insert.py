@@ -171,7 +171,7 @@ class _Assignment:
             after = sum(rows(p) for p in term.parts[own + 1 :]) + parts[own][3]
             keys, values = [p[0] for p in parts], [p[1] for p in parts]
             return self.function(torch.cat, keys, 2), self.function(torch.cat, values, 2), before, after
-        if isinstance(term, ir.Applied):
+        if isinstance(term, ir.FormCall):
             made = self.applied(term, like=like if call is None else call.get("k"))
             return self.function(operator.getitem, made, 0), self.function(operator.getitem, made, 1), 0, 0
         if isinstance(term, ir.Arithmetic):
@@ -292,14 +292,14 @@ class _Assignment:
                 return self.read(state)
             case ir.Constant(value=value):
                 return value
-            case ir.Applied():
+            case ir.FormCall():
                 return self.applied(term, like=None)
-            case ir.Frozen(function=function, input=value):
+            case ir.FrozenCall(function=function, input=value):
                 argument, name = self.term(value), self.edit.functions[function]
                 if not name:  # the region itself, as it is without edits
                     return self.function(base_call, self.inserter.base, argument)
                 return self.module(name, argument)
-            case ir.Arithmetic(op="+", left=left, right=ir.Applied() as form) if self.adds(form, left):
+            case ir.Arithmetic(op="+", left=left, right=ir.FormCall() as form) if self.adds(form, left):
                 return self.applied(form, like=None, plus=self.term(left))
             case ir.Arithmetic(op=op, left=left, right=right):
                 a, b = self.term(left), self.term(right)
@@ -307,18 +307,18 @@ class _Assignment:
             case ir.Concat():
                 raise AssertionError("keys and values are written in pairs")
 
-    def adds(self, term: ir.Applied, to: ir.Term) -> bool:
+    def adds(self, term: ir.FormCall, to: ir.Term) -> bool:
         """Whether a form's own module can add its value to that of another term, of the same shape."""
         instance = term.instance
         return (
             instance.form.adds
-            and instance.owns
+            and instance.has_site_parameters
             and not instance.tasks
             and term.shape == to.shape
             and id(term) not in self.memo
         )
 
-    def applied(self, term: ir.Applied, like: Any, plus: Any = None) -> Any:
+    def applied(self, term: ir.FormCall, like: Any, plus: Any = None) -> Any:
         if id(term) in self.memo:
             return self.memo[id(term)]
         argument = self.term(term.input) if term.input is not None else like

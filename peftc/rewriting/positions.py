@@ -22,7 +22,7 @@ NAME = "<positions>"  # in the place of an edit's, and no edit can have it
 SEQUENCE = "sequence"  # the name in a region's container under which the forms' knowledge stands
 
 
-def picks(instance: ir.Instance) -> bool:
+def picks(instance: ir.FormInstance) -> bool:
     return instance.form.picks(instance.form.fill(instance.args))
 
 
@@ -58,7 +58,7 @@ def refused(placed: Sequence[ir.SiteEdit], anatomy: ModelStructure) -> Iterator[
 
 
 def _untold(
-    p: ir.SiteEdit, one: ir.Instance, module: str | None, others: Mapping[str, tuple[str, str]]
+    p: ir.SiteEdit, one: ir.FormInstance, module: str | None, others: Mapping[str, tuple[str, str]]
 ) -> Diagnostic | None:
     """P422 for a form at a site, the tokens of which `module` takes."""
     if module is None:
@@ -72,11 +72,11 @@ def _untold(
     return None
 
 
-def _call(placed: ir.SiteEdit, one: ir.Instance) -> Span:
+def _call(placed: ir.SiteEdit, one: ir.FormInstance) -> Span:
     """Where a form stands in the text."""
     terms = (*(a.value for a in placed.assigns), *(term for _, term in placed.lets))
-    parts = (part for term in terms for part in ir.parts_of(term))
-    return next(part.source.span for part in parts if isinstance(part, ir.Applied) and part.instance is one)
+    parts = (part for term in terms for part in ir.subterms(term))
+    return next(part.source.span for part in parts if isinstance(part, ir.FormCall) and part.instance is one)
 
 
 def position_regions(placed: Iterable[ir.SiteEdit], anatomy: ModelStructure) -> list[Region]:

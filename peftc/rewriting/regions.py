@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from peftc.addressing.paths import stack_steps
-from peftc.addressing.sites import INPUT, OUTPUT, Place, Site, State
+from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Site, State
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
@@ -123,11 +123,11 @@ class LayerRegions:
                 width=width, weight=replace(state.weight, module=relative(module, region), stacked_slice=stacked)
             )
         assert anchor is not None
-        assert state.place is not None
-        rows = state.place.rows
+        assert state.activation is not None
+        rows = state.activation.rows
         node = node_of(state, self.layer, site, self.kind.traced)
         example = node.meta["example"]
-        flat = site.stream is not None and isinstance(state.shape, Tokens) and example.ndim == 2
+        flat = site.layer_input is not None and isinstance(state.shape, Tokens) and example.ndim == 2
         width = example.shape[-1] if rows else 0
         defining, also = self.named(state, anchor, region, site)
         shape = map_of(state, site, example)
@@ -299,9 +299,9 @@ class LayerRegions:
 
 def map_of(state: State, site: Site, example: object) -> Literal["", "second", "last"]:
     """How a state has its image, where one of the site's is an image with d as its second dimension."""
-    if state.place is not None and state.place.map:
+    if state.activation is not None and state.activation.feature_map:
         return "second"
-    maps = any(s.place is not None and s.place.map for s in site.states.values())
+    maps = any(s.activation is not None and s.activation.feature_map for s in site.states.values())
     image = isinstance(example, torch.Tensor) and example.ndim > 3
     return "last" if maps and image and isinstance(state.shape, Tokens) else ""
 
@@ -320,16 +320,16 @@ def module_region(placed: list[ir.SiteEdit], region: str, model: nn.Module) -> R
                 states[name] = Bound(weight=replace(state.weight, module=inner))
                 inline |= {".".join(inner.split(".")[:i]) for i in range(inner.count(".") + 2)}
             else:
-                assert state.place is not None
-                states[name] = Bound(anchor=boundary(state.place, module), rows=state.place.rows)
+                assert state.activation is not None
+                states[name] = Bound(anchor=boundary(state.activation, module), rows=state.activation.rows)
         functions = {f: relative(m, region) for f, m in frozen_modules(p).items()}
         keys = tuple(i.key for i in p.instances)
         edits.append(RegionEdit(p.edit, slug(p), p.assigns, states, functions, keys, p.lets))
     return Region(region, inline, edits, placed)
 
 
-def boundary(place: Place, module: nn.Module) -> Anchor:
+def boundary(place: ActivationRef, module: nn.Module) -> Anchor:
     if place.node == OUTPUT:
-        return Anchor("out", "", place.path)
+        return Anchor("out", "", place.key_path)
     assert place.node == INPUT
-    return Anchor("in", "", place.path or (list(forward_signature(module).parameters)[1],))
+    return Anchor("in", "", place.key_path or (list(forward_signature(module).parameters)[1],))

@@ -30,13 +30,13 @@ from peftc.tracing.tracer import RegionTrace
 
 
 def state_of(site: Site, name: str) -> State:
-    return site.stream if name == STREAM and site.stream is not None else site.states[name]
+    return site.layer_input if name == STREAM and site.layer_input is not None else site.states[name]
 
 
 def node_of(state: State, layer: str, site: Site, traced: RegionTrace) -> fx.Node:
     """The node of a state in its layer's graph; for a state of an attention call, the call."""
-    assert state.place is not None
-    name = state.place.node.partition(".")[0]
+    assert state.activation is not None
+    name = state.activation.node.partition(".")[0]
     if name in (INPUT, OUTPUT):
         return boundary_node(name, relative(site.module, layer), traced)
     return next(n for n in traced.graph.nodes if n.name == name)
@@ -50,11 +50,11 @@ def boundary_node(place: str, module: str, traced: RegionTrace) -> fx.Node:
 
 
 def state_anchors(state: State, layer: str, site: Site, traced: RegionTrace) -> list[Anchor]:
-    assert state.place is not None
-    argument = state.place.node.partition(".")[2]
+    assert state.activation is not None
+    argument = state.activation.node.partition(".")[2]
     node = node_of(state, layer, site, traced)
     if argument:
-        also = [next(n for n in traced.graph.nodes if n.name == name) for name in state.place.also]
+        also = [next(n for n in traced.graph.nodes if n.name == name) for name in state.activation.other_nodes]
         key = (*ordinal(node, traced), argument, *(ordinal(other, traced) for other in also))
         return [Anchor("argument", origin(node)[0], key)]
     return anchors(node, traced)
@@ -66,9 +66,9 @@ def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[
     The `x` and `h` of a Linear or a norm are its input and its output; the `x` of a sub-layer is what its first Linears read, `c` what
     keys and values are made from, `z` and the `h` of `hidden` what `down` reads, `res` what is summed up with `h`. None of others.
     """
-    assert state.place is not None
+    assert state.activation is not None
     node, traced = node_of(state, layer, site, kind.traced), kind.traced
-    if "." in state.place.node or state.place.node in (INPUT, OUTPUT):
+    if "." in state.activation.node or state.activation.node in (INPUT, OUTPUT):
         return [], []
     named = anchors(node, traced)
     own = relative(site.module, layer)

@@ -141,7 +141,7 @@ def choices_of(model: nn.Module, record: Installation) -> list[Choice]:
     found: dict[str, Choice] = {}
     for placed in record.site_edits:
         for assign, one in applied(placed):
-            for task, tail in one.copies():
+            for task, tail in one.task_suffixes():
                 if not record.task.concerns(task):
                     continue
                 place = chooser(model, record, placed, one, task, tail)
@@ -157,12 +157,12 @@ def choices_of(model: nn.Module, record: Installation) -> list[Choice]:
     return list(found.values())
 
 
-def applied(placed: ir.SiteEdit) -> Iterator[tuple[ir.Assign, ir.Instance]]:
+def applied(placed: ir.SiteEdit) -> Iterator[tuple[ir.Assign, ir.FormInstance]]:
     """The forms of an edit at a site, and where each stands first."""
     seen = set[int]()
     for assign in placed.assigns:
-        for term in ir.parts_of(assign.value):
-            if isinstance(term, ir.Applied) and id(term.instance) not in seen:
+        for term in ir.subterms(assign.value):
+            if isinstance(term, ir.FormCall) and id(term.instance) not in seen:
                 seen.add(id(term.instance))
                 yield assign, term.instance
 
@@ -174,12 +174,12 @@ def leading(placed: ir.SiteEdit, assign: ir.Assign) -> str:
 
 
 def chooser(
-    model: nn.Module, record: Installation, placed: ir.SiteEdit, one: ir.Instance, task: str | None, tail: str
+    model: nn.Module, record: Installation, placed: ir.SiteEdit, one: ir.FormInstance, task: str | None, tail: str
 ) -> str | None:
     """The name of the module that knows what of a form is trained, where there is such a choice."""
     owner = one.owner_of(task)
     name = f"{placed.edit}/{placed.site.path}/{one.key}"
-    places = [f"{record.form_modules[name]}{tail}"] if one.owns else []
+    places = [f"{record.form_modules[name]}{tail}"] if one.has_site_parameters else []
     places += [f"{SHARED}.{identifier(owner)}"] if owner is not None else []
     return next((place for place in places if isinstance(model.get_submodule(place), CHOOSERS)), None)
 

@@ -144,7 +144,7 @@ def counted(model: nn.Module, record: Installation) -> dict[str, list[MaskedSite
     seen = set[str]()
     for placed in record.site_edits:
         for one in placed.instances:
-            for task, _ in one.copies():
+            for task, _ in one.task_suffixes():
                 owner = one.owner_of(task)
                 if owner is None or owner in seen or not record.task.concerns(task):
                     continue

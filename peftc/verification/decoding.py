@@ -56,7 +56,7 @@ def check_decoding(trial: Trial, batch: Batch, done: Results) -> None:
 def looks_at_all(trial: Trial) -> bool:
     """Whether an equation has a number for each example, which is made of all tokens of a call."""
     terms = (
-        term for placed in trial.record.site_edits for assign in placed.assigns for term in ir.parts_of(assign.value)
+        term for placed in trial.record.site_edits for assign in placed.assigns for term in ir.subterms(assign.value)
     )
     return any(getattr(term.shape, "per_example", False) for term in terms)
 

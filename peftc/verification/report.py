@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peftc.diagnostics import Diagnostic
-from peftc.planning.report.text import plain
+from peftc.planning.report.text import plain_text
 
 Outcome = Literal["holds", "fails", "not checked"]
 
@@ -105,7 +105,7 @@ STYLE = {"holds": "green", "fails": "bold red", "not checked": "yellow"}
 
 def verification_text(verification: Verification, width: int = 80) -> str:
     """The verification as plain text without colours."""
-    return plain(render_verification(verification), width)
+    return plain_text(render_verification(verification), width)
 
 
 def render_verification(verification: Verification) -> RenderableType:

@@ -12,7 +12,7 @@ from peftc.addressing.sites import Site, State, WeightRef
 from peftc.forms import FORMS, Dims
 from peftc.forms.module import FormModule, build
 from peftc.forms.shapes import Shape, Tokens, Vector, Weight
-from peftc.planning.ir import Applied, Arithmetic, Assign, Constant, Frozen, Instance, Placed, Read, Term
+from peftc.planning.ir import Arithmetic, Assign, Constant, FormCall, FormInstance, FrozenCall, Placed, Read, Term
 from peftc.syntax import ast
 
 SOURCE = ast.Name("…")
@@ -30,15 +30,15 @@ def op(symbol: str, left: Term, right: Term) -> Arithmetic:
     return Arithmetic(symbol, left, right, shape=left.shape, source=SOURCE)  # type: ignore[arg-type]
 
 
-def apply(name: str, value: Term | None, target: Shape, key: str | None = None, **given: object) -> Applied:
+def apply(name: str, value: Term | None, target: Shape, key: str | None = None, **given: object) -> FormCall:
     form = FORMS[name]
     dims = Dims(value.shape if value else None, target, 8)
-    instance = Instance(key or name, form, form.fill(given), dims)  # type: ignore[arg-type]
-    return Applied(instance, value, shape=target, source=SOURCE)
+    instance = FormInstance(key or name, form, form.fill(given), dims)  # type: ignore[arg-type]
+    return FormCall(instance, value, shape=target, source=SOURCE)
 
 
-def frozen(name: str, value: Term) -> Frozen:
-    return Frozen(name, name, value, shape=value.shape, source=SOURCE)
+def frozen(name: str, value: Term) -> FrozenCall:
+    return FrozenCall(name, name, value, shape=value.shape, source=SOURCE)
 
 
 def assign(state: str, value: Term) -> Assign:
@@ -56,13 +56,13 @@ def site(path: str, d_out: int, d_in: int, *, bias: bool = True, linear: str = "
     return Site(path, steps, path, "root", "kind", states)
 
 
-def instances(term: Term) -> list[Instance]:
+def instances(term: Term) -> list[FormInstance]:
     match term:
-        case Applied(instance=instance, input=value):
+        case FormCall(instance=instance, input=value):
             return [instance, *([] if value is None else instances(value))]
         case Arithmetic(left=left, right=right):
             return instances(left) + instances(right)
-        case Frozen(input=value):
+        case FrozenCall(input=value):
             return instances(value)
         case _:
             return []
@@ -112,7 +112,7 @@ def _fresh(
             return states[state]
         case Constant(value=value):
             return torch.tensor(value, dtype=torch.float64)
-        case Applied(instance=instance, input=value):
+        case FormCall(instance=instance, input=value):
             like = states["like"] if value is None else _value(value, modules, states, known)
             return modules[instance.key](like)
         case Arithmetic(op=symbol, left=left, right=right):

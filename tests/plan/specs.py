@@ -4,13 +4,13 @@ import pytest
 
 from peftc.addressing.sites import SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.planning.planner import Planned, make_plan
+from peftc.planning.planner import PlanResult, make_plan
 from peftc.planning.report.plan import PlanEdit
 from peftc.semantics.expand import expand
 from peftc.syntax import parse_text
 
 
-def planned(text: str, table: SiteTable) -> Planned:
+def planned(text: str, table: SiteTable) -> PlanResult:
     """The plan of a text (without its first line) on a table of sites."""
     return make_plan(expand(parse_text(f"peft 1\n{text}", "test.peft")), table)
 

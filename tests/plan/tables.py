@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from peftc.addressing.sites import ModuleInfo, Place, Site, SiteTable, Slice, State, WeightRef
+from peftc.addressing.sites import ActivationRef, ModuleInfo, Site, SiteTable, Slice, State, WeightRef
 from peftc.forms.shapes import Heads, KeyValue, Rows, Shape, Tokens, Vector, Weight
 
 Steps = tuple[tuple[str, int | None], ...]
@@ -39,7 +39,7 @@ class Builder:
 
     def site(self, steps: Steps, module: str, root: str, shapes: dict[str, Shape], group: str = "", **more) -> None:
         path = _path(steps)
-        states = {name: State(name, shape, Place(f"{path}:{name}")) for name, shape in shapes.items()}
+        states = {name: State(name, shape, ActivationRef(f"{path}:{name}")) for name, shape in shapes.items()}
         if more.get("linear"):
             states["h"] = replace(states["h"], linear=more["linear"])
         states |= more.get("weights", {})
@@ -98,7 +98,7 @@ class Builder:
             size = (self.d, self.d_ff) if role == "down" else (self.d_ff, self.d)
             self.linear(name, *size)
             self.linear_site((*steps, (role, None)), name, layer, *size)
-        same = {"h": State("h", hidden, Place(f"{_path(steps)}:z"))}  # under another name
+        same = {"h": State("h", hidden, ActivationRef(f"{_path(steps)}:z"))}  # under another name
         self.site((*steps, ("hidden", None)), names["down"], layer, {"x": stream}, weights=same)
         self.norm(norm)
         self.norm_site((*steps, ("norm", None)), norm, layer)

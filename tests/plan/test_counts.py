@@ -10,7 +10,7 @@ import pytest
 import peftc
 from peftc.addressing.sites import SiteTable
 from peftc.planning.counts import percent
-from peftc.planning.planner import Planned, make_plan
+from peftc.planning.planner import PlanResult, make_plan
 from peftc.semantics.expand import expand
 from peftc.syntax import parse_text
 
@@ -162,7 +162,7 @@ def table(model: str) -> SiteTable:
     return peftc.sites(model)
 
 
-def planned(text: str, model: str, tasks: int = 1) -> Planned:
+def planned(text: str, model: str, tasks: int = 1) -> PlanResult:
     sites = table(model)
     filled = re.sub(r"\{d(?:/(\d+))?\}", lambda part: str(sites.d_model // int(part[1] or 1)), text)
     return make_plan(expand(parse_text("peft 1\n" + filled)), sites, tasks=tuple(f"task{i}" for i in range(tasks)))

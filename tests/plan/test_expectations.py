@@ -45,7 +45,7 @@ def test_expectations(expectation, holds):
     made = planned(f"{MAM}expect {expectation}", BART)
     (found,) = made.plan.expectations
     assert found.holds is holds
-    assert [one.code for one in made.findings] == ([] if holds else ["P304"])
+    assert [one.code for one in made.failed_expectations] == ([] if holds else ["P304"])
 
 
 def test_expectations_are_shown_as_the_formatter_prints_them():
@@ -54,11 +54,11 @@ def test_expectations_are_shown_as_the_formatter_prints_them():
 
 
 def test_a_failure_says_what_was_found():
-    (found,) = planned(f"{MAM}expect stored <= 6.7%", BART).findings
+    (found,) = planned(f"{MAM}expect stored <= 6.7%", BART).failed_expectations
     assert underlined(found) == "stored <= 6.7%"
     assert found.label == "`stored` is 27,414,528, 6.747 % of the base"
     assert found.notes == ("`prefix` has 2,211,840", "`ffn` has 25,202,688")
-    (found,) = planned(f"{MAM}expect foldable(ffn)", BART).findings
+    (found,) = planned(f"{MAM}expect foldable(ffn)", BART).failed_expectations
     assert found.label == "`foldable(ffn)` is false"
     assert found.notes[0].startswith("`ffn` does not fold: `adapter(x)`")
 

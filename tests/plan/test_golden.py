@@ -47,7 +47,7 @@ def test_plan(name, golden):
     made = planned(SPECS[name], BART)
     text = plan_text(made.plan, made.site_edits)
     assert max(map(len, text.splitlines())) <= 80
-    findings = (*made.findings, *made.warnings)
+    findings = (*made.failed_expectations, *made.warnings)
     golden(f"plan_{name}.txt", text + ("\n" + render_text(findings) if findings else ""))
 
 

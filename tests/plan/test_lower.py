@@ -3,7 +3,7 @@
 import pytest
 
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Tokens, Vector, Weight
-from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read
+from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read
 from peftc.planning.shape_arithmetic import combine
 from tests.plan import tables
 from tests.plan.specs import planned, refused, underlined
@@ -58,7 +58,7 @@ def test_an_equation_becomes_a_term():
     assert (value.op, value.left.state, value.shape) == ("+", "h", Tokens(1024))
     assert isinstance(value.right, Arithmetic)
     assert isinstance(value.right.left, Constant)
-    assert isinstance(value.right.right, Applied)
+    assert isinstance(value.right.right, FormCall)
     (instance,) = first.instances
     assert value.right.right.instance is instance
     assert (instance.key, instance.owner, instance.dims.d_model) == ("adapter", None, 1024)
@@ -117,9 +117,9 @@ def test_frozen_modules():
     (first, *_) = planned("edit e at layer[*].ffn { h += adapter(norm(h + res), r=8) }", BART).site_edits
     applied = first.assigns[0].value
     assert isinstance(applied, Arithmetic)
-    assert isinstance(applied.right, Applied)
+    assert isinstance(applied.right, FormCall)
     norm = applied.right.input
-    assert isinstance(norm, Frozen)
+    assert isinstance(norm, FrozenCall)
     assert (norm.function, norm.module) == ("norm", "model.encoder.layers.0.final_layer_norm")
 
 
@@ -139,7 +139,7 @@ def test_a_minus_is_a_product_with_minus_one():
     assert (value.op, value.right.op, value.right.shape) == ("+", "*", Tokens(1024))
     assert isinstance(value.right.left, Constant)
     assert value.right.left.value == -1
-    assert isinstance(value.right.right, Applied)
+    assert isinstance(value.right.right, FormCall)
 
 
 def _terms(term):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.render import render_text
-from peftc.planning.selection.selectors import coverage, resolve
+from peftc.planning.selection.selectors import coverage_warnings, resolve
 from peftc.syntax import ast
 from tests.plan import tables
 from tests.plan.specs import planned
@@ -75,7 +75,7 @@ def test_sites_in_model_order_or_diagnostics(selector, table):
     order = [table.sites.index(site) for site in found if site in table.sites]
     modules = [NAMES[id(table)].get(site.module, -1) for site in found]
     assert order == sorted(order) if len(order) == len(found) else modules == sorted(modules)
-    assert all(warning.severity == "warning" for warning in coverage(selector, table))
+    assert all(warning.severity == "warning" for warning in coverage_warnings(selector, table))
 
 
 EDITS = (

@@ -10,7 +10,7 @@ import peftc
 from peftc.addressing.sites import SiteTable
 from peftc.filesystem import resources
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
-from peftc.planning.planner import Planned, make_plan
+from peftc.planning.planner import PlanResult, make_plan
 from peftc.semantics import expand, read_spec
 from tests.matrix import checkerboard
 
@@ -27,7 +27,7 @@ def table(model: str) -> SiteTable:
     return peftc.sites(model)
 
 
-def planned(name: str, model: str) -> Planned:
+def planned(name: str, model: str) -> PlanResult:
     return make_plan(expand(read_spec(RECIPES[name])), table(model))
 
 
@@ -43,12 +43,12 @@ def test_a_recipe_plans(name: str, model: str) -> None:
             planned(name, model)
         return
     found = planned(name, model)
-    assert not found.findings
+    assert not found.failed_expectations
     assert all(expectation.holds for expectation in found.plan.expectations)
     assert found.plan.totals.trained == entries(found, model) > 0
 
 
-def entries(found: Planned, model: str) -> int:
+def entries(found: PlanResult, model: str) -> int:
     """How many entries the tensors have that would be trained: those of forms, and of the base."""
     base = {f"{m.name}.{a}": prod(size) for m in table(model).modules for a, size in m.parameters.items()}
     forms: dict[object, FormModule] = {}
@@ -56,12 +56,12 @@ def entries(found: Planned, model: str) -> int:
         for one in placed.instances:
             for owner in one.owners():
                 if owner not in forms:
-                    make = build_of_all if owner == one.of_all else build_owner
+                    make = build_of_all if owner == one.all_tasks_owner else build_owner
                     forms[owner] = make(one, dtype=torch.float32, device="meta")
-            if one.owns:
+            if one.has_site_parameters:
                 forms[placed.edit, placed.site.path, one.key] = build(one, dtype=torch.float32, device="meta")
     own = sum(p.numel() for form in forms.values() for p in form.parameters())
-    return own + sum(base[name] for name in set(found.trained.values()))
+    return own + sum(base[name] for name in set(found.trained_parameters.values()))
 
 
 # What each recipe trains on BART-large: d = 1024, 4096 in the ffn, 12 attentions and ffns in the encoder, 24 and 12 in the decoder.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peftc.diagnostics import PeftcError
-from peftc.planning.selection.selectors import coverage, resolve
+from peftc.planning.selection.selectors import coverage_warnings, resolve
 from peftc.syntax import ast
 from tests.plan import tables
 
@@ -245,24 +245,24 @@ def test_a_dead_glob():
 def test_uneven_coverage_is_a_warning():
     table = tables.llama(layers=6, v_missing=(1, 4, 5))
     assert len(resolve(path("layer[*].attn.v"), table)) == 3
-    (found,) = coverage(path("layer[*].attn.v"), table)
+    (found,) = coverage_warnings(path("layer[*].attn.v"), table)
     assert (found.code, found.severity) == ("P204", "warning")
     assert found.notes == ("without it: decoder.layer[1, 4..5]",)
-    assert coverage(path("layer[*].attn.q"), table) == []
-    assert coverage(path("layer[*].attn"), BART) == []
+    assert coverage_warnings(path("layer[*].attn.q"), table) == []
+    assert coverage_warnings(path("layer[*].attn"), BART) == []
 
 
 def test_a_range_past_the_end_of_one_stack_is_a_warning():
-    (found,) = coverage(path("layer[0..4].ffn"), tables.bart(layers=(6, 3)))
+    (found,) = coverage_warnings(path("layer[0..4].ffn"), tables.bart(layers=(6, 3)))
     assert found.message == "`0..4` goes past the end of `decoder.layer`"
 
 
 def test_an_attention_without_what_its_layers_other_attention_has_is_a_warning():
     kept = [site for site in BART.sites if site.path != "decoder.layer[3].attn.cross.v"]
-    (found,) = coverage(path("layer[*].attn.v"), replace(BART, sites=tuple(kept)))
+    (found,) = coverage_warnings(path("layer[*].attn.v"), replace(BART, sites=tuple(kept)))
     assert found.message == "`layer[*].attn.v` is missing on 1 of 36 attentions of these layers"
     assert found.notes == ("without it: decoder.layer[3].attn.cross",)
-    assert coverage(path("layer[*].attn.v"), BART) == []
+    assert coverage_warnings(path("layer[*].attn.v"), BART) == []
 
 
 def test_an_index_from_the_end_reaches_the_first_layer_and_no_further():
@@ -282,6 +282,6 @@ def test_a_wildcard_of_one_segment_does_not_span_a_dot(wildcard):
 
 def test_uneven_coverage_of_what_a_difference_takes_from_is_a_warning():
     table = tables.llama(layers=6, v_missing=(1, 4, 5))
-    (found,) = coverage(ast.Difference(path("layer[*].attn.v"), path("layer[0].attn.v")), table)
+    (found,) = coverage_warnings(ast.Difference(path("layer[*].attn.v"), path("layer[0].attn.v")), table)
     assert found.code == "P204"
-    assert coverage(ast.Difference(path("layer[*].attn.q"), path("layer[0..2].attn.v")), table) == []
+    assert coverage_warnings(ast.Difference(path("layer[*].attn.q"), path("layer[0..2].attn.v")), table) == []

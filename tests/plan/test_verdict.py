@@ -133,12 +133,12 @@ def test_entries_that_are_chosen_are_counted_once_a_choice_and_never_above_what_
 def test_tied_parameters_are_trained_once():
     made = planned("train e = [w] at embed | head", BART)
     assert made.plan.totals.trained == 50265 * D
-    assert made.trained == {"e/model.shared.weight": "model.shared.weight"}
+    assert made.trained_parameters == {"e/model.shared.weight": "model.shared.weight"}
 
 
 def test_names_of_what_is_trained():
     made = planned("train n = [w] at layer[*].norm\ntrain all = [w, b] at layer[*].norm", LLAMA)
-    assert made.trained == {
+    assert made.trained_parameters == {
         "n/model.layers.0.input_layernorm.weight": "model.layers.0.input_layernorm.weight",
         "n/model.layers.0.post_attention_layernorm.weight": "model.layers.0.post_attention_layernorm.weight",
     }
@@ -150,7 +150,7 @@ def test_part_of_a_parameter_cannot_be_trained():
     assert (found.code, found.help) == ("P309", 'train all of it, by name: `at "transformer.h.0.attn.c_attn"`')
     whole = planned("train q = [w] at layer[*].attn.q | layer[*].attn.k | layer[*].attn.v", GPT2)
     assert whole.plan.totals.trained == 3 * 64 * 64
-    assert list(whole.trained.values()) == ["transformer.h.0.attn.c_attn.weight"]
+    assert list(whole.trained_parameters.values()) == ["transformer.h.0.attn.c_attn.weight"]
 
 
 @pytest.mark.parametrize("equation", ["h = x * x", "h += lora(x, r=2) * lora(x, r=2)", "h = h * x", "h += x / x"])

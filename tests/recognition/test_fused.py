@@ -87,7 +87,7 @@ def test_rows_that_cannot_be_followed_have_no_role(apart: Any, named: set[str]) 
 
 
 def numbers(rows: Slice) -> list[int]:
-    return [number for start, stop in rows.runs() for number in range(start, stop)]
+    return [number for start, stop in rows.blocks() for number in range(start, stop)]
 
 
 SLICES = [*IN_ORDER, Slice(0, 4, 12, H), Slice(4, 8, 12, H), Slice(8, 12, 12, H), Slice(2, 3, 4, 5), Slice(20, 24)]

@@ -25,7 +25,7 @@ def sites_of(key: str) -> tuple[nn.Module, dict[str, Site]]:
 
 
 def rows(site: Site) -> Slice | None:
-    place = site.states["h"].place
+    place = site.states["h"].activation
     assert place is not None
     return place.rows
 

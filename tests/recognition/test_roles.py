@@ -51,7 +51,9 @@ def test_q_and_v_are_what_peft_says(name: str, tables: dict[str, SiteTable]) -> 
 
 def test_a_fused_projection_is_three_slices(tables: dict[str, SiteTable]) -> None:
     table = tables["gpt2"]
-    rows = {last(s): s.states["h"].place.rows for s in table.sites if s.path.startswith("decoder.layer[0].attn.self.")}
+    rows = {
+        last(s): s.states["h"].activation.rows for s in table.sites if s.path.startswith("decoder.layer[0].attn.self.")
+    }
     d = table.d_model
     assert [(rows[r].start, rows[r].stop) for r in "qkv"] == [(0, d), (d, 2 * d), (2 * d, 3 * d)]
     assert rows["o"] is None
@@ -63,10 +65,10 @@ def test_states_of_a_sub_layer(tables: dict[str, SiteTable]) -> None:
     assert set(cross.states) == {"x", "h", "c", "res", "q", "k", "v", "kv"}
     assert cross.states["h"].linear == "decoder.layer[0].attn.cross.o"
     assert cross.group == "decoder.cross"
-    assert cross.functions == {"norm": "model.decoder.layers.0.encoder_attn_layer_norm"}
+    assert cross.frozen_modules == {"norm": "model.decoder.layers.0.encoder_attn_layer_norm"}
     opt = {s.path: s for s in tables["opt"].sites}
-    assert opt["decoder.layer[0].ffn"].stream is not None, "OPT flattens batch and tokens in its ffn"
-    assert opt["decoder.layer[0].attn.self"].stream is None
+    assert opt["decoder.layer[0].ffn"].layer_input is not None, "OPT flattens batch and tokens in its ffn"
+    assert opt["decoder.layer[0].attn.self"].layer_input is None
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_a_part_that_is_called_outside_of_the_layers_too(models: dict[str, nn.Mo
 def test_other_names_of_a_part_that_are_not_used_are_none(models: dict[str, nn.Module]) -> None:
     model: Any = copy.deepcopy(models["llama"])
     model.attentions = nn.ModuleList(layer.self_attn for layer in model.layers)
-    assert peftc.sites(model).shared == ()
+    assert peftc.sites(model).shared_modules == ()
     peftc.plan(spec("layer[1].attn.q", LINEAR), model)
 
 

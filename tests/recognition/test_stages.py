@@ -160,9 +160,13 @@ def test_an_image_is_read_and_written_as_tokens() -> None:
 
 def test_a_norm_may_have_the_features_of_an_image_second() -> None:
     table = peftc.sites(Layers(Normed(), Normed()), sample={"x": torch.randn(2, D, 3, 5)})
-    states = {(s.path, name): state for s in table.sites for name, state in s.states.items() if state.place is not None}
+    states = {
+        (s.path, name): state for s in table.sites for name, state in s.states.items() if state.activation is not None
+    }
     assert ("encoder.layer[0].mixer", "x") in states
-    assert {(state.shape, state.place.map) for state in states.values() if state.place} == {(Tokens(D), True)}
+    assert {(state.shape, state.activation.feature_map) for state in states.values() if state.activation} == {
+        (Tokens(D), True)
+    }
 
 
 class StageWithAttention(nn.Module):

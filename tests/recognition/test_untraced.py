@@ -202,12 +202,12 @@ def test_keys_made_by_an_opaque_module_are_nobodys() -> None:
     table = peftc.sites(model(Gate, "inside"), sample=SAMPLE)
     named = {site.steps[-1][0]: site.module for site in table.sites if site.root == "blocks.0" and "w" in site.states}
     assert {named[role] for role in "qkvo"} == {f"blocks.0.cross.{role}" for role in "qkvo"}
-    assert [m.hides for m in table.untraced] == [frozenset(), frozenset()]
+    assert [m.roles for m in table.untraced] == [frozenset(), frozenset()]
 
 
 def test_indices_hide_nothing() -> None:
     table = peftc.sites(model(Chooser, "beside"), sample=SAMPLE)
-    assert [m.hides for m in table.untraced] == [frozenset(), frozenset()]
+    assert [m.roles for m in table.untraced] == [frozenset(), frozenset()]
     peftc.plan(lora_at("layer[*].attn.q"), model(Chooser, "beside"), sample=SAMPLE)
 
 
@@ -260,7 +260,7 @@ def test_an_attention_of_an_unknown_kind_is_no_mixer() -> None:
     of = model(Softmaxes)
     table = peftc.sites(of, sample=SAMPLE)
     assert "mixer" not in words(table)
-    assert [(m.module, m.hides) for m in table.untraced[:1]] == [("blocks.0.inner", frozenset({"attn"}))]
+    assert [(m.module, m.roles) for m in table.untraced[:1]] == [("blocks.0.inner", frozenset({"attn"}))]
     assert refused("layer[*].attn.q", of)[0].code == "P214"
 
 
@@ -309,6 +309,6 @@ def test_a_module_without_modules_is_entered_before_it_is_named() -> None:
 
 def test_a_module_without_modules_that_cannot_be_entered_has_no_name() -> None:
     table = peftc.sites(model(GridMatrices), sample=SAMPLE)
-    assert [(m.module, m.hides) for m in table.untraced[:1]] == [("blocks.0.inner", frozenset({"attn"}))]
+    assert [(m.module, m.roles) for m in table.untraced[:1]] == [("blocks.0.inner", frozenset({"attn"}))]
     assert "attn.self" not in words(table)
     assert all(index is None for site in table.sites for name, index in site.steps if name == "ffn")

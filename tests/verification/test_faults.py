@@ -162,7 +162,7 @@ def test_an_edit_that_reads_x_in_place_of_h(monkeypatch: pytest.MonkeyPatch) -> 
     assert verified(spec, "bert").ok
 
     def swap(_: Any, made: Any, t: Any) -> Any:
-        reads = isinstance(t, ir.Applied) and isinstance(t.input, ir.Read)
+        reads = isinstance(t, ir.FormCall) and isinstance(t.input, ir.Read)
         return made(replace(t, input=replace(t.input, state="x"))) if reads else made(t)
 
     rewritten(monkeypatch, swap)
@@ -199,7 +199,7 @@ def test_an_edit_before_a_dropout_in_place_of_behind(monkeypatch: pytest.MonkeyP
 
 def test_a_value_that_lets_no_gradient_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def detached(self: Any, made: Any, t: Any) -> Any:
-        return self.method("detach", made(t)) if isinstance(t, ir.Applied) and t.input is not None else made(t)
+        return self.method("detach", made(t)) if isinstance(t, ir.FormCall) and t.input is not None else made(t)
 
     rewritten(monkeypatch, detached)
     found = verified("peft 1\nedit e at layer[*].ffn { h += scalar(init=1) * adapter(h, r=4, act=gelu) }\n", "bert")

@@ -12,7 +12,7 @@ from typing import Literal
 
 from peftc.addressing.sites import Site, WeightRef
 from peftc.forms.shapes import Tokens, Weight
-from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read, SiteEdit, Term
+from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
 
 Side = Literal["weight", "output", "input"]
 OUTPUT_OF = {"ffn": "down", "attn": "o", "self": "o", "cross": "o"}  # sub-layer -> the Linear that computes its h
@@ -123,53 +123,53 @@ def depends(term: Term, linear: Collection[str]) -> bool:
             if state not in linear:
                 raise NotAffine(f"`{state}` is not what the Linear reads", term)
             return True
-        case Applied(input=value):
+        case FormCall(input=value):
             return _applied(term, value, linear)
         case Arithmetic(op=op, left=left, right=right):
             return _arithmetic(term, op, depends(left, linear), depends(right, linear))
-        case Frozen(function=function):
-            raise NotAffine(f"`{said(term)}`: the model's own `{function}` is not folded through", term)
+        case FrozenCall(function=function):
+            raise NotAffine(f"`{show_term(term)}`: the model's own `{function}` is not folded through", term)
         case Concat(shape=shape):
             what = "tokens to the input" if isinstance(shape, Tokens) else "rows to the keys and values"
-            raise NotAffine(f"`{said(term)}` adds {what}, which no weight holds", term)
+            raise NotAffine(f"`{show_term(term)}` adds {what}, which no weight holds", term)
 
 
-def said(term: Term) -> str:
+def show_term(term: Term) -> str:
     """A term in few words, for messages: `adapter(h)`, `1 - g` as `1 - scalar()`."""
     match term:
         case Read(state=state):
             return state
         case Constant(value=value):
             return f"{value:g}"
-        case Applied(instance=instance, inputs=values):
-            return f"{instance.form.name}({', '.join(map(said, values))})"
-        case Frozen(function=function, input=value):
-            return f"{function}({said(value)})"
+        case FormCall(instance=instance, inputs=values):
+            return f"{instance.form.name}({', '.join(map(show_term, values))})"
+        case FrozenCall(function=function, input=value):
+            return f"{function}({show_term(value)})"
         case Arithmetic(op=op, left=left, right=right):
             return f"{_grouped(left)} {op} {_grouped(right)}"
         case Concat(parts=parts):
-            return f"concat({', '.join(map(said, parts))})"
+            return f"concat({', '.join(map(show_term, parts))})"
 
 
-def _applied(term: Applied, value: Term | None, linear: Collection[str]) -> bool:
+def _applied(term: FormCall, value: Term | None, linear: Collection[str]) -> bool:
     reason = term.instance.form.affine(term.instance.args)
     if reason is not None:
-        raise NotAffine(f"`{said(term)}`: {reason}", term)
+        raise NotAffine(f"`{show_term(term)}`: {reason}", term)
     if value is not None and not depends(value, linear):
-        raise NotAffine(f"`{said(term)}` reads nothing that the Linear reads", term)
+        raise NotAffine(f"`{show_term(term)}` reads nothing that the Linear reads", term)
     return value is not None
 
 
 def _arithmetic(term: Arithmetic, op: str, left: bool, right: bool) -> bool:
     if op == "*" and left and right:
-        raise NotAffine(f"`{said(term)}` multiplies two values that both depend on the input", term)
+        raise NotAffine(f"`{show_term(term)}` multiplies two values that both depend on the input", term)
     if op == "/" and right:
-        raise NotAffine(f"`{said(term)}` divides by a value that depends on the input", term)
+        raise NotAffine(f"`{show_term(term)}` divides by a value that depends on the input", term)
     return left or right
 
 
 def _grouped(term: Term) -> str:
-    return f"({said(term)})" if isinstance(term, Arithmetic) else said(term)
+    return f"({show_term(term)})" if isinstance(term, Arithmetic) else show_term(term)
 
 
 def _first_reason(placed: SiteEdit, linear: Collection[str]) -> str | None:

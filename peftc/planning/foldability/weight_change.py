@@ -10,7 +10,7 @@ from peftc.addressing.parameter_ranges import EntryChoice, Parameters, RowRange
 from peftc.addressing.sites import Slice
 from peftc.forms.shapes import Weight
 from peftc.planning.foldability.affine import FoldTarget, linear_states
-from peftc.planning.ir import Applied, Arithmetic, Constant, Instance, Read, SiteEdit, Term, parts_of
+from peftc.planning.ir import Arithmetic, Constant, FormCall, FormInstance, Read, SiteEdit, Term, subterms
 
 Own = Literal["absent", "one", "other"]
 
@@ -73,13 +73,13 @@ def _written_weights(placed: SiteEdit, parameters: Parameters) -> Iterable[RowRa
             yield from (EntryChoice(_choice(placed, one), count, region) for region in regions)
 
 
-def _choice(placed: SiteEdit, one: Instance) -> tuple[str, ...]:
+def _choice(placed: SiteEdit, one: FormInstance) -> tuple[str, ...]:
     """What tells one choice of entries from another: those who have their parameters in common need not choose together."""
     together = one.owner is not None and one.form.common(one.args) is not None
     return (str(one.owner),) if together else (placed.edit, placed.site.path, one.key)
 
 
-def _added_choices(term: Term, state: str) -> list[Instance] | None:
+def _added_choices(term: Term, state: str) -> list[FormInstance] | None:
     """Of `state + f + g` those that choose the entries at which they are not zero; None where it is no such sum."""
     match term:
         case Arithmetic(op="+", left=left, right=right):
@@ -91,10 +91,10 @@ def _added_choices(term: Term, state: str) -> list[Instance] | None:
             return [] if isinstance(term, Read) and term.state == state else None
 
 
-def _choices(term: Term) -> list[Instance] | None:
+def _choices(term: Term) -> list[FormInstance] | None:
     """Those that choose the entries at which a term is not zero, None where it may be any."""
     match term:
-        case Applied(instance=instance):
+        case FormCall(instance=instance):
             return [instance] if instance.form.changes is not None else None
         case Arithmetic(op="*", left=left, right=right):
             first = _choices(left)
@@ -107,12 +107,12 @@ def _choices(term: Term) -> list[Instance] | None:
             return None
 
 
-def _joined(first: list[Instance] | None, second: list[Instance] | None) -> list[Instance] | None:
+def _joined(first: list[FormInstance] | None, second: list[FormInstance] | None) -> list[FormInstance] | None:
     return None if first is None or second is None else [*first, *second]
 
 
 def _reads(term: Term, state: str) -> bool:
-    return any(isinstance(part, Read) and part.state == state for part in parts_of(term))
+    return any(isinstance(part, Read) and part.state == state for part in subterms(term))
 
 
 def value_of(placed: SiteEdit, linear: Collection[str]) -> Parts:
@@ -135,7 +135,7 @@ def value_of(placed: SiteEdit, linear: Collection[str]) -> Parts:
                 return parts(left) + (parts(right) if op == "+" else parts(right).mapped())
             case Arithmetic(left=left, right=right):
                 return _scaled(left, right)
-            case Applied(instance=instance, input=value) if value is not None:
+            case FormCall(instance=instance, input=value) if value is not None:
                 return parts(value).mapped(bool(instance.args.get("bias")))
             case _:
                 return Parts(constant=True)
@@ -174,7 +174,7 @@ def _rank(term: Term, state: str) -> int | None:
 
 def _added_rank(term: Term) -> int | None:
     match term:
-        case Applied(instance=instance):
+        case FormCall(instance=instance):
             return instance.form.rank(instance.args, instance.dims)
         case Arithmetic(op="*", left=left, right=right):
             return _added_rank(right) if _is_factor(left) else _added_rank(left) if _is_factor(right) else None
@@ -186,4 +186,4 @@ def _added_rank(term: Term) -> int | None:
 
 def _is_factor(term: Term) -> bool:
     """One number, which leaves a rank as it is."""
-    return isinstance(term, Constant) or (isinstance(term, Applied) and term.instance.form.name == "scalar")
+    return isinstance(term, Constant) or (isinstance(term, FormCall) and term.instance.form.name == "scalar")

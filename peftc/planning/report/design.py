@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peftc.forms.shapes import KeyValue, Tokens
-from peftc.planning.ir import Applied, Arithmetic, Assign, Concat, Constant, Frozen, Read, SiteEdit, Term, parts_of
+from peftc.planning.ir import Arithmetic, Assign, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term, subterms
 
 Insertion = Literal["sequential", "parallel", "weight", "scaling", "tokens"]
 FACTORS = {"scalar": "s", "gate": "g", "vector": "l"}  # forms that multiply what is composed, as the paper writes them
@@ -37,7 +37,7 @@ def design_of(places: Sequence[SiteEdit]) -> Design:
         return _joined(placed, assign, assign.value, modified)
     main = _main(assign.value)
     if main is None:
-        factor = next((p for p in parts_of(assign.value) if isinstance(p, Applied)), None)
+        factor = next((p for p in subterms(assign.value) if isinstance(p, FormCall)), None)
         functional = FACTORS.get(factor.instance.form.name, "Δh") if factor else said(assign.value, None)
         return Design(placed.edit, functional, "scaling", modified, f"{assign.state} ← {said(assign.value, None)}")
     change = f"Δ{assign.state}"
@@ -77,30 +77,30 @@ def _word(placed: SiteEdit) -> str:
 
 
 def _joined(placed: SiteEdit, assign: Assign, value: Concat, modified: str) -> Design:
-    rows = next(p for p in parts_of(value) if isinstance(p, Applied))
+    rows = next(p for p in subterms(value) if isinstance(p, FormCall))
     functional = rows.instance.form.shown("x W_q", rows.instance.args)
     if isinstance(value.shape, Tokens):
         return Design(placed.edit, functional, "tokens", modified, "h ← [Δh; h]")
     return Design(placed.edit, functional, "parallel", modified, "h ← (1 − λ)h + λΔh")  # Eq. 7-10
 
 
-def _main(value: Term) -> Applied | None:
+def _main(value: Term) -> FormCall | None:
     """What Δh is: the outermost form that is no mere factor."""
-    found = [p for p in parts_of(value) if isinstance(p, Applied) and p.instance.form.name not in FACTORS]
+    found = [p for p in subterms(value) if isinstance(p, FormCall) and p.instance.form.name not in FACTORS]
     return found[0] if found else None
 
 
-def _functional(main: Applied) -> str:
+def _functional(main: FormCall) -> str:
     source = "" if main.input is None else said(main.input, None)
     return main.instance.form.shown(source, main.instance.args)
 
 
-def _insertion(main: Applied) -> Insertion:
-    reads = {p.state for p in parts_of(main) if isinstance(p, Read)}
+def _insertion(main: FormCall) -> Insertion:
+    reads = {p.state for p in subterms(main) if isinstance(p, Read)}
     return "sequential" if "h" in reads else "parallel"
 
 
-def said(term: Term, main: Applied | None, change: str = "Δh") -> str:
+def said(term: Term, main: FormCall | None, change: str = "Δh") -> str:
     """A term with Δh in the place of the main form, s for numbers, g for gates, l for vectors."""
     if term is main and main is not None:
         return f"s · {change}" if main.instance.args.get("alpha") is not None else change
@@ -109,9 +109,9 @@ def said(term: Term, main: Applied | None, change: str = "Δh") -> str:
             return state
         case Constant(value=value):
             return "1" if value == 1 else "s"
-        case Applied(instance=instance):
+        case FormCall(instance=instance):
             return FACTORS.get(instance.form.name, instance.form.name)
-        case Frozen(function=function, input=value):
+        case FrozenCall(function=function, input=value):
             return f"{function}({said(value, main, change)})"
         case Arithmetic(op=op, left=left, right=right):
             sides = [said(side, main, change) for side in (left, right)]

@@ -11,14 +11,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from peftc.addressing.path_compression import collapsed
+from peftc.addressing.path_compression import compress_paths
 from peftc.addressing.sites import Site
 from peftc.planning.counts import percent
 from peftc.planning.ir import SiteEdit
 from peftc.planning.report.shapes import mappings
-from peftc.planning.report.text import plain
+from peftc.planning.report.text import plain_text
 from peftc.planning.selection.shared_modules import uses
-from peftc.planning.selection.untraced import reasons
+from peftc.planning.selection.untraced import reason_lines
 from peftc.semantics.vocabulary import PLAN_COUNTS
 
 
@@ -110,7 +110,7 @@ class Plan(_Part):
 
 def plan_text(plan: Plan, placed: Sequence[SiteEdit] = (), width: int = 80) -> str:
     """The plan as plain text without colours."""
-    return plain(render_plan(plan, placed), width)
+    return plain_text(render_plan(plan, placed), width)
 
 
 def render_plan(plan: Plan, placed: Sequence[SiteEdit] = ()) -> RenderableType:
@@ -120,7 +120,7 @@ def render_plan(plan: Plan, placed: Sequence[SiteEdit] = ()) -> RenderableType:
         placed: the places of the edits, from which their shapes are read; without them no shapes are shown.
     """
     shapes = {edit.name: mappings(p for p in placed if p.edit == edit.name) for edit in plan.edits}
-    shared = {edit.name: [p.site for p in placed if p.edit == edit.name and p.site.also] for edit in plan.edits}
+    shared = {edit.name: [p.site for p in placed if p.edit == edit.name and p.site.shared_with] for edit in plan.edits}
     parts: list[RenderableType] = [_header(plan), Text(), _numbers(plan)]
     for edit in plan.edits:
         parts += [Text(), _edit(edit, shapes.get(edit.name, ()), shared.get(edit.name, ()))]
@@ -162,8 +162,8 @@ def _edit(edit: PlanEdit, shapes: Sequence[str], shared: Sequence[Site] = ()) ->
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    sites = collapsed([site.path for site in edit.sites])
-    modules = collapsed([site.module for site in edit.sites])
+    sites = compress_paths([site.path for site in edit.sites])
+    modules = compress_paths([site.module for site in edit.sites])
     for label, lines in (("at", sites), ("in", modules)):
         table.add_row(label, Text("\n".join(f"{path} × {count}" if count > 1 else path for path, count in lines)))
     if shapes:
@@ -185,4 +185,4 @@ def _expectations(plan: Plan) -> RenderableType:
 
 
 def _unread(plan: Plan) -> RenderableType:
-    return Group(Text("not read", "bold"), *(Padding(Text(line), (0, 0, 0, 2)) for line in reasons(plan.unread)))
+    return Group(Text("not read", "bold"), *(Padding(Text(line), (0, 0, 0, 2)) for line in reason_lines(plan.unread)))

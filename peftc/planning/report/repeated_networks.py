@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from peftc.addressing.path_compression import runs
+from peftc.addressing.path_compression import index_ranges
 from peftc.addressing.paths import Steps
 from peftc.addressing.sites import Site
 
@@ -22,7 +22,7 @@ class Family:
     def name(self) -> str:
         """`experts[0..7] × 8`, or `shared`."""
         word = self.steps[-1][0]
-        return f"{word}[{runs(self.numbers)}] × {len(self.numbers)}" if self.numbers else word
+        return f"{word}[{index_ranges(self.numbers)}] × {len(self.numbers)}" if self.numbers else word
 
 
 class Families:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from peftc.planning.ir import Instance, SiteEdit
+from peftc.planning.ir import FormInstance, SiteEdit
 
 
 def mappings(places: Iterable[SiteEdit]) -> list[str]:
@@ -12,7 +12,7 @@ def mappings(places: Iterable[SiteEdit]) -> list[str]:
     return list(dict.fromkeys(_mapping(instance) for placed in places for instance in placed.instances))
 
 
-def _mapping(instance: Instance) -> str:
+def _mapping(instance: FormInstance) -> str:
     dims = instance.dims
     source = "" if dims.input is None else f"{dims.input} -> "
     result = instance.form.shape(instance.args, dims)

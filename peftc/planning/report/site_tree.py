@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peftc.addressing.path_compression import runs
+from peftc.addressing.path_compression import index_ranges
 from peftc.addressing.paths import Steps, show_site_steps, stack_steps
 from peftc.addressing.sites import Site, SiteTable
 from peftc.planning.report.repeated_networks import Families, Family
-from peftc.planning.report.text import plain
+from peftc.planning.report.text import plain_text
 
 Row = tuple[str, ...]  # site, module, shape, parameters, states
 
@@ -26,7 +26,7 @@ WIDEST = 24  # of the sites
 
 def sites_text(table: SiteTable, width: int = 80) -> str:
     """The tree as plain text without colours."""
-    return plain(render_sites(table, width), width)
+    return plain_text(render_sites(table, width), width)
 
 
 def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
@@ -47,8 +47,8 @@ def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
 
 def _shared(table: SiteTable) -> list[RenderableType]:
     """What layers have in common: a line for each module that is in no other such module."""
-    names = {name for group in table.shared for name in group}
-    outer = [group for group in table.shared if not any(group[0].startswith(f"{name}.") for name in names)]
+    names = {name for group in table.shared_modules for name in group}
+    outer = [group for group in table.shared_modules if not any(group[0].startswith(f"{name}.") for name in names)]
     return [Text(), *(Text(f"one module: {', '.join(group)}") for group in outer)] if outer else []
 
 
@@ -119,7 +119,7 @@ class _Tree:
 
     def _layer_rows(self, alike: Sequence[Steps], members: Mapping[Steps, Sequence[Site]]) -> list[Row]:
         first = members[alike[0]]
-        numbers = runs([index for steps in alike if (index := steps[-1][1]) is not None])
+        numbers = index_ranges([index for steps in alike if (index := steps[-1][1]) is not None])
         name = f"  layer[{numbers}]" + (f" × {len(alike)}" if len(alike) > 1 else "")
         name += f" run {first[0].runs} times" if first[0].runs > 1 else ""
         rows: list[Row] = []

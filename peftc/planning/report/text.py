@@ -7,7 +7,7 @@ import io
 from rich.console import Console, RenderableType
 
 
-def plain(result: RenderableType, width: int) -> str:
+def plain_text(result: RenderableType, width: int) -> str:
     """Text without colours and without blanks at the ends of lines."""
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, legacy_windows=False, highlight=False).print(result)

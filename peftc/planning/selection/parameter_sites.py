@@ -100,9 +100,9 @@ def _of_part(ref: WeightRef | None, module: str) -> bool:
 
 def _part(site: Site, name: str) -> Site:
     """The weight or the bias of a site as a site."""
-    also = tuple(_part(other, name) for other in site.also)
+    also = tuple(_part(other, name) for other in site.shared_with)
     steps, states = (*site.steps, (name, None)), {name: site.states[name]}
-    return replace(site, path=f"{site.path}.{name}", steps=steps, states=states, functions={}, also=also)
+    return replace(site, path=f"{site.path}.{name}", steps=steps, states=states, frozen_modules={}, shared_with=also)
 
 
 def _tied_once(sites: Sequence[Site], table: SiteTable) -> Iterator[Site]:
@@ -113,12 +113,12 @@ def _tied_once(sites: Sequence[Site], table: SiteTable) -> Iterator[Site]:
     for site in sites:
         (state,) = site.states.values()
         assert state.weight is not None
-        own = site.path if state.weight.part else None
+        own = site.path if state.weight.is_partial else None
         groups[parameters.canonical(state.weight), own, state.shape, state.weight.transposed].append(site)
     for group in groups.values():
         reading = [site for site in group if _name(site) in used] or group
         reading.sort(key=lambda site: site.path.rpartition(".")[0] not in known)
-        yield replace(reading[0], also=tuple(use for site in reading for use in (site, *site.also))[1:])
+        yield replace(reading[0], shared_with=tuple(use for site in reading for use in (site, *site.shared_with))[1:])
 
 
 def _name(site: Site) -> str:

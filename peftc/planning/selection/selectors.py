@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from peftc.addressing.path_compression import collapsed, runs
+from peftc.addressing.path_compression import compress_paths, index_ranges
 from peftc.addressing.paths import (
     BRANCHES,
     Family,
@@ -18,8 +18,8 @@ from peftc.addressing.paths import (
 )
 from peftc.addressing.sites import ModuleInfo, Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.planning.selection import nearest
-from peftc.planning.selection.modules import module_site, modules_below
+from peftc.planning.selection import selector_errors
+from peftc.planning.selection.module_sites import module_site, modules_below
 from peftc.planning.selection.untraced import missed
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_index as show_index
@@ -45,7 +45,7 @@ def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
     return _in_model_order(found.values(), table)
 
 
-def coverage(selector: ast.Selector, table: SiteTable) -> list[Diagnostic]:
+def coverage_warnings(selector: ast.Selector, table: SiteTable) -> list[Diagnostic]:
     """P204 warnings for arms that miss some of the layers they ask for, one a stack."""
     paths = Paths(table)
     return [warning for path in _arms(selector) for warning in (*_uneven(path, paths), *_without(path, paths))]
@@ -75,14 +75,14 @@ class _Resolution:
         if below and not matches:  # a stack is no site, but there are modules below it
             matches = list(self.paths.matches(steps, whole=False))
         if not matches:
-            self.errors.append(nearest.dead_path(path, steps, self.paths))
+            self.errors.append(selector_errors.dead_path(path, steps, self.paths))
             return {}
         if wrong := list(_wrong_indices(steps, matches, self.paths)):
             self.errors.extend(wrong)
             return {}
         chosen = [match for match in matches if self.paths.chosen(match, steps)]
         if not chosen:
-            self.errors.append(nearest.empty_choice(path, self.paths.table))
+            self.errors.append(selector_errors.empty_choice(path, self.paths.table))
         elif below:
             return self._modules(modules_below([match.reached for match in chosen], self.paths.table))
         return {match.site.path: match.site for match in chosen}
@@ -91,7 +91,7 @@ class _Resolution:
         pattern = glob_pattern(glob.pattern)
         found = [module for module in self.paths.table.modules if pattern.fullmatch(module.name)]
         if not found:
-            self.errors.append(nearest.dead_glob(glob, self.paths.table))
+            self.errors.append(selector_errors.dead_glob(glob, self.paths.table))
         return self._modules(found)
 
     def _modules(self, modules: Iterable[ModuleInfo]) -> Found:
@@ -120,11 +120,11 @@ def _wrong_indices(steps: Sequence[ast.Step], matches: Sequence[Match], paths: P
         found = families(matches, i)
         sizes = {family: paths.size(family) for family in found if paths.size(family)}
         if not sizes:
-            yield nearest.not_indexed(step)
+            yield selector_errors.not_indexed(step)
             continue
         for index in step.indices:
             if not any(fits(index, size) for size in sizes.values()):
-                yield nearest.no_such_index(index, step, sizes)
+                yield selector_errors.no_such_index(index, step, sizes)
 
 
 def _removes_nothing(selector: ast.Difference, left: Found, right: Found) -> Diagnostic:
@@ -196,7 +196,7 @@ def _without(path: ast.Path, paths: Paths) -> Iterable[Diagnostic]:
             f"`{show(path)}` is missing on {len(missing)} of {len(all_of_them)} attentions of these layers",
             path.span,
             label="not in every `attn`",
-            notes=(f"without it: {', '.join(line for line, _ in collapsed(missing))}",),
+            notes=(f"without it: {', '.join(line for line, _ in compress_paths(missing))}",),
             help="write `attn.self` or `attn.cross` if one of them is meant",
             severity="warning",
         )
@@ -208,7 +208,7 @@ def _warning(path: ast.Path, family: Family, asked: list[int], missing: list[int
         f"`{show(path)}` is missing on {len(missing)} of {len(asked)} layers",
         path.span,
         label=f"not in every `{family}`",
-        notes=(f"without it: {family}[{runs(missing)}]",),
+        notes=(f"without it: {family}[{index_ranges(missing)}]",),
         help="write the layers that have it, if this is meant",
         severity="warning",
     )

@@ -21,7 +21,7 @@ class Sharing:
 
     def __init__(self, table: SiteTable) -> None:
         self.table = table
-        self.groups = {name: group for group in table.shared for name in group}
+        self.groups = {name: group for group in table.shared_modules for name in group}
 
     @cached_property
     def sites(self) -> Mapping[tuple[str, Key], Site]:
@@ -45,7 +45,7 @@ class Sharing:
 
     def refuse_guests(self, sites: Sequence[Site], selector: ast.Selector) -> None:
         """Raises: P211 where code of another layer calls the module of a site through a reference of its own."""
-        guests = dict(self.table.guests)
+        guests = dict(self.table.cross_layer_calls)
         for site in sites if guests else ():
             if (layer := guests.get(site.module)) is not None and site.module not in self.groups:
                 message = f"`{site.module}` of `{site.path}` is called by `{layer}`, too"
@@ -60,7 +60,7 @@ class Sharing:
         if len(names) == 1 or site.module != names[0]:
             return site if len(names) == 1 else None
         others = tuple(there[name, role(site)] for name in names[1:])
-        return replace(site, also=others, runs=site.runs + sum(other.runs for other in others))
+        return replace(site, shared_with=others, runs=site.runs + sum(other.runs for other in others))
 
     def partial(self, site: Site, there: Mapping[tuple[str, Key], Site], selector: ast.Selector) -> Diagnostic | None:
         """P211 for a site whose module has others that are not named."""
@@ -102,4 +102,4 @@ def role(site: Site) -> Key:
 def uses(site: Site) -> Iterator[Site]:
     """A site and the others of the same module."""
     yield site
-    yield from site.also
+    yield from site.shared_with

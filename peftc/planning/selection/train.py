@@ -39,7 +39,7 @@ def trained(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Tr
     names = dict.fromkeys(parameters.canonical(ref) for _, _, ref in refs)
     for site, state, ref in refs:
         name = parameters.canonical(ref)
-        if ref.part and numel(region for region in regions if region.parameter == name) < parameters.numel(name):
+        if ref.is_partial and numel(region for region in regions if region.parameter == name) < parameters.numel(name):
             raise PeftcError(_part(statement, site, state, name))
     if common := _in_common(names, table):
         raise PeftcError(_overlap(statement, *common))
@@ -98,7 +98,7 @@ def _weights(table: SiteTable) -> Iterator[tuple[Site, WeightRef]]:
     """Each site with each parameter that is all its own; the first site of a parameter comes last."""
     for site in reversed(table.sites):
         refs = (state.weight for state in site.states.values())
-        yield from ((site, ref) for ref in refs if ref is not None and not ref.part)
+        yield from ((site, ref) for ref in refs if ref is not None and not ref.is_partial)
 
 
 def _weight(site: Site, state: str) -> WeightRef | None:

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from peftc.addressing.path_compression import collapsed
+from peftc.addressing.path_compression import compress_paths
 from peftc.addressing.paths import BRANCHES, Paths, Steps
 from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic
-from peftc.planning.selection.nearest import name_span
+from peftc.planning.selection.selector_errors import name_span
 from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_selector as show
@@ -74,9 +74,9 @@ def needed(path: ast.Path, paths: Paths) -> UntracedModules:
     return tuple(
         module
         for module in paths.table.untraced
-        if (_whole(module, names[:at]) if "layer" in module.hides else module.steps in layers)
+        if (_whole(module, names[:at]) if "layer" in module.roles else module.steps in layers)
         and (
-            "layer" in module.hides
+            "layer" in module.roles
             or (_hidden(names[at + 1 :], module) and not _elsewhere(names[at + 1 :], module, paths))
         )
     )
@@ -89,7 +89,7 @@ def _whole(module: UntracedModule, before: Sequence[str]) -> bool:
 
 
 def _hidden(words: Sequence[str], module: UntracedModule) -> bool:
-    return bool(words) and words[0] in module.hides
+    return bool(words) and words[0] in module.roles
 
 
 def _elsewhere(words: Sequence[str], module: UntracedModule, paths: Paths) -> bool:
@@ -107,13 +107,13 @@ def _error(arm: ast.Path, modules: UntracedModules, paths: Paths) -> Diagnostic:
     names = [step.name for step in arm.steps]
     at = names.index("layer")
     step = arm.steps[min(at + 1, len(arm.steps) - 1)]
-    pattern = collapsed([module.module for module in modules])[0][0]
+    pattern = compress_paths([module.module for module in modules])[0][0]
     return Diagnostic(
         "P214",
         f"`{show(arm)}` asks for what may be in `{pattern}`, which could not be read",
         name_span(step),
         label=f"some `{step.name}` may be left out",
-        notes=tuple(reasons(modules)),
+        notes=tuple(reason_lines(modules)),
         help=_help(modules, _branches(names[at + 1 :], modules, paths)),
     )
 
@@ -136,13 +136,15 @@ def _branches(words: Sequence[str], modules: UntracedModules, paths: Paths) -> l
     return list(dict.fromkeys(last for last in found if last in BRANCHES))
 
 
-def reasons(modules: Iterable[Untraced]) -> list[str]:
+def reason_lines(modules: Iterable[Untraced]) -> list[str]:
     """Each module with the reason, those that differ in a number alone as one."""
     same: dict[tuple[str, str], list[str]] = {}
     for module in modules:
         same.setdefault((module.type, module.reason), []).append(module.module)
     return [
-        f"`{pattern}` ({type_}): {reason}" for (type_, reason), names in same.items() for pattern, _ in collapsed(names)
+        f"`{pattern}` ({type_}): {reason}"
+        for (type_, reason), names in same.items()
+        for pattern, _ in compress_paths(names)
     ]
 
 
@@ -165,6 +167,6 @@ def warning(selector: ast.Selector, modules: Sequence[UntracedModule]) -> Diagno
         f"{len(modules)} module{'s' * (len(modules) != 1)} of these layers could not be read",
         selector.span,
         label="nothing in them has a name",
-        notes=tuple(reasons(modules)),
+        notes=tuple(reason_lines(modules)),
         severity="warning",
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from peftc.addressing.sites import INPUT, OUTPUT, Place, Slice, StackedSlice, State, WeightRef
+from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Slice, StackedSlice, State, WeightRef
 from peftc.forms import shapes
 from peftc.recognition.moe.listed import Listed
 from peftc.recognition.moe.router import Router
@@ -51,8 +51,8 @@ def linear_states(name: str, module: nn.Module) -> dict[str, State]:
     states = weight_states(name, module)
     shape = states["w"].shape
     assert isinstance(shape, shapes.Weight)
-    states["x"] = State("x", shapes.Tokens(shape.d_in), Place(INPUT))
-    states["h"] = State("h", shapes.Tokens(shape.d_out), Place(OUTPUT))
+    states["x"] = State("x", shapes.Tokens(shape.d_in), ActivationRef(INPUT))
+    states["h"] = State("h", shapes.Tokens(shape.d_out), ActivationRef(OUTPUT))
     return states
 
 

@@ -249,7 +249,7 @@ class Witness:
         if not isinstance(value, Tensor):
             return value
         stream = self.streams.get(location.root)
-        if site.stream is not None and flattened(value, stream):
+        if site.layer_input is not None and flattened(value, stream):
             assert stream is not None
             value = value.unflatten(0, stream)
         return features(rows, value)

@@ -78,11 +78,11 @@ class Interpreter:
                 return self.values[placed.site.path, state]
             case ir.Constant(value=value):
                 return value
-            case ir.Applied(instance=instance, inputs=values):
+            case ir.FormCall(instance=instance, inputs=values):
                 like = present.key if isinstance(present, Pair) else present
                 arguments = [self.term(placed, value, present) for value in values]
                 return self.forms.of(placed, instance)(*(arguments or [like]))
-            case ir.Frozen(module=module, input=value):
+            case ir.FrozenCall(module=module, input=value):
                 return self.modules.get_submodule(module)(self.term(placed, value, present))
             case ir.Arithmetic(op=op, left=left, right=right):
                 return calculate(op, self.term(placed, left, present), self.term(placed, right, present))
@@ -126,7 +126,7 @@ def with_features(rows: Slice | None, value: Tensor, new: Tensor, dim: int = -1)
 
 
 def _index(rows: Slice, device: torch.device) -> Tensor:
-    return torch.tensor([i for start, stop in rows.runs() for i in range(start, stop)], device=device)
+    return torch.tensor([i for start, stop in rows.blocks() for i in range(start, stop)], device=device)
 
 
 def weight_of(parameter: Tensor, ref: WeightRef) -> Tensor:

@@ -49,20 +49,20 @@ class Locator:
         state = site.states[name]
         if state.weight is not None:
             return Location("weight", state.weight.module, site.root)
-        if state.place is None or state.place.map:
+        if state.activation is None or state.activation.feature_map:
             raise Unreachable(f"`{name}` is no value of shape (…, features)")
         return self._boundary(site, name, state) or self._inside(site, name)
 
     def rows(self, site: Site, name: str) -> Slice | None:
         """The features of the value that are the site's; None for all."""
-        place = site.states[name].place
+        place = site.states[name].activation
         return place.rows if place is not None and self.of(site, name).kind in ("input", "output") else None
 
     def _boundary(self, site: Site, name: str, state: State) -> Location | None:
-        assert state.place is not None
+        assert state.activation is not None
         ends: dict[str, Kind] = {INPUT: "input", OUTPUT: "output"}
-        if state.place.node in ends:
-            return Location(ends[state.place.node], site.module, site.root)
+        if state.activation.node in ends:
+            return Location(ends[state.activation.node], site.module, site.root)
         if self.is_module(site) and name in ("x", "h"):
             return self.at(site, "input" if name == "x" else "output")
         if site.steps[-1][0] == "layer" and name in ("x", "h"):
@@ -139,5 +139,5 @@ class Locator:
 def states_of(placed: ir.SiteEdit) -> list[str]:
     """The states that an edit reads or writes at a site."""
     roots = [assign.value for assign in placed.assigns] + [term for _, term in placed.lets]
-    reads = [part.state for root in roots for part in ir.parts_of(root) if isinstance(part, ir.Read)]
+    reads = [part.state for root in roots for part in ir.subterms(root) if isinstance(part, ir.Read)]
     return list(dict.fromkeys([*(assign.state for assign in placed.assigns), *reads]))

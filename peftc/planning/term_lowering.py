@@ -10,9 +10,9 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms import FORMS, Dims, Form, Illegal
 from peftc.forms.prompt import PROMPT
 from peftc.forms.shapes import KeyValue, Scalar, Tokens
-from peftc.planning.instances import Instances
-from peftc.planning.ir import Applied, Arithmetic, Concat, Constant, Frozen, Read, Term
-from peftc.planning.scope import Scope
+from peftc.planning.form_instances import Instances
+from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, Term
+from peftc.planning.lowering_context import LoweringContext
 from peftc.planning.shape_arithmetic import combine
 from peftc.semantics.constants import numeric_value
 from peftc.semantics.vocabulary import FROZEN_MODULES
@@ -28,7 +28,7 @@ class Terms:
 
     edit: str
     site: Site
-    scope: Scope
+    scope: LoweringContext
     instances: Instances
     lets: dict[str, Term] = field(default_factory=dict[str, Term])
     target: State | None = None
@@ -100,15 +100,15 @@ class Terms:
             return self.concat(call)
         if (shared := self.scope.shared.get(name)) is not None:
             return self.applied(shared.at(call), FORMS[shared.call.function], owner=name, at=call)
-        if (module := self.site.functions.get(name)) is not None:
+        if (module := self.site.frozen_modules.get(name)) is not None:
             return self.frozen(call, module)
         if (form := FORMS.get(name)) is not None:
             return self.applied(call, form)
         if name in FROZEN_MODULES:
-            own = join_names(self.site.functions) if self.site.functions else "none"
+            own = join_names(self.site.frozen_modules) if self.site.frozen_modules else "none"
             notes = (f"frozen modules of `{self.site.path}`: {own}",)
             raise error("P307", f"`{self.site.path}` has no `{name}`", call.function_span, notes=notes)
-        known = ["concat", *self.site.functions, *FORMS, *self.scope.shared]
+        known = ["concat", *self.site.frozen_modules, *FORMS, *self.scope.shared]
         raise error("P101", f"there is no form `{name}`", call.function_span, help=did_you_mean(name, known))
 
     def concat(self, call: ast.Call) -> Concat:
@@ -145,7 +145,7 @@ class Terms:
             raise error("P303", message, at, help="write `h = concat(prompt(len=…), h)`")
         return Concat(parts, shape=own.shape, source=call)
 
-    def frozen(self, call: ast.Call, module: str) -> Frozen:
+    def frozen(self, call: ast.Call, module: str) -> FrozenCall:
         if len(call.args) != 1 or call.kwargs:
             raise error("P108", f"`{call.function}` is a module of the model and takes one value", call.span)
         size = self.scope.weight_of(module)
@@ -160,7 +160,7 @@ class Terms:
                 notes=(f"`{call.function}` is the module `{module}`",),
             )
         shape = Tokens(size[0], value.shape.of) if len(size) == 2 else value.shape
-        return Frozen(call.function, module, value, shape=shape, source=call)
+        return FrozenCall(call.function, module, value, shape=shape, source=call)
 
     def inside(self, source: ast.Expr, shape: Tokens) -> Term:
         """An argument of a frozen module: its forms give what that module reads."""
@@ -171,7 +171,7 @@ class Terms:
         finally:
             self.target = outside
 
-    def applied(self, call: ast.Call, form: Form, owner: str | None = None, at: ast.Call | None = None) -> Applied:
+    def applied(self, call: ast.Call, form: Form, owner: str | None = None, at: ast.Call | None = None) -> FormCall:
         use = at or call
         bound = self.scope.bound(call, form)
         value = None if bound.input is None else self.term(bound.input)
@@ -192,7 +192,7 @@ class Terms:
                 f"{owner} at {self.site.path}" if form.anywhere else owner
             )  # each site has its own, used once or twice
             self.scope.agree(owner, place, form, dims, use)
-        return Applied(instance, value, second, shape=shape, source=use)
+        return FormCall(instance, value, second, shape=shape, source=use)
 
     def illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:
         """What a form refuses, at the argument it blames, with the shapes it saw and where they come from."""

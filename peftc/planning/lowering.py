@@ -7,18 +7,18 @@ from collections.abc import Iterable, Sequence
 from peftc.addressing.sites import Site
 from peftc.diagnostics import Diagnostic, Span
 from peftc.forms.shapes import KeyValue
-from peftc.planning.instances import Instances
+from peftc.planning.form_instances import Instances
 from peftc.planning.ir import Assign, Concat, SiteEdit, Term
-from peftc.planning.scope import Scope
+from peftc.planning.lowering_context import LoweringContext
 from peftc.planning.selection.parameter_sites import body_at
-from peftc.planning.terms import Terms, error, quoted
+from peftc.planning.term_lowering import Terms, error, quoted
 from peftc.semantics.walk import names_in
 from peftc.syntax import ast
 
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
 
 
-def place(edit: ast.Edit, site: Site, scope: Scope) -> SiteEdit:
+def lower_edit(edit: ast.Edit, site: Site, scope: LoweringContext) -> SiteEdit:
     """The edit at one site of the model.
 
     `h += f` becomes `h = h + f`; what `let` binds is computed where it stands.

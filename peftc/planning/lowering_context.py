@@ -53,18 +53,18 @@ class Member(NamedTuple):
         return spot(self.path, *self.features)
 
 
-ONE = "default"  # the task of edits `per task` where none are named
+DEFAULT_TASK = "default"  # the task of edits `per task` where none are named
 
 
 @dataclass
-class Scope:
+class LoweringContext:
     """One planning run. Bound arguments are kept, so that an equation is bound once and not at every site.
 
     `shared_by` lists the places of every shared set of parameters; it is complete after a first pass over all edits.
     """
 
     table: SiteTable
-    tasks: tuple[str, ...] = (ONE,)
+    tasks: tuple[str, ...] = (DEFAULT_TASK,)
     shared: Mapping[str, Shared] = field(default_factory=dict[str, Shared])
     shared_by: Mapping[str, Sequence[Member]] = field(default_factory=dict[str, Sequence[Member]])
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)

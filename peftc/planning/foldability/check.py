@@ -10,11 +10,11 @@ from peftc.addressing.parameter_ranges import EntryChoice, Parameters, RowRange,
 from peftc.addressing.sites import Site, SiteTable, WeightRef
 from peftc.planning.foldability import weight_change
 from peftc.planning.foldability.affine import FoldTarget, fold_reason, fold_target, parameter_names
-from peftc.planning.ir import Applied, Arithmetic, Concat, Frozen, Read, SiteEdit, Term
+from peftc.planning.ir import Arithmetic, Concat, FormCall, FrozenCall, Read, SiteEdit, Term
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Foldability:
     """`reason`: into what an edit folds and by what rank, or the sub-expression (or the edit) that prevents it."""
 
     foldable: bool
@@ -32,9 +32,9 @@ class _At:
     obstacle: str | None
 
 
-def verdicts(
+def check_foldability(
     edits: Sequence[Sequence[SiteEdit]], table: SiteTable, staying: Mapping[str, str] | None = None
-) -> list[Verdict]:
+) -> list[Foldability]:
     """One verdict for each edit (given as its places, in the order of the spec).
 
     An edit folds when it folds at all its sites, and nothing that stays behind comes between it and the weight.
@@ -69,23 +69,23 @@ def _own(placed: SiteEdit, sites: Mapping[str, Site]) -> frozenset[str]:
 
 def _at(placed: SiteEdit, order: int, sites: Mapping[str, Site], table: SiteTable, own: Collection[str]) -> _At:
     target = fold_target(placed, sites)
-    obstacle = fold_reason(placed, sites, used_ties(table), table.overlaps, own, table.elsewhere)
+    obstacle = fold_reason(placed, sites, used_ties(table), table.overlaps, own, table.external_reads)
     return _At(placed, order, None if isinstance(target, str) else target, obstacle)
 
 
-def _verdict(places: Sequence[_At], parameters: Parameters) -> Verdict:
+def _verdict(places: Sequence[_At], parameters: Parameters) -> Foldability:
     obstacles = [(at.placed.site.path, at.obstacle) for at in places if at.obstacle is not None]
     if obstacles:
         path, reason = obstacles[0]
         some = len(obstacles) < len(places)
-        return Verdict(
+        return Foldability(
             False, f"{reason} (at {len(obstacles)} of {len(places)} sites, such as {path})" if some else reason
         )
     targets = [(at.placed, at.target) for at in places if at.target is not None]
     regions = frozenset(
         region for placed, target in targets for region in weight_change.changed(placed, target, parameters)
     )
-    return Verdict(True, _into(targets), regions)
+    return Foldability(True, _into(targets), regions)
 
 
 def _into(targets: Sequence[tuple[SiteEdit, FoldTarget]]) -> str:
@@ -218,10 +218,10 @@ def _states(term: Term) -> Iterable[str]:
             yield state
         case Arithmetic(left=left, right=right):
             yield from (*_states(left), *_states(right))
-        case Applied(inputs=values):
+        case FormCall(inputs=values):
             for value in values:
                 yield from _states(value)
-        case Frozen(input=value):
+        case FrozenCall(input=value):
             yield from _states(value)
         case Concat(parts=parts):
             for part in parts:

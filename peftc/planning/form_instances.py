@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from peftc.addressing.sites import Site
 from peftc.forms import Args, Dims, Form
-from peftc.planning.ir import Instance
-from peftc.planning.scope import Scope, spot, width_of
+from peftc.planning.ir import FormInstance
+from peftc.planning.lowering_context import LoweringContext, spot, width_of
 
 
 @dataclass
@@ -17,27 +17,27 @@ class Instances:
 
     edit: str
     site: Site
-    scope: Scope
+    scope: LoweringContext
     tasks: tuple[str, ...] = ()
-    made: list[Instance] = field(default_factory=list[Instance])
+    made: list[FormInstance] = field(default_factory=list[FormInstance])
     keys: Counter[str] = field(default_factory=Counter[str])
-    shared: dict[str, Instance] = field(default_factory=dict[str, Instance])
+    shared: dict[str, FormInstance] = field(default_factory=dict[str, FormInstance])
 
-    def make(self, form: Form, args: Args, dims: Dims, target: str, owner: str | None) -> Instance:
+    def make(self, form: Form, args: Args, dims: Dims, target: str, owner: str | None) -> FormInstance:
         """A new set of parameters for the state `target`, or the one that `owner` (the name of a `shared`) has here."""
         if owner is not None and owner in self.shared:
             return self.shared[owner]
         self.keys[form.name] += 1
         number = self.keys[form.name]
         dims = replace(dims, runs=self.site.runs)
-        plain = Instance(form.name if number == 1 else f"{form.name}_{number}", form, args, dims, tasks=self.tasks)
+        plain = FormInstance(form.name if number == 1 else f"{form.name}_{number}", form, args, dims, tasks=self.tasks)
         instance = self._owned(plain, target, owner)
         if owner is not None:
             self.shared[owner] = instance
         self.made.append(instance)
         return instance
 
-    def _owned(self, plain: Instance, target: str, shared: str | None) -> Instance:
+    def _owned(self, plain: FormInstance, target: str, shared: str | None) -> FormInstance:
         match plain.form.common(plain.args), shared:
             case None, None:
                 return plain
@@ -46,7 +46,7 @@ class Instances:
             case scope, name:
                 return self._member(replace(plain, owner=name or f"{self.edit}.{plain.key}"), scope is not None)
 
-    def _member(self, made: Instance, numbered: bool) -> Instance:
+    def _member(self, made: FormInstance, numbered: bool) -> FormInstance:
         """Parameters of a `shared`, or of all sites of the edit: the same everywhere, unless the form makes different ones."""
         assert made.owner is not None
         members = self.scope.shared_by.get(made.owner, ())
@@ -60,7 +60,7 @@ class Instances:
         dims = replace(made.dims, sites=len(members), widest=widest, spread=spread, spots=spots, index=index)
         return replace(made, dims=dims, index=index)
 
-    def _grouped(self, plain: Instance, target: str) -> Instance:
+    def _grouped(self, plain: FormInstance, target: str) -> FormInstance:
         """One set for the attention group of the site."""
         group, sites = self.scope.group_of(self.edit, self.site, target)
         features, index = (width_of(plain.dims.input), width_of(plain.dims.target)), list(sites).index(self.site.path)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from peftc.addressing.paths import Steps, stack_steps
-from peftc.addressing.sites import INPUT, OUTPUT, ModuleInfo, Place, Site, SiteTable, State, WeightRef
+from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, ModuleInfo, Site, SiteTable, State, WeightRef
 from peftc.forms.shapes import Tokens, Vector, Weight
 
 NAMES = {"weight": "w", "bias": "b"}
@@ -26,7 +26,7 @@ def module_site(module: ModuleInfo, table: SiteTable) -> Site:
 def _is_part(site: Site) -> bool:
     """Whether the site is some rows of a module (the q of a fused qkv) or reads a weight of another one."""
     refs = [state.weight for state in site.states.values() if state.weight]
-    return any(ref.module != site.module or ref.part for ref in refs)
+    return any(ref.module != site.module or ref.is_partial for ref in refs)
 
 
 def _bare_site(module: ModuleInfo) -> Site:
@@ -50,9 +50,9 @@ def _states(module: ModuleInfo) -> Iterable[State]:
 
 def _activations(module: ModuleInfo) -> Iterable[State]:
     if module.input is not None:
-        yield State("x", Tokens(module.input), Place(INPUT, path=module.entry))
+        yield State("x", Tokens(module.input), ActivationRef(INPUT, key_path=module.input_path))
     if module.output is not None:
-        yield State("h", Tokens(module.output), Place(OUTPUT, path=module.result))
+        yield State("h", Tokens(module.output), ActivationRef(OUTPUT, key_path=module.output_path))
 
 
 def modules_below(reached: Iterable[Steps], table: SiteTable) -> list[ModuleInfo]:
