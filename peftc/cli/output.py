@@ -90,7 +90,7 @@ def kind_source(kind: GeneratedClass, modules: list[str]) -> str:
     note += [f"    {m}" for m in named]
     note += ["", "Generated: for reading; `peftc.compile` makes it again from the spec.", ""]
     imports = sorted(dict.fromkeys(kind.names.imports.values()), key=lambda line: (line.startswith("from"), line))
-    unseen = ["from peftc.runtime.functions import unseen"] if kind.inline else []
+    unseen = ["from peftc.runtime.guards import respecialize as unseen"] if kind.inline else []
     return "\n".join([docstring(note), "", *imports, *unseen, "", "", kind.source, ""])
 
 

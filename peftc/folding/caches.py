@@ -16,7 +16,8 @@ from peftc.forms.module import FormModule, Pair
 from peftc.forms.shapes import KeyValue, Tokens
 from peftc.planning import ir
 from peftc.rewriting.positions import picks
-from peftc.runtime.prompts import joined, starts_of
+from peftc.runtime.call_arguments import starts_of
+from peftc.runtime.prompts import insert_rows
 
 PAST, MASK, POSITIONS, EMBEDS = "past_key_values", "attention_mask", "position_ids", "inputs_embeds"
 USE = "use_cache"
@@ -60,7 +61,7 @@ class State:
             embedded = table(input_ids)
             starts, ones = starts_of(mask), mask.new_ones(len(self.tokens))
             rows = self.tokens.to(embedded.dtype)
-            return {EMBEDS: joined(rows, embedded, starts), MASK: joined(ones, mask, starts)}
+            return {EMBEDS: insert_rows(rows, embedded, starts), MASK: insert_rows(ones, mask, starts)}
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         count = self.seed[0][0].shape[1]
         given = {"input_ids": input_ids, MASK: _longer(mask, count), POSITIONS: positions, USE: True}

@@ -29,7 +29,7 @@ from peftc.planning.ir import SiteEdit
 from peftc.recognition.graph.nodes import passes_through
 from peftc.recognition.layers import LayerType
 from peftc.rewriting.container import CONTAINER
-from peftc.runtime.functions import dense
+from peftc.runtime.parameters import dense
 
 GRID = torch.linspace(-8, 8, 161, dtype=torch.float64)  # where activations are compared
 CLOSE = 1e-12

@@ -16,7 +16,7 @@ from peftc.forms.module import FormModule
 from peftc.planning.foldability.affine import FoldTarget
 from peftc.planning.ir import SiteEdit
 from peftc.rewriting.insert import layout
-from peftc.runtime.functions import blocks_of, dense, stacked_slice
+from peftc.runtime.parameters import blocks_of, dense, stacked_slice
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ from peftc.planning.foldability.check import Foldability, check_foldability
 from peftc.planning.ir import SiteEdit
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import slug
-from peftc.runtime.functions import is_quantised
+from peftc.runtime.parameters import is_quantised
 from peftc.semantics.walk import names_in
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.runtime.functions import is_quantised
+from peftc.runtime.parameters import is_quantised
 
 IN_MEMORY = 2**24  # bytes; more is kept in a file
 

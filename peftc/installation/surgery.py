@@ -28,7 +28,7 @@ from peftc.rewriting.edits import Region, RegionEdit, module_name
 from peftc.rewriting.insert import layout
 from peftc.rewriting.legality.preconditions import check_forwards, no_values, refuse_half
 from peftc.rewriting.positions import SEQUENCE, picks
-from peftc.runtime.functions import dense, is_quantised, rows_of, stacked_slice
+from peftc.runtime.parameters import dense, is_quantised, rows_of, stacked_slice
 from peftc.specialization.derived_classes import exchanged
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.specialization.precompile import prepare

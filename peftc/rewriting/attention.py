@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.recognition.attention.manual_attention import Step, joining, visible
 from peftc.recognition.attention.patterns import Attention, attention_at, operands
 from peftc.recognition.graph.nodes import is_tensor
-from peftc.runtime.functions import attention_with_rows, function_with_rows, like_operand, reshaped_like, with_visible
+from peftc.runtime.attention import attention_with_rows, extend_mask, rows_like_operand, scores_like, sdpa_with_rows
 from peftc.tracing.patches import attention
 from peftc.tracing.tracer import RegionTrace
 
@@ -37,7 +37,7 @@ class Called:
             positional(call, ("query", "key", "value"))
         elif call.target is attention:
             positional(call, ("module", "eager", "query", "key", "value", "attention_mask"))
-        self.shift = 2 if call.target in (attention_with_rows, function_with_rows) else 0
+        self.shift = 2 if call.target in (attention_with_rows, sdpa_with_rows) else 0
         self.first = self.shift + (2 if call.target in (attention, attention_with_rows) else 0)
 
     def get(self, name: str) -> Any:
@@ -56,7 +56,7 @@ class Called:
         self.set("k", key)
         self.set("v", value)
         self.call.args = (old[0] + before, old[1] + after, *self.call.args[self.shift :])
-        self.call.target = attention_with_rows if self.first > self.shift else function_with_rows
+        self.call.target = attention_with_rows if self.first > self.shift else sdpa_with_rows
 
 
 def positional(call: fx.Node, names: tuple[str, ...]) -> None:
@@ -93,11 +93,11 @@ class Written:
         assert scores is not None
         assert isinstance(own, fx.Node)
         add.start_before(self.softmax)
-        rows = add.function(like_operand, key, found.k, keys.order, keys.merged)
+        rows = add.function(rows_like_operand, key, found.k, keys.order, keys.merged)
         made = self.taken(add, self.product(add, scores, found.k, rows), self.joining.scores, scores)
         shown = visible(self.softmax)
         together = [own, made] if after else [made, own]
-        rest = [add.function(with_visible, a, made, shown, after) if is_tensor(a) else a for a in self.softmax.args[1:]]
+        rest = [add.function(extend_mask, a, made, shown, after) if is_tensor(a) else a for a in self.softmax.args[1:]]
         self.softmax.args = (add.function(torch.cat, together, -1), *rest)
         add.start_after(self.softmax)
         length = add.method("size", made, -1)
@@ -107,7 +107,7 @@ class Written:
         mine, others = (add.function(operator.getitem, parts, i) for i in ((1, 0) if after else (0, 1)))
         self.softmax.replace_all_uses_with(others, delete_user_cb=lambda user: user is not parts)
         add.start_after(found.out)
-        rows = add.function(like_operand, value, found.v, values.order, values.merged)
+        rows = add.function(rows_like_operand, value, found.v, values.order, values.merged)
         swapped = {found.v: rows}
         probabilities = self.taken(add, mine, self.joining.probabilities, others)
         last = self.joining.probabilities[-1].node if self.joining.probabilities else others
@@ -127,7 +127,7 @@ class Written:
             if step.does == "same":
                 rows = add.copied(step.node, {step.before: rows, first: rows})
             elif step.does == "shape":
-                rows = add.function(reshaped_like, rows, step.node)
+                rows = add.function(scores_like, rows, step.node)
         return rows
 
 

@@ -11,7 +11,8 @@ from torch import fx, nn
 
 from peftc.rewriting.base_call import base_call
 from peftc.rewriting.edits import RegionEdit
-from peftc.runtime.functions import Reading, replaced
+from peftc.runtime.layouts import replace_part
+from peftc.runtime.parameters import ModuleView
 from peftc.tracing.tracer import RegionTrace
 
 
@@ -29,7 +30,7 @@ def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: t
         part = call
         for key in path:
             part = graph.call_function(operator.getitem, (part, key))
-        out = graph.call_function(replaced, (out, path, part)) if path else part
+        out = graph.call_function(replace_part, (out, path, part)) if path else part
         result = nested(result, path, part)
     graph.output(out)
     return RegionTrace(graph, [], [], {}, result=result)
@@ -46,7 +47,7 @@ def own_values(graph: fx.Graph, edits: tuple[RegionEdit, ...]) -> dict[str, Any]
                 inner = inner.setdefault(part, {})
             if ref.attribute not in inner:
                 inner[ref.attribute] = graph.get_attr(f"{ref.module}.{ref.attribute}".lstrip("."))
-    return {"own": graph.call_function(Reading, (graph.get_attr("_self"), values))} if values else {}
+    return {"own": graph.call_function(ModuleView, (graph.get_attr("_self"), values))} if values else {}
 
 
 def result_paths(edits: tuple[RegionEdit, ...]) -> Iterator[tuple[Any, ...]]:

@@ -24,8 +24,9 @@ from peftc.rewriting.positions import located_call, tells
 from peftc.rewriting.prompts import prompted_call, set_tokens
 from peftc.rewriting.stacked_weights import StackedWeights, layout
 from peftc.rewriting.state_lookup import Lookup
-from peftc.runtime.functions import as_image, full_precision, rows_of, stored_as, tokens_of, unflattened, with_rows
-from peftc.runtime.prompts import batch_of
+from peftc.runtime.layouts import image_to_tokens, tokens_to_image, unflatten_tokens
+from peftc.runtime.parameters import full_precision, rows_of, stored_as, with_rows
+from peftc.runtime.prompts import batch_like
 from peftc.tracing.tracer import RegionTrace
 
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -105,7 +106,7 @@ class _Assignment:
         if self.unflattened(bound):
             new = self.method("flatten", new, 0, 1)
         if bound.map:
-            new = self.function(as_image, new, node, bound.map == "second")
+            new = self.function(tokens_to_image, new, node, bound.map == "second")
         if bound.rows is not None:
             new = self.joined(node, bound.rows, new, -1, bound.width)
         mine = set(self.made)
@@ -122,7 +123,7 @@ class _Assignment:
             return
         self.start_before(call)
         embedding, keep = anchor.key
-        self.like = self.function(batch_of, *call.args[2:4], self.add(self.graph.get_attr(f"{embedding}.weight")))
+        self.like = self.function(batch_like, *call.args[2:4], self.add(self.graph.get_attr(f"{embedding}.weight")))
         made = [self.term(part) for part in self.assign.value.parts[:-1]]
         set_tokens(call, made, embedding, keep)
 
@@ -247,8 +248,8 @@ class _Assignment:
             node = copy_of(node)
         value = node if bound.rows is None else self.cut(node, bound.rows, -1, bound.width)
         if bound.map:
-            return self.function(tokens_of, value, bound.map == "second")
-        return self.function(unflattened, value, self.read(STREAM)) if self.unflattened(bound) else value
+            return self.function(image_to_tokens, value, bound.map == "second")
+        return self.function(unflatten_tokens, value, self.read(STREAM)) if self.unflattened(bound) else value
 
     def unflattened(self, bound: Bound) -> bool:
         """Whether a state that the model keeps as (batch · tokens, d) is given its batch back in this edit."""

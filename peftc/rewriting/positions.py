@@ -15,7 +15,7 @@ from peftc.rewriting.anchors import Anchor, contains
 from peftc.rewriting.base_call import base_call
 from peftc.rewriting.edits import Bound, Region, RegionEdit
 from peftc.rewriting.prompts import EMBEDS, is_prompt, prompt_regions, taking
-from peftc.runtime.positions import located
+from peftc.runtime.positions import forward_with_positions
 
 KIND = "positions"  # of the anchor
 NAME = "<positions>"  # in the place of an edit's, and no edit can have it
@@ -118,6 +118,6 @@ def located_call(graph: fx.Graph) -> None:
     rest = next((name for name, n in named.items() if str(n.target).startswith("**")), None)
     others: Any = {} if rest is None else named.pop(rest)
     with graph.inserting_before(call):
-        made = graph.call_function(located, (base, graph.get_attr("_self"), named, others))
+        made = graph.call_function(forward_with_positions, (base, graph.get_attr("_self"), named, others))
     call.replace_all_uses_with(made)
     graph.erase_node(call)

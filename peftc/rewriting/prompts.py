@@ -20,7 +20,7 @@ from peftc.recognition.non_layer_sites import enclosing
 from peftc.rewriting.anchors import Anchor, contains, relative
 from peftc.rewriting.base_call import base_call
 from peftc.rewriting.edits import Bound, Region, RegionEdit, slug
-from peftc.runtime.prompts import prompted, unjoinable
+from peftc.runtime.prompts import cannot_prepend, forward_with_prompt
 from peftc.tracing.module_calls import forward_signature
 
 CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
@@ -81,7 +81,7 @@ def taker(site: Site, anatomy: ModelStructure) -> tuple[Stack, str]:
     if (need := flow.needs.get(module)) is not None:
         message = f"{shown} needs the ids of tokens besides their embeddings, and the rows of a prompt have none"
         raise Unjoinable(message, need)
-    if (reason := unjoinable(flow.takers[module])) is not None:
+    if (reason := cannot_prepend(flow.takers[module])) is not None:
         raise Unjoinable(f"{shown} is called with more than tokens: {reason}")
     if module and not attends(stack) and (others := other_states(flow.results[module])):
         raise Unjoinable(f"{shown} returns more states of tokens than the last one: {join_names(others)}")
@@ -112,15 +112,15 @@ def attends(stack: Stack) -> bool:
 
 def prompted_call(graph: fx.Graph) -> fx.Node:
     """The call of a stack's own forward, as one that takes more tokens."""
-    call = next(n for n in graph.nodes if n.target in (base_call, prompted))
-    if call.target is prompted:
+    call = next(n for n in graph.nodes if n.target in (base_call, forward_with_prompt))
+    if call.target is forward_with_prompt:
         return call
     base, *given = call.args
     named = {str(n.target).lstrip("*"): n for n in given if isinstance(n, fx.Node)}
     rest = next((name for name, n in named.items() if str(n.target).startswith("**")), None)
     others: Any = {} if rest is None else named.pop(rest)
     with graph.inserting_before(call):
-        made = graph.call_function(prompted, (base, graph.get_attr("_self"), named, others, [], "", True, 0))
+        made = graph.call_function(forward_with_prompt, (base, graph.get_attr("_self"), named, others, [], "", True, 0))
     call.replace_all_uses_with(made)
     graph.erase_node(call)
     return made

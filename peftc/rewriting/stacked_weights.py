@@ -9,7 +9,7 @@ from torch import fx
 from peftc.addressing.sites import Slice
 from peftc.recognition.graph.nodes import is_edit
 from peftc.rewriting.edits import Bound
-from peftc.runtime.functions import full_precision, stacked_slice, with_stacked_slices
+from peftc.runtime.parameters import full_precision, stacked_slice, with_stacked_slices
 
 
 class Writer(Protocol):

@@ -18,7 +18,7 @@ from torch import fx
 from peftc.diagnostics import PeftcError
 from peftc.recognition.graph.value_operands import is_size
 from peftc.rewriting.base_call import base_call
-from peftc.runtime.functions import untraced
+from peftc.runtime.guards import untraced
 from peftc.specialization.code_layout import wrapped
 from peftc.specialization.loop_blocks import Loop, late, loops_of
 from peftc.tracing.context_managers import enter_context, exit_context

@@ -22,7 +22,7 @@ from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.container import own_children, own_length
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.insert import Inserter
-from peftc.runtime.functions import recheck_guard
+from peftc.runtime.guards import recheck_guard
 from peftc.specialization import code_printer, guards
 from peftc.specialization.call_traces import ArgumentInspected, Calls, Raised
 from peftc.specialization.code_layout import all_of, decided

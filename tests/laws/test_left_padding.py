@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import peftc
-from peftc.runtime.prompts import longer_numbers
+from peftc.runtime.prompts import extend_positions
 from tests import zoo
 from tests.laws.harness import randomise
 
@@ -142,7 +142,7 @@ def test_positions_that_are_told_go_on_from_row_to_token() -> None:
     starts = torch.tensor([[0], [2]])
     numbers = torch.tensor([[7, 8, 9, 10]])
     want = torch.tensor([[7, 8, 9, 10, 11, 12], [9, 10, 9, 10, 11, 12]])
-    assert torch.equal(longer_numbers(numbers, 2, starts, first=True), want)
-    assert torch.equal(longer_numbers(numbers.expand(3, 2, -1), 2, starts, first=True), want.expand(3, 2, -1))
-    assert torch.equal(longer_numbers(torch.arange(4), 2, starts, first=True), torch.arange(6))
-    assert torch.equal(longer_numbers(numbers, 2, starts, first=False), numbers + 2)
+    assert torch.equal(extend_positions(numbers, 2, starts, first=True), want)
+    assert torch.equal(extend_positions(numbers.expand(3, 2, -1), 2, starts, first=True), want.expand(3, 2, -1))
+    assert torch.equal(extend_positions(torch.arange(4), 2, starts, first=True), torch.arange(6))
+    assert torch.equal(extend_positions(numbers, 2, starts, first=False), numbers + 2)

@@ -13,7 +13,7 @@ from transformers import masking_utils
 from transformers.integrations import flex_attention as integration
 
 import peftc
-from peftc.runtime.functions import opened_blocks
+from peftc.runtime.attention import pad_block_mask
 from tests import zoo
 from tests.survival.harness import close, compiled
 
@@ -48,7 +48,7 @@ def nearby(batch: Any, head: Any, query: Any, column: Any) -> Any:
 def test_columns_are_opened_around_a_mask(rule: Any, length: int, before: int, after: int) -> None:
     batch, total = 2, before + length + after
     mask = create_block_mask(rule, batch, None, length, length, device="cpu")
-    found = opened_blocks(mask, length, before, after)
+    found = pad_block_mask(mask, length, before, after)
     want = torch.ones(batch, 1, length, total, dtype=torch.bool)
     want[..., before : before + length] = create_mask(rule, batch, 1, length, length, device="cpu")
     assert torch.equal(create_mask(found.mask_mod, batch, 1, length, total, device="cpu"), want)
@@ -61,8 +61,8 @@ def test_columns_are_opened_around_a_mask(rule: Any, length: int, before: int, a
 def test_blocks_that_nobody_looks_at_stay_so() -> None:
     mask = create_block_mask(lambda b, h, q, k: (q // SIZE) == (k // SIZE), None, None, 8 * SIZE, 8 * SIZE, "cpu")
     assert mask.sparsity() > 80
-    assert opened_blocks(mask, 8 * SIZE, 3, 0).sparsity() > 50
-    assert isinstance(opened_blocks(mask, 8 * SIZE, 3, 0), BlockMask)
+    assert pad_block_mask(mask, 8 * SIZE, 3, 0).sparsity() > 50
+    assert isinstance(pad_block_mask(mask, 8 * SIZE, 3, 0), BlockMask)
 
 
 @pytest.mark.parametrize("padding", [None, "left"])

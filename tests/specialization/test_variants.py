@@ -155,7 +155,7 @@ def test_a_miss_never_runs_a_known_variant() -> None:
 
 
 def test_an_answer_that_changes_in_between_is_noticed() -> None:
-    from peftc.runtime.functions import recheck_guard
+    from peftc.runtime.guards import recheck_guard
 
     recheck_guard(True, "bool", True)
     recheck_guard(None, "is", None)

@@ -1,0 +1,47 @@
+"""What a generated forward does when a call differs from the calls that it was traced for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from peftc.diagnostics import Diagnostic, PeftcError
+
+
+def recheck_guard(value: Any, kind: str, expected: Any) -> None:
+    """Re-evaluates a guard at the point where the model's code takes the branch.
+
+    Raises: P408 where the answer has changed since the forward was chosen.
+    """
+    answers: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "len": len, "keys": list}
+    answers["given"] = lambda v: "None" if v is None else getattr(v, "ndim", None)
+    answer = answers.get(kind, lambda v: v)(value)
+    if not isinstance(value, expected) if kind == "type" else answer != expected:
+        raise PeftcError(
+            Diagnostic(
+                "P408",
+                f"the model's code changed the outcome of a branch while the layer ran: "
+                f"expected {expected!r}, found {answer!r}",
+                help="edit a smaller part of the layer, so that this code is not entered",
+            )
+        )
+
+
+def untraced(reason: str) -> PeftcError:
+    """P417: the error of a call that takes a branch which could not be traced."""
+    return PeftcError(
+        Diagnostic(
+            "P417",
+            "this call takes a branch of the model's code that could not be traced with the values of an earlier call",
+            notes=(reason,),
+            help="edit a smaller part of the layer, so that this code is not entered",
+        )
+    )
+
+
+def respecialize(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs a call that no variant holds for: the generated class traces it and adds a variant."""
+    cls: Any = type(module)
+    return cls._peftc_kind.unseen(module, *args, **kwargs)

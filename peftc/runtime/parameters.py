@@ -1,0 +1,98 @@
+"""Parameters in generated forwards: quantised ones, row slices, one of several stacked in a tensor, values for one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Rows = tuple[int, int, int, int, int]
+"""Interleaved rows (base, count, stride, start, stop): [start, stop) of each of `count` blocks of `stride` rows from `base`."""
+
+
+def is_quantised(weight: torch.Tensor) -> bool:
+    """Whether a tensor class that can dequantise stores the parameter (torchao)."""
+    return type(weight).dequantize is not torch.Tensor.dequantize
+
+
+def dense(weight: torch.Tensor) -> torch.Tensor:
+    """The parameter's values as an ordinary tensor."""
+    return weight.dequantize() if is_quantised(weight) else weight
+
+
+def full_precision(weight: torch.Tensor) -> torch.Tensor:
+    """A parameter to compute with: half precision becomes float32, so that small changes are not lost."""
+    weight = dense(weight)
+    return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
+
+
+def stored_as(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A new value of a parameter, rounded once to the parameter's dtype."""
+    return value.to(weight.dtype)
+
+
+def rows_of(whole: torch.Tensor, dim: int, base: int, count: int, stride: int, start: int, stop: int) -> torch.Tensor:
+    """The interleaved `Rows` of a tensor along `dim` (0 or -1)."""
+    return blocks_of(whole, dim, base, count, stride, start, stop).flatten(0 if dim == 0 else -2, 1 if dim == 0 else -1)
+
+
+def blocks_of(whole: torch.Tensor, dim: int, base: int, count: int, stride: int, start: int, stop: int) -> torch.Tensor:
+    """A view of interleaved `Rows`, with (count, stop - start) in place of `dim`."""
+    blocks = whole.narrow(dim, base, count * stride).unflatten(dim, (count, stride))
+    return blocks[:, start:stop] if dim == 0 else blocks[..., start:stop]
+
+
+def with_rows(
+    whole: torch.Tensor, new: torch.Tensor, dim: int, base: int, count: int, stride: int, start: int, stop: int
+) -> torch.Tensor:
+    """A copy of `whole` with interleaved `Rows` replaced by `new`."""
+    result = whole.to(torch.promote_types(whole.dtype, new.dtype), copy=True)
+    blocks_of(result, dim, base, count, stride, start, stop).copy_(new.unflatten(dim, (count, stop - start)))
+    return result
+
+
+def stacked_slice(whole: torch.Tensor, count: int, index: int) -> torch.Tensor:
+    """A view of one of `count` matrices stacked along a parameter's first dimension, such as an expert's."""
+    return stacked_slices(whole, count)[index]
+
+
+def stacked_slices(whole: torch.Tensor, count: int) -> torch.Tensor:
+    """All stacked matrices. Shapes: (count, …) stays, (count · n, d) becomes (count, n, d)."""
+    return whole if whole.shape[0] == count else whole.unflatten(0, (count, -1))
+
+
+def with_stacked_slices(
+    whole: torch.Tensor,
+    count: int,
+    transposed: bool,
+    slices: list[tuple[int, Rows | None]],
+    values: list[torch.Tensor],
+) -> torch.Tensor:
+    """A copy of `whole` with new values of some stacked matrices, or of some rows of them.
+
+    Args: `transposed`: the matrices are stored (in, out). `slices`: (index, rows), where None means all rows.
+    Shapes: values (rows, in), or (rows,).
+    """
+    matrices = [matrix.t() if transposed else matrix for matrix in stacked_slices(whole, count).unbind(0)]
+    for (index, rows), value in zip(slices, values, strict=True):
+        new = stored_as(value, whole)
+        matrices[index] = new if rows is None else with_rows(matrices[index], new, 0, *rows)
+    return torch.stack([matrix.t() if transposed else matrix for matrix in matrices]).view(whole.shape)
+
+
+class ModuleView:
+    """A module in which some parameters have other values. Everything else is read from, and written to, the module."""
+
+    def __init__(self, module: Any, values: dict[str, Any]) -> None:
+        vars(self)["_module"] = module
+        for name, value in values.items():
+            vars(self)[name] = ModuleView(getattr(module, name), value) if isinstance(value, dict) else value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_module"], name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["_module"](*args, **kwargs)
