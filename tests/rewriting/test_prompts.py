@@ -252,12 +252,12 @@ def test_tokens_that_continue_a_state_are_those_of_the_whole_input(name: str, ca
         near(first.logits, whole[:, :3])
 
 
-def test_a_cache_that_does_not_tell_what_it_has_is_refused() -> None:
+def test_a_cache_of_unknown_length_is_refused() -> None:
     model = compiled("llama")
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(peftc.PeftcError, match="P419") as refused:
         model(ids, past_key_values=((torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8)),))
-    assert "`past_key_values` is a tuple" in str(refused.value)
+    assert "tokens in `past_key_values`, a tuple, is unknown" in str(refused.value)
 
 
 @pytest.mark.parametrize(
