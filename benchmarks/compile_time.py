@@ -61,14 +61,14 @@ CONTENDERS = {"peftc": compile_peftc, "PEFT": compile_peft}
 
 def counted_traces() -> Counter[str]:
     """Counts, from now on, how often a layer of each structure is traced."""
-    from peftc.observation.sample_forward import structure
+    from peftc.observation.layer_keys import structure_key
     from peftc.tracing.tracer import RegionTracer
 
     traces: Counter[str] = Counter()
     trace = RegionTracer.trace_region
 
     def counting(self: RegionTracer, root: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        traces[structure(root)] += 1
+        traces[structure_key(root)] += 1
         return trace(self, root, *args, **kwargs)
 
     RegionTracer.trace_region = counting  # type: ignore[method-assign]

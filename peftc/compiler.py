@@ -5,9 +5,8 @@ text → `parse` → Spec → `expand` → a flat Spec → `analyse` a model →
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from os import PathLike, fspath
@@ -19,7 +18,7 @@ from torch import nn
 
 from peftc.addressing.sites import SiteTable
 from peftc.concurrency.context import ChoiceBlock
-from peftc.concurrency.interrupts import shielded
+from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.tensors import fake_copy
@@ -33,8 +32,8 @@ from peftc.installation.spec_conflicts import free_name, noted, prefixed, refuse
 from peftc.installation.surgery import strip
 from peftc.models.load import load_model
 from peftc.models.resolve import ModelSource, resolve
-from peftc.models.runnable import checked, refuse_what_does_not_run
-from peftc.modules.offload import here
+from peftc.models.runnable import check_runs, check_sample
+from peftc.modules.offload import refuse_offloaded
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import Plan, PlanResult, make_plan
 from peftc.planning.report.design import Design, design_of
@@ -164,7 +163,7 @@ def analysed(
     model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> Analysis:
     """The analysis of a model as it is without edits."""
-    checked(sample)
+    check_sample(sample)
     if isinstance(model, nn.Module) and is_installed(model):
         record = installation_of(model)
         model, sample = strip(fake_copy(model, whole=True)), sample or record.sample
@@ -174,25 +173,11 @@ def analysed(
     except PeftcError:
         raise
     except Exception:
-        refuse_what_does_not_run(source, sample)
+        check_runs(source, sample)
         raise
 
 
-@shielded
-def uncollected() -> Generator[None]:
-    """Without Python's collector of cycles: so many objects are made, and so few die, that it would go through everything
-    that is imported for nothing.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@uncollected()
+@paused_gc()
 def compile(
     spec: SpecLike,
     model: ModelLike,
@@ -366,7 +351,9 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
     for place, where in record.form_modules.items():
         found |= {f"{place}.{n}": p for n, p in model.get_submodule(where).named_parameters()}
     found |= {saved: true_parameter(model, place) for saved, place in record.trained.items()}
-    return here(model, {saved: p for saved, p in found.items() if saved.partition("/")[0] in edits})
+    chosen = {saved: p for saved, p in found.items() if saved.partition("/")[0] in edits}
+    refuse_offloaded(model, chosen)
+    return chosen
 
 
 def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]:

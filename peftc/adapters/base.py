@@ -11,7 +11,7 @@ from peftc.adapters.weight_sample import VALUES, Distance, distance, finite, sam
 from peftc.installation.record import Installation, installation_of, is_installed
 from peftc.installation.surgery import SHARED
 from peftc.models import settings
-from peftc.models.identity import VERSION, everything, fingerprint_of, identity, parameters
+from peftc.models.identity import VERSION, any_name, fingerprint_of, identity, parameter_count
 from peftc.rewriting.container import CONTAINER
 
 _SHOWN = 5  # differences of the configuration
@@ -30,9 +30,7 @@ def not_added(model: nn.Module, record: Installation) -> Callable[[str], bool]:
     return lambda name: not name.startswith(added)
 
 
-def described(
-    model: nn.Module, id: str, keep: Callable[[str], bool] = everything, trained: Collection[str] = ()
-) -> Base:
+def described(model: nn.Module, id: str, keep: Callable[[str], bool] = any_name, trained: Collection[str] = ()) -> Base:
     found = identity(model, keep)
     first = {n: p for n, p in model.named_parameters() if keep(n)}
     sample = samples(first, {n: VALUES for n in first if n not in trained})
@@ -41,7 +39,7 @@ def described(
     return Base(
         id=id,
         type=found["type"],
-        parameters=parameters(model, keep),
+        parameters=parameter_count(model, keep),
         fingerprint=fingerprint_of(found),
         fingerprint_version=VERSION,
         facts=found["facts"],
@@ -61,7 +59,7 @@ def differences(base: Base, model: nn.Module) -> list[str]:
     """What a model, without its edits, differs in from the base that was written down; empty where it is the same
     architecture.
     """
-    keep = not_added(model, installation_of(model)) if is_installed(model) else everything
+    keep = not_added(model, installation_of(model)) if is_installed(model) else any_name
     here = identity(model, keep, base.fingerprint_version)
     if fingerprint_of(here) == base.fingerprint:
         return []

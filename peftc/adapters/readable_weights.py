@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
-from peftc.modules.offload import not_here, offloaded_parameters
+from peftc.modules.offload import offloaded_error, offloaded_parameters
 
 
 def require_values(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
@@ -29,5 +29,5 @@ def require_values(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]])
 def require_base(model: nn.Module) -> None:
     """Raises: P566 where weights are offloaded, P527 where they have no values."""
     if elsewhere := offloaded_parameters(model):
-        raise PeftcError(not_here(elsewhere, "weights are changed in the places where they are"))
+        raise PeftcError(offloaded_error(elsewhere, "weights are changed in the places where they are"))
     require_values(model.named_parameters())

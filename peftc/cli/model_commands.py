@@ -14,7 +14,7 @@ from peftc.compiler import analysed, checked_tasks, compile, planned, sites, use
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.formats import render_json
 from peftc.diagnostics.render import render_text, wants_color
-from peftc.models.load import load_or_draw
+from peftc.models.load import load_or_initialize
 from peftc.models.resolve import resolve
 from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import render_plan
@@ -92,7 +92,7 @@ def run_verify(args: Namespace) -> int:
     be run or copied.
     """
     spec = parsed(args)
-    model, weights = load_or_draw(resolve(args.model, args.trust_remote_code), args.seed)
+    model, weights = load_or_initialize(resolve(args.model, args.trust_remote_code), args.seed)
     base = duplicate(model)
     settings = parse_settings(args.set)
     compile(spec, model, args.seed, settings=settings, include=args.include, tasks=args.tasks)

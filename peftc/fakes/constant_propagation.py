@@ -1,12 +1,12 @@
-"""Values of small tensors that do not depend on weights or activations: grids of patches, lengths, masks made of them.
+"""Follows small values that do not depend on weights or activations, such as grids of patches.
 
-A fake tensor has no data, but where all that it is computed from is known, so is it. What is known is kept beside the fake
-tensor, and computed again with every operation on it.
+A fake tensor has no data. If all its operands are constants, so is the result: its data is kept
+beside the fake tensor, and each operation on fake tensors is repeated on the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,14 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 )
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
-LARGEST = 1 << 20  # elements of a tensor that is followed
-_KEY = "peftc_known"
+from peftc.fakes.tensors import tensors_in
+
+LARGEST = 1 << 20  # elements of a constant
+_KEY = "peftc_constant"
 
 
-def known(value: Any) -> Any:
-    """The data of a tensor, or None where it is not known. A tensor that is not fake knows itself."""
+def constant_of(value: Any) -> Any:
+    """The data of a constant tensor, or None. A tensor that is not fake is its own constant."""
     if not isinstance(value, torch.Tensor):
         return None
     if not isinstance(value, FakeTensor):
@@ -29,63 +31,52 @@ def known(value: Any) -> Any:
     return vars(value).get(_KEY)
 
 
-def with_data(data: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor that is known to hold `data`."""
-    made = mode.from_tensor(data)
-    vars(made)[_KEY] = data
-    return made
+def fake_constant(data: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    fake = mode.from_tensor(data)
+    vars(fake)[_KEY] = data
+    return fake
 
 
-class Known:
-    """What is known during one forward."""
+class ConstantPropagation:
+    """The constants of one forward."""
 
     def __init__(self) -> None:
-        self.spoilt: list[torch.Tensor] = []  # written to with what is not known; kept, so that no memory is used again
+        # Constants that something unknown was written into. Kept, so that no other tensor gets their memory.
+        self.overwritten: list[torch.Tensor] = []
 
     def of(self, value: Any) -> Any:
-        """The data of one argument; None where it is not known."""
-        data = known(value)
-        if data is not None and any(_shares(data, gone) for gone in self.spoilt):
-            return None
-        return data
+        data = constant_of(value)
+        shares = data is not None and any(_share_memory(data, other) for other in self.overwritten)
+        return None if shares else data
 
     def all(self, args: Any) -> bool:
-        """Whether all tensors among the arguments are known."""
-        return all(self.of(t) is not None for t in tensors(args))
+        return all(self.of(t) is not None for t in tensors_in(args))
 
-    def real(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The operation on data, on the processor that holds it."""
-        given = {name: torch.device("cpu") if name == "device" and v is not None else v for name, v in kwargs.items()}
+    def compute(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The operation on the data of constants, on the CPU."""
+        kwargs = {name: torch.device("cpu") if name == "device" and v is not None else v for name, v in kwargs.items()}
+        args, kwargs = tree_map(lambda v: self.of(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
         with _disable_current_modes(), torch.no_grad():
-            return func(*tree_map(self._data, args), **tree_map(self._data, given))
-
-    def _data(self, value: Any) -> Any:
-        return self.of(value) if isinstance(value, torch.Tensor) else value
+            return func(*args, **kwargs)
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Keeps what an operation that was done on fake tensors makes known, or spoils."""
+        """Gives the results of an operation on fake tensors their data, or notes what it overwrites."""
         if any(isinstance(a, FakeTensor) and _KEY not in vars(a) for a in args) and not func._schema.is_mutable:
-            return  # as nearly always
-        made = list(tensors(out))
-        if not made or torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
+            return  # the quick way out for nearly every operation
+        results = list(tensors_in(out))
+        if not results or torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
             return
         if not self.all((args, kwargs)):
             if func._schema.is_mutable:
-                self.spoilt += [self.of(t) for t in tensors(args) if self.of(t) is not None]
+                self.overwritten += [data for t in tensors_in(args) if (data := self.of(t)) is not None]
             return
-        if any(t.numel() > LARGEST or not isinstance(t, FakeTensor) for t in made):
+        if any(t.numel() > LARGEST or not isinstance(t, FakeTensor) for t in results):
             return
-        data = list(tensors(self.real(func, args, kwargs)))
-        if len(data) == len(made):
-            for fake, value in zip(made, data, strict=True):
+        data = list(tensors_in(self.compute(func, args, kwargs)))
+        if len(data) == len(results):
+            for fake, value in zip(results, data, strict=True):
                 vars(fake)[_KEY] = value
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested arguments or results."""
-    flat: list[Any] = tree_flatten(value)[0]
-    return (v for v in flat if isinstance(v, torch.Tensor))
-
-
-def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

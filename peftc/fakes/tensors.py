@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 )
+from torch.utils._pytree import tree_leaves
 
-from peftc.modules.instance_forward import without_instance_forward
+from peftc.modules.instance_forward import class_and_attributes
 from peftc.modules.memory import MEMORY, memory_of
 from peftc.modules.offload import is_dispatched
 
@@ -31,9 +32,74 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+_COPY_METHODS = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+_IMMUTABLE = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device})
 
-_COPYING = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
-_PLAIN = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device})
+
+def new_mode() -> FakeTensorMode:
+    """A mode in which fake tensors can meet real ones, such as constants that a forward makes."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode(model: nn.Module) -> FakeTensorMode:
+    """The mode of a skeleton: enter it to call the skeleton.
+
+    Raises: ValueError if the model holds no fake tensor.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    raise ValueError(f"{type(model).__name__} is not a skeleton: none of its tensors is fake")
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested arguments or results."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def as_fake(
+    tensor: torch.Tensor, mode: FakeTensorMode, widen: bool = False, device: torch.device | None = None
+) -> torch.Tensor:
+    """A fake tensor or parameter of the same shape, strides, dtype, device and `requires_grad`.
+
+    Call it outside of modes. A meta tensor becomes a fake tensor on the CPU.
+    Args: `widen`: float32 instead of half precision. `device`: instead of the tensor's own.
+    """
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
+        return tensor
+    own = torch.device("cpu") if tensor.is_meta and not isinstance(tensor, FakeTensor) else tensor.device
+    dtype = torch.float32 if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+    # The constructor takes a tenth of the time of an operation in the mode.
+    fake = FakeTensor(mode, meta, device or own).requires_grad_(tensor.requires_grad)
+    if memory := memory_of(tensor):
+        vars(fake)[MEMORY] = memory
+    if isinstance(tensor, nn.Parameter):
+        vars(fake)["_is_param"] = True  # makes a tensor subclass an instance of `nn.Parameter`
+    return fake
+
+
+def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = False, whole: bool = False) -> T:
+    """A deep copy of a model, a cache or arguments in which every tensor is fake.
+
+    The copy keeps ties, training flags and `requires_grad`. It has no hooks, and the `forward` of its
+    class instead of one assigned to the instance. No data is read, so the size of tensors costs nothing.
+    Args: `whole`: `value` is a whole model; if accelerate has dispatched it, the copy is on the CPU.
+    """
+    mode = mode or new_mode()
+    with _disable_current_modes():  # an active mode would intercept every tensor that is made
+        dispatched = whole and isinstance(value, nn.Module) and is_dispatched(value)
+        copier = _CopyAsFake(mode, widen, torch.device("cpu") if dispatched else None)
+        memo: dict[int, Any] = {}
+        for module in value.modules() if isinstance(value, nn.Module) else ():
+            # `Parameter.__deepcopy__` does not reach the function mode, so parameters are copied here.
+            unregistered = [m for m in vars(module).values() if isinstance(m, nn.Module)]
+            for owner in (module, *unregistered):
+                parameters = owner.parameters(recurse=owner is not module)
+                memo |= {id(p): copier.fake(p) for p in parameters if id(p) not in memo}
+            memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in _HOOKS if vars(module).get(name)}
+        with copier:
+            return cast(T, _copy_module(value, memo)) if isinstance(value, nn.Module) else copy.deepcopy(value, memo)
 
 
 class _CopyAsFake(TorchFunctionMode):
@@ -43,119 +109,52 @@ class _CopyAsFake(TorchFunctionMode):
         super().__init__()
         self.mode, self.widen, self.device = mode, widen, device
 
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return as_fake(tensor, self.mode, self.widen, self.device)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") == "__deepcopy__":
             tensor, memo = args
-            memo[id(tensor)] = fake = as_fake(tensor, self.mode, self.widen, self.device)
+            memo[id(tensor)] = fake = self.fake(tensor)
             return fake
         return func(*args, **(kwargs or {}))
 
 
-def new_mode() -> FakeTensorMode:
-    """A mode in which real tensors may meet fake ones (constants that a forward makes)."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def fake_mode(model: nn.Module) -> FakeTensorMode:
-    """The mode of a skeleton: enter it to call the skeleton.
-
-    Raises: ValueError where the model holds no fake tensor.
-    """
-    for tensor in (*model.parameters(), *model.buffers()):
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode
-    raise ValueError(f"{type(model).__name__} is not a skeleton: none of its tensors is fake")
-
-
-def as_fake(
-    tensor: torch.Tensor, mode: FakeTensorMode, widen: bool = False, device: torch.device | None = None
-) -> torch.Tensor:
-    """A fake tensor (or parameter) of the same shape, strides, dtype, device (cpu for meta) and `requires_grad`; made outside of modes.
-
-    `widen`: float32 in place of half precision. `device`: another one.
-    """
-    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
-        return tensor
-    own = torch.device("cpu") if tensor.is_meta and not isinstance(tensor, FakeTensor) else tensor.device
-    dtype = torch.float32 if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
-    fake = FakeTensor(mode, meta, device or own).requires_grad_(
-        tensor.requires_grad
-    )  # dispatching takes ten times as long
-    if memory := memory_of(tensor):
-        vars(fake)[MEMORY] = memory  # so that what shares memory is known of a skeleton, too
-    if isinstance(tensor, nn.Parameter):
-        vars(fake)["_is_param"] = True  # what makes a parameter of a tensor that is not a plain one
-    return fake
-
-
-def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = False, whole: bool = False) -> T:
-    """A deep copy of a model, a cache or arguments in which every tensor is fake.
-
-    Tied tensors stay tied; hooks stay behind, accelerate's and those of a wrapped `forward`, too; a `forward` that stands in an
-    instance becomes that of its class. Training flags and `requires_grad` are kept. The original is not touched and
-    none of its data is read, so the cost does not depend on the size of the tensors.
-
-    Args: `whole`: a whole model, which is on one device in the copy where accelerate has spread it.
-    """
-    mode = mode or new_mode()
-    with _disable_current_modes():  # a mode that is active would be asked of each tensor that is made
-        return _fake_copy(value, mode, widen, whole)
-
-
-def _fake_copy(value: T, mode: FakeTensorMode, widen: bool, whole: bool) -> T:
-    spread = whole and isinstance(value, nn.Module) and is_dispatched(value)
-    device = torch.device("cpu") if spread else None
-    memo: dict[int, Any] = {}
-    if isinstance(value, nn.Module):
-        memo = {id(p): as_fake(p, mode, widen, device) for p in value.parameters()}  # a parameter copies itself unasked
-        for module in value.modules():
-            held = [m for m in vars(module).values() if isinstance(m, nn.Module)]  # held without being registered
-            memo |= {id(p): as_fake(p, mode, widen, device) for m in held for p in m.parameters() if id(p) not in memo}
-            memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in _HOOKS if vars(module).get(name)}
-    with _CopyAsFake(mode, widen, device):
-        return cast(T, copied(value, memo)) if isinstance(value, nn.Module) else copy.deepcopy(value, memo)
-
-
-def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """`copy.deepcopy(module, memo)`, but in a tenth of the time where a module is copied as all modules are."""
+def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy(module, memo)` in a tenth of the time, for modules without a copy method of their own."""
     if id(module) in memo:
         return memo[id(module)]
-    cls = own_class(module)
-    generated = hasattr(cls, "_peftc_kind") or hasattr(cls, "_peftc_over")  # copy themselves, but as all modules do
-    special = not generated and any(getattr(cls, n, None) is not getattr(nn.Module, n, None) for n in _COPYING)
+    cls = _without_fsdp(type(module))
+    generated = hasattr(cls, "_peftc_kind") or hasattr(cls, "_peftc_over")  # have copy methods that are not needed here
+    special = not generated and any(getattr(cls, n, None) is not getattr(nn.Module, n, None) for n in _COPY_METHODS)
     if special and cls is type(module):
         return copy.deepcopy(module, memo)
-    patched, attributes = without_instance_forward(module)
+    patched, attributes = class_and_attributes(module)
     cls = patched if cls is type(module) else cls
     memo[id(module)] = new = cls.__new__(cls)
-    vars(new).update((name, part(value, memo)) for name, value in attributes.items() if not shared(name))
+    # FSDP2 keeps its state under this prefix.
+    own = {name: value for name, value in attributes.items() if not name.startswith("__composable_api")}
+    vars(new).update((name, _copy_attribute(value, memo)) for name, value in own.items())
     return new
 
 
-def own_class(module: nn.Module) -> type[nn.Module]:
-    """A module's class without the one that FSDP2 puts in front of it, which refuses to be copied."""
+def _without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class without the one that FSDP2 puts in front of it, which refuses to be copied."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharding: type | tuple[()] = getattr(fsdp, "FSDPModule", ())
-    return next(c for c in type(module).__mro__ if not issubclass(c, sharding))
+    sharded: type | tuple[()] = getattr(fsdp, "FSDPModule", ())
+    return next(c for c in cls.__mro__ if not issubclass(c, sharded))
 
 
-def shared(attribute: str) -> bool:
-    """Whether torch keeps there how it shares a module among processes, which is no part of the module."""
-    return attribute.startswith("__composable_api")
-
-
-def part(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of an attribute of a module."""
+def _copy_attribute(value: Any, memo: dict[int, Any]) -> Any:
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _IMMUTABLE:
         return value
     if isinstance(value, nn.Module):
-        return copied(value, memo)
+        return _copy_module(value, memo)
     if id(value) not in memo and kind in (dict, OrderedDict):
         memo[id(value)] = new = kind()
-        new.update((name, part(item, memo)) for name, item in value.items())
+        new.update((name, _copy_attribute(item, memo)) for name, item in value.items())
         return new
     return copy.deepcopy(value, memo)

@@ -23,7 +23,8 @@ from peftc.installation.journal import Journal
 from peftc.installation.presence import active_installation
 from peftc.installation.record import Installation, InstalledSpec, joint_spec
 from peftc.installation.reinstall import reinstall, uninstall
-from peftc.observation.parameter_uses import storage, views_held
+from peftc.modules.memory import storage_id
+from peftc.observation.parameter_uses import parameter_views
 from peftc.planning.foldability.affine import FoldTarget, fold_target
 from peftc.planning.foldability.check import Foldability, check_foldability
 from peftc.planning.ir import SiteEdit
@@ -89,14 +90,14 @@ class Folding:
         """Edits whose parameters nothing can be folded into, whatever the equations say."""
         trained = {place: name.partition("/")[0] for name, place in self.record.trained.items()}
         first = {name: group[0] for group in self.analysis.table.tied for name in group}
-        held, captured = views_held(self.model), self.analysis.structure.seen.captured
+        held, captured = parameter_views(self.model), self.analysis.structure.seen.closure_readers
         found: dict[str, str] = {}
         for placed in self.record.site_edits:
             for name in (first.get(n, n) for n in _parameters(self.target(placed))):
                 if (reason := self.unfit(name)) is not None:
                     found.setdefault(placed.edit, reason)
-                elif (parameter := self.parameter(name)) is not None and storage(parameter) in captured:
-                    reader = captured[storage(parameter)]
+                elif (parameter := self.parameter(name)) is not None and storage_id(parameter) in captured:
+                    reader = captured[storage_id(parameter)]
                     found.setdefault(
                         placed.edit, f"`{reader}` computes with `{name}`, too: a fold would change both uses"
                     )

@@ -28,7 +28,7 @@ from peftc.installation.surgery import (
     strip,
     warm,
 )
-from peftc.modules.offload import not_here, offloaded_parameters
+from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.planning.planner import PlanResult
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.assembly import regions_of
@@ -184,7 +184,7 @@ class _Trained:
         if meta := [n for n in self.new if self.parameters[n].is_meta]:
             why = "what `train` names is kept as it is before training"
             elsewhere = offloaded_parameters(before.model).issuperset(meta)
-            raise PeftcError(not_here(meta, why) if elsewhere else no_values(meta, why))
+            raise PeftcError(offloaded_error(meta, why) if elsewhere else no_values(meta, why))
         refuse_quantised(self.parameters, self.new)
         now = {n: self.parameters[n].detach().clone() for n in self.new}
         self.originals = {n: known[n] if n in known else now[n] for n in names}

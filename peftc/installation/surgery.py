@@ -20,7 +20,7 @@ from peftc.forms.tasked_module import Chosen, Tasked
 from peftc.installation.overlay import cover, uncover
 from peftc.installation.presence import edited
 from peftc.installation.record import RECORD, Installation, installation_of, is_installed
-from peftc.modules.instance_forward import code_class, instance_class, rebind
+from peftc.modules.instance_forward import code_class, rebind_forward, unpatched_class
 from peftc.modules.offload import execution_device, offloaded
 from peftc.planning import ir
 from peftc.rewriting.container import CONTAINER, Container
@@ -306,14 +306,14 @@ def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
 def install_class(module: nn.Module, kind: GeneratedClass) -> None:
     """The edited code in the place of a module's own, also where a hook of the instance calls it."""
     if kind.cls not in type(module).__mro__:
-        module.__class__ = exchanged(type(module), instance_class(kind.base), kind.cls)
-    rebind(module, kind.cls.forward)
+        module.__class__ = exchanged(type(module), unpatched_class(kind.base), kind.cls)
+    rebind_forward(module, kind.cls.forward)
 
 
 def restore(module: nn.Module, kind: GeneratedClass) -> None:
     if kind.cls in type(module).__mro__:
-        module.__class__ = exchanged(type(module), kind.cls, instance_class(kind.base))
-        rebind(module, kind.base.forward)
+        module.__class__ = exchanged(type(module), kind.cls, unpatched_class(kind.base))
+        rebind_forward(module, kind.base.forward)
     vars(module)["_modules"].pop(CONTAINER, None)
     vars(module).pop(CHOICE, None)
 

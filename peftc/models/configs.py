@@ -11,10 +11,10 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import read_regular
 from peftc.models.catalogue import Head
-from peftc.models.imports import paused_gc
 
 _LARGEST = 16_000_000  # bytes of a config.json
 
@@ -27,7 +27,9 @@ def read_values(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(read_regular(path, _LARGEST))
     except (OSError, ValueError, RecursionError) as error:
-        raise PeftcError(Diagnostic("P503", f"`{path}` cannot be read as JSON", notes=(first_line(error),))) from error
+        raise PeftcError(
+            Diagnostic("P503", f"`{path}` cannot be read as JSON", notes=(error_summary(error),))
+        ) from error
     if not isinstance(values, dict):
         raise PeftcError(Diagnostic("P503", f"`{path}` holds no JSON object"))
     return cast(dict[str, Any], values)
@@ -47,7 +49,7 @@ def config_from(values: Mapping[str, Any], name: str) -> PretrainedConfig:
         return CONFIG_MAPPING[model_type].from_dict(dict(values))
     except Exception as error:  # transformers raises whatever its checks happen to raise
         message = f"the configuration of {name} makes no {model_type} model"
-        raise PeftcError(Diagnostic("P503", message, notes=(first_line(error),))) from error
+        raise PeftcError(Diagnostic("P503", message, notes=(error_summary(error),))) from error
 
 
 def model_class(config: PretrainedConfig, name: str, head: Head | None = None) -> type[PreTrainedModel]:
@@ -69,7 +71,7 @@ def model_class(config: PretrainedConfig, name: str, head: Head | None = None) -
     return found
 
 
-def first_line(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """What an error of another library says, shortened to a note."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -27,12 +27,12 @@ _FACTS = (
 )
 
 
-def everything(name: str) -> bool:
+def any_name(name: str) -> bool:
     """Keeps every parameter."""
     return True
 
 
-def parameters(model: nn.Module, keep: Callable[[str], bool] = everything) -> int:
+def parameter_count(model: nn.Module, keep: Callable[[str], bool] = any_name) -> int:
     """The number of parameters (scalars), those in common counted once. `keep` chooses by dotted name."""
     each = [p for name, p in model.named_parameters() if keep(name)]
     groups = overlapping(each)
@@ -42,7 +42,7 @@ def parameters(model: nn.Module, keep: Callable[[str], bool] = everything) -> in
     )
 
 
-def tied_groups(model: nn.Module, keep: Callable[[str], bool] = everything) -> tuple[tuple[str, ...], ...]:
+def tied_groups(model: nn.Module, keep: Callable[[str], bool] = any_name) -> tuple[tuple[str, ...], ...]:
     """Groups of dotted names that are one tensor, as one object or as several over the same memory; each in model order."""
     groups: dict[object, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -72,7 +72,7 @@ def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return (*several, *alone)
 
 
-def identity(model: nn.Module, keep: Callable[[str], bool] = everything, version: int = VERSION) -> dict[str, Any]:
+def identity(model: nn.Module, keep: Callable[[str], bool] = any_name, version: int = VERSION) -> dict[str, Any]:
     """What tells a base from others: its type, facts that no shape shows, names and shapes, and ties; from version 2 on all of
     its configuration that has an effect.
     """
@@ -94,7 +94,7 @@ def fact(config: object, name: str) -> object:
         return None
 
 
-def fingerprint(model: nn.Module, keep: Callable[[str], bool] = everything) -> str:
+def fingerprint(model: nn.Module, keep: Callable[[str], bool] = any_name) -> str:
     """sha256 over the model's identity, of version 2.
 
     The same for a skeleton and the loaded model, for every dtype and device, before and after training. It tells a base of

@@ -9,10 +9,10 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from torch import nn
 
+from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import check_regular
-from peftc.models.configs import first_line
-from peftc.models.imports import paused_gc
+from peftc.models.configs import error_summary
 from peftc.models.resolve import ModelSource, resolve
 
 _SAFE = ("model.safetensors", "model.safetensors.index.json")
@@ -47,10 +47,10 @@ def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.
                 where, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=source.own_code
             )
     except OSError as error:
-        raise PeftcError(_no_weights(source, first_line(error))) from error
+        raise PeftcError(_no_weights(source, error_summary(error))) from error
     except Exception as error:  # shapes that differ, a truncated file: each library raises its own
         message = f"the weights of {source.id} do not make a {source.model_class.__name__}"
-        raise PeftcError(Diagnostic("P508", message, notes=(first_line(error),))) from error
+        raise PeftcError(Diagnostic("P508", message, notes=(error_summary(error),))) from error
     return cast(nn.Module, loaded.eval())
 
 
@@ -61,7 +61,7 @@ def _check_files(folder: Path) -> None:
             check_regular(path, path.stat())
 
 
-def load_or_draw(source: ModelSource, seed: int) -> tuple[nn.Module, str]:
+def load_or_initialize(source: ModelSource, seed: int) -> tuple[nn.Module, str]:
     """The model with its weights or, where there are none, with random ones; and which of the two.
 
     Raises: as `load_model`, but for P505.

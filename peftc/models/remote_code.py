@@ -9,9 +9,9 @@ from typing import Any, cast
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.models.configs import first_line, model_class
-from peftc.models.imports import paused_gc
+from peftc.models.configs import error_summary, model_class
 
 
 def has_code(values: Mapping[str, Any]) -> bool:
@@ -38,7 +38,7 @@ def from_code(name: str, path: Path | None) -> tuple[PretrainedConfig, type[PreT
     except PeftcError:
         raise
     except Exception as error:  # code of others raises whatever it likes
-        raise PeftcError(Diagnostic("P510", f"the code of {name} fails", notes=(first_line(error),))) from error
+        raise PeftcError(Diagnostic("P510", f"the code of {name} fails", notes=(error_summary(error),))) from error
 
 
 def class_of(config: PretrainedConfig, name: str, where: str) -> type[PreTrainedModel]:

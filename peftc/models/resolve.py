@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.models import catalogue
 from peftc.models.catalogue import Head
-from peftc.models.configs import config_from, first_line, model_class, read_values
+from peftc.models.configs import config_from, error_summary, model_class, read_values
 from peftc.models.remote_code import class_of, from_code, has_code
 
 Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
@@ -140,7 +140,7 @@ def _hub_config(name: str) -> Path:
     except HFValidationError as error:
         raise PeftcError(_unknown(name, "this is no well-formed hub id")) from error
     except OSError as error:  # every HTTP error of the hub is one
-        raise PeftcError(_unknown(name, f"the hub could not give it: {first_line(error)}")) from error
+        raise PeftcError(_unknown(name, f"the hub could not give it: {error_summary(error)}")) from error
 
 
 def _unknown(name: str, reason: str) -> Diagnostic:

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_copy
-from peftc.models.configs import first_line
-from peftc.models.imports import paused_gc
+from peftc.models.configs import error_summary
 from peftc.models.resolve import ModelSource
 
 
@@ -38,7 +38,7 @@ def _on_meta(cls: type[PreTrainedModel], config: PretrainedConfig, name: str) ->
             return cls(config).eval()
     except Exception as error:  # a model's __init__ raises whatever its own checks raise
         message = f"{cls.__name__} cannot be built from the configuration of {name}"
-        raise PeftcError(Diagnostic("P506", message, notes=(first_line(error),))) from error
+        raise PeftcError(Diagnostic("P506", message, notes=(error_summary(error),))) from error
 
 
 def _untie_head(model: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class PartCall:
+class TowerCall:
     """One call, and what it brings in: `vision`, `audio` or `text`."""
 
     modality: str
@@ -34,7 +34,7 @@ class PartCall:
         return self.function(**self.arguments)
 
 
-def on_sample(
+def run_on_sample(
     model: nn.Module, sample: Mapping[str, Any] | None, run: Callable[[Mapping[str, Any]], R]
 ) -> tuple[Mapping[str, Any], R]:
     """`run` of the sample, else of inputs made for the model, else of those with a medium; and what it ran on.
@@ -50,7 +50,7 @@ def on_sample(
     except Exception as error:
         if isinstance(error, PeftcError) and error.diagnostics[0].code != "P507":
             raise
-        for call in whole_calls(model, plain):
+        for call in model_calls(model, plain):
             try:
                 return call.arguments, run(call.arguments)
             except PeftcError:
@@ -60,9 +60,9 @@ def on_sample(
         raise
 
 
-def part_calls(model: nn.Module, sample: Mapping[str, Any], unseen: Callable[[str], bool]) -> Iterator[PartCall]:
+def tower_calls(model: nn.Module, sample: Mapping[str, Any], unseen: Callable[[str], bool]) -> Iterator[TowerCall]:
     """Calls to try, the most telling first. `unseen(name)`: whether a module has layers that no call has reached yet."""
-    yield from whole_calls(model, sample)
+    yield from model_calls(model, sample)
     for medium in MEDIA:
         for owner in (model, getattr(model, "base_model", model)):
             getter = getattr(owner, f"get_{medium.feature}_features", None)
@@ -73,7 +73,7 @@ def part_calls(model: nn.Module, sample: Mapping[str, Any], unseen: Callable[[st
             yield from _alone(part)
 
 
-def whole_calls(model: nn.Module, sample: Mapping[str, Any]) -> Iterator[PartCall]:
+def model_calls(model: nn.Module, sample: Mapping[str, Any]) -> Iterator[TowerCall]:
     """Calls of the model itself: on a text as well, and on each medium."""
     accepted = inspect.signature(model.forward).parameters
     text = {n: torch.ones(BATCH, TOKENS, dtype=torch.long) for n in ("input_ids",) if n in accepted}
@@ -85,18 +85,18 @@ def whole_calls(model: nn.Module, sample: Mapping[str, Any]) -> Iterator[PartCal
 
 def _calls(
     function: Callable[..., Any], model: nn.Module, medium: Medium, beside: Mapping[str, Any]
-) -> Iterator[PartCall]:
+) -> Iterator[TowerCall]:
     accepted = inspect.signature(function).parameters
     for made in medium.shapes(model, accepted):
-        yield PartCall(medium.word, function, {**beside, **made})
+        yield TowerCall(medium.word, function, {**beside, **made})
 
 
-def _alone(part: PreTrainedModel) -> Iterator[PartCall]:
+def _alone(part: PreTrainedModel) -> Iterator[TowerCall]:
     """A part by itself: on ids where it reads text, else on whatever medium its forward takes."""
     accepted = inspect.signature(part.forward).parameters
     for medium in MEDIA:
         if medium.reads(part, next(iter(accepted), None)):
             for made in medium.shapes(part, accepted, part.main_input_name):
-                yield PartCall(medium.word, part.forward, made)
+                yield TowerCall(medium.word, part.forward, made)
     if "input_ids" in accepted:
-        yield PartCall("text", part.forward, {"input_ids": torch.ones(BATCH, TOKENS, dtype=torch.long)})
+        yield TowerCall("text", part.forward, {"input_ids": torch.ones(BATCH, TOKENS, dtype=torch.long)})

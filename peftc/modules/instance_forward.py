@@ -77,7 +77,7 @@ def instance_forward(module: nn.Module, value: Any = None) -> InstanceForward | 
     if value is None:
         return None
     top = Top({FORWARD: value})
-    if links := tuple(_Search(module, own_forwards(module)).of(value, top, FORWARD)):
+    if links := tuple(_Search(module, class_forwards(module)).of(value, top, FORWARD)):
         return InstanceForward(type(module).forward, links, hooked=not links[0].top)
     inner: Any = getattr(value, "__wrapped__", None)
     if _is_method(inner, module) and not hasattr(inner, "__wrapped__"):
@@ -85,17 +85,17 @@ def instance_forward(module: nn.Module, value: Any = None) -> InstanceForward | 
         return InstanceForward(inner.__func__ if links else None, links)
     if (method := _method(value, module)) is not None and inner is None and not _calls_class(method):
         return InstanceForward(method, (Link(top, FORWARD, True),), hooked=False)
-    return InstanceForward(None, wraps=_innermost(value) in own_forwards(module))
+    return InstanceForward(None, wraps=_innermost(value) in class_forwards(module))
 
 
-def own_forwards(module: nn.Module) -> frozenset[Any]:
+def class_forwards(module: nn.Module) -> frozenset[Any]:
     """The forward of a module's class; of an edited one, that of the class before, too."""
     kind: Any = getattr(type(module), "_peftc_kind", None)
     base = () if kind is None else (kind.base.forward, _innermost(kind.base.forward))
     return frozenset({type(module).forward, _innermost(type(module).forward), *base})
 
 
-def rebind(module: nn.Module, function: Callable[..., Any]) -> None:
+def rebind_forward(module: nn.Module, function: Callable[..., Any]) -> None:
     """Lets what stands in a module as its forward run `function` in the place of the code that it runs."""
     found = instance_forward(module)
     for link in found.links if found is not None else ():
@@ -127,17 +127,17 @@ copyreg.pickle(_PatchedType, _reduced)
 def code_class(module: nn.Module) -> type[nn.Module]:
     """The class whose forward is a module's code: its own, or one that stands for its patch."""
     found, cls = instance_forward(module), type(module)
-    if found is None or found.function is None or found.function in own_forwards(module):
+    if found is None or found.function is None or found.function in class_forwards(module):
         return cls
     return patched_class(cls, found.function)
 
 
-def instance_class(cls: type[nn.Module]) -> type[nn.Module]:
+def unpatched_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a module really has whose code is of `cls`."""
     return cast("type[nn.Module]", cls.__bases__[0]) if isinstance(cls, _PatchedType) else cls
 
 
-def without_instance_forward(module: nn.Module) -> tuple[type[nn.Module], Mapping[str, Any]]:
+def class_and_attributes(module: nn.Module) -> tuple[type[nn.Module], Mapping[str, Any]]:
     """The class and the attributes of a copy whose hooks stay behind, and whose patch is its class."""
     found, attributes = instance_forward(module), vars(module)
     if found is None or found.function is None:

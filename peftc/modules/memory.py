@@ -61,6 +61,15 @@ def memory_of(tensor: torch.Tensor) -> tuple[Memory, ...]:
     return (Memory(str(tensor.device), address, block, dims, (tensor.dtype, tuple(tensor.shape), tensor.stride())),)
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tensors over one storage have in common, with data or without."""
+    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        try:
+            return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+        except (RuntimeError, NotImplementedError):  # of quantised tensors and other subclasses
+            return id(tensor)
+
+
 def covered(block: int, dims: Iterable[tuple[int, int]]) -> tuple[int, Dims]:
     """A block of bytes and the steps at which it is repeated; steps from one block to the next make a larger block."""
     found: list[tuple[int, int]] = []

@@ -5,7 +5,7 @@ Such a parameter is on the device "meta"; the module's hook has a map with its v
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def has_offloaded(module: nn.Module, name: str) -> bool:
     return False
 
 
-def moves_only(module: nn.Module) -> bool:
+def only_moves_arguments(module: nn.Module) -> bool:
     """Whether all that the hooks of a module do is to move arguments to the device where they are: its code may run elsewhere."""
     own = (
         next(module.parameters(recurse=False), None) is not None
@@ -75,22 +75,21 @@ def moves_only(module: nn.Module) -> bool:
     return bool(every) and all(type(h).__name__ == "AlignDevicesHook" and not (own and h.offload) for h in every)
 
 
-def loads_children(module: nn.Module) -> bool:
+def loads_submodules(module: nn.Module) -> bool:
     """Whether a hook loads the parameters of all that is in a module, by their names."""
     return any(getattr(h, "offload", False) and h.place_submodules for h in hooks(module))
 
 
-def not_here(names: Collection[str], why: str) -> Diagnostic:
+def offloaded_error(names: Collection[str], why: str) -> Diagnostic:
     """P566: tensors that are needed in their places, and which accelerate keeps elsewhere."""
     more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
     help_ = "`accelerate.hooks.remove_hook_from_submodules(model)` brings them back"
     return Diagnostic("P566", f"`{min(names)}`{more} offloaded by accelerate", notes=(why,), help=help_)
 
 
-def here(model: nn.Module, chosen: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The same parameters. Raises: P566 where parameters of edits, by the names under which they are saved, are offloaded."""
+def refuse_offloaded(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> None:
+    """Raises: P566 if a parameter of an edit is offloaded. Args: `chosen`: by the names under which they are saved."""
     if meta := {id(p): saved for saved, p in chosen.items() if p.is_meta}:
         elsewhere = offloaded_parameters(model)
         if any(id(p) in meta and n in elsewhere for n, p in model.named_parameters()):
-            raise PeftcError(not_here(meta.values(), "dispatch the model first, and compile the edits then"))
-    return chosen
+            raise PeftcError(offloaded_error(meta.values(), "dispatch the model first, and compile the edits then"))

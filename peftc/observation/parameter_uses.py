@@ -1,107 +1,95 @@
-"""Parameters that code of other modules computes with, seen in a forward: a head that multiplies by the weight of an embedding which it
-holds in a list, or a model that does so itself.
+"""Finds modules that compute with parameters of other modules.
+
+Such a module is a head that holds the input embedding in a list, or a model that multiplies by an
+embedding's weight itself.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from peftc.fakes.tensors import tensors_in
 from peftc.forms.module import has_values
+from peftc.modules.memory import storage_id
 
-ASKING = frozenset({"type_as", "view_as", "expand_as", "reshape_as"})  # of what is not their first argument
+# These read only the shape, dtype or device of the arguments after the first.
+_FIRST_ONLY = frozenset({"type_as", "view_as", "expand_as", "reshape_as", "to"})
 
 
 class ParameterUses(TorchFunctionMode):
-    """Notes which module computes with which parameter. `running`: the names of the modules that are being called, the inner ones last.
+    """Notes which module computes with which parameter inside the block.
 
-    `captured`: the modules whose code computes with a parameter that is not one of the model's, by its storage: those of a skeleton
-    stand for those of the model itself, which a closure goes on holding.
+    `closure_readers`: modules whose code computes with a parameter that is not one of the model's, by
+    storage. In a skeleton that is the original's parameter, which a closure still holds.
+    Args: `running`: the names of the modules that are being called, the innermost last.
     """
 
     def __init__(self, model: nn.Module, running: list[str]) -> None:
         super().__init__()
         self.running = running
-        self.owners: dict[int, dict[str, None]] = defaultdict(dict)  # dotted names of parameters, by storage
+        self.names: dict[int, list[str]] = defaultdict(list)  # of parameters, by storage
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.owners[storage(parameter)][name] = None
-        self.captured: dict[int, str] = {}
+            self.names[storage_id(parameter)].append(name)
         self.readers: dict[int, dict[str, None]] = defaultdict(dict)
+        self.closure_readers: dict[int, str] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if gives_values(func, result):
+        if _reads_values(func, result):
             reader = self.running[-1] if self.running else ""
-            given = args[:1] if func.__name__ in (*ASKING, "to") else (args, kwargs)
-            for value in pytree.tree_leaves(given):
-                key = storage(value) if isinstance(value, torch.Tensor) else 0
-                if key in self.owners:
+            for value in tensors_in(args[:1] if func.__name__ in _FIRST_ONLY else (args, kwargs)):
+                key = storage_id(value)
+                if key in self.names:
                     self.readers[key][reader] = None
                 elif isinstance(value, nn.Parameter):
-                    self.captured[key] = reader
+                    self.closure_readers[key] = reader
         return result
 
-    def elsewhere(self, blocks: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """The modules that compute with a parameter beside its own, by its name.
+    def external_reads(self, layers: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """The modules that compute with a parameter besides its owner, by the parameter's name.
 
-        Args: `blocks`: the layers. In a layer, modules may compute with what is in their children.
+        Args: `layers`: in a layer, a module may compute with the parameters of its children.
         """
-        found: dict[str, tuple[str, ...]] = {}
+        uses: dict[str, tuple[str, ...]] = {}
         for key, readers in self.readers.items():
-            for name in self.owners[key]:
-                module = name.rpartition(".")[0]
-                block = next((b for b in blocks if f"{module}.".startswith(f"{b}.")), None)
-                tied = {other.rpartition(".")[0] for other in self.owners[key]}
-                others = [r for r in readers if r not in tied and not is_part(module, r, block)]
-                if others and tied.intersection(readers):
-                    found[name] = tuple(others)
-        return found
+            owners = {name.rpartition(".")[0] for name in self.names[key]}
+            for name in self.names[key]:
+                owner = name.rpartition(".")[0]
+                layer = next((n for n in layers if f"{owner}.".startswith(f"{n}.")), None)
+                others = tuple(r for r in readers if r not in owners and not _contains(r, owner, layer))
+                if others and owners.intersection(readers):
+                    uses[name] = others
+        return uses
 
 
-def is_part(module: str, reader: str, block: str | None) -> bool:
-    """Whether a module is in another one, which is in the layer."""
-    return block is not None and f"{module}.".startswith(f"{reader}.") and f"{reader}.".startswith(f"{block}.")
+def _contains(reader: str, owner: str, layer: str | None) -> bool:
+    """Whether a reader in the layer contains the owner."""
+    return layer is not None and f"{owner}.".startswith(f"{reader}.") and f"{reader}.".startswith(f"{layer}.")
 
 
-def gives_values(func: Callable[..., Any], result: Any) -> bool:
+def _reads_values(func: Callable[..., Any], result: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if name.startswith("new_") or name.endswith("_like"):
-        return False
-    return any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(result))
+    return not name.startswith("new_") and not name.endswith("_like") and next(tensors_in(result), None) is not None
 
 
-def storage(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-        try:
-            return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-        except (RuntimeError, NotImplementedError):  # of quantised tensors and other subclasses
-            return id(tensor)
-
-
-def views_held(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The modules that hold a view of a parameter as a plain attribute, by its name."""
-    owners: dict[int, list[str]] = defaultdict(list)
-    registered = ("_parameters", "_buffers", "_modules")
+def parameter_views(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The modules that hold a view of a parameter as a plain attribute, by the parameter's name."""
+    names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if has_values(parameter):
-            owners[storage(parameter)].append(name)
-    found: dict[str, tuple[str, ...]] = {}
+            names[storage_id(parameter)].append(name)
+    holders: dict[str, tuple[str, ...]] = {}
     for holder, module in model.named_modules():
-        for value in pytree.tree_leaves([value for name, value in vars(module).items() if name not in registered]):
-            for name in owners.get(storage(value), ()) if isinstance(value, torch.Tensor) else ():
+        plain = [v for name, v in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
+        for value in tensors_in(plain):
+            for name in names.get(storage_id(value), ()):
                 if not isinstance(value, nn.Parameter) and name.rpartition(".")[0] != holder:
-                    found[name] = (*found.get(name, ()), holder)
-    return found
-
-
-def merged(first: Mapping[str, tuple[str, ...]], second: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """What two forwards showed."""
-    return {name: tuple(dict.fromkeys((*first.get(name, ()), *second.get(name, ())))) for name in {**first, **second}}
+                    holders[name] = (*holders.get(name, ()), holder)
+    return holders

@@ -1,114 +1,87 @@
-"""Layers that are like one that has run already do not run: what that one showed is said of them too.
+"""Skips layers that repeat a layer which has run, so that a sample forward costs the same at any depth.
 
-A sample forward then costs the same at any depth. Layers are alike where their structure and what they are called with
-agree, shapes included, and where the first of them kept to its own modules.
+A layer repeats another if their structures and arguments agree, shapes included, and if the first
+called no modules but its own.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import nn
 
 from peftc.concurrency.interrupts import shielded
+from peftc.observation.layer_keys import arguments_key, structure_key
+from peftc.observation.sample_forward import ModuleCall, SampleForward
 from peftc.tracing.module_calls import bind_arguments
 
 
-class Seen(Protocol):
-    """What of an observation a layer's run adds to, by dotted name."""
-
-    @property
-    def order(self) -> list[str]: ...
-    @property
-    def calls(self) -> dict[str, int]: ...
-    @property
-    def inputs(self) -> dict[str, tuple[int, ...]]: ...
-    @property
-    def outputs(self) -> dict[str, tuple[int, ...]]: ...
-    @property
-    def entries(self) -> dict[str, tuple[Any, ...]]: ...
-    @property
-    def results(self) -> dict[str, tuple[Any, ...]]: ...
-
-
-@dataclass
-class Run:
-    """One layer's run: its name, what it returned, and how often it called each of its modules."""
-
-    name: str
-    result: Any
-    calls: dict[str, int] = field(default_factory=dict[str, int])
-
-
-class Repeats:
-    """The layers of one sample forward."""
-
-    def __init__(self, names: Mapping[int, str], seen: Seen, structure: Callable[[nn.Module], str]) -> None:
-        self.names, self.seen, self.structure = names, seen, structure
-        self.known = frozenset(names.values())
-        self.runs: dict[str, Run] = {}
-
-    def forward(self, layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward of `layer` that runs where no other has shown what it does."""
-        name = self.names[id(layer)]
-        structure = self.structure(layer)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            arguments = bind_arguments(type(layer).forward, layer, args, kwargs)
-            key = f"{structure} {shapes(arguments)}"
-            if key in self.runs and self.repeat(self.runs[key], name):
-                return self.runs[key].result
-            before = Counter(self.seen.calls)
-            result = run(*args, **kwargs)
-            self.runs.setdefault(key, Run(name, result, dict(Counter(self.seen.calls) - before)))
-            return result
-
-        return forward
-
-    def repeat(self, run: Run, name: str) -> bool:
-        """Says of a layer what was seen of another; False where that cannot be said."""
-        own = {n: name + n[len(run.name) :] for n in run.calls if n.startswith(run.name + ".")}
-        if len(own) < len(run.calls) or not self.known.issuperset(own.values()):
-            return False
-        seen = self.seen
-        for first, mine in own.items():
-            if mine not in seen.calls:
-                seen.order.append(mine)
-            seen.calls[mine] = seen.calls.get(mine, 0) + run.calls[first]
-            for facts in (seen.inputs, seen.outputs, seen.entries, seen.results):
-                if first in facts:
-                    facts.setdefault(mine, facts[first])
-        return True
-
-
 @shielded
-def repeated(layers: Iterable[nn.Module], repeats: Repeats) -> Generator[None]:
-    """Inside the block, each of `layers` runs only where it has to."""
+def skip_repeated(
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    key: Callable[[nn.Module], str] = structure_key,
+    record: SampleForward | None = None,
+) -> Generator[None]:
+    """Inside the block, each of `layers` runs only if it repeats no layer that has run.
+
+    Args: `key`: the structure of a layer. `record`: gets the calls that a skipped layer would make.
+    """
     layers = list(layers)
-    before = [vars(layer).get("forward") for layer in layers]
+    forwards = [vars(layer).get("forward") for layer in layers]
+    repeats = _Repeats(model, key, record or SampleForward())
     try:
         for layer in layers:
             vars(layer)["forward"] = repeats.forward(layer, layer.forward)
         yield
     finally:
-        for layer, forward in zip(layers, before, strict=True):
+        for layer, forward in zip(layers, forwards, strict=True):
             vars(layer).pop("forward", None)
             if forward is not None:
                 vars(layer)["forward"] = forward
 
 
-def shapes(value: Any) -> str:
-    """What code can see of arguments, but for the values of tensors."""
-    if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad}"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{k}={shapes(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (tuple, list)):
-        return "(" + ",".join(map(shapes, value)) + ")"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    return f"{type(value).__name__}@{id(value)}"
+@dataclass
+class _Run:
+    name: str
+    result: Any
+    counts: dict[str, int]  # of the calls of each module during the run
+
+
+class _Repeats:
+    """The layers that ran in one sample forward."""
+
+    def __init__(self, model: nn.Module, key: Callable[[nn.Module], str], record: SampleForward) -> None:
+        self.names = {id(m): n for n, m in model.named_modules()}
+        self.key, self.record = key, record
+        self.modules = frozenset(self.names.values())
+        self.runs: dict[str, _Run] = {}
+
+    def forward(self, layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward of `layer` that returns the result of a repeated layer, or calls `run`."""
+        name, structure = self.names[id(layer)], self.key(layer)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            key = f"{structure} {arguments_key(bind_arguments(type(layer).forward, layer, args, kwargs), exact=True)}"
+            if key in self.runs and self.repeat(self.runs[key], name):
+                return self.runs[key].result
+            before = {n: call.count for n, call in self.record.calls.items()}
+            result = run(*args, **kwargs)
+            more = {n: call.count - before.get(n, 0) for n, call in self.record.calls.items()}
+            self.runs.setdefault(key, _Run(name, result, {n: count for n, count in more.items() if count}))
+            return result
+
+        return forward
+
+    def repeat(self, run: _Run, name: str) -> bool:
+        """Records for layer `name` the calls of a run; False if the run called modules outside its layer."""
+        own = {n: name + n[len(run.name) :] for n in run.counts if n.startswith(f"{run.name}.")}
+        if len(own) < len(run.counts) or not self.modules.issuperset(own.values()):
+            return False
+        for first, module in own.items():
+            call = self.record.calls.setdefault(module, ModuleCall())
+            call.count += run.counts[first]
+            call.complete(self.record.calls[first])
+        return True

@@ -1,179 +1,168 @@
-"""Which modules take the tokens of an embedding, and whether they need more of a token than its embedding."""
+"""Finds the modules that consume the tokens of an embedding, and whether they need more than embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from peftc.fakes.data_answers import fake_data_answers
-from peftc.fakes.tensors import fake_copy
-from peftc.observation.repeated_layers import Repeats, repeated
-from peftc.observation.sample_forward import SampleForward, structure
+from peftc.fakes.tensors import fake_copy, tensors_in
+from peftc.models.configs import error_summary
+from peftc.modules.memory import storage_id
+from peftc.observation.repeated_layers import skip_repeated
 from peftc.tracing.module_calls import bind_arguments, forward_signature
 
 IDS, EMBEDS = "input_ids", "inputs_embeds"
 aten = torch.ops.aten
-COPIES = frozenset({aten.clone, aten._to_copy, aten.cat})
+_COPIES = frozenset({aten.clone, aten._to_copy, aten.cat})
 
 
 @dataclass
 class TokenFlow:
-    """The modules that take the tokens of one embedding in a sample forward, as ids or embedded.
+    """The modules that consume the tokens of one embedding in a sample forward, as ids or embedded.
 
-    `takers`: their arguments, in the order in which they run. `results`: what they return. `needs`: of these, those that compute
-    something else with embedded tokens than with their ids, and how that shows.
+    `arguments`: of their calls, in the order of the calls. `results`: what they return.
+    `id_dependence`: of modules that need the ids besides the embeddings, how that shows.
     """
 
-    takers: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    arguments: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     results: dict[str, Any] = field(default_factory=dict[str, Any])
-    needs: dict[str, str] = field(default_factory=dict[str, str])
+    id_dependence: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass
-class Sample:
-    """A model of fake tensors, and the arguments of one forward. `layers`: those that need not all run."""
+class SampleRun:
+    """A model of fake tensors with the arguments of one forward. `layers`: may be skipped if they repeat."""
 
     model: nn.Module
     mode: FakeTensorMode
     arguments: Mapping[str, Any]
     layers: Collection[str]
 
-    def run(self, call: Callable[[], Any], watch: AbstractContextManager[Any]) -> Any:
-        """One call. Layers that are like another run only where they have to."""
+    def run(self, call: Callable[[], Any], observer: AbstractContextManager[Any]) -> Any:
         try:
-            return self._run(call, watch, [self.model.get_submodule(name) for name in self.layers])
-        except Exception:  # a layer may need what another one that was left out does
-            return self._run(call, watch, [])
+            return self._run(call, observer, [self.model.get_submodule(name) for name in self.layers])
+        except Exception:  # a layer may need what a skipped layer does
+            return self._run(call, observer, [])
 
-    def _run(self, call: Callable[[], Any], watch: AbstractContextManager[Any], alike: list[nn.Module]) -> Any:
-        names = {id(m): n for n, m in self.model.named_modules()}
-        repeats = Repeats(names, SampleForward(), structure)
-        with self.mode, fake_data_answers(), torch.no_grad(), watch, repeated(alike, repeats):
+    def _run(self, call: Callable[[], Any], observer: AbstractContextManager[Any], layers: list[nn.Module]) -> Any:
+        with self.mode, fake_data_answers(), torch.no_grad(), observer, skip_repeated(self.model, layers):
             return call()
 
 
-def token_flow(embedding: str, modules: Collection[str], sample: Sample) -> TokenFlow:
-    """Follows the tokens of an embedding to those of `modules` that take them.
+def token_flow(embedding: str, modules: Collection[str], sample: SampleRun) -> TokenFlow:
+    """Follows the tokens of an embedding to those of `modules` that consume them.
 
-    A stack may do more with ids than to embed them: look up something else, scale, choose experts. Of a row that is joined to the
-    embedded tokens it has no id, so with what the embedding makes of the ids it must compute the same floating tensors. Integers may
-    differ: positions are counted from ids that are no padding, or from their number.
+    A stack may use ids for more than their embedding: another table, a scale, a choice of experts. The
+    rows of a prompt have no ids. So called with embeddings, the stack must compute the same floating
+    tensors as called with ids. Integers may differ: some stacks count positions from the ids.
     """
-    flow = takers(embedding, modules, sample)
-    for name, arguments in flow.takers.items():
-        if arguments.get(EMBEDS) is None and (reason := need(name, embedding, arguments, sample)) is not None:
-            flow.needs[name] = reason
+    flow = consumers(embedding, modules, sample)
+    for name, arguments in flow.arguments.items():
+        if arguments.get(EMBEDS) is None and (reason := id_dependence(name, embedding, arguments, sample)) is not None:
+            flow.id_dependence[name] = reason
     return flow
 
 
-def takers(embedding: str, modules: Collection[str], sample: Sample) -> TokenFlow:
-    """The modules that call the embedding on their ids, or are called with what is made of its result."""
-    flow, labels, running = TokenFlow(), Labels(), dict[str, dict[str, Any]]()
+def consumers(embedding: str, modules: Collection[str], sample: SampleRun) -> TokenFlow:
+    """The modules that call the embedding on their ids, or whose `inputs_embeds` come from its result."""
+    flow, embedded, running = TokenFlow(), DerivedTensors(), dict[str, dict[str, Any]]()
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            arguments = plain_arguments(module, args, kwargs)
-            if labels.within(arguments.get(EMBEDS)):
-                flow.takers.setdefault(name, fake_copy(arguments, sample.mode))
-            elif arguments.get(IDS) is not None:
-                running[name] = fake_copy(arguments, sample.mode)
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = flat_arguments(module, args, kwargs)
+        if embedded.intersects(arguments.get(EMBEDS)):
+            flow.arguments.setdefault(name, fake_copy(arguments, sample.mode))
+        elif arguments.get(IDS) is not None:
+            running[name] = fake_copy(arguments, sample.mode)
 
-        return hook
+    def leave(name: str, module: nn.Module, args: Any, result: Any) -> None:
+        running.pop(name, None)
+        flow.results.setdefault(name, result)
 
-    def after(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, result: Any) -> None:
-            running.pop(name, None)
-            flow.results.setdefault(name, result)
-
-        return hook
-
-    def embeds(module: nn.Module, args: Any, result: Any) -> None:
-        labels.add(result)
+    def embed(module: nn.Module, args: Any, result: Any) -> None:
+        embedded.add(result)
         for name, arguments in running.items():
-            flow.takers.setdefault(name, arguments)
+            flow.arguments.setdefault(name, arguments)
 
-    model = sample.model
-    handles = [model.get_submodule(embedding).register_forward_hook(embeds)]
+    handles = [sample.model.get_submodule(embedding).register_forward_hook(embed)]
     for name in modules:
-        module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
-        handles.append(module.register_forward_hook(after(name)))
+        module = sample.model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(leave, name)))
     try:
-        sample.run(lambda: model(**sample.arguments), labels)
+        sample.run(lambda: sample.model(**sample.arguments), embedded)
     finally:
         for handle in handles:
             handle.remove()
     return flow
 
 
-def need(name: str, embedding: str, arguments: Mapping[str, Any], sample: Sample) -> str | None:
-    """What a module needs of tokens besides their embedding; None where it computes the same without their ids."""
+def id_dependence(name: str, embedding: str, arguments: Mapping[str, Any], sample: SampleRun) -> str | None:
+    """What a module loses when it is called with embeddings instead of ids; None if nothing."""
     module, embed = sample.model.get_submodule(name), sample.model.get_submodule(embedding)
-    with sample.mode, torch.no_grad():
-        embedded = {IDS: None, EMBEDS: embed(arguments[IDS])}
 
-    def watched(operations: FloatOperations, given: dict[str, Any]) -> None:
-        handles = [embed.register_forward_pre_hook(operations.pause), embed.register_forward_hook(operations.resume)]
+    def operations(arguments: Mapping[str, Any]) -> list[str]:
+        record = FloatOperations()
+        handles = [embed.register_forward_pre_hook(record.pause), embed.register_forward_hook(record.resume)]
         try:
-            sample.run(lambda: module(**fake_copy(given, sample.mode)), operations)
+            sample.run(lambda: module(**fake_copy(dict(arguments), sample.mode)), record)
         finally:
             for handle in handles:
                 handle.remove()
+        return record.operations
 
-    of_ids, of_embedded = (FloatOperations() for _ in range(2))
-    watched(of_ids, dict(arguments))
+    with sample.mode, torch.no_grad():
+        embedded = {**arguments, IDS: None, EMBEDS: embed(arguments[IDS])}
+    with_ids = operations(arguments)
     try:
-        watched(of_embedded, {**arguments, **embedded})
+        return None if operations(embedded) == with_ids else "without them it computes something else"
     except Exception as error:  # whatever the model's own code raises
-        text = str(error).strip().splitlines()
-        return f"without them it raises {type(error).__name__}{': ' + text[0] if text else ''}"
-    return None if of_ids.done == of_embedded.done else "without them it computes something else"
+        return f"without them it raises {error_summary(error)}"
 
 
-def plain_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, those of `**` among them."""
-    bound = bind_arguments(type(module).forward, module, args, kwargs)
-    parameters = forward_signature(module).parameters.values()
-    rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
-    return {**bound, **bound.pop(rest, {})}
+def flat_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with those of `**kwargs` among them."""
+    arguments = bind_arguments(type(module).forward, module, args, kwargs)
+    rest = next((p.name for p in forward_signature(module).parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    return {**arguments, **arguments.pop(rest, {})}
 
 
-class Labels(TorchDispatchMode):
-    """Inside of the block, what is computed from labelled tensors is labelled. Tensors that share memory are one."""
+class DerivedTensors(TorchDispatchMode):
+    """Inside the block, follows the tensors that are computed from those added; views count as one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.known = dict[int, torch.Tensor]()  # by their memory, which is theirs as long as they are here
+        self.members = dict[int, torch.Tensor]()  # by storage, which stays theirs while they are here
 
     def add(self, value: Any) -> None:
-        self.known.update((memory(tensor), tensor) for tensor in tensors(value))
+        self.members.update((storage_id(tensor), tensor) for tensor in tensors_in(value))
 
-    def within(self, value: Any) -> bool:
-        return any(memory(tensor) in self.known for tensor in tensors(value))
+    def intersects(self, value: Any) -> bool:
+        return any(storage_id(tensor) in self.members for tensor in tensors_in(value))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.known and self.within((args, kwargs)):
+        if self.members and self.intersects((args, kwargs)):
             self.add((result, args[:1] if func.overloadpacket.__name__.endswith("_") else ()))
         return result
 
 
 class FloatOperations(TorchDispatchMode):
-    """The operations in the block that compute floating tensors, in their order."""
+    """Records the operations in the block that compute floating tensors, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.done: list[str] = []
+        self.operations: list[str] = []
         self.paused = False
 
     def pause(self, *_: Any) -> None:
@@ -183,32 +172,23 @@ class FloatOperations(TorchDispatchMode):
         self.paused = False
 
     def __enter__(self) -> Any:
-        self.done.clear()
+        self.operations.clear()  # a run that failed is repeated
         return super().__enter__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.paused and not copies(func, args) and any(t.is_floating_point() for t in tensors(result)):
-            self.done.append(str(func))
+        if not self.paused and not keeps_values(func, args) and any(t.is_floating_point() for t in tensors_in(result)):
+            self.operations.append(str(func))
         return result
 
 
-def copies(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the values of an operation's result are those of its operand: a view, a copy, values beside others, a product with 1."""
-    if func.overloadpacket in COPIES:
+def keeps_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation only moves values: a view, a copy, a concatenation, a product with 1."""
+    if func.overloadpacket in _COPIES:
         return True
     if func.overloadpacket in (aten.mul, aten.div) and not isinstance(args[1], torch.Tensor):
         return args[1] == 1
     aliases = [returned.alias_info for returned in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def memory(tensor: torch.Tensor) -> int:
-    """The storage of a tensor, which has no address where there is no data."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_mode
-from peftc.models.identity import VERSION, fingerprint, overlaps, parameters, tied_groups
+from peftc.models.identity import VERSION, fingerprint, overlaps, parameter_count, tied_groups
 from peftc.models.resolve import ModelSource, resolve
 from peftc.models.skeleton import skeleton
 from peftc.modules.instance_forward import instance_forward
@@ -53,7 +53,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     table = SiteTable(
         model_id=source.id,
         model_type=source.type,
-        parameters=parameters(fake),
+        parameters=parameter_count(fake),
         d_model=example_width(layers[0]) if layers else 0,
         fingerprint=fingerprint(fake),
         fingerprint_version=VERSION,
@@ -62,8 +62,8 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         tied=tied_groups(fake),
         overlaps=overlaps(fake),
         shared_modules=anatomy.shared,
-        cross_layer_calls=tuple(anatomy.seen.guests.items()),
-        external_reads=tuple((name, *readers) for name, readers in anatomy.seen.elsewhere.items()),
+        cross_layer_calls=tuple(anatomy.seen.cross_layer_calls.items()),
+        external_reads=tuple((name, *readers) for name, readers in anatomy.seen.external_reads.items()),
         warnings=(*warnings(source.id, sites, unread), *hidden(source.module)),
         untraced=unread,
         positions=positions(fake),

@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from peftc.fakes.tensors import fake_copy
-from peftc.observation.sample_forward import SampleForward, list_around, observe, repeated_blocks
+from peftc.observation.layer_candidates import containing_list, repeated_blocks
+from peftc.observation.recorder import observe
+from peftc.observation.sample_forward import SampleForward
 from peftc.observation.token_flow import TokenFlow
 from peftc.recognition.graph import nodes
 from peftc.recognition.graph.feature_axis import features_dim
@@ -124,14 +126,18 @@ def taken_apart(
         if isinstance(kind, str):
             anatomy.untraced[name] = kind
         elif kind.subs or (bare and stream_input(kind.traced.graph) is not None):
-            members.setdefault(list_around(model, name), []).append((name, kind))
+            members.setdefault(containing_list(model, name), []).append((name, kind))
     for path, layers in members.items():
         shapes = {parameter_shapes(model.get_submodule(name)) for name, _ in layers}
         for name, (key, _) in seen.layers.items():
             missing = not isinstance(kinds[key], str) and not any(name == layer for layer, _ in layers)
-            if missing and list_around(model, name) == path and parameter_shapes(model.get_submodule(name)) in shapes:
+            if (
+                missing
+                and containing_list(model, name) == path
+                and parameter_shapes(model.get_submodule(name)) in shapes
+            ):
                 anatomy.untraced[name] = "it has the parameters of its neighbours, but no sum with its input was found"
-    anatomy.stacks = gathered(members, {name: i for i, name in enumerate(seen.order)})
+    anatomy.stacks = gathered(members, {name: i for i, name in enumerate(seen.calls)})
     found = {name: kinds[key] for name, (key, _) in seen.layers.items()}
     return anatomy, {name: [] if isinstance(kind, str) else kind.subs for name, kind in found.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -20,7 +20,8 @@ from peftc.addressing.sites import (
     WeightRef,
 )
 from peftc.forms import shapes
-from peftc.observation.sample_forward import list_around
+from peftc.observation.layer_candidates import containing_list
+from peftc.observation.sample_forward import ModuleCall
 from peftc.recognition.graph import nodes
 from peftc.recognition.layers import ModelStructure, Stack, example_width
 from peftc.semantics.vocabulary import FROZEN_MODULES
@@ -52,7 +53,7 @@ def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> di
 def outside(anatomy: ModelStructure) -> list[str]:
     """Modules called outside every layer, in the order of their calls."""
     layers = {n for s in anatomy.stacks for n in s.layers}
-    return [n for n in anatomy.seen.order if layers.isdisjoint(enclosing(n))]
+    return [n for n in anatomy.seen.calls if layers.isdisjoint(enclosing(n))]
 
 
 def enclosing(name: str) -> Iterator[str]:
@@ -79,14 +80,13 @@ def module_site(name: str, steps: Steps, anatomy: ModelStructure, group: str = "
     """A site that is one whole module; its graph is the module's own."""
     module = anatomy.model.get_submodule(name)
     states = weight_states(name, module)
-    seen = anatomy.seen
-    for state, node, shapes_seen, paths in (
-        ("x", INPUT, seen.inputs, seen.entries),
-        ("h", OUTPUT, seen.outputs, seen.results),
+    call = anatomy.seen.calls.get(name, ModuleCall())
+    for state, node, shape, path in (
+        ("x", INPUT, call.input_shape, call.input_path),
+        ("h", OUTPUT, call.output_shape, call.output_path),
     ):
-        shape = shapes_seen.get(name)
         if shape and (state == "h" or not isinstance(module, nn.Embedding)):
-            states[state] = State(state, shapes.Tokens(shape[-1]), ActivationRef(node, key_path=paths.get(name, ())))
+            states[state] = State(state, shapes.Tokens(shape[-1]), ActivationRef(node, key_path=path))
     own = {steps[-1][0]: name} if steps[-1][0] in FROZEN_MODULES and callable_on_one(module) else {}
     return Site(path_of(steps), steps, name, name, type(module).__name__, states, own, group)
 
@@ -158,8 +158,8 @@ def final_norms(anatomy: ModelStructure) -> Iterator[Site]:
 
 def ended_by(norm: str, anatomy: ModelStructure) -> Stack | None:
     """The stack that has run before a norm and whose module holds it; of several the innermost, and of these the last."""
-    order = {n: i for i, n in enumerate(anatomy.seen.order)}
-    width = anatomy.seen.inputs.get(norm, (0,))[-1]
+    order = {n: i for i, n in enumerate(anatomy.seen.calls)}
+    width = (anatomy.seen.calls[norm].input_shape or (0,))[-1]
     ended = [
         (len(holder(s)), order[s.layers[-1]], s)
         for s in anatomy.stacks
@@ -172,7 +172,7 @@ def ended_by(norm: str, anatomy: ModelStructure) -> Stack | None:
 
 def heads(anatomy: ModelStructure) -> Iterator[Site]:
     """The model's output Linear: its output embeddings, else the last Linear that runs."""
-    model, order = anatomy.model, anatomy.seen.order
+    model, order = anatomy.model, list(anatomy.seen.calls)
     getter = getattr(model, "get_output_embeddings", None)
     own = getter() if getter else None
     names = [n for n in outside(anatomy) if n and model.get_submodule(n) is own] if own is not None else []
@@ -190,9 +190,8 @@ def module_infos(anatomy: ModelStructure) -> tuple[ModuleInfo, ...]:
     seen, shared = anatomy.seen, {name for group in anatomy.shared for name in group}
     first = {name for name, _ in anatomy.model.named_modules()}
 
-    def width(name: str, shapes_seen: Mapping[str, tuple[int, ...]]) -> int | None:
-        shape = shapes_seen.get(name, ())
-        return shape[-1] if seen.calls.get(name) == 1 and len(shape) in (2, 3) else None
+    def width(call: ModuleCall, shape: tuple[int, ...]) -> int | None:
+        return shape[-1] if call.count == 1 and len(shape) in (2, 3) else None
 
     called = {id(anatomy.model.get_submodule(name)) for name in seen.calls}  # under whichever of its names
     found: list[ModuleInfo] = []
@@ -200,17 +199,18 @@ def module_infos(anatomy: ModelStructure) -> tuple[ModuleInfo, ...]:
         if name not in first and name not in shared:
             continue
         own = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
-        entry = None if isinstance(module, nn.Embedding) else width(name, seen.inputs)
+        call = seen.calls.get(name, ModuleCall())
+        entry = None if isinstance(module, nn.Embedding) else width(call, call.input_shape)
         found.append(
             ModuleInfo(
                 name,
                 type(module).__name__,
                 own,
                 entry,
-                width(name, seen.outputs),
+                width(call, call.output_shape),
                 id(module) in called,
-                seen.entries.get(name, ()),
-                seen.results.get(name, ()),
+                call.input_path,
+                call.output_path,
             )
         )
     return tuple(found)
@@ -236,4 +236,4 @@ def unread_modules(anatomy: ModelStructure) -> tuple[UntracedModule, ...]:
 
 def same_list(layer: str, stack: Stack, model: nn.Module) -> bool:
     """Whether a layer is in the list, or one of the lists, of a stack."""
-    return list_around(model, layer) in {list_around(model, name) for name in stack.layers}
+    return containing_list(model, layer) in {containing_list(model, name) for name in stack.layers}

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import fx, nn
 
-from peftc.fakes.constant_propagation import tensors
+from peftc.fakes.tensors import tensors_in
 from peftc.recognition.graph import nodes
 from peftc.recognition.graph.value_operands import operation, value_operands
 from peftc.recognition.hyper_connections import mixture
@@ -110,7 +110,7 @@ def partly(node: fx.Node) -> fx.Node | None:
 
 def gives_states(node: fx.Node) -> bool:
     """Whether any result of a call is a tensor of floating numbers: not of indices alone."""
-    return any(value.is_floating_point() for value in tensors(nodes.example(node)))
+    return any(value.is_floating_point() for value in tensors_in(nodes.example(node)))
 
 
 def part(node: fx.Node) -> fx.Node | None:

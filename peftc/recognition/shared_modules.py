@@ -22,7 +22,7 @@ def shared_modules(anatomy: ModelStructure) -> tuple[tuple[str, ...], ...]:
             groups.setdefault(id(module), []).append(name)
     for name, module in outside_layers(anatomy.model, {id(anatomy.model.get_submodule(layer)) for layer in layers}):
         names = groups.get(id(module), [])
-        if not anatomy.seen.outer.isdisjoint(names) and name not in names:
+        if not anatomy.seen.outside_layers.isdisjoint(names) and name not in names:
             names.append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 

@@ -35,7 +35,10 @@ def all_sites(anatomy: ModelStructure) -> tuple[Site, ...]:
     for stack in anatomy.stacks:
         for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
             sites = LayerSites(name, kind, qualified(stack.name, (("layer", i),)), stack.name, known).sites()
-            found += [replace(site, runs=anatomy.seen.calls.get(name, 1)) for site in sites]
+            found += [
+                replace(site, runs=anatomy.seen.calls[name].count if name in anatomy.seen.calls else 1)
+                for site in sites
+            ]
     found += [*final_norms(anatomy), *heads(anatomy)]
     return tuple(found)
 

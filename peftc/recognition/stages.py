@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from peftc.observation.sample_forward import list_around
+from peftc.observation.layer_candidates import containing_list
 from peftc.recognition.roles import SubLayer
 
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -24,7 +24,7 @@ def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn
     """
     lists: dict[str, list[str]] = {}
     for name in blocks:
-        lists.setdefault(list_around(model, name), []).append(name)
+        lists.setdefault(containing_list(model, name), []).append(name)
     found: list[str] = []
     for members in lists.values():
         ran = {name: model.get_submodule(name) for name in members if name in subs}

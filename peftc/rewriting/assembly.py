@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.observation.sample_forward import repeated_blocks
+from peftc.observation.layer_candidates import repeated_blocks
 from peftc.planning import ir
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.anchors import relative

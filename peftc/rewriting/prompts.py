@@ -13,7 +13,7 @@ from peftc.addressing.sites import Site
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.forms.shapes import Tokens
-from peftc.observation.token_flow import EMBEDS, Sample, TokenFlow, token_flow
+from peftc.observation.token_flow import EMBEDS, SampleRun, TokenFlow, token_flow
 from peftc.planning import ir
 from peftc.recognition.layers import ModelStructure, Stack
 from peftc.recognition.non_layer_sites import enclosing
@@ -71,17 +71,17 @@ def taker(site: Site, anatomy: ModelStructure) -> tuple[Stack, str]:
     """
     around = [(s, m) for s in anatomy.stacks if (m := taking((EMBEDS,), site.module, s, anatomy)) is not None]
     flow = flow_of(site.module, around, anatomy) if around else TokenFlow()
-    around = [(stack, module) for stack, module in around if module in flow.takers]
+    around = [(stack, module) for stack, module in around if module in flow.arguments]
     if not around:
         raise Unjoinable(f"no module takes the tokens of `{site.path}` as `{EMBEDS}`, so none can be joined to them")
     name = ".".join(step for step, _ in site.steps[:-1])
     own = [(stack, module) for stack, module in around if stack.name == name]
     stack, module = own[0] if own else max(around, key=lambda found: len(found[1].split(".")) if found[1] else 0)
     shown = f"`{module}`" if module else "the model"
-    if (need := flow.needs.get(module)) is not None:
+    if (need := flow.id_dependence.get(module)) is not None:
         message = f"{shown} needs the ids of tokens besides their embeddings, and the rows of a prompt have none"
         raise Unjoinable(message, need)
-    if (reason := cannot_prepend(flow.takers[module])) is not None:
+    if (reason := cannot_prepend(flow.arguments[module])) is not None:
         raise Unjoinable(f"{shown} is called with more than tokens: {reason}")
     if module and not attends(stack) and (others := other_states(flow.results[module])):
         raise Unjoinable(f"{shown} returns more states of tokens than the last one: {join_names(others)}")
@@ -99,7 +99,7 @@ def flow_of(embedding: str, around: Sequence[tuple[Stack, str]], anatomy: ModelS
     """The flow of an embedding's tokens, which is followed once."""
     if embedding not in anatomy.flows:
         layers = [layer for stack in anatomy.stacks for layer in stack.layers]
-        sample = Sample(anatomy.model, anatomy.mode, anatomy.seen.sample, layers)
+        sample = SampleRun(anatomy.model, anatomy.mode, anatomy.seen.sample, layers)
         anatomy.flows[embedding] = token_flow(embedding, dict.fromkeys(module for _, module in around), sample)
     return anatomy.flows[embedding]
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_copy, new_mode
-from peftc.models.configs import first_line
+from peftc.models.configs import error_summary
 from peftc.rewriting.container import CONTAINER
 from peftc.specialization.derived_classes import exchanged
 from peftc.specialization.forwarded_kwargs import open_rest
@@ -177,7 +177,7 @@ class Calls:
             return fake_copy(dict(arguments), mode)
         except Exception as error:  # whatever copying an object or a kind of tensor raises
             message = f"a call of {self.base.__name__} has an argument that cannot be copied without its data"
-            raise PeftcError(Diagnostic("P407", message, notes=(first_line(error),))) from error
+            raise PeftcError(Diagnostic("P407", message, notes=(error_summary(error),))) from error
 
     def rests(self) -> Mapping[str, Any]:
         return self.arguments.get(self.rest, {})

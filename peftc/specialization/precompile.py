@@ -16,9 +16,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
-from peftc.models.tower_samples import on_sample, part_calls
-from peftc.observation.repeated_layers import Repeats, repeated
-from peftc.observation.sample_forward import SampleForward, repeated_blocks, structure
+from peftc.models.tower_samples import run_on_sample, tower_calls
+from peftc.observation.layer_candidates import repeated_blocks
+from peftc.observation.layer_keys import structure_key
+from peftc.observation.repeated_layers import skip_repeated
 from peftc.specialization.generated_class import preparing
 
 SIZE = 32  # of static caches: more tokens than the sample has
@@ -34,7 +35,7 @@ def prepare(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
     fake = fake_copy(model, whole=True).eval()
     ran: set[str] = set()
     try:
-        inputs, out = on_sample(fake, sample, lambda given: run(fake, lambda: fake(**given), ran))
+        inputs, out = run_on_sample(fake, sample, lambda given: run(fake, lambda: fake(**given), ran))
     except (DataDependentOutputException, DynamicOutputShapeException):
         return
     except PeftcError:
@@ -60,7 +61,7 @@ def run_parts(fake: nn.Module, inputs: Mapping[str, Any], ran: set[str]) -> None
     Raises: what an edit there is refused for.
     """
     layers, refused = set(repeated_blocks(fake)), list[PeftcError]()
-    for call in part_calls(fake, inputs, lambda name: any(n.startswith(name + ".") for n in layers - ran)):
+    for call in tower_calls(fake, inputs, lambda name: any(n.startswith(name + ".") for n in layers - ran)):
         if layers <= ran:
             return
         try:
@@ -87,7 +88,7 @@ def run(fake: nn.Module, call: Callable[[], Any], ran: set[str], training: bool 
         fake_data_answers(),
         torch.no_grad(),
         preparing() if training else contextlib.nullcontext(),
-        repeated(layers, Repeats(names, SampleForward(), alike)),
+        skip_repeated(fake, layers, alike),
     ):
         for handle in done:
             removing.callback(handle.remove)
@@ -98,7 +99,7 @@ def alike(layer: nn.Module) -> str:
     """What two layers share whose generated forwards are the same: more than their structure, edits included."""
     classes = ",".join(str(id(type(m))) for m in layer.modules())
     words = [(n, v) for m in layer.modules() for n, v in vars(m).items() if v is None or isinstance(v, str | bool)]
-    return f"{structure(layer)} {classes} {words}"
+    return f"{structure_key(layer)} {classes} {words}"
 
 
 def patterns(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from peftc.concurrency.interrupts import shielded
-from peftc.fakes.data_answers import fake_data_answers, honest, settled
+from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
 from peftc.tracing.code_positions import Origin, place
 from peftc.tracing.context_managers import Block, NoneAccess, TraceError, decorated, enter_context
 from peftc.tracing.functional_linears import linear_of
@@ -358,7 +358,14 @@ class RegionTracer(fx.Tracer):
         args, kwargs = self.placeholders(signature, arguments)
         self.tape, self.constants, self.made = Tape(), dict[int, fx.Node](), dict[int, fx.Node]()
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # as they were, whatever the code does
-        with gradients, honest(), settled(), spying(root, self), live(self), Remembering(self.tape, self):
+        with (
+            gradients,
+            no_data_answers(),
+            fake_tensor_patches(),
+            spying(root, self),
+            live(self),
+            Remembering(self.tape, self),
+        ):
             out = forward(root, *args, **kwargs)
             self.graph.output(self.create_arg(out))
         return self.snapshot()

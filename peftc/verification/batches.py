@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from peftc.diagnostics import PeftcError
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.models.sample import sample_inputs
-from peftc.models.tower_samples import on_sample
+from peftc.models.tower_samples import run_on_sample
 
 Batch = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ def sample_batch(model: nn.Module, sample: Mapping[str, Any] | None = None) -> d
         if runs(model, batch):
             return batch
     with fake_mode(fake):
-        made, _ = on_sample(fake, None, lambda given: fake(**given))
+        made, _ = run_on_sample(fake, None, lambda given: fake(**given))
     return {name: _filled(value, model, generator, ids=False) for name, value in made.items()}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from peftc.compiler import disabled
 from peftc.diagnostics import PeftcError
 from peftc.folding import fold
-from peftc.models.configs import first_line
+from peftc.models.configs import error_summary
 from peftc.planning import ir
 from peftc.verification.batches import Batch
 from peftc.verification.report import Check, Finding
@@ -100,7 +100,7 @@ def plain(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     except Exception as error:  # whatever the model's own code raises
         if passes(error):
             raise
-        raise Unreachable(f"it does not run: {first_line(error)}") from error
+        raise Unreachable(f"it does not run: {error_summary(error)}") from error
 
 
 def state(first: nn.Module, second: nn.Module) -> Difference | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.concurrency.interrupts import shielded
-from peftc.models.configs import first_line
+from peftc.models.configs import error_summary
 from peftc.planning import ir
 from peftc.verification.batches import Batch
 from peftc.verification.checks import Results
@@ -75,7 +75,7 @@ def decoded(trial: Trial, batch: Batch, cache: bool) -> Steps:
         if passes(error):
             raise
         own_steps(trial, batch, cache)
-        raise Broken(f"the compiled model raises {first_line(error)}") from error
+        raise Broken(f"the compiled model raises {error_summary(error)}") from error
 
 
 def own_steps(trial: Trial, batch: Batch, cache: bool) -> Steps:
@@ -85,7 +85,7 @@ def own_steps(trial: Trial, batch: Batch, cache: bool) -> Steps:
     except Exception as error:  # whatever the model's own code raises
         if passes(error):
             raise
-        raise Unreachable(f"the model does not generate so: {first_line(error)}") from error
+        raise Unreachable(f"the model does not generate so: {error_summary(error)}") from error
 
 
 def generates(model: nn.Module, batch: Batch) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.addressing.sites import Site, Slice
-from peftc.models.configs import first_line
+from peftc.models.configs import error_summary
 from peftc.verification.batches import Batch
 from peftc.verification.checks import Results
 from peftc.verification.movement import sampled
@@ -116,7 +116,7 @@ def arrivals(
         except Exception as error:  # whatever the model's own code raises of noise
             if passes(error):
                 raise
-            raise Unreachable(first_line(error)) from error
+            raise Unreachable(error_summary(error)) from error
         finally:
             if handle is not None:
                 handle()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import seeded
 from peftc.installation.record import Installation
-from peftc.models.configs import first_line
+from peftc.models.configs import error_summary
 from peftc.planning import ir
 from peftc.training.tasks import task
 from peftc.verification.prompts import Prompts
@@ -117,8 +117,8 @@ class Trial:
             except Exception as own:  # likewise
                 if passes(own):
                     raise
-                raise Unreachable(f"the model without its edits does not run so: {first_line(own)}") from own
-            raise Broken(f"the compiled model raises {first_line(error)}") from error
+                raise Unreachable(f"the model without its edits does not run so: {error_summary(own)}") from own
+            raise Broken(f"the compiled model raises {error_summary(error)}") from error
 
     def backward(self, loss: Tensor) -> dict[str, Tensor]:
         loss.backward()
@@ -145,7 +145,7 @@ class Trial:
             except Exception as error:  # of code that is hooked in a way it was not made for
                 if passes(error):
                     raise
-                raise Unreachable(first_line(error)) from error
+                raise Unreachable(error_summary(error)) from error
             return differentiated(outputs, mode, self.derivatives)
 
     def derivatives(self, loss: Tensor) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ def differentiated(outputs: dict[str, Tensor], mode: Mode, gradients: Callable[[
         except RuntimeError as error:
             if passes(error):
                 raise
-            run.failure = first_line(error)
+            run.failure = error_summary(error)
     return run
 
 

@@ -17,7 +17,7 @@ from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
 from peftc.installation.record import Installation, installation_of, is_installed
-from peftc.models.runnable import checked
+from peftc.models.runnable import check_sample
 from peftc.verification.batches import Batch, sample_batch
 from peftc.verification.checks import Results, check_base, check_equations, check_fold
 from peftc.verification.choices import choose
@@ -56,7 +56,7 @@ def verify(
     """
     record = installation_of(model)
     parameters(model)  # raises P436
-    checked(batch)
+    check_sample(batch)
     if sites not in ("sample", "all"):
         raise PeftcError(Diagnostic("P545", f'`sites` is "sample" or "all", not {sites!r}'))
     refuse_base(base)

@@ -5,7 +5,7 @@ import torch
 
 from peftc.fakes.tensors import fake_mode
 from peftc.models import catalogue
-from peftc.models.identity import fingerprint, parameters, tied_groups
+from peftc.models.identity import fingerprint, parameter_count, tied_groups
 from peftc.models.resolve import resolve
 from peftc.models.sample import sample_inputs
 from peftc.models.skeleton import skeleton
@@ -21,7 +21,7 @@ def test_there_are_49_checkpoints() -> None:
 def test_total_is_the_published_one(name: str) -> None:
     source = resolve(name)
     assert source.kind == "catalogue"
-    assert parameters(skeleton(source)) == catalogue.catalogue()[name].parameters
+    assert parameter_count(skeleton(source)) == catalogue.catalogue()[name].parameters
 
 
 def test_an_untied_head_is_a_matrix_of_its_own() -> None:

