@@ -90,7 +90,7 @@ class Folding:
         """Edits whose parameters nothing can be folded into, whatever the equations say."""
         trained = {place: name.partition("/")[0] for name, place in self.record.trained.items()}
         first = {name: group[0] for group in self.analysis.table.tied for name in group}
-        held, captured = parameter_views(self.model), self.analysis.structure.seen.closure_readers
+        held, captured = parameter_views(self.model), self.analysis.structure.seen.closure_reads
         found: dict[str, str] = {}
         for placed in self.record.site_edits:
             for name in (first.get(n, n) for n in _parameters(self.target(placed))):

@@ -24,7 +24,7 @@ _FIRST_ONLY = frozenset({"type_as", "view_as", "expand_as", "reshape_as", "to"})
 class ParameterUses(TorchFunctionMode):
     """Notes which module computes with which parameter inside the block.
 
-    `closure_readers`: modules whose code computes with a parameter that is not one of the model's, by
+    `closure_reads`: modules whose code computes with a parameter that is not one of the model's, by
     storage. In a skeleton that is the original's parameter, which a closure still holds.
     Args: `running`: the names of the modules that are being called, the innermost last.
     """
@@ -36,7 +36,7 @@ class ParameterUses(TorchFunctionMode):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names[storage_id(parameter)].append(name)
         self.readers: dict[int, dict[str, None]] = defaultdict(dict)
-        self.closure_readers: dict[int, str] = {}
+        self.closure_reads: dict[int, str] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,7 +49,7 @@ class ParameterUses(TorchFunctionMode):
                 if key in self.names:
                     self.readers[key][reader] = None
                 elif isinstance(value, nn.Parameter):
-                    self.closure_readers[key] = reader
+                    self.closure_reads[key] = reader
         return result
 
     def external_reads(self, layers: Collection[str]) -> dict[str, tuple[str, ...]]:

@@ -88,7 +88,7 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
-        record.external_reads, record.closure_readers = uses.external_reads(record.candidates), uses.closure_readers
+        record.external_reads, record.closure_reads = uses.external_reads(record.candidates), uses.closure_reads
         return record
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

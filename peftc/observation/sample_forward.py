@@ -39,7 +39,7 @@ class SampleForward:
     per layer, equal for layers that can share a trace, with the arguments of the first layer of each key.
     `outside_layers`: modules called outside of layers. `cross_layer_calls`: modules of one layer with
     another layer that calls them. `modality`: of layers that only an image, a sound or the like reaches.
-    `closure_readers`: modules that compute with a parameter in a closure, by its storage.
+    `closure_reads`: modules that compute with a parameter in a closure, by its storage.
     `external_reads`: modules that compute with a parameter of another module, by its name.
     """
 
@@ -50,7 +50,7 @@ class SampleForward:
     cross_layer_calls: dict[str, str] = field(default_factory=dict[str, str])
     modality: dict[str, str] = field(default_factory=dict[str, str])
     sample: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the arguments of the forward
-    closure_readers: dict[int, str] = field(default_factory=dict[int, str])
+    closure_reads: dict[int, str] = field(default_factory=dict[int, str])
     external_reads: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     @property
@@ -65,7 +65,7 @@ class SampleForward:
         self.calls = {**{n: c for n, c in other.calls.items() if n not in self.calls}, **self.calls}
         self.layers = {**other.layers, **self.layers}
         self.outside_layers |= other.outside_layers
-        self.closure_readers = {**other.closure_readers, **self.closure_readers}
+        self.closure_reads = {**other.closure_reads, **self.closure_reads}
         self.cross_layer_calls = {**other.cross_layer_calls, **self.cross_layer_calls}
         for name, readers in other.external_reads.items():
             self.external_reads[name] = tuple(dict.fromkeys((*self.external_reads.get(name, ()), *readers)))
