@@ -8,10 +8,11 @@ from peftc.diagnostics import Diagnostic, PeftcError, PeftcWarning
 
 if TYPE_CHECKING:
     from peftc.adapters import fuse, load, save, warm_start
-    from peftc.compiler import compile, design, disabled, graphs, parameters, parse, plan, remove, sites, specs
+    from peftc.compiler import compile, design, parse, plan, remove, sites
     from peftc.explore import rewrite, trace
     from peftc.folding import fold
-    from peftc.installation.disable import set_enabled
+    from peftc.installation.contents import graphs, parameters, specs
+    from peftc.installation.disable import disabled, set_enabled
     from peftc.training.calibration import calibrate
     from peftc.training.steps import StepCallback, losses, step
     from peftc.training.tasks import add_task, drop_task, set_task, task, tasks
@@ -21,21 +22,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "peftc.training.calibration": ("calibrate",),
-    "peftc.compiler": (
-        "compile",
-        "design",
-        "disabled",
-        "graphs",
-        "parameters",
-        "parse",
-        "plan",
-        "remove",
-        "sites",
-        "specs",
-    ),
+    "peftc.compiler": ("compile", "design", "parse", "plan", "remove", "sites"),
     "peftc.explore": ("rewrite", "trace"),
     "peftc.training.tasks": ("add_task", "drop_task", "set_task", "task", "tasks"),
-    "peftc.installation.disable": ("set_enabled",),
+    "peftc.installation.contents": ("graphs", "parameters", "specs"),
+    "peftc.installation.disable": ("disabled", "set_enabled"),
     "peftc.training.steps": ("StepCallback", "losses", "step"),
     "peftc.verification": ("verify",),
     "peftc.adapters": ("fuse", "load", "save", "warm_start"),

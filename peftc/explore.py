@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx
 
 from peftc.addressing.sites import Site
-from peftc.compiler import Settings, SpecLike, analysed, flat_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names, nearest
 from peftc.fakes.tensors import fake_copy
+from peftc.installation.compiled_model import analyse_base
 from peftc.planning.planner import make_plan
 from peftc.planning.selection.selectors import resolve
 from peftc.recognition.analysis import Analysis, ModelLike
@@ -22,6 +22,7 @@ from peftc.rewriting.insert import Inserter
 from peftc.rewriting.regions import LayerRegions
 from peftc.rewriting.states import node_of
 from peftc.semantics.load import Include
+from peftc.semantics.spec_argument import Settings, SpecLike, flat_spec
 from peftc.specialization.code_printer import Emitter, Names, function
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
@@ -84,7 +85,7 @@ def trace(
     `sample`, `trust_remote_code`: as in `peftc.sites`.
     Raises: P0xx and P2xx for the selector, P5xx for the model.
     """
-    analysis = analysed(model, sample, trust_remote_code)
+    analysis = analyse_base(model, sample, trust_remote_code)
     wanted = set[str]() if sites is None else {s.path for s in resolve(selector_of(sites), analysis.table)}
     found: list[TracedRegion] = []
     roots = {n for s in analysis.structure.stacks for n in s.layers}
@@ -140,7 +141,7 @@ def rewrite(
     Raises: as `peftc.plan`.
     """
     analysis = region.analysis
-    planned = make_plan(flat_of(edits, settings, include), analysis.table)
+    planned = make_plan(flat_spec(edits, settings, include), analysis.table)
     placed = [use for p in planned.site_edits for use in p.uses() if use.site.root == region.module]
     if not placed:
         names = join_names(dict.fromkeys(p.edit for p in planned.site_edits))

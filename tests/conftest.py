@@ -55,7 +55,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         if not ahead:
             patch.setattr("peftc.installation.reinstall.warm", lambda model, sample=None: None)
         if not FULL and item.path.relative_to(item.config.rootpath).parts[1] in READ_ONCE:
-            patch.setattr("peftc.compiler.analyse", analyses.analyse)
+            patch.setattr("peftc.installation.compiled_model.analyse", analyses.analyse)
         return (yield)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from benchmarks.adversarial.outcome import Tally
 from peftc import PeftcError
-from peftc.compiler import analysed, planned
 from peftc.diagnostics.formats import render_github, render_json
 from peftc.diagnostics.render import render_text
 from peftc.filesystem import resources
+from peftc.installation.compiled_model import analyse_base, plan_on
 from peftc.semantics import check_file, expand
 from peftc.semantics.load import read_spec
 from peftc.syntax import parse_text, print_spec
@@ -238,7 +238,7 @@ def mutated(draw: random.Random, sources: list[str]) -> str:
 def run(count: int, seed: int, tally: Tally) -> None:
     """So many specs: parsed, printed, checked, expanded, and planned on a model where they get as far."""
     draw, sources = random.Random(seed), texts()
-    analysis = analysed(zoo.build(MODEL))
+    analysis = analyse_base(zoo.build(MODEL))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.peft"
 
@@ -257,7 +257,7 @@ def run(count: int, seed: int, tally: Tally) -> None:
             path.write_text(text, encoding="utf-8")
             flat = expand(read_spec(path))
             tally.counts["expanded"] += 1
-            planned(flat, analysis)
+            plan_on(analysis, flat)
             tally.counts["planned"] += 1
 
         for number in range(count):

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from peftc.adapters.metadata import Base, BaseTensor
 from peftc.adapters.weight_sample import VALUES, Distance, distance, finite, samples
 from peftc.installation.record import Installation, installation_of, is_installed
-from peftc.installation.surgery import SHARED
 from peftc.models import settings
 from peftc.models.identity import VERSION, any_name, fingerprint_of, identity, parameter_count
-from peftc.rewriting.container import CONTAINER
+from peftc.rewriting.container import CONTAINER, SHARED
 
 _SHOWN = 5  # differences of the configuration
 

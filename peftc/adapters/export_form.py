@@ -13,18 +13,18 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from peftc.compiler import parameters, states
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import FORMS
 from peftc.forms.module import FormModule
+from peftc.installation.contents import parameters, states
 from peftc.installation.record import Installation
 from peftc.installation.spec_conflicts import noted
-from peftc.installation.surgery import SHARED, identifier
+from peftc.installation.surgery import identifier
 from peftc.planning.ir import SiteEdit
+from peftc.rewriting.container import SHARED
 from peftc.semantics.arguments import bind
 from peftc.semantics.walk import is_shared, walk
 from peftc.syntax import ast
-from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 
 ONLY_WHILE_TRAINING = ("reparam", "keep", "intrinsic")  # arguments that say how what is saved is made
@@ -59,13 +59,12 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     return tensors
 
 
-def stored_spec(text: str) -> str:
+def stored_spec(spec: ast.Spec) -> str:
     """The spec whose parameters `stored_tensors` are: direct rows, and no expectations, which were held before. What is shared stays
     so where its simpler form has a part in common, too.
 
     Raises: P528 where shared rows are used twice in one edit.
     """
-    spec = parse_text(text)
     shared = {
         let.name: _form(let)
         for let in spec.statements

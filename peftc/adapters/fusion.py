@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from peftc.adapters.files import path_of, read
 from peftc.adapters.loading import check_base, check_tensors, planned_saved, tasks_in
 from peftc.adapters.warm_start import checked_names
-from peftc.compiler import analysed
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.fusion_module import Fusion
+from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.journal import copy_all
 from peftc.installation.presence import active_installation
 from peftc.installation.record import Installation
-from peftc.installation.surgery import SHARED, identifier
+from peftc.installation.surgery import identifier
 from peftc.planning import ir
-from peftc.recognition.analysis import Analysis
 from peftc.rewriting.assembly import regions_of
+from peftc.rewriting.container import SHARED
 from peftc.syntax.print_expressions import print_expression
 
 FUSION, ADAPTER = "fusion", "adapter"
@@ -64,9 +64,9 @@ def fuse(
         if one.args["n"] != len(paths):
             message = f"`{placed.edit}` mixes {one.args['n']} adapters, and {len(paths)} are given"
             raise PeftcError(Diagnostic("P544", message, help="`n` of `fusion` says how many"))
-    analysis = analysed(model, sample)
+    compiled = CompiledModel(model, sample)
     for i, directory in enumerate(paths):
-        source = Source(directory, model, analysis, other_weights, strict)
+        source = Source(directory, compiled, other_weights, strict)
         checked_names(pairs, own, source.edits)
         source.check_sites({(pairs[placed.edit], placed.site.path) for placed, _ in found})
         for placed, one in found:
@@ -120,17 +120,17 @@ class Target:
 class Source:
     """A saved adapter, planned on the model: its edits and their sites, the names of its tensors."""
 
-    def __init__(
-        self, directory: Path, model: nn.Module, analysis: Analysis, other_weights: bool, strict: bool
-    ) -> None:
+    def __init__(self, directory: Path, compiled: CompiledModel, other_weights: bool, strict: bool) -> None:
         adapter, self.tensors = read(directory)
         self.directory = directory
-        check_base(adapter, model, other_weights, strict)
-        _, found = planned_saved(adapter, directory, analysis, tasks_in(adapter, directory))
+        check_base(adapter, compiled.module, other_weights, strict)
+        _, found = planned_saved(adapter, directory, compiled, tasks_in(adapter, directory))
         self.placed = {(p.edit, p.site.path): p for p in found.site_edits}
         self.edits = tuple(dict.fromkeys(placed.edit for placed in found.site_edits))
         self.owners: dict[str, str] = {}  # names of what sites share, which has that of the first of them
-        for placed in (p for region in regions_of(found.site_edits, analysis.structure) for p in region.site_edits):
+        for placed in (
+            p for region in regions_of(found.site_edits, compiled.analysis.structure) for p in region.site_edits
+        ):
             for one in placed.instances:
                 if one.owner is not None:
                     self.owners.setdefault(one.owner, f"{placed.edit}/{one.owner}/{one.key}")

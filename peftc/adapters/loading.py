@@ -15,12 +15,13 @@ from peftc.adapters.files import listed_tensors, path_of, read
 from peftc.adapters.metadata import METADATA, Adapter, Base
 from peftc.adapters.readable_weights import require_values
 from peftc.adapters.weight_sample import Distance
-from peftc.compiler import added, analysed, checked_tasks, parameters, planned, states, tasks_of
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
-from peftc.installation.presence import active_installation
-from peftc.installation.record import InstalledSpec, installation_of, is_installed
+from peftc.installation.compiled_model import CompiledModel
+from peftc.installation.contents import parameters, states
+from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_conflicts import free_name, prefixed
+from peftc.installation.task_names import task_names
 from peftc.modules.offload import offloaded_parameters
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis
@@ -28,7 +29,6 @@ from peftc.rewriting.assembly import regions_of
 from peftc.semantics.expand import expand
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
-from peftc.syntax.printer import print_spec
 
 
 def load(
@@ -55,34 +55,29 @@ def load(
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
         raise PeftcError(Diagnostic("P545", message, help="build the model first"))
-    if is_installed(model):
-        active_installation(model)
+    compiled = CompiledModel.active(model, sample)
     path = path_of(directory)
-    record = installation_of(model) if is_installed(model) else None
-    plans: list[tuple[Analysis, tuple[str, ...], ast.Spec, PlanResult, dict[str, Tensor]]] = []
+    plans: list[tuple[tuple[str, ...], ast.Spec, PlanResult, dict[str, Tensor]]] = []
 
     def check(adapter: Adapter) -> None:  # several descriptions, where the adapter is replaced meanwhile
         check_base(adapter, model, other_weights, strict)
-        analysis = analysed(model, sample)
-        tasks = checked_tasks(tasks_in(adapter, path) or None, tasks_of(record))
-        flat, found = planned_saved(adapter, path, analysis, tasks)
-        expected = dict(wanted(found, analysis, model))
+        tasks = task_names(tasks_in(adapter, path) or None, compiled.tasks)
+        flat, found = planned_saved(adapter, path, compiled, tasks)
+        expected = dict(wanted(found, compiled))
         check_tensors(listed_tensors(adapter), expected)
-        plans.append((analysis, tasks, flat, found, expected))
+        plans.append((tasks, flat, found, expected))
 
     adapter, tensors = read(path, check)
-    analysis, tasks, flat, found, expected = plans[-1]
+    tasks, flat, found, expected = plans[-1]
     check_tensors(tensors, expected)
     if prefix is not None:
         flat = prefixed(flat, prefix)
-        found = planned(flat, analysis, tasks)
-        renamed = dict(zip((n for n, _ in wanted(found, analysis, model)), expected, strict=True))
+        found = compiled.plan(flat, tasks)
+        renamed = dict(zip((n for n, _ in wanted(found, compiled)), expected, strict=True))
         tensors = {new: tensors[old] for new, old in renamed.items()}
-    named = free_name(record, name or prefix, path.resolve().name or "default")
-    part = InstalledSpec(named, print_spec(flat), found.plan, adapter.seed)
-    return added(
-        model, part, flat, found, analysis, sample, tasks=tasks, then=lambda model: _fill(model, named, tensors)
-    )
+    named = free_name(compiled.specs, name or prefix, path.resolve().name or "default")
+    spec = InstalledSpec(named, flat, found.plan, adapter.seed)
+    return compiled.add(spec, found, tasks=tasks, finish=lambda model: _fill(model, named, tensors))
 
 
 @torch.no_grad()
@@ -176,12 +171,12 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def wanted(found: PlanResult, analysis: Analysis, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def wanted(found: PlanResult, compiled: CompiledModel) -> Iterator[tuple[str, Tensor]]:
     """What a plan has to have saved, by name: tensors of the shapes and dtypes, without values."""
-    for name, made in _forms(found, analysis):
+    for name, made in _forms(found, compiled.analysis):
         yield from ((f"{name}.{n}", p) for n, p in made.named_parameters())
         yield from ((f"{name}.{n}", made.get_buffer(n)) for n in made.states())
-    yield from ((name, model.get_parameter(place)) for name, place in found.trained_parameters.items())
+    yield from ((name, compiled.module.get_parameter(place)) for name, place in found.trained_parameters.items())
 
 
 def _forms(found: PlanResult, analysis: Analysis) -> Iterator[tuple[str, FormModule]]:
@@ -221,12 +216,12 @@ def expanded(adapter: Adapter, directory: Path) -> ast.Spec:
 
 
 def planned_saved(
-    adapter: Adapter, directory: Path, analysis: Analysis, tasks: tuple[str, ...]
+    adapter: Adapter, directory: Path, compiled: CompiledModel, tasks: tuple[str, ...]
 ) -> tuple[ast.Spec, PlanResult]:
     """The spec of the adapter, planned on the model. Raises: P525 where it cannot be, with the reason."""
     flat = expanded(adapter, directory)
     try:
-        return flat, planned(flat, analysis, tasks)
+        return flat, compiled.plan(flat, tasks)
     except PeftcError as error:
         raise _not_planned(error) from error
 

@@ -16,15 +16,14 @@ from peftc.adapters.readable_weights import require_values
 from peftc.adapters.sharded import turn, whole
 from peftc.adapters.weight_sample import digest_of
 from peftc.adapters.writing import write
-from peftc.compiler import analysed, parameters, planned, tasks_of
 from peftc.diagnostics import PeftcError
 from peftc.forms.fusion_module import Fusion
 from peftc.forms.lines_module import Lines
 from peftc.forms.sparse_module import SparseValues, refuse_unchosen
+from peftc.installation.contents import parameters
 from peftc.installation.presence import active_installation
-from peftc.installation.record import Installation, InstalledSpec, installation_of, joint_spec
+from peftc.installation.record import Installation, joint_spec
 from peftc.installation.spec_conflicts import noted
-from peftc.planning.report.plan import Plan
 from peftc.syntax.printer import print_spec
 
 
@@ -48,16 +47,16 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     require_values(chosen)
     for edit in dict.fromkeys(edit for part in parts for edit in part.edits):
         _require_begun(model, record, edit)
-    source = parts[0].text if len(parts) == 1 else print_spec(joint_spec(parts))
+    source = joint_spec(part.spec for part in parts)
     spec, base = stored_spec(source), base_of(model, record)
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
-    plan = _plan(model, parts)
+    plan = parts[0].plan if len(parts) == 1 else record.planned.plan
 
     def describe(sha256: str) -> Adapter:
         return Adapter(
             peftc=version("peftc"),
             spec=spec,
-            source=source,
+            source=print_spec(source),
             plan=plan,
             base=base,
             weights_digest=digest_of(base.tensors),
@@ -95,11 +94,3 @@ def _require_begun(model: nn.Module, record: Installation, edit: str) -> None:
     if missing is not None:
         with noted(f"`{edit}` is what it began as: there is nothing to save"):
             raise missing
-
-
-def _plan(model: nn.Module, parts: tuple[InstalledSpec, ...]) -> Plan:
-    return (
-        parts[0].plan
-        if len(parts) == 1
-        else planned(joint_spec(parts), analysed(model), tasks_of(installation_of(model))).plan
-    )

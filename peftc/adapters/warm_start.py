@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from peftc.adapters.files import path_of, read
 from peftc.adapters.loading import check_base, check_tensors
-from peftc.compiler import parameters, states
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.module import FormModule
+from peftc.installation.contents import parameters, states
 from peftc.installation.journal import copy_all
 from peftc.installation.presence import active_installation
 

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 from peftc.cli.output import compile_skeleton, write
 from peftc.cli.spec_files import read
-from peftc.compiler import analysed, checked_tasks, compile, planned, sites, used
+from peftc.compiler import compile, plan_edits, sites
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.formats import render_json
 from peftc.diagnostics.render import render_text, wants_color
@@ -42,10 +42,7 @@ def run_plan(args: Namespace) -> int:
     """`peftc plan SPEC --model M`: exit 1 where an expectation does not hold. Raises: everything wrong with the spec."""
     spec = parsed(args)
     flat = expand(spec, parse_settings(args.set), args.include)
-    names = checked_tasks(args.tasks, ())
-    found = used(
-        args.tasks, planned(flat, analysed(args.model, trust_remote_code=args.trust_remote_code), names, spec.source)
-    )
+    found = plan_edits(flat, args.model, tasks=args.tasks, trust_remote_code=args.trust_remote_code)
     records_only = bool(found.failed_expectations) and args.output_format == "json" and not args.json
     if args.json:
         print(found.plan.model_dump_json(indent=2))

@@ -10,19 +10,20 @@ from pathlib import Path
 
 from torch import nn
 
-from peftc.compiler import Settings, SpecLike, added, analysed, checked_tasks, flat_of, name_of, planned, used
 from peftc.diagnostics import PeftcError
 from peftc.fakes.tensors import fake_mode
 from peftc.filesystem.bounded_read import printable_path
 from peftc.filesystem.output_folder import FolderChanges, write_folder
 from peftc.forms.module import checked_seed
+from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
+from peftc.installation.task_names import require_tasks, task_names
 from peftc.planning.counts import percent
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import ModelLike
 from peftc.semantics.load import Include
+from peftc.semantics.spec_argument import Settings, SpecLike, default_name, flat_spec
 from peftc.specialization.generated_class import GeneratedClass
-from peftc.syntax.printer import print_spec
 
 PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
 
@@ -49,16 +50,17 @@ def compile_skeleton(
 
     Raises: as `peftc.compile`.
     """
-    flat = flat_of(spec, settings, include)
-    analysis = analysed(model, trust_remote_code=trust_remote_code)
-    names = checked_tasks(tasks, ())
-    found = used(tasks, planned(flat, analysis, names))
+    flat = flat_spec(spec, settings, include)
+    analysis = analyse_base(model, trust_remote_code=trust_remote_code)
+    names = task_names(tasks)
+    found = plan_on(analysis, flat, names)
+    require_tasks(tasks, found)
     if found.failed_expectations:
         raise PeftcError(found.failed_expectations)
     skeleton = analysis.structure.model
     with fake_mode(skeleton):
-        part = InstalledSpec(name_of(spec), print_spec(flat), found.plan, 0 if seed is None else checked_seed(seed))
-        added(skeleton, part, flat, found, analysis, tasks=names)
+        part = InstalledSpec(default_name(spec), flat, found.plan, 0 if seed is None else checked_seed(seed))
+        CompiledModel(skeleton, analysis=analysis).add(part, found, tasks=names)
     files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: part.text, README: readme(part, names)}
     return Compiled(found, files | forwards(skeleton))
 

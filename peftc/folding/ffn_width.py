@@ -23,12 +23,11 @@ from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight
 from peftc.installation.journal import Journal
 from peftc.installation.record import installation_of, is_installed
-from peftc.installation.surgery import SHARED
 from peftc.planning.foldability.affine import is_linear
 from peftc.planning.ir import SiteEdit
 from peftc.recognition.graph.nodes import passes_through
 from peftc.recognition.layers import LayerType
-from peftc.rewriting.container import CONTAINER
+from peftc.rewriting.container import CONTAINER, SHARED
 from peftc.runtime.parameters import dense
 
 GRID = torch.linspace(-8, 8, 161, dtype=torch.float64)  # where activations are compared
@@ -207,8 +206,8 @@ class Widening(Folding):
                     one.swap()
                 with deferral.interruptible():
                     values = wider_config(self.model, {one.width for one in wider})
-                created = [name for one in wider for name in one.created]
-                self.take_out(edits, created, deferral, journal, wider=True)
+                    created = [name for one in wider for name in one.created]
+                    self.take_out(edits, created, journal)
                 config = cast(Any, self.model).config if values else None
                 for name, value in values.items():
                     journal.steps.append(partial(setattr, config, name, getattr(config, name)))

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from peftc.adapters.readable_weights import require_base
-from peftc.compiler import analysed, planned, tasks_of
 from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule
+from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.journal import Journal
 from peftc.installation.presence import active_installation
-from peftc.installation.record import Installation, InstalledSpec, joint_spec
-from peftc.installation.reinstall import reinstall, uninstall
+from peftc.installation.record import Installation
 from peftc.modules.memory import storage_id
 from peftc.observation.parameter_uses import parameter_views
 from peftc.planning.foldability.affine import FoldTarget, fold_target
@@ -33,8 +32,6 @@ from peftc.rewriting.edits import slug
 from peftc.runtime.parameters import is_quantised
 from peftc.semantics.walk import names_in
 from peftc.syntax import ast
-from peftc.syntax.parser import parse_text
-from peftc.syntax.printer import print_spec
 from peftc.tracing.module_calls import forward_signature
 
 NOT_ASKED = "it was not asked for"
@@ -53,13 +50,13 @@ class Folding:
         journal: Journal | None = None,
     ) -> None:
         self.model, self.record, self.dequantize, self.journal = model, active_installation(model), dequantize, journal
-        self.sample = sample or self.record.sample
+        self.compiled = CompiledModel(model, sample)
         asked = [edit for part in self.record.selected(name) for edit in part.edits]
         require_base(model)
         self.names = [edit for part in self.record.specs for edit in part.edits]
         self.only = None if only is None else _checked(only, asked)
         self.others = frozenset(self.names) - (frozenset(asked) if self.only is None else self.only)
-        self.analysis = analysed(model, sample)
+        self.analysis = self.compiled.analysis
         self.sites = {site.path: site for site in self.analysis.table.sites}
         self.regions = _regions(self.record)
 
@@ -176,7 +173,8 @@ class Folding:
                         journal.write(self.model, name, new.value)
                         changes.append(new.change)
                 created = [change.parameter for change in changes if change.created]
-                self.take_out(folded, created, deferral, journal)
+                with deferral.interruptible():
+                    self.take_out(folded, created, journal)
             except BaseException:
                 with Deferral():
                     journal.undo(start)
@@ -191,28 +189,14 @@ class Folding:
         self,
         edits: Collection[str],
         created: Collection[str],
-        deferral: Deferral,
         journal: Journal,
-        wider: bool = False,
     ) -> None:
-        """The model without some edits. `created`: biases that it did not have: they require gradients where their weights do. `wider`:
-        whether sizes have changed.
-        """
+        """The model without some edits. `created`: biases that it did not have: they require gradients where their weights do."""
         flags = self.record.requires_grad
         flags = flags | {name: flags.get(f"{name.rpartition('.')[0]}.weight", False) for name in created}
-        with deferral.interruptible():
-            rest = [(part, spec) for part in self.record.specs if (spec := without(part, edits)) is not None]
-            analysis = analysed(self.model, self.sample) if rest and (created or wider) else self.analysis
-            tasks = tasks_of(self.record)
-            parts = tuple(
-                replace(p, text=print_spec(spec), plan=planned(spec, analysis, tasks).plan) for p, spec in rest
-            )
-            found = planned(joint_spec(parts), analysis, tasks) if parts else None
-        if found is None:
-            uninstall(self.model, flags, journal=journal)
-        else:
-            model, sample, anatomy = self.model, self.sample, analysis.structure
-            reinstall(model, parts, found, anatomy, sample=sample, requires_grad=flags, journal=journal)
+        compiled = CompiledModel(self.model, self.compiled.sample)
+        rest = [replace(one, spec=spec) for one in compiled.specs if (spec := without(one.spec, edits)) is not None]
+        compiled.set_specs(compiled.replan(rest), requires_grad=flags, journal=journal)
 
     # Saying ----------------------------------------------------------------------------------------------------------
 
@@ -289,9 +273,8 @@ def unwritable(name: str, parameter: nn.Parameter | None, dequantize: bool) -> s
     return None
 
 
-def without(part: InstalledSpec, folded: Collection[str]) -> ast.Spec | None:
+def without(spec: ast.Spec, folded: Collection[str]) -> ast.Spec | None:
     """The statements that are left, and the shared parameters that they use. What was expected held before."""
-    spec = parse_text(part.text)
     kept = [s for s in spec.statements if isinstance(s, ast.Edit | ast.Train) and s.name not in folded]
     if not kept:
         return None

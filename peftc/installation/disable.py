@@ -12,11 +12,17 @@ from peftc.installation.presence import complete_installation
 from peftc.installation.record import Installation
 
 
-def suspended(model: nn.Module, name: str | None = None) -> ChoiceBlock:
-    """Inside the block the edits of the spec `name` (of all where it is None) do not act in the present context; what `train`
-    of it has changed has its first value there. Blocks may stand in each other.
+def disabled(model: nn.Module, name: str | None = None) -> ChoiceBlock:
+    """Inside the block the model computes what the base computes; parameters of edits are kept.
 
-    Raises: P413 (name), P432 where a module would not see that value, P436 where an edited module was replaced.
+    That holds in the present context alone: other threads and coroutines have their own. A thread that is to have it is
+    started with `contextvars.copy_context().run`. `save_pretrained` writes the base; `state_dict()`, `named_parameters()` and
+    copies are those of the model, with all that it has. Copies are not in the block.
+
+    Args: `name`: of one spec; the others go on acting.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P431 for a block that is left in another
+    context, P432 for a base parameter that is trained and whose first value a module would not see, P436 where an edited module
+    was replaced.
     """
     record = complete_installation(model)
     off = edits_of(record, name)

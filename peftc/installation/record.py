@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,23 +13,30 @@ from peftc.concurrency.context import ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.tasked_module import Chosen
+from peftc.installation.kept_analysis import KeptAnalysis
 from peftc.planning import ir
+from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import Plan
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.syntax import ast
-from peftc.syntax.parser import parse_text
+from peftc.syntax.printer import print_spec
 
 RECORD = "_peftc"
 
 
 @dataclass(frozen=True)
 class InstalledSpec:
-    """One spec on a model: `text` is the expanded spec, canonically printed; `seed` that of its initial values."""
+    """One spec on a model: `spec` is expanded; `plan` is that of this spec alone; `seed` is that of its initial values."""
 
     name: str
-    text: str
+    spec: ast.Spec
     plan: Plan
     seed: int
+
+    @property
+    def text(self) -> str:
+        """The expanded spec, canonically printed."""
+        return print_spec(self.spec)
 
     @property
     def edits(self) -> tuple[str, ...]:
@@ -41,33 +48,44 @@ class InstalledSpec:
 class Installation:
     """All that was done to a model.
 
-    `trained`: from saved names to base parameters, whose first values are `originals`. `places`: from saved names, without
-    the parameter, to dotted names of forms. `task`: the tasks; `choice`: which of them is at work, and which edits
-    do not act. `sample`: what the model was fed
-    with to find its sites.
+    `planned`: all specs, planned together. `originals`: the first values of the base parameters that are trained.
+    `form_modules`: from saved names, without the parameter, to dotted names of forms. `task`: the tasks; `choice`:
+    which of them is at work, and which edits do not act. `sample`: the arguments of the forward that shows the sites.
     """
 
     specs: tuple[InstalledSpec, ...]
+    planned: PlanResult
     regions: list[tuple[str, GeneratedClass]]
     requires_grad: dict[str, bool]
-    trained: dict[str, str]
     originals: dict[str, torch.Tensor]
     form_modules: dict[str, str]
-    site_edits: list[ir.SiteEdit]
     task: Chosen
     sample: Mapping[str, Any] | None = None
+    analysis: KeptAnalysis | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "analysis": None}  # copies and pickles stay small
 
     @property
     def choice(self) -> ChoiceVar:
         return self.task.variable
 
+    @property
+    def site_edits(self) -> tuple[ir.SiteEdit, ...]:
+        return self.planned.site_edits
+
+    @property
+    def trained(self) -> Mapping[str, str]:
+        """From saved names to the dotted names of base parameters."""
+        return self.planned.trained_parameters
+
     def spec(self, name: str) -> InstalledSpec:
         """Raises: P413 where no spec of the model has that name."""
-        found = {part.name: part for part in self.specs}
-        if name not in tuple(found):
-            help_ = did_you_mean(name, found) or f"the model has {join_names(list(found))}"
+        specs = {spec.name: spec for spec in self.specs}
+        if name not in tuple(specs):
+            help_ = did_you_mean(name, specs) or f"the model has {join_names(list(specs))}"
             raise PeftcError(Diagnostic("P413", f"the model has no spec `{name}`", help=help_))
-        return found[name]
+        return specs[name]
 
     def selected(self, name: str | None) -> tuple[InstalledSpec, ...]:
         """The spec of that name; all of them where it is None."""
@@ -75,7 +93,7 @@ class Installation:
 
     def owner(self, edit: str) -> InstalledSpec:
         """The spec that an edit belongs to."""
-        return next(part for part in self.specs if edit in part.edits)
+        return next(spec for spec in self.specs if edit in spec.edits)
 
 
 def installation_of(model: nn.Module) -> Installation:
@@ -91,19 +109,15 @@ def is_installed(model: object) -> bool:
     return RECORD in getattr(model, "__dict__", {})
 
 
-def joint_spec(parts: Collection[InstalledSpec]) -> ast.Spec:
-    """The one spec that says what all of these say. Of several, what was expected of each alone is left out."""
-    specs = [parse_text(part.text, part.name) for part in parts]
-    return specs[0] if len(specs) == 1 else joint(specs)
-
-
-def joint(specs: Iterable[ast.Spec]) -> ast.Spec:
-    """The edits and `train` statements of expanded specs, one after the other."""
-    every = list(specs)
+def joint_spec(specs: Iterable[ast.Spec]) -> ast.Spec:
+    """The one spec that says what these expanded specs say. Of several, the expectations are left out: each was about one spec alone."""
+    first, *others = specs
+    if not others:
+        return first
     statements = [
         replace(s, origin=s.origin or spec.source)
-        for spec in every
+        for spec in (first, *others)
         for s in spec.statements
         if not isinstance(s, ast.Expect)
     ]
-    return replace(every[-1], statements=tuple(statements), header=(), header_trailing=None, closing=())
+    return replace(others[-1], statements=tuple(statements), header=(), header_trailing=None, closing=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,9 +16,8 @@ from peftc.forms.module import FormModule
 from peftc.installation.journal import Journal
 from peftc.installation.overlay import cover, true_parameter, uncover
 from peftc.installation.presence import ORIGINALS, active_installation, edited, module_at
-from peftc.installation.record import RECORD, Installation, InstalledSpec, is_installed
+from peftc.installation.record import RECORD, Installation, InstalledSpec, installation_of, is_installed
 from peftc.installation.surgery import (
-    SHARED,
     Surgery,
     clear,
     install_class,
@@ -32,34 +32,32 @@ from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.planning.planner import PlanResult
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.assembly import regions_of
-from peftc.rewriting.container import CONTAINER
+from peftc.rewriting.container import CONTAINER, SHARED
 from peftc.rewriting.positions import SEQUENCE
 from peftc.specialization.generated_class import GeneratedClass
 
-Done = Callable[[nn.Module], object]
+Step = Callable[[nn.Module], object]
 
 
 def reinstall(
     model: nn.Module,
     specs: tuple[InstalledSpec, ...],
-    found: PlanResult,
-    anatomy: ModelStructure,
+    planned: PlanResult,
+    structure: ModelStructure,
     *,
     sample: Mapping[str, Any] | None = None,
     requires_grad: Mapping[str, bool] | None = None,
-    tasks: tuple[str, ...] | None = None,
-    then: Done | None = None,
-    last: Done | None = None,
+    tasks: tuple[str, ...] = (),
+    finish: Step | None = None,
     values: Mapping[str, Tensor] | None = None,
     journal: Journal | None = None,
 ) -> nn.Module:
-    """The model with `specs`, planned together as `found`, and with no other edits; forms that it has already stay as they are.
+    """The model with `specs`, planned together as `planned`, and with no other edits; forms that it has already stay as they are.
 
     The base is frozen by the first spec; later ones change no `requires_grad` but those of what they train. Base parameters
     that are trained no longer keep their values here. `requires_grad`: what taking out everything restores, where it is
-    not what the model had before the first spec. `tasks`: as `found` was planned for, those that the model has without it. `then`: a
-    step that may fail and be interrupted; it writes values of new parameters and of newly trained ones. `last`: one that does not
-    fail, and writes whatever it likes. `journal`: of a transaction that this is a part of, which may undo it. After an error, or an
+    not what the model had before the first spec. `tasks`: for which `per task` has parameters. `finish`: a
+    step that may fail and be interrupted; it writes values of new parameters and of newly trained ones. `journal`: of a transaction that this is a part of, which may undo it. After an error, or an
     interrupt, the model is as it was.
     """
     before = _Before(model)
@@ -68,19 +66,18 @@ def reinstall(
         {edit: part.seed for part in specs for edit in part.edits},
         before.forms,
         (region.kind for region in before.regions),
-        before.tasks if tasks is None else tasks,
+        tasks,
     )
-    trained = _Trained(before, found)
+    trained = _Trained(before, planned)
 
     def record(done: Surgery) -> Installation:
         return Installation(
             specs=specs,
+            planned=planned,
             regions=[(name, kind) for name, _, kind, _ in done.prepared],
             requires_grad=dict(requires_grad or before.first_flags),
-            trained=dict(found.trained_parameters),
             originals=trained.originals,
             form_modules=done.places,
-            site_edits=list(found.site_edits),
             task=done.chosen,
             sample=sample,
         )
@@ -94,16 +91,15 @@ def reinstall(
         try:
             before.detach()
             with deferral.interruptible():
-                surgery.prepare(regions_of(found.site_edits, anatomy))
+                surgery.prepare(regions_of(planned.site_edits, structure))
             surgery.apply(record)
             trained.mark()
             with deferral.interruptible():
                 warm(model, sample)
-                if then is not None:
-                    then(model)
+                if finish is not None:
+                    finish(model)
             part.write(model, values or {})
-            if last is not None:
-                last(model)
+            forget_task(model)
         except BaseException:
             part.undo()
             raise
@@ -113,11 +109,10 @@ def reinstall(
 def uninstall(
     model: nn.Module,
     requires_grad: Mapping[str, bool] | None = None,
-    last: Done | None = None,
     values: Mapping[str, Tensor] | None = None,
     journal: Journal | None = None,
 ) -> nn.Module:
-    """The model without edits, as `strip` leaves it. `last`, `values`, `journal`: as in `reinstall`. After an error, or an interrupt,
+    """The model without edits, as `strip` leaves it. `values`, `journal`: as in `reinstall`. After an error, or an interrupt,
     the model is as it was.
     """
     before = _Before(model)
@@ -126,12 +121,18 @@ def uninstall(
             present = {name: value for name, value in (values or {}).items() if trains(model, name)}
             strip(model, requires_grad)
             part.write(model, present)
-            if last is not None:
-                last(model)
         except BaseException:
             part.undo()
             raise
     return model
+
+
+def forget_task(model: nn.Module) -> None:
+    """Lets a model work for no task by default where it has lost the one of `set_task`."""
+    task = installation_of(model).task
+    default = task.variable.default
+    if default.task is not None and default.task not in task.names:
+        task.variable.default = replace(default, task=None)
 
 
 def trains(model: nn.Module, name: str) -> bool:
@@ -208,7 +209,6 @@ class _Before:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.record = active_installation(model, complete=False) if is_installed(model) else None
-        self.tasks = self.record.task.names if self.record else ()
         places = self.record.form_modules if self.record else {}
         named = [*places.items(), *((place, place) for place in places.values() if place.startswith(f"{SHARED}."))]
         there = ((name, module_at(model, place)) for name, place in named)

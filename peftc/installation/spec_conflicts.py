@@ -12,7 +12,6 @@ from peftc.diagnostics.suggestions import join_names
 from peftc.installation.record import Installation, InstalledSpec
 from peftc.semantics.rename import prefix_names
 from peftc.syntax import ast
-from peftc.syntax.parser import parse_text
 
 
 def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
@@ -28,16 +27,16 @@ def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
     return replace(flat, statements=kept)
 
 
-def free_name(record: Installation | None, wanted: str | None, default: str) -> str:
-    """A name that no spec of the model has. Raises: P412 where `wanted` is taken, P545 where it is no text."""
-    if wanted is not None and not isinstance(wanted, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
-        raise PeftcError(Diagnostic("P545", f"the name of a spec is a text, not a {type(wanted).__name__}"))
-    taken = {part.name for part in record.specs} if record else set[str]()
-    if wanted is not None and wanted in taken:
+def free_name(specs: Iterable[InstalledSpec], name: str | None, default: str) -> str:
+    """A name that no spec of the model has. Raises: P412 where `name` is taken, P545 where it is no text."""
+    if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        raise PeftcError(Diagnostic("P545", f"the name of a spec is a text, not a {type(name).__name__}"))
+    present = {spec.name for spec in specs}
+    if name in present:
         help_ = "give this one another `name`, or `peftc.remove` the other"
-        raise PeftcError(Diagnostic("P412", f"the model has a spec `{wanted}` already", help=help_))
+        raise PeftcError(Diagnostic("P412", f"the model has a spec `{name}` already", help=help_))
     numbered = (f"{default}-{n}" for n in count(2))
-    return wanted or next(name for name in chain((default,), numbered) if name not in taken)
+    return name or next(free for free in chain((default,), numbered) if free not in present)
 
 
 @contextmanager
@@ -57,7 +56,7 @@ def refuse_second(record: Installation, flat: ast.Spec, trained: Iterable[str]) 
 
 
 def _clashes(parts: Iterable[InstalledSpec], flat: ast.Spec) -> Iterable[Diagnostic]:
-    first = {name: part for part in parts for name in _names(parse_text(part.text))}
+    first = {name: part for part in parts for name in _names(part.spec)}
     same = [name for name in _names(flat) if name in first]
     if same:
         yield Diagnostic(

@@ -23,7 +23,7 @@ from peftc.installation.record import RECORD, Installation, installation_of, is_
 from peftc.modules.instance_forward import code_class, rebind_forward, unpatched_class
 from peftc.modules.offload import execution_device, offloaded
 from peftc.planning import ir
-from peftc.rewriting.container import CONTAINER, Container
+from peftc.rewriting.container import CONTAINER, SHARED, Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
 from peftc.rewriting.insert import layout
 from peftc.rewriting.legality.preconditions import check_forwards, no_values, refuse_half
@@ -32,8 +32,6 @@ from peftc.runtime.parameters import dense, is_quantised, rows_of, stacked_slice
 from peftc.specialization.derived_classes import exchanged
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.specialization.precompile import prepare
-
-SHARED = "peftc_shared"  # the name under which modules that several sites share are registered, at the model's root
 
 
 class Surgery:

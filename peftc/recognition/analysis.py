@@ -29,9 +29,8 @@ ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
 
 @dataclass
 class Analysis:
-    """A model taken apart: where it comes from, its skeleton's traced layers, and the table of its sites."""
+    """A model taken apart: its skeleton's traced layers, and the table of its sites."""
 
-    source: ModelSource
     structure: ModelStructure
     table: SiteTable
 
@@ -68,7 +67,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         untraced=unread,
         positions=positions(fake),
     )
-    return Analysis(source, anatomy, table)
+    return Analysis(anatomy, table)
 
 
 def check_names(model: nn.Module) -> None:

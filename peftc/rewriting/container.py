@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 CONTAINER = "peftc"  # the name under which a region's own modules are registered
+SHARED = "peftc_shared"  # the name, at the model's root, of the modules that several sites share
 
 
 class Container(nn.Module):

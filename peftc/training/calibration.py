@@ -21,8 +21,9 @@ from peftc.forms.pruned_module import PrunedValues
 from peftc.forms.sparse_module import SparseValues
 from peftc.installation.presence import active_installation
 from peftc.installation.record import Installation
-from peftc.installation.surgery import SHARED, identifier, refuse_quantised, view_of
+from peftc.installation.surgery import identifier, refuse_quantised, view_of
 from peftc.planning import ir
+from peftc.rewriting.container import SHARED
 
 Batch = Mapping[str, Any]
 CHOOSERS = (SparseValues, Lines, MaskedSites)

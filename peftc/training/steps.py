@@ -22,7 +22,8 @@ from peftc.forms.svd_module import SVD
 from peftc.forms.tasked_module import Tasked
 from peftc.installation.presence import active_installation
 from peftc.installation.record import Installation
-from peftc.installation.surgery import SHARED, identifier
+from peftc.installation.surgery import identifier
+from peftc.rewriting.container import SHARED
 
 
 def step(model: nn.Module, step: int) -> None:

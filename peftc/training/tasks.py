@@ -10,14 +10,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from peftc.compiler import analysed, checked_tasks, parameters, planned, states
 from peftc.concurrency.context import Choice, ChoiceBlock, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule
+from peftc.installation.compiled_model import CompiledModel
+from peftc.installation.contents import parameters, states
 from peftc.installation.presence import active_installation, complete_installation
-from peftc.installation.record import installation_of, joint_spec
-from peftc.installation.reinstall import Done, reinstall
-from peftc.syntax.parser import parse_text
+from peftc.installation.record import installation_of
+from peftc.installation.task_names import task_names
 
 
 def tasks(model: nn.Module) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Modu
     """
     record = active_installation(model)
     present = record.task.names
-    checked_tasks((*present, name), ())
+    task_names((*present, name))
     if not present:
         raise PeftcError(Diagnostic("P537", "no edit of the model is `per task`"))
     source = None if like is None else record.task.of(like)
@@ -88,7 +88,9 @@ def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Modu
             if isinstance(module, FormModule):
                 module.loaded()
 
-    return _with_tasks(model, (*present, name), None if source is None else copied)
+    compiled, tasks = CompiledModel(model), (*present, name)
+    specs = compiled.replan(compiled.specs, tasks)
+    return compiled.set_specs(specs, tasks=tasks, finish=None if source is None else copied)
 
 
 def drop_task(model: nn.Module, name: str) -> nn.Module:
@@ -104,21 +106,5 @@ def drop_task(model: nn.Module, name: str) -> nn.Module:
         raise PeftcError(
             Diagnostic("P537", f"`{name}` is the last task", help="take the edits out with `peftc.remove`")
         )
-
-    def forget(_: nn.Module) -> None:
-        if (default := chosen.variable.default).task == name:
-            chosen.variable.default = replace(default, task=None)
-
-    return _with_tasks(model, rest, last=forget)
-
-
-def _with_tasks(
-    model: nn.Module, names: tuple[str, ...], then: Done | None = None, last: Done | None = None
-) -> nn.Module:
-    record = active_installation(model)
-    analysis = analysed(model, record.sample)
-    parts = tuple(
-        replace(part, plan=planned(parse_text(part.text, part.name), analysis, names).plan) for part in record.specs
-    )
-    found = planned(joint_spec(parts), analysis, names)
-    return reinstall(model, parts, found, analysis.structure, sample=record.sample, tasks=names, then=then, last=last)
+    compiled = CompiledModel(model)
+    return compiled.set_specs(compiled.replan(compiled.specs, rest), tasks=rest)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from peftc.compiler import disabled
 from peftc.diagnostics import PeftcError
 from peftc.folding import fold
+from peftc.installation.disable import disabled
 from peftc.models.configs import error_summary
 from peftc.planning import ir
 from peftc.verification.batches import Batch

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftc.compiler import states
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.installation.contents import states
 from peftc.training.calibration import calibrate
 from peftc.training.tasks import task, tasks
 from peftc.verification.batches import Batch

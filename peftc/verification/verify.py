@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from peftc.addressing.sites import Site
-from peftc.compiler import analysed, parameters, remove
+from peftc.compiler import remove
+from peftc.compiler import sites as sites_of
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
+from peftc.installation.contents import parameters
 from peftc.installation.record import Installation, installation_of, is_installed
 from peftc.models.runnable import check_sample
 from peftc.verification.batches import Batch, sample_batch
@@ -91,7 +93,7 @@ def prepared(other: nn.Module, batch: Batch) -> tuple[Trial, dict[str, Site]]:
     choose(other, batch)
     record = installation_of(other)
     refuse_nan(parameters(other))
-    table = {site.path: site for site in analysed(base, record.sample).table.sites}
+    table = {site.path: site for site in sites_of(base, sample=record.sample).sites}
     trained: dict[str, Tensor] = {name: other.get_parameter(name) for name in record.trained.values()}
     base.requires_grad_(False)
     witness = Witness(base, record.site_edits, table, Forms(other, record), trained)

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.addressing.sites import SiteTable
-from peftc.compiler import flat_of
 from peftc.filesystem import resources
 from peftc.planning.planner import make_plan
 from peftc.semantics import expand, read_spec
+from peftc.semantics.spec_argument import flat_spec
 from peftc.syntax import ast, parse_text, print_spec
 from tests.laws.harness import randomise
 from tests.laws.test_specs import CASES, CHOSEN, SMALL, method
@@ -217,7 +217,7 @@ def write(folder: Path) -> None:
         source = text if recipe is None else resources.recipes()[recipe]
         tasks = (
             ["a", "b"]
-            if any(s.per_task for s in flat_of(source, settings).statements if isinstance(s, ast.Edit))
+            if any(s.per_task for s in flat_spec(source, settings).statements if isinstance(s, ast.Edit))
             else []
         )
         peftc.compile(source, model, seed=0, settings=settings, tasks=tasks or None)

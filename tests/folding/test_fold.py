@@ -404,8 +404,7 @@ class Injected(Exception):
 
 @pytest.mark.parametrize("where", ["warm", "apply", "planned", "prepare"])
 def test_a_failure_in_the_middle_leaves_the_compiled_model(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peftc.folding import weights
-    from peftc.installation import reinstall, surgery
+    from peftc.installation import compiled_model, reinstall, surgery
 
     spec = MIXED + "\nedit d at layer[*].attn.q { h += vector(init=0) }"
     model, _ = compiled("llama", spec)
@@ -419,7 +418,7 @@ def test_a_failure_in_the_middle_leaves_the_compiled_model(where: str, monkeypat
             case "warm":
                 patch.setattr(reinstall, "warm", fail)
             case "planned":
-                patch.setattr(weights, "planned", fail)
+                patch.setattr(compiled_model, "plan_on", fail)
             case _:
                 patch.setattr(surgery.Surgery, where, fail)
         with pytest.raises(Injected):

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.compiler import analysed, flat_of, planned
+from peftc.installation.compiled_model import analyse_base, plan_on
 from peftc.installation.record import installation_of
+from peftc.semantics.spec_argument import flat_spec
 from tests import zoo
 from tests.laws.recipe import Recipe
 from tests.reference.reference import Reference
@@ -28,7 +29,7 @@ def seed_of(key: str) -> int:
 @cache
 def analysis(name: str) -> Any:
     """A model is analysed once for all the plans that are made of it."""
-    return analysed(zoo.config(name))
+    return analyse_base(zoo.config(name))
 
 
 @torch.no_grad()
@@ -95,7 +96,7 @@ class Case:
     @cached_property
     def plan(self) -> Any:
         """The plan of the recipe, made from the config alone."""
-        return planned(flat_of(self.recipe.text), analysis(self.name)).plan
+        return plan_on(analysis(self.name), flat_spec(self.recipe.text)).plan
 
     @cached_property
     def random(self) -> dict[str, Tensor]:

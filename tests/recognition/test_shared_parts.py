@@ -13,8 +13,10 @@ from transformers import BartConfig, BartModel, BertConfig, BertModel, GPT2Confi
 
 import peftc
 from peftc import PeftcError
+from peftc.installation.compiled_model import analyse_base, plan_on
 from peftc.planning.report.plan import plan_text
 from peftc.planning.report.site_tree import sites_text
+from peftc.semantics.spec_argument import flat_spec
 
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 LINEAR = "{ h += lora(x, r=2) }"
@@ -268,7 +270,7 @@ def test_an_edit_that_enters_a_shared_module_beside_one_of_it(models: dict[str, 
 def test_the_plan_and_the_table_say_what_is_shared(models: dict[str, nn.Module]) -> None:
     model = tied(copy.deepcopy(models["llama"]), "layers", "mlp")
     assert "one module: layers.0.mlp, layers.1.mlp" in sites_text(peftc.sites(model), 200)
-    found = peftc.compiler.planned(peftc.compiler.flat_of(spec("layer[*].ffn", BESIDE)), peftc.compiler.analysed(model))
+    found = plan_on(analyse_base(model), flat_spec(spec("layer[*].ffn", BESIDE)))
     assert "once for  decoder.layer[0].ffn and decoder.layer[1].ffn" in plan_text(found.plan, found.site_edits, 200)
 
 

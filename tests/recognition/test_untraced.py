@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.compiler import analysed, flat_of, planned
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.installation.compiled_model import analyse_base, plan_on
 from peftc.planning.report.plan import Plan
+from peftc.semantics.spec_argument import flat_spec
 
 D, H, T = 8, 2, 6
 functional: Any = nn.functional
@@ -170,7 +171,7 @@ def test_what_may_be_in_it_is_refused(inner: Callable[[], nn.Module], selector: 
 )
 def test_what_is_not_in_it_is_planned_with_a_warning(inner: Callable[[], nn.Module], selector: str) -> None:
     text = f"{lora_at(selector)}edit f at {selector} {{ h *= vector(init=1) }}\n"
-    made = planned(flat_of(text), analysed(model(inner), SAMPLE))
+    made = plan_on(analyse_base(model(inner), SAMPLE), flat_spec(text))
     (found,) = made.warnings  # once, for the first that meets it
     assert (found.code, found.severity) == ("P215", "warning")
     assert any("blocks.{0..1}.inner" in note and inner.__name__ in note for note in found.notes)
@@ -276,7 +277,7 @@ class Packed(nn.Module):
 
 
 def test_an_attention_without_the_role_beside_one_with_it_is_told() -> None:
-    (found,) = planned(flat_of(lora_at("layer[*].attn.q")), analysed(model(Packed), SAMPLE)).warnings
+    (found,) = plan_on(analyse_base(model(Packed), SAMPLE), flat_spec(lora_at("layer[*].attn.q"))).warnings
     assert (found.code, found.severity) == ("P204", "warning")
     assert any("attn.self" in note for note in found.notes)
 

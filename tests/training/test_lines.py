@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.installation.contents import states
 from tests import zoo
 from tests.laws.harness import close
 
@@ -53,7 +54,7 @@ def test_the_rows_are_those_that_change_most_and_biases_follow(name: str) -> Non
     model = compiled(name, FAR.format(""))
     data = batches(name, model)
     chosen = peftc.calibrate(model, data, lr=LR)
-    changes, places = primed(name, data), peftc.compiler.states(model)
+    changes, places = primed(name, data), states(model)
     for path, module in linears(name).items():
         norms = changes[f"{module}.weight"].abs().sum(1)
         count = round(0.1 * len(norms))
@@ -95,7 +96,7 @@ def test_only_they_are_trained_and_folded(name: str, tmp_path: Path) -> None:
     assert torch.equal(twin(**given).logits, want)
     peftc.fold(model)
     close(model(**given).logits, want, "folded")
-    places = peftc.compiler.states(loaded)
+    places = states(loaded)
     for path, module in linears(name).items():
         for part, form in (("weight", "lines"), ("bias", "lines_2")):
             moved = model.get_parameter(f"{module}.{part}") != base.get_parameter(f"{module}.{part}")
@@ -114,15 +115,15 @@ def test_columns_have_scores_of_their_own() -> None:
         if path.endswith("down"):
             norms = base.get_parameter(f"{module}.weight").abs().sum(0)
             want = norms.topk(round(0.1 * len(norms)))[1].sort()[0].tolist()
-            assert peftc.compiler.states(model)[f"m/{path}/lines.places"].tolist() == want
+            assert states(model)[f"m/{path}/lines.places"].tolist() == want
 
 
 def test_random_rows_are_those_of_the_bias_too_and_each_site_has_its_own() -> None:
-    places = peftc.compiler.states(compiled("bert", FAR.format(", select=random")))
+    places = states(compiled("bert", FAR.format(", select=random")))
     assert all(torch.equal(places[k], places[k.replace("lines.", "lines_2.")]) for k in places if "lines." in k)
     assert len({tuple(p.tolist()) for p in places.values()}) > 1
     for others in (FAR.format(", select=random"), FAR.format(", select=random, seed=1")):
-        again = peftc.compiler.states(peftc.compile(others, zoo.build("bert"), seed=9))
+        again = states(peftc.compile(others, zoo.build("bert"), seed=9))
         same = all(torch.equal(places[k], again[k]) for k in places)
         assert same == ("seed" not in others)
 
@@ -138,6 +139,6 @@ def test_each_task_chooses_its_own() -> None:
         model(**two)
     with peftc.task(model, "b"):
         peftc.calibrate(model, [two])
-    places = peftc.compiler.states(model)
+    places = states(model)
     assert any(not torch.equal(p, places[k.replace(".tasks.a.", ".tasks.b.")]) for k, p in places.items() if ".a." in k)
     assert all(int(p.min()) >= 0 for p in places.values())

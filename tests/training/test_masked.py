@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import peftc
-from peftc.compiler import states
+from peftc.installation.contents import states
 from tests import zoo
 from tests.laws.harness import Before, close, randomise
 

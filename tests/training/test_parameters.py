@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import peftc
+from peftc.installation.contents import states
 from peftc.installation.record import installation_of
 from peftc.verification.witness.forms import Forms
 from tests import zoo
@@ -130,7 +131,7 @@ def test_entries_compete_in_one_budget() -> None:
     every = torch.cat([score.reshape(-1) ** 2 for score in scores])
     count = round(0.03 * len(every))
     assert peftc.calibrate(model, [given]) == {"m": count}
-    ((_, chosen),) = peftc.compiler.states(model).items()
+    ((_, chosen),) = states(model).items()
     assert set(chosen.tolist()) == set(every.topk(count)[1].tolist())
 
 
@@ -148,7 +149,7 @@ def test_edits_that_share_a_form_have_one_budget() -> None:
     every = torch.cat([g.reshape(-1) ** 2 for g in grads])
     count = round(0.03 * len(every))
     assert peftc.plan(text, base).totals.trained == sum(peftc.calibrate(model, [given]).values()) == count
-    ((_, chosen),) = peftc.compiler.states(model).items()
+    ((_, chosen),) = states(model).items()
     assert set(chosen.tolist()) == set(every.topk(count)[1].tolist())
 
 

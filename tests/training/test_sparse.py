@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.installation.contents import states
 from tests import zoo
 from tests.laws.harness import Before, close
 
@@ -73,7 +74,7 @@ def test_the_entries_are_those_with_the_largest_scores(name: str, select: str) -
     scores, _ = wanted(name, select)
     count = round(0.02 * len(scores))
     assert chosen == {"m": count}
-    ((_, places),) = peftc.compiler.states(model).items()
+    ((_, places),) = states(model).items()
     assert set(places.tolist()) == set(scores.topk(count)[1].tolist())
     assert peftc.plan(spec(name, select), zoo.build(name)).totals.trained == count
     assert {k: p.requires_grad for k, p in model.named_parameters()} == before.requires_grad
@@ -105,7 +106,7 @@ def test_only_they_are_trained_and_folded(name: str, tmp_path: Path) -> None:
     assert torch.equal(twin(**given).logits, want)
     peftc.fold(model)
     close(model(**given).logits, want, "folded")
-    ((_, places),) = peftc.compiler.states(loaded).items()
+    ((_, places),) = states(loaded).items()
     new, old = (views(name, m, dict(m.named_parameters())) for m in (model, base))
     moved = torch.cat([(a != b).reshape(-1) for a, b in zip(new, old, strict=True)])
     assert moved.nonzero()[:, 0].tolist() == places.tolist()
@@ -119,16 +120,16 @@ def test_the_first_fine_tuning_is_undone() -> None:
     changed = [k for k, v in model.state_dict().items() if not torch.equal(v, before[k])]
     assert [k.rpartition(".")[2] for k in changed] == ["places"]
     assert model.training
-    ((_, first),) = peftc.compiler.states(model).items()
+    ((_, first),) = states(model).items()
     other = compiled("llama", "fisher")
     peftc.calibrate(other, batches("llama", other))
-    ((_, second),) = peftc.compiler.states(other).items()
+    ((_, second),) = states(other).items()
     assert set(first.tolist()) != set(second.tolist())
 
 
 def test_random_entries_come_from_the_seed_of_the_text() -> None:
     found = [
-        next(iter(peftc.compiler.states(peftc.compile(text, zoo.build("llama"), seed=seed)).values())).tolist()
+        next(iter(states(peftc.compile(text, zoo.build("llama"), seed=seed)).values())).tolist()
         for text, seed in (
             (spec("llama", "random"), 0),
             (spec("llama", "random"), 1),
@@ -177,7 +178,7 @@ def test_each_task_chooses_its_own(tmp_path: Path) -> None:
         with peftc.task(model, task):
             peftc.calibrate(model, [batch])
         peftc.save(model, tmp_path)  # one task after the other
-    first, second = (set(places.tolist()) for places in peftc.compiler.states(model).values())
+    first, second = (set(places.tolist()) for places in states(model).values())
     assert first != second
     assert -1 not in first | second
 

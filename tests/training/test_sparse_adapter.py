@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.forms.pruned_module import PrunedValues
+from peftc.installation.contents import states
 from tests import zoo
 from tests.laws.harness import Before, close
 
@@ -130,7 +131,7 @@ def test_each_task_prunes_its_own(tmp_path: Path) -> None:
         with peftc.task(model, task):
             peftc.calibrate(model, [batch])
             model.train()(**batch).loss.backward()
-    first, second = (set(places.tolist()) for places in peftc.compiler.states(model).values())
+    first, second = (set(places.tolist()) for places in states(model).values())
     assert first != second
     assert all(p.grad is not None for p in peftc.parameters(model).values())
     plan = peftc.plan(text, zoo.build("llama"), tasks=("a", "b"))

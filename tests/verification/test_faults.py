@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import peftc
-from peftc import compiler
 from peftc.addressing.sites import Site
-from peftc.installation import reinstall
+from peftc.installation import compiled_model, reinstall
 from peftc.planning import ir
 from peftc.rewriting import insert
 from peftc.verification import Verification, checks
@@ -210,9 +209,9 @@ def test_a_value_that_lets_no_gradient_through(monkeypatch: pytest.MonkeyPatch) 
 def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan itself is wrong: the witness of the equations reads the same rows, and what arrives at the attention tells."""
     other = {"q": "k", "k": "v", "v": "q"}[role]
-    original = compiler.analysed
+    original = compiled_model.analyse_base
 
-    def analysed(*args: Any, **kwargs: Any) -> Any:
+    def analyse_base(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
         sites = {site.path: site for site in found.table.sites}
         found.table = replace(found.table, sites=tuple(wrong(site, sites) for site in found.table.sites))
@@ -225,7 +224,7 @@ def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> Non
             else site
         )
 
-    monkeypatch.setattr(compiler, "analysed", analysed)
+    monkeypatch.setattr(compiled_model, "analyse_base", analyse_base)
     found = verified(f"peft 1\nedit e at layer[*].attn.{role} {{ h += lora(x, r=2) }}\n", "gpt2")
     assert codes(found) == {"P606"}
     assert found.findings[0].site == f"decoder.layer[0].attn.self.{role}"

@@ -1,0 +1,199 @@
+"""A model and its specs as one object: analysis, ASTs, plan and installation. Whatever changes the specs goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from peftc.diagnostics import PeftcError
+from peftc.diagnostics.suggestions import join_names
+from peftc.fakes.tensors import fake_copy
+from peftc.installation.journal import Journal
+from peftc.installation.kept_analysis import KeptAnalysis
+from peftc.installation.presence import active_installation, complete_installation
+from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, joint_spec
+from peftc.installation.reinstall import Step, reinstall, uninstall
+from peftc.installation.spec_conflicts import noted, refuse_second
+from peftc.installation.surgery import strip
+from peftc.models.resolve import ModelSource, resolve
+from peftc.models.runnable import check_runs, check_sample
+from peftc.planning.lowering_context import DEFAULT_TASK
+from peftc.planning.planner import PlanResult, make_plan
+from peftc.recognition.analysis import Analysis, ModelLike, analyse
+from peftc.rewriting.positions import refused
+from peftc.semantics.checks.structure import with_origin
+from peftc.syntax import ast
+
+
+class CompiledModel:
+    """A module and the specs on it: none, one or several. Every change is all or nothing.
+
+    The installation is kept in the module, the analysis in the installation. Copies and pickles leave the analysis out. It is made
+    anew where it is missing, and where the module has changed since.
+    """
+
+    def __init__(
+        self, module: nn.Module, sample: Mapping[str, Any] | None = None, analysis: Analysis | None = None
+    ) -> None:
+        self.module = module
+        if analysis is not None:
+            self.analysis = analysis
+        self.sample = sample or (installation_of(module).sample if is_installed(module) else None)
+
+    @classmethod
+    def active(cls, module: nn.Module, sample: Mapping[str, Any] | None = None) -> CompiledModel:
+        """Raises: P436 where an edited module was replaced, P529 where edits are switched off."""
+        if is_installed(module):
+            active_installation(module)
+        return cls(module, sample)
+
+    @property
+    def installation(self) -> Installation:
+        """Raises: P410 for a model without specs."""
+        return installation_of(self.module)
+
+    @property
+    def specs(self) -> tuple[InstalledSpec, ...]:
+        return self.installation.specs if is_installed(self.module) else ()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that the model has parameters for."""
+        return self.installation.task.names if is_installed(self.module) else ()
+
+    @cached_property
+    def analysis(self) -> Analysis:
+        """The analysis of the module as it is without edits."""
+        kept = self.installation.analysis if is_installed(self.module) else None
+        if kept is not None and kept.holds(self.module, self.sample):
+            return kept.analysis
+        return analyse_base(self.module, self.sample)
+
+    def plan(self, spec: ast.Spec, tasks: tuple[str, ...] | None = None) -> PlanResult:
+        """An expanded spec, planned on the base. `tasks`: those of the model without it."""
+        return plan_on(self.analysis, spec, self.tasks if tasks is None else tasks)
+
+    def replan(self, specs: Iterable[InstalledSpec], tasks: tuple[str, ...] | None = None) -> tuple[InstalledSpec, ...]:
+        """Specs whose text or tasks have changed, with the plan of each."""
+        return tuple(replace(one, plan=self.plan(one.spec, tasks).plan) for one in specs)
+
+    def add(
+        self,
+        spec: InstalledSpec,
+        planned: PlanResult,
+        *,
+        tasks: tuple[str, ...] | None = None,
+        finish: Step | None = None,
+    ) -> nn.Module:
+        """Installs one more spec.
+
+        Args: `planned`: the plan of the spec alone. `tasks`, `finish`: as in `set_specs`.
+        Raises: P412 for names that the model has already, P414 for parameters that another spec trains; as `set_specs`.
+        """
+        joint: PlanResult | None = planned
+        if self.specs:
+            record = active_installation(self.module)
+            refuse_second(record, spec.spec, planned.trained_parameters.values())
+            with noted(f"together with {join_names([other.name for other in self.specs])}, on the model already"):
+                joint = self.plan(joint_spec(one.spec for one in (*self.specs, spec)), tasks)
+        return self.set_specs((*self.specs, spec), joint, tasks=tasks, finish=finish)
+
+    def remove(self, name: str | None = None) -> nn.Module:
+        """Takes out the spec of that name, or all. Base parameters that are trained no longer have their first values.
+
+        Raises: P413 for an unknown name; P436; as `set_specs`.
+        """
+        record = self.installation
+        gone = record.selected(name)
+        rest = tuple(spec for spec in record.specs if spec not in gone)
+        if not rest:
+            return uninstall(self.module, values=record.originals)
+        complete_installation(self.module)
+        joint = self.plan(joint_spec(one.spec for one in rest))
+        values = {
+            name: value for name, value in record.originals.items() if name not in joint.trained_parameters.values()
+        }
+        return self.set_specs(rest, joint, values=values)
+
+    def set_specs(
+        self,
+        specs: tuple[InstalledSpec, ...],
+        joint: PlanResult | None = None,
+        *,
+        tasks: tuple[str, ...] | None = None,
+        requires_grad: Mapping[str, bool] | None = None,
+        values: Mapping[str, Tensor] | None = None,
+        finish: Step | None = None,
+        journal: Journal | None = None,
+    ) -> nn.Module:
+        """Leaves the module with exactly these specs. What stays keeps its parameters, what is new gets initial values.
+
+        Args: `joint`: the plan of all specs together, where it is known. `tasks`: for which `per task` has parameters; those of the
+        model without it. `requires_grad`: what taking out everything restores, by parameter. `values`: of base parameters,
+        to be written. `finish`: a step that may fail. `journal`: of a transaction that this is a part of.
+        """
+        if not specs:
+            return uninstall(self.module, requires_grad, values, journal)
+        tasks = self.tasks if tasks is None else tasks
+        joint = joint or self.plan(joint_spec(one.spec for one in specs), tasks)
+        reinstall(
+            self.module,
+            specs,
+            joint,
+            self.analysis.structure,
+            sample=self.sample,
+            tasks=(tasks or (DEFAULT_TASK,)) if has_tasks(joint) else (),
+            requires_grad=requires_grad,
+            values=values,
+            finish=finish,
+            journal=journal,
+        )
+        if self.analysis.structure.model is not self.module:
+            self.installation.analysis = KeptAnalysis.of(self.module, self.analysis, self.sample)
+        return self.module
+
+
+def has_tasks(planned: PlanResult) -> bool:
+    """Whether an edit is `per task`."""
+    return any(one.tasks for site_edit in planned.site_edits for one in site_edit.instances)
+
+
+def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> PlanResult:
+    """The plan of an expanded spec. Where a selector matches nothing, it is also said what is odd about the model.
+
+    Raises: as `make_plan`; P418, P422 for tokens that nothing takes or tells.
+    """
+    try:
+        planned = make_plan(spec, analysis.table, tasks=tasks or (DEFAULT_TASK,))
+    except PeftcError as error:
+        notes = analysis.table.warnings
+        raise PeftcError(
+            replace(d, notes=(*d.notes, *notes)) if d.code == "P201" else d for d in error.diagnostics
+        ) from error
+    statements = {s.name: s for s in spec.statements if isinstance(s, ast.Edit)}
+    wrong = [with_origin(d, statements[edit], spec) for edit, d in refused(planned.site_edits, analysis.structure)]
+    if wrong:
+        raise PeftcError(wrong)
+    return planned
+
+
+def analyse_base(
+    model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> Analysis:
+    """The analysis of a model as it is without edits."""
+    check_sample(sample)
+    if isinstance(model, nn.Module) and is_installed(model):
+        sample = sample or installation_of(model).sample
+        model = strip(fake_copy(model, whole=True))
+    source = model if isinstance(model, ModelSource) else resolve(model, trust_remote_code)
+    try:
+        return analyse(source, sample)
+    except PeftcError:
+        raise
+    except Exception:
+        check_runs(source, sample)
+        raise

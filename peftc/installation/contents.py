@@ -1,0 +1,79 @@
+"""What is on a compiled model: its specs, parameters, states and generated code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import fx, nn
+
+from peftc.forms.module import FormModule
+from peftc.installation.overlay import true_parameter
+from peftc.installation.presence import complete_installation
+from peftc.installation.record import installation_of
+from peftc.modules.offload import refuse_offloaded
+
+
+def specs(model: nn.Module) -> dict[str, str]:
+    """The specs on a compiled model, by name, in the order of compilation: each expanded, as text.
+
+    Raises: P410 for a model that is not compiled.
+    """
+    return {spec.name: spec.text for spec in installation_of(model).specs}
+
+
+def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parameter]:
+    """What a compiled model trains, by the names under which it is saved: `<edit>/<site>/<form>.<parameter>`.
+
+    Parameters of the base that `train` unfroze are named `<edit>/<dotted name>`.
+    Args: `name`: of one spec, for its parameters alone.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436 where an edited module was
+    replaced, P566 (offloaded).
+    """
+    record, edits = complete_installation(model), _edits(model, name)
+    trained = {f"{saved}.{n}": p for saved, form in _forms(model) for n, p in form.named_parameters()}
+    trained |= {saved: true_parameter(model, place) for saved, place in record.trained.items()}
+    chosen = {saved: p for saved, p in trained.items() if saved.partition("/")[0] in edits}
+    refuse_offloaded(model, chosen)
+    return chosen
+
+
+def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]:
+    """What forms remember beside their parameters, such as which entries are trained, by the names under which it is saved.
+
+    Args: `name`: as in `parameters`. Raises: as `parameters`.
+    """
+    edits = _edits(model, name)
+    forms = [(saved, form) for saved, form in _forms(model) if saved.partition("/")[0] in edits]
+    return {f"{saved}.{buffer}": form.get_buffer(buffer) for saved, form in forms for buffer in form.states()}
+
+
+def _edits(model: nn.Module, name: str | None) -> set[str]:
+    return {edit for spec in complete_installation(model).selected(name) for edit in spec.edits}
+
+
+def _forms(model: nn.Module) -> Iterator[tuple[str, FormModule]]:
+    for saved, name in installation_of(model).form_modules.items():
+        yield saved, cast(FormModule, model.get_submodule(name))
+
+
+@dataclass(frozen=True)
+class InstalledRegion:
+    """A rewritten module: its dotted name, the graph of each variant of its forward, and the code they became."""
+
+    module: str
+    graphs: tuple[fx.Graph, ...]
+    code: str
+
+
+def graphs(model: nn.Module) -> dict[str, InstalledRegion]:
+    """The rewritten regions of a compiled model, by dotted name.
+
+    Raises: P410 for a model that is not compiled.
+    """
+    return {
+        name: InstalledRegion(name, tuple(v.graph for v in kind.variants), kind.source)
+        for name, kind in installation_of(model).regions
+    }

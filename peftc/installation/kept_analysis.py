@@ -1,0 +1,101 @@
+"""The analysis of a compiled model, kept as long as the model is what was analysed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PretrainedConfig
+
+from peftc.concurrency.context import CHOICE
+from peftc.modules.memory import storage_id
+from peftc.recognition.analysis import Analysis
+from peftc.rewriting.container import CONTAINER, SHARED
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
+TORCH = frozenset(vars(nn.Module()))  # what torch keeps in every module
+PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_presence"})
+
+
+class NotComparable(Exception):
+    """A model has an attribute whose changes cannot be seen."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptAnalysis:
+    """`state` is that of the compiled model: if it is another one now, the analysis may be wrong."""
+
+    analysis: Analysis
+    sample: Mapping[str, Any] | None
+    state: tuple[Any, ...] | None
+
+    @classmethod
+    def of(cls, model: nn.Module, analysis: Analysis, sample: Mapping[str, Any] | None) -> KeptAnalysis:
+        return cls(analysis, sample, state_of(model))
+
+    def holds(self, model: nn.Module, sample: Mapping[str, Any] | None) -> bool:
+        return self.state is not None and sample is self.sample and state_of(model) == self.state
+
+
+def state_of(model: nn.Module) -> tuple[Any, ...] | None:
+    """All that an analysis depends on: classes, attributes, and tensors without their values; None where it cannot be compared.
+
+    Objects that several modules share are numbered. Edits are left out.
+    """
+    try:
+        return _state(model)
+    except NotComparable:
+        return None
+
+
+def _state(model: nn.Module) -> tuple[Any, ...]:
+    numbers: dict[int, int] = {}
+    memories: dict[int, int] = {}
+
+    def number(thing: object) -> int:
+        return numbers.setdefault(id(thing), len(numbers))
+
+    config = getattr(model, "config", None)
+    state: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), comparable(config)]
+    for name, module in model.named_modules(remove_duplicate=False):
+        if CONTAINER in (parts := name.split(".")) or parts[0] == SHARED:
+            continue
+        own = vars(module)
+        if any(own[key] for key in TORCH if key.endswith(("_hooks", "_called"))):
+            raise NotComparable
+        attributes = [(key, value) for key, value in own.items() if key not in TORCH and key not in PEFTC]
+        state += [name, number(module), type(module)]
+        state += [(key, number(value) if value is config else comparable(value)) for key, value in attributes]
+        for key, tensor in [*own["_parameters"].items(), *own["_buffers"].items()]:
+            if tensor is None:
+                state.append((key, None))
+            elif type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+                raise NotComparable
+            else:
+                memory = memories.setdefault(storage_id(tensor), len(memories))
+                layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+                state.append((key, number(tensor), memory, layout, tensor.requires_grad))
+    return tuple(state)
+
+
+def comparable(value: Any) -> Any:
+    """A value that is equal exactly where an attribute is the same. Raises: NotComparable."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, PretrainedConfig):
+        return type(value), value.to_json_string(use_diff=False), getattr(value, "_attn_implementation", None)
+    if isinstance(value, GenerationConfig):
+        return type(value), str(value)
+    if isinstance(value, tuple | list):
+        return type(value), *map(comparable, value)
+    if isinstance(value, dict):
+        return type(value), *((comparable(k), comparable(v)) for k, v in value.items())
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(comparable, value))
+    library = str(getattr(value, "__module__", "")).startswith(("torch", "transformers"))
+    if library and callable(value) and "<" not in getattr(value, "__qualname__", "<"):
+        return value  # one of its functions
+    raise NotComparable
