@@ -17,7 +17,7 @@ from peftc.planning.planner import make_plan
 from peftc.planning.selection.selectors import resolve
 from peftc.recognition.analysis import Analysis, ModelLike
 from peftc.recognition.attention.patterns import attention_at
-from peftc.recognition.layers import LayerType, has_children
+from peftc.recognition.layers import LayerType, has_parts
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.regions import LayerRegions
 from peftc.rewriting.states import node_of
@@ -121,7 +121,7 @@ def region_of(
 def argument_of(node: fx.Node, place: str, kind: LayerType) -> fx.Node:
     """For q, k and v: the node that feeds the attention, however that is written; for kv the attention itself."""
     name = place.partition(".")[2]
-    attention = attention_at(node, kind.root) if name in ("q", "k", "v") else None
+    attention = attention_at(node, kind.layer) if name in ("q", "k", "v") else None
     return node if attention is None else {"q": attention.q, "k": attention.k, "v": attention.v}[name]
 
 
@@ -159,7 +159,7 @@ def rewrite(
 
 def again(kind: LayerType, entered: set[str], analysis: Analysis) -> RegionTrace:
     """A fresh trace of a layer, in which also these leaves are entered."""
-    tracer = RegionTracer(lambda name: name in entered or has_children(kind.root, name))
+    tracer = RegionTracer(lambda name: name in entered or has_parts(kind.root, name))
     with analysis.structure.mode:
         return tracer.trace_region(kind.root, fake_copy(kind.arguments, analysis.structure.mode))
 

@@ -25,7 +25,6 @@ from peftc.installation.journal import Journal
 from peftc.installation.record import installation_of, is_installed
 from peftc.planning.foldability.affine import is_linear
 from peftc.planning.ir import SiteEdit
-from peftc.recognition.graph.nodes import passes_through
 from peftc.recognition.layers import LayerType
 from peftc.rewriting.container import CONTAINER, SHARED
 from peftc.runtime.parameters import dense
@@ -312,7 +311,7 @@ class Between:
         return self.known[node]
 
     def computed(self, node: fx.Node) -> Any:
-        before = passes_through(node, self.kind.root)
+        before = self.kind.layer.passes_through(node)
         if before is not None:  # dropout, casts
             return self.value(before)
         args = fx.map_arg(node.args, self.value)

@@ -19,7 +19,7 @@ from peftc.models.resolve import ModelSource, resolve
 from peftc.models.skeleton import skeleton
 from peftc.modules.instance_forward import instance_forward
 from peftc.recognition.layers import ModelStructure, analyze_structure, example_width
-from peftc.recognition.non_layer_sites import module_infos, unread_modules
+from peftc.recognition.non_layer_sites import module_infos, untraced_modules
 from peftc.recognition.shared_modules import shared_modules
 from peftc.recognition.site_builder import all_sites
 from peftc.recognition.stack_names import name_stacks
@@ -48,7 +48,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     name_stacks(anatomy)
     anatomy.shared = shared_modules(anatomy)
     layers = [kind for stack in anatomy.stacks for kind in stack.kinds]
-    sites, unread = all_sites(anatomy), unread_modules(anatomy)
+    sites, untraced = all_sites(anatomy), untraced_modules(anatomy)
     table = SiteTable(
         model_id=source.id,
         model_type=source.type,
@@ -63,8 +63,8 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         shared_modules=anatomy.shared,
         cross_layer_calls=tuple(anatomy.seen.cross_layer_calls.items()),
         external_reads=tuple((name, *readers) for name, readers in anatomy.seen.external_reads.items()),
-        warnings=(*warnings(source.id, sites, unread), *hidden(source.module)),
-        untraced=unread,
+        warnings=(*warnings(source.id, sites, untraced), *hidden(source.module)),
+        untraced=untraced,
         positions=positions(fake),
     )
     return Analysis(anatomy, table)
@@ -87,12 +87,12 @@ def check_names(model: nn.Module) -> None:
                 raise PeftcError(Diagnostic("P511", message, help="rename the module"))
 
 
-def warnings(model: str, sites: tuple[Site, ...], unread: tuple[UntracedModule, ...]) -> Iterator[str]:
+def warnings(model: str, sites: tuple[Site, ...], untraced: tuple[UntracedModule, ...]) -> Iterator[str]:
     """What a model does not have, or may have where it could not be read."""
     words = {step for site in sites for step, _ in site.steps}
     if "layer" not in words:
         yield f"{model} has no transformer layers that could be found: only its modules can be named"
-    elif "attn" not in words and not any("attn" in module.roles for module in unread):
+    elif "attn" not in words and not any("attn" in module.roles for module in untraced):
         yield f"{model} has no attention: `attn` and what stands below it name nothing"
 
 

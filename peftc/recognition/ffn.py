@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
-import torch
-from torch import fx, nn
+from torch import fx
 
 from peftc.addressing.sites import Slice
-from peftc.recognition.graph import features, nodes
-from peftc.recognition.graph.features import IsLinear
+from peftc.recognition.graph.feature_rows import is_affine, is_only_layout, source_linears
+from peftc.recognition.graph.layer_graph import LayerGraph
+from peftc.recognition.graph.operations import Op
 
-Found = tuple[fx.Node, Slice | None]
+Source = tuple[fx.Node, Slice | None]
 
 
 @dataclass(frozen=True)
@@ -23,32 +22,32 @@ class Projection:
     rows: Slice | None = None
 
 
-def before(hidden: fx.Node, root: nn.Module, is_linear: IsLinear = nodes.is_linear) -> dict[str, Projection]:
-    """The Linears that make a hidden activation: `up` alone, or `gate` and `up`; none where it cannot be told which is which."""
-    product = nodes.stripped(hidden, root)
-    operands = factors(product, root, is_linear)
-    while len(fed := {operand: found for operand, found in operands.items() if found}) == 1 and len(operands) == 2:
-        product = nodes.stripped(next(iter(fed)), root)  # without a factor that no Linear makes
-        operands = factors(product, root, is_linear)
-    parts = [found[0] for found in fed.values() if len(found) == 1]
-    if len(parts) == 2 and parts[0] != parts[1]:
-        return gated(dict(zip(fed, parts, strict=True)), root)
-    ups = features.source_linears(hidden, root, is_linear=is_linear)
+def input_projections(hidden: fx.Node, layer: LayerGraph) -> dict[str, Projection]:
+    """The Linears that compute a hidden activation: `up` alone, or `gate` and `up`; none where they look the same."""
+    product = layer.stripped(hidden)
+    operands = _factors(product, layer)
+    while len(fed := {n: sources for n, sources in operands.items() if sources}) == 1 and len(operands) == 2:
+        product = layer.stripped(next(iter(fed)))  # without a factor that no Linear computes
+        operands = _factors(product, layer)
+    sources = [linears[0] for linears in fed.values() if len(linears) == 1]
+    if len(sources) == 2 and sources[0] != sources[1]:
+        return _gated(dict(zip(fed, sources, strict=True)), layer)
+    ups = source_linears(layer, hidden)
     return {"up": Projection(*ups[0])} if len(ups) == 1 else {}
 
 
-def factors(product: fx.Node, root: nn.Module, is_linear: IsLinear) -> dict[fx.Node, list[Found]]:
-    """The two factors of a product, element by element, each with what feeds it; none of any other node."""
-    named = ("mul", "mul_") if product.op == "call_method" else (operator.mul, torch.mul)
-    given = product.all_input_nodes if product.target in named else []
-    return {n: features.source_linears(n, root, is_linear=is_linear) for n in given} if len(given) == 2 else {}
+def _factors(product: fx.Node, layer: LayerGraph) -> dict[fx.Node, list[Source]]:
+    """The two factors of a product, element by element, each with its Linears; none of any other node."""
+    factors = product.all_input_nodes if layer.op(product) is Op.MUL else []
+    return {n: source_linears(layer, n) for n in factors} if len(factors) == 2 else {}
 
 
-def gated(operands: dict[fx.Node, Found], root: nn.Module) -> dict[str, Projection]:
-    """z = act(gate(x)) * up(x): `up` reaches the product untouched, or at least by no activation; `gate` through one."""
-    direct = [features.untouched(operand, linear, root) for operand, (linear, _) in operands.items()]
-    if not any(direct):
-        direct = [features.affine(operand, linear, root) for operand, (linear, _) in operands.items()]
+def _gated(operands: dict[fx.Node, Source], layer: LayerGraph) -> dict[str, Projection]:
+    """z = act(gate(x)) * up(x): only `gate` has an activation."""
+    for is_direct in (is_only_layout, is_affine):
+        direct = [is_direct(operand, linear, layer) for operand, (linear, _) in operands.items()]
+        if any(direct):
+            break
     if direct[0] == direct[1]:
         return {}
-    return {"up" if d else "gate": Projection(*found) for d, found in zip(direct, operands.values(), strict=True)}
+    return {"up" if d else "gate": Projection(*source) for d, source in zip(direct, operands.values(), strict=True)}

@@ -1,47 +1,49 @@
 """Several residual streams side by side, (batch, tokens, n, d), as hyper-connections carry them.
 
-A sub-layer reads a sum of the streams with weights, and what it computes is added to each of them times a factor; between
-sub-layers the streams are mixed by small matrices. Weights, factors and matrices are those of a token, alike for all features.
+A sub-layer reads a weighted sum of the streams, and its result is added to each of them times a factor; between sub-layers
+the streams are mixed by small matrices. Weights, factors and matrices are those of a token, the same for all features.
+
+Source: Zhu et al. 2024, "Hyper-Connections", arXiv:2409.19606.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
-from peftc.recognition.graph import nodes
+from peftc.recognition.graph.nodes import first_input, shape
+from peftc.recognition.graph.operations import SCALE, Op, name_of, op_of
 
 
-def mixture(node: fx.Node) -> list[fx.Node]:
-    """What may be the streams that `node` mixes: by a matrix, or to one by a sum with weights."""
-    if nodes.is_product(node) and len(node.args) == 2:
+def mixed_streams(node: fx.Node) -> list[fx.Node]:
+    """What may be the streams that `node` mixes: by a matrix, or to one by a weighted sum."""
+    if op_of(node) is Op.MATMUL and len(node.args) == 2:
         matrix, streams = node.args
-        small = nodes.shape(matrix)[-2:] == (nodes.shape(streams)[-2:-1] * 2)
-        return [streams] if isinstance(streams, fx.Node) and small and several(streams) else []
-    summed = nodes.first_input(node) if node.target in ("sum", torch.sum) else None
-    if summed is None or nodes.shape(summed)[:2] + nodes.shape(summed)[3:] != nodes.shape(node):
+        is_small = shape(matrix)[-2:] == (shape(streams)[-2:-1] * 2)
+        return [streams] if isinstance(streams, fx.Node) and is_small and is_several(streams) else []
+    products = first_input(node) if op_of(node) is Op.SUM else None
+    if products is None or shape(products)[:2] + shape(products)[3:] != shape(node):
         return []
-    return [s for s, factor in pairs(summed) if several(s) and nodes.shape(factor) == (*nodes.shape(s)[:-1], 1)]
+    return [s for s, factor in _factors(products) if is_several(s) and shape(factor) == (*shape(s)[:-1], 1)]
 
 
-def single(node: fx.Node) -> fx.Node:
+def sublayer_output(node: fx.Node) -> fx.Node:
     """What is added to each of several streams, before it is multiplied by the factor of each."""
-    streams = nodes.shape(node)
-    for value, factor in pairs(node):
-        one = nodes.first_input(value) if value.op == "call_method" and value.target == "unsqueeze" else None
-        spread = nodes.shape(value) == (*streams[:2], 1, *streams[3:]) and nodes.shape(factor) == (*streams[:-1], 1)
-        if one is not None and spread and several(node) and nodes.shape(one) == streams[:2] + streams[3:]:
-            return one
+    sizes = shape(node)
+    for value, factor in _factors(node):
+        single = first_input(value) if name_of(value) == "unsqueeze" else None
+        is_spread = shape(value) == (*sizes[:2], 1, *sizes[3:]) and shape(factor) == (*sizes[:-1], 1)
+        if single is not None and is_spread and is_several(node) and shape(single) == sizes[:2] + sizes[3:]:
+            return single
     return node
 
 
-def several(node: fx.Node) -> bool:
-    return len(nodes.shape(node)) == 4
+def is_several(node: fx.Node) -> bool:
+    return len(shape(node)) == 4
 
 
-def pairs(product: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """The two tensors that are multiplied element by element, either first."""
-    if not nodes.is_scaling(product) or len(product.args) != 2:
+def _factors(product: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The two tensors that are multiplied element by element, in both orders."""
+    if op_of(product) not in SCALE or len(product.args) != 2:
         return []
     one, other = product.args
     return [(one, other), (other, one)] if isinstance(one, fx.Node) and isinstance(other, fx.Node) else []

@@ -1,4 +1,4 @@
-"""Layers, gathered into kinds: one traced graph for all layers of one structure."""
+"""Layers by type: one traced graph for all layers of one structure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from peftc.observation.layer_candidates import containing_list, repeated_blocks
 from peftc.observation.recorder import observe
 from peftc.observation.sample_forward import SampleForward
 from peftc.observation.token_flow import TokenFlow
-from peftc.recognition.graph import nodes
-from peftc.recognition.graph.feature_axis import features_dim
+from peftc.recognition.graph.dimensions import features_dim
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.graph.leaf_operands import mark_operands
+from peftc.recognition.graph.nodes import is_tensor, shape
+from peftc.recognition.graph.operations import is_norm_by_name
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.residual_stream import stream_input
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.stages import convolutional_blocks, refined
-from peftc.recognition.token_mixing import weighted
-from peftc.recognition.untraced import UntracedPart, opaque_modules, unread_parts
+from peftc.recognition.token_mixing import is_weighted
+from peftc.recognition.untraced import UntracedPart, opaque_modules, untraced_parts
 from peftc.tracing.context_managers import NoneAccess, TraceError
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.ragged_loops import UnknownLength
@@ -44,18 +46,18 @@ class LayerType:
     traced: RegionTrace
     subs: list[SubLayer]
     arguments: dict[str, Any] = field(repr=False)
-    opaque: dict[str, str] = field(default_factory=dict[str, str])  # modules in it that could not be entered, and why
-    unread: list[UntracedPart] = field(
-        default_factory=list[UntracedPart]
-    )  # those of them that have no sites although they matter
-    states: dict[object, Any] = field(
-        default_factory=dict[object, Any], repr=False
-    )  # of attentions, the same in all layers
+    opaque: dict[str, str] = field(default_factory=dict[str, str])  # modules that could not be traced, and why
+    untraced: list[UntracedPart] = field(default_factory=list[UntracedPart])  # those of them that matter
+    states: dict[object, Any] = field(default_factory=dict[object, Any], repr=False)  # of attentions, in all layers
+
+    @property
+    def layer(self) -> LayerGraph:
+        return LayerGraph(self.traced.graph, self.root)
 
     def calls(self, module: str) -> bool:
-        """Whether a module's call is seen in the graph, or that its parameters are read by other code."""
-        reads = (str(n.target).rpartition(".")[0] for n in self.traced.graph.nodes if n.op == "get_attr")
-        return not module or any(call.name == module for call in self.traced.calls) or module in reads
+        """Whether the graph calls a module, or reads its parameters."""
+        readers = (str(n.target).rpartition(".")[0] for n in self.traced.graph.nodes if n.op == "get_attr")
+        return not module or any(call.name == module for call in self.traced.calls) or module in readers
 
 
 @dataclass
@@ -78,9 +80,7 @@ class ModelStructure:
     stacks: list[Stack]
     untraced: dict[str, str] = field(default_factory=dict[str, str])  # layers that could not be traced, and why
     shared: tuple[tuple[str, ...], ...] = ()
-    flows: dict[str, TokenFlow] = field(
-        default_factory=dict[str, TokenFlow]
-    )  # of the tokens of embeddings, where asked for
+    flows: dict[str, TokenFlow] = field(default_factory=dict[str, TokenFlow])  # of embedded tokens, on demand
 
 
 def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> ModelStructure:
@@ -88,94 +88,97 @@ def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: 
 
     Where nothing has a residual stream of tokens, the layers are the blocks of convolutions that the model repeats.
     """
-    anatomy = dissected(model, sample, mode, repeated_blocks(model))
-    if not anatomy.stacks and (blocks := convolutional_blocks(model)):
-        maps = dissected(model, sample, mode, blocks, bare=True)
-        return maps if maps.stacks else anatomy
-    return anatomy
+    structure = _structure_of_layers(model, sample, mode, repeated_blocks(model))
+    if not structure.stacks and (blocks := convolutional_blocks(model)):
+        convolutions = _structure_of_layers(model, sample, mode, blocks, bare=True)
+        return convolutions if convolutions.stacks else structure
+    return structure
 
 
-def dissected(
+def _structure_of_layers(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: list[str], bare: bool = False
 ) -> ModelStructure:
-    """The anatomy whose layers are some blocks or, where these are stages, what is listed in them.
+    """The structure whose layers are some blocks or, where these are stages, what is listed in them.
 
-    `bare`: blocks without sub-layers are layers, too.
+    Args:
+        bare: blocks without sub-layers are layers, too.
     """
-    anatomy, subs = taken_apart(model, sample, mode, blocks, bare)
+    structure, subs = _structure_of_blocks(model, sample, mode, blocks, bare)
     while (finer := refined(blocks, subs, model)) != blocks:
-        more, subs = taken_apart(model, sample, mode, finer, bare)
-        if not more.stacks:
+        refinement, subs = _structure_of_blocks(model, sample, mode, finer, bare)
+        if not refinement.stacks:
             break
-        anatomy, blocks = more, finer
-    return anatomy
+        structure, blocks = refinement, finer
+    return structure
 
 
-def taken_apart(
+def _structure_of_blocks(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: list[str], bare: bool
 ) -> tuple[ModelStructure, dict[str, list[SubLayer]]]:
-    """One sample forward, each kind of block in it traced; and the sub-layers of each block."""
+    """One sample forward, each type of block in it traced; and the sub-layers of each block."""
     seen = observe(model, sample, mode, blocks)
-    anatomy = ModelStructure(model, mode, seen, [])
-    kinds: dict[str, LayerType | str] = {}
+    structure = ModelStructure(model, mode, seen, [])
+    types: dict[str, LayerType | str] = {}
     members: dict[str, list[tuple[str, LayerType]]] = {}
     for name, (key, arguments) in seen.layers.items():
-        if key not in kinds:
-            kinds[key] = trace_layer(model.get_submodule(name), arguments, mode)
-        kind = kinds[key]
-        if isinstance(kind, str):
-            anatomy.untraced[name] = kind
-        elif kind.subs or (bare and stream_input(kind.traced.graph) is not None):
-            members.setdefault(containing_list(model, name), []).append((name, kind))
+        if key not in types:
+            types[key] = trace_layer(model.get_submodule(name), arguments, mode)
+        layer_type = types[key]
+        if isinstance(layer_type, str):
+            structure.untraced[name] = layer_type
+        elif layer_type.subs or (bare and stream_input(layer_type.traced.graph) is not None):
+            members.setdefault(containing_list(model, name), []).append((name, layer_type))
     for path, layers in members.items():
-        shapes = {parameter_shapes(model.get_submodule(name)) for name, _ in layers}
+        shapes = {_parameter_shapes(model.get_submodule(name)) for name, _ in layers}
         for name, (key, _) in seen.layers.items():
-            missing = not isinstance(kinds[key], str) and not any(name == layer for layer, _ in layers)
+            is_other = not isinstance(types[key], str) and not any(name == layer for layer, _ in layers)
             if (
-                missing
+                is_other
                 and containing_list(model, name) == path
-                and parameter_shapes(model.get_submodule(name)) in shapes
+                and _parameter_shapes(model.get_submodule(name)) in shapes
             ):
-                anatomy.untraced[name] = "it has the parameters of its neighbours, but no sum with its input was found"
-    anatomy.stacks = gathered(members, {name: i for i, name in enumerate(seen.calls)})
-    found = {name: kinds[key] for name, (key, _) in seen.layers.items()}
-    return anatomy, {name: [] if isinstance(kind, str) else kind.subs for name, kind in found.items()}
+                structure.untraced[name] = (
+                    "it has the parameters of its neighbours, but no sum with its input was found"
+                )
+    structure.stacks = _stacks(members, {name: i for i, name in enumerate(seen.calls)})
+    subs = {name: types[key] for name, (key, _) in seen.layers.items()}
+    return structure, {name: [] if isinstance(kind, str) else kind.subs for name, kind in subs.items()}
 
 
-def parameter_shapes(module: nn.Module) -> frozenset[tuple[str, tuple[int, ...]]]:
+def _parameter_shapes(module: nn.Module) -> frozenset[tuple[str, tuple[int, ...]]]:
     return frozenset((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
-def gathered(members: Mapping[str, list[tuple[str, LayerType]]], order: Mapping[str, int]) -> list[Stack]:
+def _stacks(members: Mapping[str, list[tuple[str, LayerType]]], order: Mapping[str, int]) -> list[Stack]:
     """Stacks in the order in which they run. Lists that differ in a number alone (the stages of a pyramid) are one."""
     stages: dict[str, list[str]] = {}
     for path in members:
         stages.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), []).append(path)
-    found: list[Stack] = []
+    stacks: list[Stack] = []
     for pattern, paths in stages.items():
-        paths.sort(key=numbers)
-        layers = [layer for path in paths for layer in sorted(members[path], key=lambda item: numbers(item[0]))]
+        paths.sort(key=_numbers)
+        layers = [layer for path in paths for layer in sorted(members[path], key=lambda item: _numbers(item[0]))]
         path = paths[0] if len(paths) == 1 else pattern.partition(".*")[0]
-        found.append(Stack("", path, [n for n, _ in layers], [k for _, k in layers]))
-    return sorted(found, key=lambda stack: order[stack.layers[0]])
+        stacks.append(Stack("", path, [n for n, _ in layers], [k for _, k in layers]))
+    return sorted(stacks, key=lambda stack: order[stack.layers[0]])
 
 
-def numbers(name: str) -> list[int]:
+def _numbers(name: str) -> list[int]:
     """The numbers in a dotted name, for its place among others that differ in them."""
     return [int(part) for part in name.split(".") if part.isdigit()]
 
 
 def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMode) -> LayerType | str:
-    """Traces a layer with all children inlined that have children, that route, or that alone make a sub-layer; one that cannot
-    be entered stays a leaf.
+    """Traces a layer with all children inlined that have children, that route, or that alone make a sub-layer; one that
+    cannot be traced stays a leaf.
 
-    Returns: the reason, where not even the layer's own code can be followed.
+    Returns: the reason, where not even the layer's own code can be traced.
     """
     leaves: dict[str, str] = {}
-    routes: set[str] = set()
+    inlined: set[str] = set()
     nones: set[Any] = set()
     while True:
-        tracer = RegionTracer(partial(entered, layer, leaves, routes))
+        tracer = RegionTracer(partial(_is_inlined, layer, leaves, inlined))
         tracer.optional_results |= nones
         try:
             with mode:
@@ -184,89 +187,86 @@ def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMod
             if isinstance(error, NoneAccess) and error.origin not in nones:
                 nones.add(error.origin)
                 continue
-            asking = [error.caller] if isinstance(error, UnknownLength) and error.caller else []
-            inside = [f for f in [*tracer.call_stack, *asking] if f not in leaves]
-            if not inside:
-                return reason(error)
-            leaves[inside[-1]] = reason(error)
+            frames = [
+                *tracer.call_stack,
+                *([error.caller] if isinstance(error, UnknownLength) and error.caller else []),
+            ]
+            frames = [f for f in frames if f not in leaves]
+            if not frames:
+                return _reason(error)
+            leaves[frames[-1]] = _reason(error)
             continue
-        if more := routing(traced, layer) - routes:
-            routes |= more
-            continue
-        kind = layer_kind(layer, traced, arguments, leaves, mode)
-        if more := set(closed(kind)) - routes - leaves.keys():
-            routes |= more
-            continue
-        return kind
+        if not (more := _routing_leaves(traced, layer) - inlined):
+            layer_type = _layer_type(layer, traced, arguments, leaves, mode)
+            if not (more := set(_sole_leaves(layer_type)) - inlined - leaves.keys()):
+                return layer_type
+        inlined |= more
 
 
-def layer_kind(
-    layer: nn.Module, traced: RegionTrace, arguments: dict[str, Any], reasons: dict[str, str], mode: FakeTensorMode
+def _is_inlined(layer: nn.Module, leaves: Collection[str], inlined: Collection[str], child: str) -> bool:
+    return child not in leaves and (child in inlined or has_parts(layer, child))
+
+
+def _layer_type(
+    root: nn.Module, traced: RegionTrace, arguments: dict[str, Any], reasons: dict[str, str], mode: FakeTensorMode
 ) -> LayerType:
-    """The sub-layers of a traced layer. `reasons`: why modules in it could not be entered."""
-    mark_operands(traced, layer, mode)
-    opaque = opaque_modules(traced, reasons, layer, mode)
-    subs = sub_layers(traced.graph, layer, opaque)
-    read = find_experts(traced, subs, layer, mode)
-    opaque = {name: attends for name, attends in opaque.items() if name not in read}
-    unread = unread_parts(traced, subs, reasons, opaque, layer)
-    return LayerType(type(layer).__name__, layer, traced, subs, arguments, reasons, unread)
+    """The sub-layers of a traced layer. `reasons`: why modules in it could not be traced."""
+    mark_operands(traced, root, mode)
+    layer = LayerGraph(traced.graph, root)
+    opaque = opaque_modules(layer, reasons, mode)
+    subs = sub_layers(layer, opaque)
+    with_experts = find_experts(traced, subs, layer, mode)
+    opaque = {name: attends for name, attends in opaque.items() if name not in with_experts}
+    parts = untraced_parts(layer, subs, reasons, opaque)
+    return LayerType(type(root).__name__, root, traced, subs, arguments, reasons, parts)
 
 
-def entered(layer: nn.Module, leaves: Collection[str], routes: Collection[str], child: str) -> bool:
-    return child not in leaves and (child in routes or has_children(layer, child))
+def _routing_leaves(traced: RegionTrace, layer: nn.Module) -> set[str]:
+    """The leaves with a matrix of their own that return more than a product: the number of an expert, a weight."""
+    leaves = {str(n.target) for n in traced.graph.nodes if n.op == "call_module" and not is_tensor(n)}
+    return {name for name in leaves if any(p.ndim == 2 for p in layer.get_submodule(name).parameters(recurse=False))}
 
 
-def routing(traced: RegionTrace, layer: nn.Module) -> set[str]:
-    """The leaves that multiply by a matrix of their own and return more than the product: an expert's number, a weight."""
-    calls = [n for n in traced.graph.nodes if n.op == "call_module" and not nodes.is_tensor(n)]
-    return {
-        str(n.target) for n in calls if any(p.ndim == 2 for p in own_parameters(layer.get_submodule(str(n.target))))
-    }
-
-
-def closed(kind: LayerType) -> Iterator[str]:
+def _sole_leaves(layer_type: LayerType) -> Iterator[str]:
     """The leaves with code and matrices of their own that alone make a sub-layer: only their code tells what it is."""
-    for sub in kind.subs:
+    layer = layer_type.layer
+    for sub in layer_type.subs:
         if sub.kind in ("ffn", "mixer") and not sub.experts and sub.router is None:
-            inside = [n for n in sub.body if weighted(n, kind.root) and not nodes.is_norm(n, kind.root)]
-            if inside and all(n.op == "call_module" and has_own_code(n, kind.root) for n in inside):
-                yield from (str(n.target) for n in inside)
+            weighted = [n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n)]
+            if weighted and all(n.op == "call_module" and _has_own_code(n, layer) for n in weighted):
+                yield from (str(n.target) for n in weighted)
 
 
-def has_own_code(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a module is none of torch's own, nor derived from one, nor a Linear under another name."""
-    module = root.get_submodule(str(node.target))
-    known = next(c for c in type(module).__mro__ if c.__module__.startswith("torch."))
-    return known is nn.Module and not nodes.is_linear(node, root)
+def _has_own_code(node: fx.Node, layer: LayerGraph) -> bool:
+    """Whether a module is none of PyTorch's, nor derived from one, nor a Linear under another name."""
+    classes = type(layer.root.get_submodule(str(node.target))).__mro__
+    return next(c for c in classes if c.__module__.startswith("torch.")) is nn.Module and not layer.is_linear(node)
 
 
-def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters(recurse=False))
-
-
-def has_children(root: nn.Module, name: str) -> bool:
+def has_parts(root: nn.Module, name: str) -> bool:
     module = root.get_submodule(name)
-    return next(module.children(), None) is not None or joins(module)
+    return next(module.children(), None) is not None or is_weighted_sum(module)
 
 
-def joins(module: nn.Module) -> bool:
-    """Whether a module is a sum in disguise: of several tensors, each times and plus a parameter of its own."""
-    given = list(forward_signature(module).parameters.values())[1:]
-    needed = [p for p in given if p.default is p.empty]
-    plain = len(needed) > 1 and not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
-    return plain and {p.ndim for p in module.parameters()} == {1} and not nodes.is_norm_named(module)
+def is_weighted_sum(module: nn.Module) -> bool:
+    """Whether a module adds several tensors, each times and plus a parameter of its own."""
+    parameters = list(forward_signature(module).parameters.values())[1:]
+    required = [p for p in parameters if p.default is p.empty]
+    plain = len(required) > 1 and not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in required)
+    return plain and {p.ndim for p in module.parameters()} == {1} and not is_norm_by_name(module)
 
 
-def reason(error: Exception) -> str:
-    text = str(error).strip().splitlines()
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return f"its code depends on the values of tensors ({text[0]})"
-    return text[0] if text and isinstance(error, TraceError) else f"{type(error).__name__}: {text[0] if text else ''}"
+        return f"its code depends on the values of tensors ({lines[0]})"
+    return (
+        lines[0] if lines and isinstance(error, TraceError) else f"{type(error).__name__}: {lines[0] if lines else ''}"
+    )
 
 
-def example_width(kind: LayerType) -> int:
-    """Width of the residual stream."""
-    stream = kind.subs[0].res if kind.subs else stream_input(kind.traced.graph)
+def example_width(layer_type: LayerType) -> int:
+    """The width of the residual stream."""
+    stream = layer_type.subs[0].res if layer_type.subs else stream_input(layer_type.traced.graph)
     assert stream is not None
-    return nodes.shape(stream)[features_dim(stream, kind.root)]
+    return shape(stream)[features_dim(stream, layer_type.layer)]

@@ -22,7 +22,7 @@ from peftc.addressing.sites import (
 from peftc.forms import shapes
 from peftc.observation.layer_candidates import containing_list
 from peftc.observation.sample_forward import ModuleCall
-from peftc.recognition.graph import nodes
+from peftc.recognition.graph.operations import is_norm_module
 from peftc.recognition.layers import ModelStructure, Stack, example_width
 from peftc.semantics.vocabulary import FROZEN_MODULES
 
@@ -146,7 +146,7 @@ def final_norms(anatomy: ModelStructure) -> Iterator[Site]:
     """The norms of a stack that run after its last layer, before the head."""
     found: dict[str, list[str]] = {}
     for name in outside(anatomy):
-        if nodes.is_norm_module(anatomy.model.get_submodule(name)):
+        if is_norm_module(anatomy.model.get_submodule(name)):
             stack = ended_by(name, anatomy)
             found.setdefault(stack.name if stack is not None else "", []).append(name)
     for stack in anatomy.stacks:
@@ -216,12 +216,12 @@ def module_infos(anatomy: ModelStructure) -> tuple[ModuleInfo, ...]:
     return tuple(found)
 
 
-def unread_modules(anatomy: ModelStructure) -> tuple[UntracedModule, ...]:
+def untraced_modules(anatomy: ModelStructure) -> tuple[UntracedModule, ...]:
     """What of each layer, and which layers, could not be followed."""
     found: list[UntracedModule] = []
     for stack in anatomy.stacks:
         for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
-            for part in kind.unread:
+            for part in kind.untraced:
                 module = f"{name}.{part.module}".rstrip(".")
                 made = type(anatomy.model.get_submodule(module)).__name__
                 steps = qualified(stack.name, (("layer", i),))

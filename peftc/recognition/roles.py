@@ -1,10 +1,10 @@
-"""Names the sub-layers of a traced layer, and the hidden states in them, by dataflow alone.
+"""Sub-layers of a traced layer and the roles of their Linears, by dataflow alone.
 
-A layer carries a residual stream. Each sum of the stream and of something computed from it, with weights or by mixing tokens,
-is a sub-layer: what is added is its `h`, what it is added to its `res`. A sub-layer with an attention in it is `attn` (`cross` where its keys do not
-come from the stream), one that mixes tokens in another way is `mixer`, any other is `ffn`. One that is computed by a module
-whose code could not be followed has none of these names. Two that read one stream and are
-summed before they are added to it (parallel blocks) are two sub-layers. No module names are looked at.
+A layer carries a residual stream. Each sum of the stream and of something computed from it, with weights or by mixing
+tokens, is a sub-layer: what is added is its `h`, what it is added to its `res`. A sub-layer with an attention is `attn`
+(`cross` where its keys do not come from the stream), one that mixes tokens in another way is `mixer`, any other is `ffn`. One
+that is computed by a module whose code could not be traced is `untraced`. Two that read one stream and are summed before they
+are added to it (parallel blocks) are two sub-layers.
 """
 
 from __future__ import annotations
@@ -15,26 +15,36 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import fx, nn
+from torch import fx
 
 from peftc.addressing.sites import Slice
-from peftc.recognition import ffn
-from peftc.recognition.attention.patterns import Attention, attentions, is_softmax, mixed
-from peftc.recognition.ffn import Projection
-from peftc.recognition.graph import features, nodes
-from peftc.recognition.graph.value_operands import value_operands, value_users
-from peftc.recognition.hyper_connections import single
-from peftc.recognition.moe.listed import Listed
+from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
+from peftc.recognition.ffn import Projection, input_projections
+from peftc.recognition.graph.dataflow import reaches, upstream, value_operands, value_users
+from peftc.recognition.graph.feature_rows import source_linears
+from peftc.recognition.graph.layer_graph import LayerGraph
+from peftc.recognition.graph.nodes import first_input, is_tensor, shape
+from peftc.recognition.graph.operations import Op
+from peftc.recognition.hyper_connections import is_several, sublayer_output
+from peftc.recognition.moe.listed import ExpertModules
 from peftc.recognition.moe.router import Router
-from peftc.recognition.moe.stacked import Experts
+from peftc.recognition.moe.stacked import StackedExperts
 from peftc.recognition.residual_stream import Stream, stream_input
-from peftc.recognition.token_mixing import made_of_weights, mixes, mixes_neighbours, mixing, weighted
-from peftc.recognition.token_mixing_linears import mixed_by_linears
+from peftc.recognition.token_mixing import (
+    is_of_weights,
+    is_weighted,
+    mixed_by_linears,
+    mixes,
+    mixes_neighbours,
+    mixes_tokens,
+)
 
 
 @dataclass
 class SubLayer:
-    kind: Literal["attn", "ffn", "mixer", "unread"]
+    """What one sum adds to the residual stream. `body`: the nodes that compute it, back to the stream."""
+
+    kind: Literal["attn", "ffn", "mixer", "untraced"]
     variant: Literal["self", "cross", ""]
     h: fx.Node
     res: fx.Node
@@ -48,315 +58,322 @@ class SubLayer:
     linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
     norms: list[fx.Node] = field(default_factory=list[fx.Node])
     output_norm: fx.Node | None = None  # the post-norm: what `norm(...)` means first
-    experts: list[Experts | Listed] = field(default_factory=list["Experts | Listed"])
+    experts: list[StackedExperts | ExpertModules] = field(default_factory=list["StackedExperts | ExpertModules"])
     router: Router | None = None
-    shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])  # beside the experts
+    shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])  # networks beside experts
 
     @property
     def attention(self) -> Attention | None:
-        """Its attention, the first where it is made of several."""
+        """Its attention, the first of several."""
         return self.attentions[0] if self.attentions else None
 
+    def set_linears(self, layer: LayerGraph, *others: fx.Node | None) -> None:
+        """Lists the Linears without a role. `others`: those whose role is not in `projections`."""
+        roles = {p.node for p in self.projections.values()} | set(others)
+        self.linears = [n for n in layer.linears(self.body) if n not in roles]
 
-def sub_layers(graph: fx.Graph, root: nn.Module, opaque: Collection[str] = ()) -> list[SubLayer]:
-    """The sub-layers of a layer in the order of its residual stream. `opaque`: modules whose code could not be followed."""
-    first = stream_input(graph)
+
+def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer]:
+    """The sub-layers of a layer, in the order of its residual stream.
+
+    Args:
+        opaque: modules whose code could not be traced.
+    """
+    first = stream_input(layer.graph)
     if first is None:
         return []
-    stream, inside = Stream(first, root, opaque), attentions(graph, root)
-    found = along(graph, stream, inside, root)
-    if not found and (begin := stream_replacement(graph, stream, inside)) is not None:
-        attending = described(begin, first, begin, stream, inside, root)
-        stream.values.append(begin)
-        found = [attending, *along(graph, stream, inside, root)]
-    if len(found) > 1 and not any(s.kind == "ffn" for s in found) and found[-1].kind == "mixer":
-        last_that_mixes(found[-1], stream, root)
-    claimed: set[fx.Node] = set()
-    for sub in found:
-        find_norms(sub, root, claimed)
-        claimed.update(sub.norms)
-    return found
+    finder = _Finder(layer, Stream(first, layer, opaque))
+    subs = finder.along_stream()
+    if not subs and (start := finder.stream_replacement()) is not None:
+        # Seen in: layers whose attention replaces the stream
+        attending = finder.sub_layer(start, first, start)
+        finder.stream.values.append(start)
+        subs = [attending, *finder.along_stream()]
+    if len(subs) > 1 and not any(s.kind == "ffn" for s in subs) and subs[-1].kind == "mixer":
+        _relabel_local_mixer(subs[-1], finder.stream)
+    norms: set[fx.Node] = set()
+    for sub in subs:
+        _find_norms(sub, layer, norms)
+        norms.update(sub.norms)
+    return subs
 
 
-def along(graph: fx.Graph, stream: Stream, inside: list[Attention], root: nn.Module) -> list[SubLayer]:
-    """What is added to the stream, one after the other. The sums become part of it."""
-    found: list[SubLayer] = []
-    for node in graph.nodes:
-        if nodes.is_add(node) and nodes.is_tensor(node):
-            made = summed(node, stream, inside, root)
-            found += [inner for sub in made for inner in bottleneck_sublayers(sub, stream, inside, root) or [sub]]
-            if made or carried(node, stream, root):
-                stream.values.append(node)
-    return found
-
-
-def stream_replacement(graph: fx.Graph, stream: Stream, inside: list[Attention]) -> fx.Node | None:
-    """The result of an attention that is not added to the stream but takes its place: the last sum is one of it and of what
-    is made from it.
-    """
-    for add in reversed([n for n in graph.nodes if nodes.is_add(n) and nodes.is_tensor(n)]):
-        operands = [a for a in add.args[:2] if isinstance(a, fx.Node) and nodes.is_tensor(a)]
-        for begin, other in itertools.permutations(operands, 2):
-            behind = set(nodes.upstream(other, lambda n, begin=begin: n is begin))
-            if begin in behind and any(a.call in stream.body(begin) for a in inside):
-                return begin
-    return None
-
-
-def last_that_mixes(sub: SubLayer, stream: Stream, root: nn.Module) -> None:
+def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
     """The last sub-layer of a layer without a feed-forward one is that, if it mixes but neighbouring tokens."""
-    if mixes_neighbours(sub.body, stream, root):
+    if mixes_neighbours(sub.body, stream):
         sub.kind = "ffn"
-        ffn_roles(sub, root)
-        played = {p.node for p in sub.projections.values()}
-        sub.linears = [n for n in sub.linears if n not in played]
+        _set_ffn_roles(sub, stream.layer)
+        sub.set_linears(stream.layer)
 
 
-def summed(add: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> list[SubLayer]:
-    """What a sum adds to the stream: nothing, one sub-layer, or two in parallel."""
-    operands = [a for a in add.args[:2] if isinstance(a, fx.Node) and nodes.is_tensor(a)]
-    if len(operands) != 2:
-        return []
-    for res, h in (operands, operands[::-1]):
-        if (
-            stream.holds(res)
-            and not stream.holds(h)
-            and not mixes_hyper_connections(h, stream, root)
-            and computed(h, stream, root)
-        ):
-            h = single(h)
-            parts = parallel(h, stream, inside, root)
-            if not parts and (out := serial_attention_output(h, stream, inside, root)) is not None:
-                first = described(add, res, out, stream, inside, root)
-                stream.values.append(out)
-                return [first, described(add, res, last_of_chain(h, root), stream, inside, root)]
-            return [described(add, res, part, stream, inside, root) for part in parts or [h]]
-    return []
+class _Finder:
+    """Follows a residual stream through the graph of a layer; `stream.values` grows by each sum that carries it on."""
 
+    def __init__(self, layer: LayerGraph, stream: Stream, inside: list[Attention] | None = None) -> None:
+        self.layer, self.stream = layer, stream
+        self.attentions = attentions(layer) if inside is None else inside
+        self.sums = [n for n in layer.graph.nodes if layer.op(n) is Op.ADD and is_tensor(n)]
 
-def bottleneck_sublayers(sub: SubLayer, stream: Stream, inside: list[Attention], root: nn.Module) -> list[SubLayer]:
-    """The sub-layers of a stream of its own inside what looks like one that attends (a bottleneck); none where it has fewer
-    than two. That stream begins with what the first result of an attention is added to.
-    """
-    if sub.attention is None:
-        return []
-    call = sub.attention.call
-    adds = sorted(n for n in sub.body if nodes.is_add(n) and nodes.is_tensor(n))
-    found: list[SubLayer] = []
-    for add in adds:
-        before = [a for a in add.args[:2] if nodes.shape(a) == nodes.shape(add)]
-        start = [a for a in before if isinstance(a, fx.Node) and call not in nodes.upstream(a, lambda n: n is call)]
-        if len(before) == 2 and len(start) == 1:
-            inner = Stream(start[0], root, stream.opaque)
-            inner.values += stream.values
-            for node in (n for n in adds if n >= add):
-                if made := summed(node, inner, inside, root):
-                    found += made
-                    inner.values.append(node)
-            break
-    return found if len(found) > 1 else []
+    def along_stream(self) -> list[SubLayer]:
+        subs: list[SubLayer] = []
+        for add in self.sums:
+            added = self.added_by(add)
+            subs += [inner for sub in added for inner in self.bottleneck_sublayers(sub) or [sub]]
+            if added or self.carries_on(add):
+                self.stream.values.append(add)
+        return subs
 
-
-def carried(add: fx.Node, stream: Stream, root: nn.Module) -> bool:
-    """Whether a sum is of the stream and the stream, of the stream and a mixture of its copies, or of the stream and what
-    does not depend on it.
-    """
-    operands = [a for a in add.args[:2] if isinstance(a, fx.Node)]
-    held = [a for a in operands if stream.holds(a)]
-    others = [a for a in operands if a not in held]
-    return (
-        len(operands) == 2
-        and len(held) > 0
-        and all(mixes_hyper_connections(a, stream, root) or not stream.reaches(a) for a in others)
-    )
-
-
-def mixes_hyper_connections(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
-    """Whether a value mixes the copies that a stream of four dimensions has: nothing with weights, which make its
-    coefficients at most, stands on the way to it.
-    """
-    if len(nodes.shape(h)) != 4 or stream.holds(h):
-        return False
-
-    def stop(n: fx.Node) -> bool:
-        return stream.holds(n) or weighted(n, root) or any(made_of_weights(i, root) for i in value_operands(n))
-
-    held = filter(stream.holds, nodes.upstream(h, stop))
-    return any(nodes.shape(n)[-1:] == nodes.shape(h)[-1:] for n in held)
-
-
-def computed(h: fx.Node, stream: Stream, root: nn.Module) -> bool:
-    """Whether a value is made from the stream, with weights or by mixing tokens."""
-    body = stream.body(h)
-    with_weights = any(weighted(n, root) for n in body if not nodes.is_norm(n, root))
-    return any(map(stream.holds, body)) and (
-        with_weights or (mixes(body, stream, root) and not mixes_neighbours(body, stream, root))
-    )
-
-
-def parallel(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> list[fx.Node]:
-    """The two summands of a value one of which attends and the other does not."""
-    total = nodes.stripped(h, root)
-    operands = [a for a in total.args[:2] if isinstance(a, fx.Node)] if nodes.is_add(total) else []
-    if len(operands) != 2 or not all(computed(o, stream, root) for o in operands):
-        return []
-    bodies = [stream.body(o) for o in operands]
-    attends = [any(a.call in body for a in inside) for body in bodies]
-    return operands if attends[0] != attends[1] else []
-
-
-def serial_attention_output(h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module) -> fx.Node | None:
-    """The result of an attention, or of convolutions, that a feed-forward block of the same sub-layer alone reads, without a
-    sum in between.
-    """
-    body = stream.body(h)
-    out = next((nodes.consumer_linear(a.out, root, body) for a in inside if a.call in body), None)
-    if out is None and mixes_neighbours(body, stream, root):
-        out = max((n for n in body if not stream.holds(n) and mixing(n, root)), default=None)
-    behind = set(nodes.upstream(h, lambda n: n is out)) - {out}
-    if out is None or any(map(stream.holds, behind)) or sum(nodes.is_linear(n, root) for n in behind) < 2:
+    def stream_replacement(self) -> fx.Node | None:
+        """The result of an attention that takes the place of the stream instead of being added to it: the last sum is one
+        of it and of what is computed from it.
+        """
+        for add in reversed(self.sums):
+            operands = [a for a in _operands(add) if is_tensor(a)]
+            for start, other in itertools.permutations(operands, 2):
+                if reaches(start, other) and any(a.call in self.stream.body(start) for a in self.attentions):
+                    return start
         return None
-    return out
+
+    def added_by(self, add: fx.Node) -> list[SubLayer]:
+        """What a sum adds to the stream: nothing, one sub-layer, or two in parallel."""
+        operands = [a for a in _operands(add) if is_tensor(a)]
+        if len(operands) != 2:
+            return []
+        for res, h in (operands, operands[::-1]):
+            if (
+                self.stream.holds(res)
+                and not self.stream.holds(h)
+                and not self.mixes_streams(h)
+                and self.is_computed(h)
+            ):
+                h = sublayer_output(h)
+                parts = self.parallel_parts(h)
+                if not parts and (out := self.serial_attention_output(h)) is not None:
+                    first = self.sub_layer(add, res, out)
+                    self.stream.values.append(out)
+                    return [first, self.sub_layer(add, res, _last_of_chain(h, self.layer))]
+                return [self.sub_layer(add, res, part) for part in parts or [h]]
+        return []
+
+    def bottleneck_sublayers(self, sub: SubLayer) -> list[SubLayer]:
+        """The sub-layers of an inner stream (a bottleneck); none where it has fewer than two. The inner stream begins with
+        what the first result of an attention is added to.
+        """
+        if sub.attention is None:
+            return []
+        call, sums = sub.attention.call, [n for n in self.sums if n in sub.body]
+        subs: list[SubLayer] = []
+        for add in sums:
+            operands = [a for a in _operands(add) if shape(a) == shape(add)]
+            start = [a for a in operands if not reaches(call, a)]
+            if len(operands) == 2 and len(start) == 1:
+                stream = Stream(start[0], self.layer, self.stream.opaque)
+                stream.values += self.stream.values
+                inner = _Finder(self.layer, stream, self.attentions)
+                for node in (n for n in sums if n >= add):
+                    if added := inner.added_by(node):
+                        subs += added
+                        stream.values.append(node)
+                break
+        return subs if len(subs) > 1 else []
+
+    def carries_on(self, add: fx.Node) -> bool:
+        """Whether a sum is of the stream and itself, of the stream and a mixture of its copies, or of the stream and what
+        does not depend on it.
+        """
+        operands = _operands(add)
+        others = [a for a in operands if not self.stream.holds(a)]
+        return len(operands) == 2 > len(others) and all(
+            self.mixes_streams(a) or not self.stream.reaches(a) for a in others
+        )
+
+    def mixes_streams(self, h: fx.Node) -> bool:
+        """Whether a value mixes several streams: weights on the way to it are in its coefficients alone."""
+        if not is_several(h) or self.stream.holds(h):
+            return False
+
+        def stop(n: fx.Node) -> bool:
+            weighted = is_weighted(n, self.layer) or any(is_of_weights(i, self.layer) for i in value_operands(n))
+            return self.stream.holds(n) or weighted
+
+        streams = filter(self.stream.holds, upstream(h, stop))
+        return any(shape(n)[-1:] == shape(h)[-1:] for n in streams)
+
+    def is_computed(self, h: fx.Node) -> bool:
+        """Whether a value is computed from the stream, with weights or by mixing tokens."""
+        body = self.stream.body(h)
+        weighted = any(is_weighted(n, self.layer) for n in body if not self.layer.is_norm(n))
+        mixing = mixes(body, self.stream) and not mixes_neighbours(body, self.stream)
+        return any(map(self.stream.holds, body)) and (weighted or mixing)
+
+    def parallel_parts(self, h: fx.Node) -> list[fx.Node]:
+        """The two summands of a value one of which attends and the other does not."""
+        total = self.layer.stripped(h)
+        operands = _operands(total) if self.layer.op(total) is Op.ADD else []
+        if len(operands) != 2 or not all(map(self.is_computed, operands)):
+            return []
+        bodies = [self.stream.body(o) for o in operands]
+        attends = [any(a.call in body for a in self.attentions) for body in bodies]
+        return operands if attends[0] != attends[1] else []
+
+    def serial_attention_output(self, h: fx.Node) -> fx.Node | None:
+        """The result of an attention, or of convolutions, that only a feed-forward block of the same sub-layer reads."""
+        body = self.stream.body(h)
+        outputs = (self.layer.consumer_linear(a.out, body) for a in self.attentions if a.call in body)
+        out = next(outputs, None)
+        if out is None and mixes_neighbours(body, self.stream):
+            mixing = (n for n in body if not self.stream.holds(n) and mixes_tokens(n, self.layer))
+            out = max(mixing, default=None)
+        behind = set(upstream(h, lambda n: n is out)) - {out}
+        if out is None or any(map(self.stream.holds, behind)) or len(self.layer.linears(behind)) < 2:
+            return None
+        return out
+
+    def sub_layer(self, add: fx.Node, res: fx.Node, h: fx.Node) -> SubLayer:
+        """The sub-layer that computes `h`, its kind and the roles in it."""
+        body = self.stream.body(h)
+        own = [a for a in self.attentions if a.call in body]
+        sub = SubLayer("ffn", "", h, res, add, body, x=self.stream.entry(body), attentions=own)
+        if own:
+            _set_attention_roles(sub, self.stream)
+        elif any(map(self.stream.hides, body)):
+            sub.kind = "untraced"
+        elif mixes(body, self.stream) or mixed_by_linears(body, self.stream):
+            sub.kind = "untraced" if has_softmax_mixture(body, self.layer) else "mixer"
+        else:
+            _set_ffn_roles(sub, self.layer)
+        sub.set_linears(self.layer)
+        return sub
 
 
-def last_of_chain(h: fx.Node, root: nn.Module) -> fx.Node:
+def has_softmax_mixture(body: Collection[fx.Node], layer: LayerGraph) -> bool:
+    """Whether a softmax is multiplied with an activation, as in an attention."""
+    return any(layer.op(n) is Op.SOFTMAX and any(value_mixtures(n)) for n in body)
+
+
+def _operands(add: fx.Node) -> list[fx.Node]:
+    return [a for a in add.args[:2] if isinstance(a, fx.Node)]
+
+
+def _last_of_chain(h: fx.Node, layer: LayerGraph) -> fx.Node:
     """The result of the first of the Linears that follow each other at the end."""
-    node = nodes.stripped(h, root)
-    while nodes.is_linear(node, root) and (source := nodes.first_input(node)) is not None:
-        before = nodes.stripped(source, root)
-        if not nodes.is_linear(before, root):
+    node = layer.stripped(h)
+    while layer.is_linear(node) and (source := first_input(node)) is not None:
+        before = layer.stripped(source)
+        if not layer.is_linear(before):
             return node
         node = before
     return h
 
 
-def described(
-    add: fx.Node, res: fx.Node, h: fx.Node, stream: Stream, inside: list[Attention], root: nn.Module
-) -> SubLayer:
-    body = stream.body(h)
-    own = [a for a in inside if a.call in body]
-    sub = SubLayer("ffn", "", h, res, add, body, x=stream.entry(body, root), attentions=own)
-    if own:
-        attention_roles(sub, own, stream, root)
-    elif any(stream.hides(n) for n in body):
-        sub.kind = "unread"
-    elif mixes(body, stream, root) or mixed_by_linears(body, stream, root):
-        sub.kind = "unread" if attends(body, root) else "mixer"
-    else:
-        ffn_roles(sub, root)
-    played = {p.node for p in sub.projections.values()}
-    sub.linears = sorted(n for n in body if nodes.is_linear(n, root) and n not in played)
-    return sub
+# Attention -------------------------------------------------------------------------------------------------------------
 
 
-def attends(body: set[fx.Node], root: nn.Module) -> bool:
-    """Whether a softmax is multiplied with an activation, as in an attention."""
-    return any(is_softmax(n, root) and any(mixed(n)) for n in body)
-
-
-def attention_roles(sub: SubLayer, own: list[Attention], stream: Stream, root: nn.Module) -> None:
-    sub.kind, sub.variant = "attn", "self"
-    attention, values = own[0], {role: [getattr(a, role) for a in own] for role in ("q", "k", "v")}
+def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
+    sub.kind, sub.variant, layer = "attn", "self", stream.layer
+    attention, values = sub.attentions[0], {r: [getattr(a, r) for a in sub.attentions] for r in ("q", "k", "v")}
     nearest: dict[str, list[fx.Node]] = {}
-    for name, (value, *others) in values.items():
-        near = [f[0] for f in features.source_linears(value, root) if f[0] in sub.body]
-        if any(stream.hides(n) for n in nodes.upstream(value, lambda n: nodes.is_linear(n, root)) if n in sub.body):
-            near = []  # what an opaque module does to a Linear's result, or has instead of it, is not known
-        first = [n for n in near if not any(n in made_of(other, root) for other in near)]
-        nearest[name] = list(filter(stream.reaches, first)) or first  # not what positions are made of
-        rows = dict(features.source_linears(value, root, *others))
-        node = next(iter(nearest[name]), None)  # the nearest: of a latent, what is made from it
+    for role, (value, *others) in values.items():
+        linears = [node for node, _ in source_linears(layer, value) if node in sub.body]
+        if any(stream.hides(n) for n in upstream(value, layer.is_linear) if n in sub.body):
+            linears = []  # what an opaque module does to a Linear's result, or has instead of it, is unknown
+        last = [n for n in linears if not any(n in _linears_before(other, layer) for other in linears)]
+        nearest[role] = list(filter(stream.reaches, last)) or last  # not those that positions are computed by
+        rows = dict(source_linears(layer, value, *others))
+        node = next(iter(nearest[role]), None)
         if node is not None and node in rows:
-            sub.projections[name] = Projection(node, rows[node])
-    for name in entangled(nearest):
-        sub.projections.pop(name, None)
-        alike = [n for n in nearest[name] if math.prod(nodes.shape(n)) == math.prod(nodes.shape(values[name][0]))]
-        if len(alike) == 1:  # the only one with as many features: more heads of queries than of keys
-            sub.projections[name] = Projection(alike[0])
-    for role in confused(sub.projections, attention):
+            sub.projections[role] = Projection(node, rows[node])
+    for role in _entangled(nearest):
+        sub.projections.pop(role, None)
+        same_size = [n for n in nearest[role] if math.prod(shape(n)) == math.prod(shape(values[role][0]))]
+        if len(same_size) == 1:  # more heads of queries than of keys
+            sub.projections[role] = Projection(same_size[0])
+    for role in _confused(sub.projections, attention):
         del sub.projections[role]
-    out = nodes.consumer_linear(attention.out, root, sub.body)
+    out = layer.consumer_linear(attention.out, sub.body)
     if out is not None and attention.out in sub.body:
         sub.projections["o"] = Projection(out)
     if not stream.reaches(attention.k):
         sub.variant = "cross"
-    sub.x = own_input(sub.projections.get("q"), sub.x, stream)
-    sub.context = sub.x
-    if sub.variant == "cross" and "k" in sub.projections:
-        sub.context = nodes.first_input(sub.projections["k"].node)
-    elif "k" in sub.projections:
-        sub.context = own_input(sub.projections["k"], sub.x, stream)
+    sub.x = sub.context = _input_of(sub.projections.get("q"), sub.x, stream)
+    if "k" in sub.projections:
+        key = sub.projections["k"]
+        sub.context = first_input(key.node) if sub.variant == "cross" else _input_of(key, sub.x, stream)
 
 
-def entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
-    """The roles whose values are made of the same several Linears as queries are: which of these is whose cannot be told.
-
-    Keys and values may be one value, made of several.
+def _entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
+    """The roles whose values are computed by the same several Linears as queries: which of these is whose is unknown.
+    Keys and values may be one value.
     """
     same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
     return {"q", *same} if same else same
 
 
-def confused(projections: Mapping[str, Projection], attention: Attention) -> list[str]:
-    """The roles that have rows in common with another one, and more of them than go there: which rows are whose could not be
-    followed.
-    """
-    found: list[str] = []
+def _confused(projections: Mapping[str, Projection], attention: Attention) -> list[str]:
+    """The roles that share rows with another one, and have more rows than go there: the rows could not be followed."""
+    roles: list[str] = []
     for role, one in projections.items():
-        shared = any(overlap(one, other) for name, other in projections.items() if name != role)
-        taken = math.prod(nodes.shape(getattr(attention, role)))
-        if shared and taken < math.prod(nodes.shape(one.node)[:-1]) * span(one).width:
-            found.append(role)
-    return found
+        shares = any(_overlap(one, other) for name, other in projections.items() if name != role)
+        size = math.prod(shape(getattr(attention, role)))
+        if shares and size < math.prod(shape(one.node)[:-1]) * _rows(one).width:
+            roles.append(role)
+    return roles
 
 
-def overlap(one: Projection, other: Projection) -> bool:
-    return one.node is other.node and span(one).overlaps(span(other))
+def _overlap(one: Projection, other: Projection) -> bool:
+    return one.node is other.node and _rows(one).overlaps(_rows(other))
 
 
-def span(projection: Projection) -> Slice:
-    return projection.rows or Slice(0, nodes.shape(projection.node)[-1])
+def _rows(projection: Projection) -> Slice:
+    return projection.rows or Slice(0, shape(projection.node)[-1])
 
 
-def made_of(linear: fx.Node, root: nn.Module) -> set[fx.Node]:
-    """The Linears before a Linear, as far as the next ones."""
-    source = nodes.first_input(linear)
-    return set() if source is None else set(nodes.upstream(source, lambda n: nodes.is_linear(n, root)))
+def _linears_before(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
+    """What a Linear's input is computed from, back to the next Linears."""
+    source = first_input(linear)
+    return set() if source is None else set(upstream(source, layer.is_linear))
 
 
-def own_input(projection: Projection | None, entry: fx.Node | None, stream: Stream) -> fx.Node | None:
+def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stream) -> fx.Node | None:
     """What a Linear reads, where that is the stream itself; else where the sub-layer begins."""
-    first = nodes.first_input(projection.node) if projection is not None else None
-    return first if first is not None and (stream.holds(first) or entry is None) else entry
+    source = first_input(projection.node) if projection is not None else None
+    return source if source is not None and (stream.holds(source) or entry is None) else entry
 
 
-def ffn_roles(sub: SubLayer, root: nn.Module) -> None:
-    downs = features.source_linears(sub.h, root)
-    if len(downs) != 1 or not features.blockless(sub.h, downs[0][0], root):
+# Feed-forward ----------------------------------------------------------------------------------------------------------
+
+
+def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
+    downs = source_linears(layer, sub.h)
+    if len(downs) != 1:
         return
     down = downs[0][0]
-    hidden = nodes.first_input(down)
-    if hidden is None:
-        return
+    behind = set(upstream(sub.h, lambda n: n is down)) - {down}
+    hidden = first_input(down)
+    if hidden is None or any(is_weighted(n, layer) and not layer.is_norm(n) for n in behind):
+        return  # a leaf with weights of its own computes something else besides
     sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
-    made = ffn.before(hidden, root)
-    sub.projections |= {role: p for role, p in made.items() if p.node in sub.body}  # not what made the stream
+    inputs = input_projections(hidden, layer)
+    sub.projections |= {
+        role: p for role, p in inputs.items() if p.node in sub.body
+    }  # not those that computed the stream
     first = sub.projections.get("up") or sub.projections.get("gate")
-    sub.x = nodes.first_input(first.node) if first is not None else sub.x
+    sub.x = first_input(first.node) if first is not None else sub.x
 
 
-def find_norms(sub: SubLayer, root: nn.Module, claimed: set[fx.Node]) -> None:
+# Norms -----------------------------------------------------------------------------------------------------------------
+
+
+def _find_norms(sub: SubLayer, layer: LayerGraph, others: set[fx.Node]) -> None:
     """The norms of a sub-layer: before its Linears, between its last Linear and the sum, and right after the sum."""
-    for node in sub.add.graph.nodes:
-        if node in sub.body and node not in claimed and nodes.is_norm(node, root):
-            sub.norms.append(node)
-    users = tensor_users(sub.add)
-    while len(users) == 1 and nodes.passes_through(users[0], root) is not None:
-        users = tensor_users(users[0])
-    if len(users) == 1 and nodes.is_norm(users[0], root):
+    sub.norms += [n for n in sorted(sub.body) if layer.is_norm(n) and n not in others]
+    users = _tensor_users(sub.add)
+    while len(users) == 1 and layer.passes_through(users[0]) is not None:
+        users = _tensor_users(users[0])
+    if len(users) == 1 and layer.is_norm(users[0]):
         sub.output_norm = users[0]
         sub.norms.append(users[0])
 
 
-def tensor_users(node: fx.Node) -> list[fx.Node]:
-    return [u for u in value_users(node) if nodes.is_tensor(u)]
+def _tensor_users(node: fx.Node) -> list[fx.Node]:
+    return [u for u in value_users(node) if is_tensor(u)]

@@ -8,24 +8,26 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from peftc.addressing.sites import ActivationRef, Site, Slice, State
 from peftc.forms import shapes
-from peftc.recognition.attention.manual_attention import written_shape
+from peftc.recognition.attention.manual_attention import joined_shape
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
-from peftc.recognition.graph import features, nodes
-from peftc.recognition.graph.feature_axis import features_dim
-from peftc.recognition.graph.value_operands import value_users
+from peftc.recognition.graph.dataflow import upstream, value_users
+from peftc.recognition.graph.dimensions import features_dim
+from peftc.recognition.graph.feature_rows import separates
+from peftc.recognition.graph.layer_graph import LayerGraph
+from peftc.recognition.graph.nodes import example, first_input, is_tensor, shape
 from peftc.recognition.layers import LayerType, ModelStructure
-from peftc.recognition.moe.listed import Listed
+from peftc.recognition.moe.listed import ExpertModules
 from peftc.recognition.moe.router import Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
 from peftc.recognition.residual_stream import stream_input
 from peftc.recognition.roles import SubLayer
-from peftc.recognition.token_mixing import weighted
+from peftc.recognition.token_mixing import is_weighted
 
 
 def all_sites(anatomy: ModelStructure) -> tuple[Site, ...]:
@@ -48,6 +50,7 @@ class LayerSites:
 
     def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, known: dict[object, State]) -> None:
         self.layer, self.kind, self.steps, self.stack, self.known = layer, kind, steps, stack, known
+        self.graph = kind.layer
         stream = stream_input(kind.traced.graph)
         assert stream is not None
         self.stream = stream
@@ -57,7 +60,7 @@ class LayerSites:
 
     def sites(self) -> list[Site]:
         found = [self.layer_site()]
-        subs = [sub for sub in self.kind.subs if sub.kind != "unread"]
+        subs = [sub for sub in self.kind.subs if sub.kind != "untraced"]
         for sub, steps in zip(subs, sub_layer_steps(subs), strict=True):
             found += self.attention_sites(sub, steps) if sub.attention is not None else self.other_sites(sub, steps)
         return found
@@ -65,7 +68,7 @@ class LayerSites:
     def layer_site(self) -> Site:
         first = self.kind.subs[0].res if self.kind.subs else self.stream
         output = next(n for n in self.kind.traced.graph.nodes if n.op == "output")
-        states = {"x": self.state("x", nodes.stripped(first, self.kind.root))}
+        states = {"x": self.state("x", self.graph.stripped(first))}
         result = first_of(output.args[0])
         if result is not None:
             states["h"] = self.state("h", result)
@@ -116,7 +119,7 @@ class LayerSites:
             word = "experts" if i == 0 else "shared" if not sub.shared else f"shared_{i}"
             for inner, module, states in expert_states(found, self.kind.root, self.full):
                 site = self.site(steps + ((word, inner[0]), (inner[1], None)), module, states)
-                yield of_its_own(site) if isinstance(found, Listed) else site
+                yield of_its_own(site) if isinstance(found, ExpertModules) else site
         for i, network in enumerate(sub.shared):
             inner = steps + (("shared", i if len(sub.shared) > 1 else None),)
             for role, projection in network.items():
@@ -124,7 +127,7 @@ class LayerSites:
 
     def router_site(self, parts: Router, steps: Steps) -> Site:
         states, module = router_states(parts, self.full), parts.weight.rpartition(".")[0]
-        if parts.alone:
+        if parts.inside_leaf:
             inside = linear_states(self.full(module), self.kind.root.get_submodule(module))
             return of_its_own(self.site(steps, self.full(module), states | inside))
         states |= {"x": self.state("x", parts.x), "h": self.state("h", parts.logits)}
@@ -135,8 +138,7 @@ class LayerSites:
         names = [str(p.node.target) for p in sub.projections.values()]
         if names:
             return self.full(common(names))
-        root = self.kind.root
-        used = [n for n in sub.body if weighted(n, root) and not nodes.is_norm(n, root)]
+        used = [n for n in sub.body if is_weighted(n, self.graph) and not self.graph.is_norm(n)]
         return self.full(common([f"{n.target}." if n.op == "call_module" else str(n.target) for n in used]))
 
     def linear_sites(self, sub: SubLayer, steps: Steps, roles: tuple[str, ...], group: str) -> Iterator[Site]:
@@ -154,7 +156,7 @@ class LayerSites:
             yield self.linear(steps + own, Projection(node), group)
 
     def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
-        owners = [norm_owner(n, sub, self.kind.root) for n in sub.norms]
+        owners = [norm_owner(n, sub, self.graph) for n in sub.norms]
         many = Counter(owners)
         seen: Counter[str] = Counter()
         for node, owner in zip(sub.norms, owners, strict=True):
@@ -167,7 +169,7 @@ class LayerSites:
 
     def sub_layer_states(self, sub: SubLayer, steps: Steps, last: str) -> dict[str, State]:
         states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}
-        if last in sub.projections and nodes.stripped(sub.h, self.kind.root) is sub.projections[last].node:
+        if last in sub.projections and self.graph.stripped(sub.h) is sub.projections[last].node:
             linear = path_of(self.steps + steps + ((last, None),))
             states["h"] = replace(states["h"], linear=linear)
         if sub.x is not None:
@@ -182,7 +184,7 @@ class LayerSites:
         """A value before batch and tokens were made one dimension of it, or features two, where `like` has them."""
         before: fx.Node | None = node
         while before is not None and before.meta["example"].ndim != like.meta["example"].ndim:
-            before = nodes.passes_through(before, self.kind.root)
+            before = self.graph.passes_through(before)
         return node if before is None else before
 
     def attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
@@ -196,13 +198,13 @@ class LayerSites:
         states: dict[str, State] = {}
         call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
-            value = nodes.example(node)
+            value = example(node)
             if not isinstance(value, torch.Tensor) or value.ndim != 4 or attention.sort == "written":
                 continue
-            if features.separates(node, -1, self.kind.root):
+            if separates(node, -1, self.graph):
                 shape = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
                 states[name] = State(name, shape, ActivationRef(f"{call}.{name}"))
-        pair = pair_shape(attention, q_width, self.kind.root)
+        pair = pair_shape(attention, q_width, self.graph)
         if pair is not None:
             states["kv"] = State("kv", pair, ActivationRef(f"{call}.kv"))
         return states
@@ -210,7 +212,7 @@ class LayerSites:
     def shared_pair(self, sub: SubLayer) -> State | None:
         """The rows that can be joined to the keys and values of each of several attentions, written out side by side."""
         written = all(a.sort == "written" for a in sub.attentions)
-        pairs = {pair_shape(a, width_of(sub, "q"), self.kind.root) for a in sub.attentions} if written else set()
+        pairs = {pair_shape(a, width_of(sub, "q"), self.graph) for a in sub.attentions} if written else set()
         first, *others = (a.call for a in sub.attentions)
         pair = pairs.pop() if len(pairs) == 1 else None
         if pair is None or any(n.meta["origin"][0] != first.meta["origin"][0] for n in others):
@@ -218,7 +220,7 @@ class LayerSites:
         return State("kv", pair, ActivationRef(f"{first.name}.kv", other_nodes=tuple(n.name for n in others)))
 
     def functions(self, sub: SubLayer) -> dict[str, str]:
-        norm = sub.output_norm or next((n for n in sub.norms if not norm_owner(n, sub, self.kind.root)), None)
+        norm = sub.output_norm or next((n for n in sub.norms if not norm_owner(n, sub, self.graph)), None)
         return {"norm": self.full(str(norm.target))} if norm is not None else {}
 
     def linear(self, steps: Steps, projection: Projection, group: str = "") -> Site:
@@ -226,7 +228,7 @@ class LayerSites:
         node, rows = projection.node, projection.rows
         name = self.full(str(node.target))
         states = weight_states(name, self.kind.root.get_submodule(str(node.target)), rows)
-        source = nodes.first_input(node)
+        source = first_input(node)
         if source is not None:
             states["x"] = self.state("x", source)
         states["h"] = self.state("h", node, rows)
@@ -243,7 +245,7 @@ class LayerSites:
         assert isinstance(value, torch.Tensor)
         if heads:
             return State(name, shapes.Heads(value.shape[2], value.shape[3]), ActivationRef(node.name, rows))
-        dim = features_dim(node, self.kind.root)
+        dim = features_dim(node, self.graph)
         return State(
             name,
             shapes.Tokens(rows.width if rows else value.shape[dim]),
@@ -286,19 +288,19 @@ def sub_layer_steps(subs: list[SubLayer]) -> list[Steps]:
     return found
 
 
-def norm_owner(node: fx.Node, sub: SubLayer, root: nn.Module) -> str:
+def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
     """`q` or `k` for a norm of queries or keys inside the attention, else empty."""
     if sub.attention is None or node is sub.output_norm:
         return ""
     for role, value in (("q", sub.attention.q), ("k", sub.attention.k)):
-        if node in nodes.upstream(value, lambda n: nodes.is_linear(n, root)):
+        if node in upstream(value, layer.is_linear):
             return role
     return ""
 
 
 def attention_heads(attention: Attention) -> fx.Node | None:
     """The result of an attention as (batch, tokens, heads, d_head)."""
-    wanted = nodes.example(attention.q), nodes.example(attention.v)
+    wanted = example(attention.q), example(attention.v)
     if any(not isinstance(w, torch.Tensor) or w.ndim != 4 for w in wanted):
         return None
     q, v = wanted
@@ -306,7 +308,7 @@ def attention_heads(attention: Attention) -> fx.Node | None:
     assert isinstance(v, torch.Tensor)
     node, seen = attention.out, 0
     while seen < 4:
-        value = nodes.example(node)
+        value = example(node)
         if isinstance(value, torch.Tensor) and value.shape == (q.shape[0], q.shape[2], q.shape[1], v.shape[3]):
             return node if attention.sort == "interface" or node is not attention.out else None
         users = value_users(node)
@@ -320,7 +322,7 @@ def first_of(value: Any) -> fx.Node | None:
     """The tensor that comes first in what a layer returns, if the layer has put it there itself."""
     while isinstance(value, (tuple, list)) and value:
         value = value[0]
-    return value if isinstance(value, fx.Node) and nodes.is_tensor(value) else None
+    return value if isinstance(value, fx.Node) and is_tensor(value) else None
 
 
 def width_of(sub: SubLayer, role: str) -> int | None:
@@ -328,17 +330,17 @@ def width_of(sub: SubLayer, role: str) -> int | None:
     projection = sub.projections.get(role)
     if projection is None:
         return None
-    return projection.rows.width if projection.rows else nodes.shape(projection.node)[-1]
+    return projection.rows.width if projection.rows else shape(projection.node)[-1]
 
 
-def pair_shape(attention: Attention, q_width: int | None, root: nn.Module) -> shapes.KeyValue | None:
+def pair_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> shapes.KeyValue | None:
     """The rows that can be joined to keys and values; None where none can."""
     if attention.sort == "written":
-        return written_shape(attention, q_width, root)
-    k, v = nodes.shape(attention.k), nodes.shape(attention.v)
+        return joined_shape(attention, q_width, layer)
+    k, v = shape(attention.k), shape(attention.v)
     if len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
         return None
-    if not all(features.separates(node, -1, root) for node in (attention.k, attention.v)):
+    if not all(separates(node, -1, layer) for node in (attention.k, attention.v)):
         return None  # features attend to features
     return shapes.KeyValue(k[1], k[3], None if v[3] == k[3] else v[3])
 

@@ -1,8 +1,9 @@
-"""Whether a computation mixes tokens: by products of activations, convolutions, scans, or in a child that stays a leaf."""
+"""Whether a computation mixes tokens: by products of activations, convolutions, scans, Linears along tokens, or in a leaf."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -10,81 +11,108 @@ from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPri
 
 from peftc.observation.sample_forward import first_tensor
 from peftc.recognition.attention.patterns import is_activation, is_scores
-from peftc.recognition.graph import nodes
+from peftc.recognition.graph.dataflow import upstream, value_operands
+from peftc.recognition.graph.dimensions import features_dim
+from peftc.recognition.graph.feature_rows import move_numbers
+from peftc.recognition.graph.layer_graph import LayerGraph
+from peftc.recognition.graph.nodes import example, first_input, shape
+from peftc.recognition.graph.operations import Op, name_of
 from peftc.recognition.residual_stream import Stream
 
-_SCANS = frozenset(
-    {"cumsum", "cumprod", "logcumsumexp", "roll", "rfft", "irfft", "fft", "fft2", "fftn", "unfold", "conv1d", "conv2d"}
-)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.LSTM, nn.GRU)
 
 
-def weighted(node: fx.Node, root: nn.Module) -> bool:
+def is_weighted(node: fx.Node, layer: LayerGraph) -> bool:
     """Whether a node computes with a parameter of two or more dimensions (those of one entry do not count)."""
     if node.op == "get_attr":
-        value = nodes.example(node)
+        value = example(node)
         return isinstance(value, nn.Parameter) and sum(n > 1 for n in value.shape) >= 2
-    module = nodes.module_of(node, root)
+    module = layer.module(node)
     return module is not None and any(p.ndim >= 2 for p in module.parameters())
 
 
-def made_of_weights(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a value is a parameter of two or more dimensions, or made of such alone."""
-    return not is_activation(node) and any(weighted(n, root) for n in nodes.upstream(node, lambda n: False))
+def is_of_weights(node: fx.Node, layer: LayerGraph) -> bool:
+    """Whether a value is a parameter of two or more dimensions, or computed from parameters alone."""
+    return not is_activation(node) and any(is_weighted(n, layer) for n in upstream(node))
 
 
-def mixes(body: set[fx.Node], stream: Stream, root: nn.Module) -> bool:
+def mixes(body: set[fx.Node], stream: Stream) -> bool:
     """Whether one token's part of a sub-layer's result depends on other tokens."""
-    return any(not stream.holds(node) and mixing(node, root) for node in body)
+    return any(not stream.holds(node) and mixes_tokens(node, stream.layer) for node in body)
 
 
-def mixes_neighbours(body: set[fx.Node], stream: Stream, root: nn.Module) -> bool:
+def mixes_neighbours(body: set[fx.Node], stream: Stream) -> bool:
     """Whether all mixing in a sub-layer is by convolutions and shifts, which a feed-forward part may have, too."""
-    return not any(not stream.holds(n) and mixing(n, root) and not is_neighbours(n, root) for n in body)
+    nodes = [n for n in body if not stream.holds(n) and mixes_tokens(n, stream.layer)]
+    return all(_is_local(n, stream.layer) for n in nodes)
 
 
-def is_neighbours(node: fx.Node, root: nn.Module) -> bool:
-    module = nodes.module_of(node, root)
+def _is_local(node: fx.Node, layer: LayerGraph) -> bool:
+    module = layer.module(node)
+    return isinstance(module, _ConstantPadNd) or (
+        layer.op(node) is Op.CONVOLUTION and (module is None or isinstance(module, (nn.Conv1d, nn.Conv2d)))
+    )
+
+
+def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
+    """Whether one operation mixes tokens."""
+    module = layer.module(node)
     if module is not None:
-        return isinstance(module, (_ConstantPadNd, nn.Conv1d, nn.Conv2d))
-    return getattr(node.target, "__name__", "") in ("conv1d", "conv2d")
+        return _module_mixes(node, module)
+    value, op = example(node), layer.op(node)
+    integral = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+    return (not integral and (op in (Op.SCAN, Op.CONVOLUTION) or name_of(node) == "roll")) or is_scores(node)
 
 
-def mixing(node: fx.Node, root: nn.Module) -> bool:
-    module = nodes.module_of(node, root)
-    if module is not None:
-        return mixing_module(node, module)
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    value = nodes.example(node)
-    counts = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
-    return (name.removeprefix("fft_") in _SCANS and not counts) or is_scores(node)
-
-
-def mixing_module(node: fx.Node, module: nn.Module) -> bool:
+def _module_mixes(node: fx.Node, module: nn.Module) -> bool:
     """A convolution, a shift, or a leaf without weights that is seen to do it (a Fourier transform)."""
-    if any(isinstance(m, _CONVOLUTIONS) and kernel(m) != 1 for m in module.modules()):
+    if any(isinstance(m, _CONVOLUTIONS) and _kernel_size(m) != 1 for m in module.modules()):
         return True
     if isinstance(module, _ConstantPadNd):
         return any(module.padding[2:])  # the first two are of features
     if not type(module).__module__.startswith("torch.") and not module.state_dict() and not any(module.children()):
-        return seen_mixing(module, nodes.shape(nodes.first_input(node)))
+        return _last_token_reaches_first(module, shape(first_input(node)))
     return False
 
 
-def seen_mixing(module: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Whether a change of the last token changes what a module without weights gives for the first."""
-    if len(shape) != 3 or shape[1] < 2:
+def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool:
+    """Whether a change of the last token changes what a module without weights returns for the first."""
+    if len(sizes) != 3 or sizes[1] < 2:
         return False
-    before = torch.ones(shape).cumsum(-1)
+    before = torch.ones(sizes).cumsum(-1)
     after = before.clone()
     after[:, -1] += 1
-    with torch.no_grad(), contextlib.suppress(Exception):  # of what takes more than one tensor
+    with torch.no_grad(), contextlib.suppress(Exception):  # it may take more than one tensor
         one, other = (first_tensor(module(x)) for x in (before, after))
         return one is not None and other is not None and not torch.equal(one[1][:, 0], other[1][:, 0])
     return False
 
 
-def kernel(module: nn.Module) -> int:
+def _kernel_size(module: nn.Module) -> int:
     size = getattr(module, "kernel_size", 0)
-    sizes = size if isinstance(size, tuple) else (size,)
-    return max((int(s) for s in sizes), default=0)
+    return max(size, default=0) if isinstance(size, tuple) else int(size)
+
+
+def mixed_by_linears(body: set[fx.Node], stream: Stream) -> bool:
+    """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d).
+
+    As features are, tokens are numbered, and what the code does to their layout is done to the numbers.
+    """
+    layer, numbers = stream.layer, dict[fx.Node, Any]()
+    for node in sorted(body):
+        sizes = shape(node)
+        if stream.holds(node):
+            if len(sizes) == 3 and features_dim(node, layer) == 2:
+                numbers[node] = torch.arange(sizes[1])[None, :, None].expand(sizes)
+            continue
+        sources = [n for n in value_operands(node) if n in numbers]
+        if not sources:
+            continue
+        if not layer.is_linear(node):
+            moved = move_numbers(node, sources[:1], numbers)
+            numbers |= {node: moved} if moved is not None else {}
+        elif isinstance(tokens := numbers[sources[0]], torch.Tensor):
+            if bool((tokens != tokens[..., :1]).any()):
+                return True
+            numbers[node] = tokens[..., :1].expand(sizes)
+    return False

@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.recognition.attention.manual_attention import Step, joining, visible
-from peftc.recognition.attention.patterns import Attention, attention_at, operands
+from peftc.recognition.attention.manual_attention import Step, joining, visible_value
+from peftc.recognition.attention.patterns import Attention, attention_at, factors
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.graph.nodes import is_tensor
 from peftc.runtime.attention import attention_with_rows, extend_mask, rows_like_operand, scores_like, sdpa_with_rows
 from peftc.tracing.patches import attention
@@ -73,8 +74,9 @@ class Written:
     """
 
     def __init__(self, softmax: fx.Node, traced: RegionTrace) -> None:
-        found = attention_at(softmax, traced.root) if traced.root is not None else None
-        made = joining(found, traced.root) if found is not None and traced.root is not None else None
+        layer = LayerGraph(traced.graph, traced.root) if traced.root is not None else None
+        found = attention_at(softmax, layer) if layer is not None else None
+        made = joining(found, layer) if found is not None and layer is not None else None
         if found is None or made is None:
             raise PeftcError(Diagnostic("P403", "in this call pattern the attention is not written as it was analysed"))
         self.found: Attention = found
@@ -95,7 +97,7 @@ class Written:
         add.start_before(self.softmax)
         rows = add.function(rows_like_operand, key, found.k, keys.order, keys.merged)
         made = self.taken(add, self.product(add, scores, found.k, rows), self.joining.scores, scores)
-        shown = visible(self.softmax)
+        shown = visible_value(self.softmax)
         together = [own, made] if after else [made, own]
         rest = [add.function(extend_mask, a, made, shown, after) if is_tensor(a) else a for a in self.softmax.args[1:]]
         self.softmax.args = (add.function(torch.cat, together, -1), *rest)
@@ -118,15 +120,15 @@ class Written:
         """The same product with rows in place of an operand, and without what is added to it."""
         if product.target is torch.einsum:
             return add.copied(product, {operand: rows})
-        made = add.function(torch.matmul, *(rows if n is operand else n for n in operands(product)))
+        made = add.function(torch.matmul, *(rows if n is operand else n for n in factors(product)))
         return add.function(torch.mul, made, alpha) if (alpha := scale(product)) != 1 else made
 
     def taken(self, add: Adding, rows: fx.Node, steps: Sequence[Step], first: fx.Node) -> fx.Node:
         """Rows after the steps of the way that concern them; `first` is what the first step takes."""
         for step in steps:
-            if step.does == "same":
-                rows = add.copied(step.node, {step.before: rows, first: rows})
-            elif step.does == "shape":
+            if step.effect == "same":
+                rows = add.copied(step.node, {step.source: rows, first: rows})
+            elif step.effect == "shape":
                 rows = add.function(scores_like, rows, step.node)
         return rows
 

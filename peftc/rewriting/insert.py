@@ -12,8 +12,9 @@ from torch import fx
 from peftc.addressing.sites import Slice
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
-from peftc.recognition.attention.patterns import is_softmax
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.graph.nodes import EDIT, is_edit
+from peftc.recognition.graph.operations import Op
 from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.base_call import base_call
@@ -143,7 +144,7 @@ class _Assignment:
 
     def is_written(self, call: fx.Node) -> bool:
         root = self.inserter.traced.root
-        return root is not None and is_softmax(call, root)
+        return root is not None and LayerGraph(self.graph, root).op(call) is Op.SOFTMAX
 
     def join_written(self, attention: Written) -> None:
         """Rows joined to an attention without a call that takes keys and values."""

@@ -7,7 +7,7 @@ from torch import fx
 
 from peftc.addressing.paths import stack_steps
 from peftc.addressing.sites import INPUT, OUTPUT, Site, State
-from peftc.recognition.graph.nodes import first_input, is_linear
+from peftc.recognition.graph.nodes import first_input
 from peftc.recognition.layers import LayerType
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.site_builder import sub_layer_steps
@@ -123,7 +123,7 @@ def readers_of(name: str, node: fx.Node, sub: SubLayer, kind: LayerType) -> list
     """The Linears that a state of a sub-layer is made for, those that read this node."""
     roles = {"x": ("q",) if sub.kind == "attn" else (), "c": ("k", "v")}.get(name, ("down",))
     played = [sub.projections[role].node for role in roles if role in sub.projections]
-    nodes = played or [n for n in sub.body if is_linear(n, kind.root) and name == "x"]
+    nodes = played or [n for n in sub.body if kind.layer.is_linear(n) and name == "x"]
     return [n for n in nodes if first_input(n) is node]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from peftc.diagnostics import PeftcError
-from peftc.recognition.graph.value_operands import is_size
+from peftc.recognition.graph.operations import is_size
 from peftc.rewriting.base_call import base_call
 from peftc.runtime.guards import untraced
 from peftc.specialization.code_layout import wrapped

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.recognition.graph.nodes import ancestors, has_side_effects, is_attention
+from peftc.recognition.graph.nodes import ancestors
+from peftc.recognition.graph.operations import has_side_effects
 from peftc.specialization.code_printer import Emitter, attribute_path
 from peftc.specialization.guarded_tracer import GuardedTracer
 from peftc.tracing.module_calls import is_constant
-from peftc.tracing.patches import getitem_root
+from peftc.tracing.patches import attention, getitem_root
 from peftc.tracing.tracer import Guard, RegionTrace
 
 
@@ -50,7 +51,7 @@ def only_inside(guard: Guard) -> bool:
 
 def given_by_child(node: fx.Node) -> bool:
     """Whether a value is what a child, or an attention, has given, or a part of it."""
-    return getitem_root(node).op == "call_module" or is_attention(getitem_root(node))
+    return getitem_root(node).op == "call_module" or getitem_root(node).target is attention
 
 
 def facts(traced: RegionTrace, tracer: GuardedTracer) -> Iterator[str]:

@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from peftc.concurrency.interrupts import shielded
-from peftc.recognition.graph.nodes import ancestors, is_attention
+from peftc.recognition.graph.nodes import ancestors
 from peftc.specialization.guarded_tracer import GuardedTracer, is_argument, name_of
+from peftc.tracing.patches import attention
 from peftc.tracing.tracer import RegionTrace
 
 Call: TypeAlias = "tuple[RegionTrace, GuardedTracer]"
@@ -77,7 +78,7 @@ def _passed(plain: Call) -> frozenset[str]:
     return frozenset(
         name_of(n)
         for n in nodes
-        if n not in tracer.typed and all(u.op == "call_module" or is_attention(u) for u in n.users)
+        if n not in tracer.typed and all(u.op == "call_module" or u.target is attention for u in n.users)
     )
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.recognition.graph.nodes import ancestors, has_side_effects, is_linear, is_tensor
-from peftc.recognition.graph.value_operands import cache_part, is_cache_part, is_size
+from peftc.recognition.graph.dataflow import cache_update
+from peftc.recognition.graph.layer_graph import LayerGraph
+from peftc.recognition.graph.nodes import ancestors, is_tensor
+from peftc.recognition.graph.operations import has_side_effects, is_size
 
 KEEPING = frozenset({"to", "type", "type_as", "contiguous", "float", "clone"})
 LAID_OUT = frozenset({"view", "reshape"})
@@ -55,9 +57,8 @@ class Sizes:
         source = tensor.args[0] if tensor.args else None
         if not isinstance(source, fx.Node):
             return None
-        if is_cache_part(tensor):  # a cache makes more tokens of what it is given
-            given = cache_part(tensor)
-            return None if given is None or at == tensor.meta["example"].ndim - 2 else self.size(given, at)
+        if (update := cache_update(tensor)) is not None:  # a cache adds tokens
+            return None if at == tensor.meta["example"].ndim - 2 else self.size(update, at)
         if tensor.op == "call_method" and tensor.target in TURNED:
             return self.size(source, turned(tensor)[at])
         if tensor.op == "call_method" and tensor.target in LAID_OUT:
@@ -83,7 +84,7 @@ class Sizes:
 
     def features(self, tensor: fx.Node) -> Any:
         """How many a Linear gives: a size of its weight."""
-        if not is_linear(tensor, self.root):
+        if not LayerGraph(tensor.graph, self.root).is_linear(tensor):
             return None
         width = tensor.meta["example"].shape[-1]
         name = f"{tensor.target}.weight"

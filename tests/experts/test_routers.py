@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import peftc
 from peftc.fakes.tensors import new_mode
 from peftc.planning.report.site_tree import sites_text
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer
@@ -156,8 +157,8 @@ class Layer(nn.Module):
 def test_matrices_that_nothing_routes_to_are_no_experts(before: nn.Module) -> None:
     root = Layer(before)
     traced = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)})
-    (ffn,) = subs = sub_layers(traced.graph, root)
-    find_experts(traced, subs, root, new_mode())
+    (ffn,) = subs = sub_layers(LayerGraph(traced.graph, root))
+    find_experts(traced, subs, LayerGraph(traced.graph, root), new_mode())
     assert (ffn.kind, ffn.router, ffn.experts) == ("ffn", None, [])
 
 
@@ -193,7 +194,7 @@ class Latent(nn.Module):
 def test_the_router_is_what_the_number_of_an_expert_comes_from() -> None:
     root = Latent()
     traced = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)})
-    (ffn,) = subs = sub_layers(traced.graph, root)
-    find_experts(traced, subs, root, new_mode())
+    (ffn,) = subs = sub_layers(LayerGraph(traced.graph, root))
+    find_experts(traced, subs, LayerGraph(traced.graph, root), new_mode())
     assert ffn.router is not None
     assert ffn.router.weight == "route.weight"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.addressing.sites import Slice
-from peftc.recognition.graph.features import blocks
+from peftc.recognition.graph.feature_rows import as_slice
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer
 from tests.layers import Layers
@@ -68,7 +69,7 @@ def test_rows_are_followed(name: str) -> None:
     apart, expected = LAYOUTS[name]
     root = Layer(apart)
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, D)}).graph
-    (attn,) = sub_layers(graph, root)
+    (attn,) = sub_layers(LayerGraph(graph, root))
     assert [attn.projections[role].rows for role in "qkv"] == expected
 
 
@@ -100,7 +101,7 @@ def test_rows_are_the_features_that_a_view_takes(rows: Slice) -> None:
     taken = torch.arange(stride * rows.count).view(rows.count, stride)[:, rows.start : rows.stop].flatten()
     assert numbers(rows) == taken.tolist()
     assert len(taken) == rows.width
-    assert blocks(taken, 3 * D) == rows
+    assert as_slice(taken, 3 * D) == rows
     for other in SLICES:
         assert rows.overlaps(other) == bool(set(numbers(rows)) & set(numbers(other)))
 
@@ -122,7 +123,7 @@ class Uneven(nn.Module):
 def test_rows_that_are_no_equal_blocks_have_no_role() -> None:
     root = Uneven()
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, D)}).graph
-    (attn,) = sub_layers(graph, root)
+    (attn,) = sub_layers(LayerGraph(graph, root))
     assert set(attn.projections) == {"o"}
     assert [str(n.target) for n in attn.linears] == ["all"]
 

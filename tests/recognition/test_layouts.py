@@ -11,7 +11,8 @@ from benchmarks.families import build
 from peftc.addressing.sites import Site, Slice
 from peftc.recognition.attention.manual_attention import joining
 from peftc.recognition.attention.patterns import attentions
-from peftc.recognition.graph.features import source_linears
+from peftc.recognition.graph.feature_rows import source_linears
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.tracing.tracer import RegionTracer
 
 LATENT, INTERLEAVED = "causal-lm/deepseek_v3", ("causal-lm/gpt_neox", "causal-lm/bloom")
@@ -76,7 +77,7 @@ def test_what_is_written_into_a_new_tensor() -> None:
     root = Blank()
     graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
     result = next(n for n in graph.nodes if n.op == "output").args[0]
-    assert [(str(n.target), rows) for n, rows in source_linears(result, root)] == [
+    assert [(str(n.target), rows) for n, rows in source_linears(LayerGraph(graph, root), result)] == [
         ("both", Slice(6, 8)),
         ("other", None),
     ]
@@ -98,9 +99,9 @@ def test_a_part_without_features() -> None:
     root = Rotated()
     graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
     nothing = next(n for n in graph.nodes if getattr(n.meta["example"], "shape", (1,))[-1] == 0)
-    assert source_linears(nothing, root) == []
+    assert source_linears(LayerGraph(graph, root), nothing) == []
     result = next(n for n in graph.nodes if n.op == "output").args[0]
-    assert [(str(n.target), rows) for n, rows in source_linears(result, root)] == [("both", None)]
+    assert [(str(n.target), rows) for n, rows in source_linears(LayerGraph(graph, root), result)] == [("both", None)]
 
 
 class Positioned(nn.Module):
@@ -120,5 +121,5 @@ class Positioned(nn.Module):
 def test_a_shape_that_is_taken_from_the_scores_does_not_make_a_bias_of_them() -> None:
     root = Positioned()
     graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
-    (attention,) = attentions(graph, root)
-    assert joining(attention, root) is not None
+    (attention,) = attentions(LayerGraph(graph, root))
+    assert joining(attention, LayerGraph(graph, root)) is not None

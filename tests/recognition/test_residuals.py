@@ -9,7 +9,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.observation.layer_candidates import repeated_blocks
-from peftc.recognition.layers import joins
+from peftc.recognition.graph.layer_graph import LayerGraph
+from peftc.recognition.layers import is_weighted_sum
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTrace, RegionTracer
 
@@ -18,11 +19,11 @@ functional: Any = nn.functional
 
 
 def traced(root: nn.Module, **arguments: torch.Tensor) -> RegionTrace:
-    return RegionTracer(lambda name: joins(root.get_submodule(name))).trace_region(root, arguments)
+    return RegionTracer(lambda name: is_weighted_sum(root.get_submodule(name))).trace_region(root, arguments)
 
 
 def found(root: nn.Module, *shape: int) -> list[SubLayer]:
-    return sub_layers(traced(root, x=torch.randn(shape)).graph, root)
+    return sub_layers(LayerGraph(traced(root, x=torch.randn(shape)).graph, root))
 
 
 class Ffn(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTracer
 
@@ -76,7 +77,7 @@ class Bilinear(Layer):
 
 def taken(root: nn.Module) -> list[SubLayer]:
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, T, D)}).graph
-    return sub_layers(graph, root)
+    return sub_layers(LayerGraph(graph, root))
 
 
 def roles(sub: SubLayer) -> dict[str, str]:

@@ -12,6 +12,7 @@ from benchmarks.families import build
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, new_mode
 from peftc.recognition.graph import nodes
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTracer
 
@@ -113,7 +114,7 @@ def test_a_stream_inside_of_a_sub_layer(deep: bool, kinds: list[str]) -> None:
 
 def found(layer: nn.Module, *shape: int) -> list[SubLayer]:
     graph = RegionTracer(lambda name: name == "").trace_region(layer, {"x": torch.randn(shape)}).graph
-    return sub_layers(graph, layer)
+    return sub_layers(LayerGraph(graph, layer))
 
 
 def downs(subs: list[SubLayer]) -> list[str]:

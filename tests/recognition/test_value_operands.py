@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 import peftc
 from peftc.addressing.sites import Slice
-from peftc.recognition.graph.value_operands import value_operands
+from peftc.recognition.graph.dataflow import value_operands
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTracer
 
@@ -61,7 +62,7 @@ class Layer(nn.Module):
 
 def attention_of(root: nn.Module) -> SubLayer:
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, T, D)}).graph
-    (attn,) = sub_layers(graph, root)
+    (attn,) = sub_layers(LayerGraph(graph, root))
     return attn
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.recognition.attention.manual_attention import labelled
+from peftc.recognition.attention.manual_attention import expand_labels
 from tests.layers import Layers
 
 D, H = 8, 2
@@ -178,5 +178,5 @@ def test_joined_keys_count_for_a_softmax_with_a_mask(function: type[MaskedSoftma
 
 
 def test_the_labels_of_an_einsum() -> None:
-    assert labelled("...qhd,khd->...hqk", [5, 3]) == (["01qhd", "khd"], "01hqk")
-    assert labelled("ab, cb -> ac", [2, 2]) == (["ab", "cb"], "ac")
+    assert expand_labels("...qhd,khd->...hqk", [5, 3]) == (["01qhd", "khd"], "01hqk")
+    assert expand_labels("ab, cb -> ac", [2, 2]) == (["ab", "cb"], "ac")

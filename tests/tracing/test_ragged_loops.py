@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import peftc
 from peftc.addressing.sites import Slice
 from peftc.recognition.attention.patterns import attentions
-from peftc.recognition.graph.features import source_linears
+from peftc.recognition.graph.feature_rows import source_linears
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.ragged_loops import collect, segment
 from peftc.tracing.tracer import RegionTracer
@@ -121,9 +122,9 @@ def test_roles_of_an_attention_in_pieces() -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         given = {"x": mode.from_tensor(torch.randn(5, 4)), "lengths": mode.from_tensor(torch.tensor([3, 2]))}
         graph = RegionTracer(lambda name: name == "").trace_region(root, given).graph
-    (attention,) = attentions(graph, root)
+    (attention,) = attentions(LayerGraph(graph, root))
     for i, value in enumerate((attention.q, attention.k, attention.v)):
-        assert [rows for _, rows in source_linears(value, root)] == [Slice(4 * i, 4 * i + 4)]
+        assert [rows for _, rows in source_linears(LayerGraph(graph, root), value)] == [Slice(4 * i, 4 * i + 4)]
     assert sum(n.target is segment for n in graph.nodes) == 3
     assert sum(n.target is collect for n in graph.nodes) == 1
 

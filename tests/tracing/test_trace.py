@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from peftc.recognition.analysis import analyse
+from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.roles import sub_layers
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.module_calls import bind_arguments
@@ -124,5 +125,5 @@ class Named(nn.Module):
 def test_an_attention_that_is_called_with_names() -> None:
     root = Named()
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)}).graph
-    (attn,) = sub_layers(graph, root)
+    (attn,) = sub_layers(LayerGraph(graph, root))
     assert {role: str(p.node.target) for role, p in attn.projections.items()} == {role: role for role in "qkvo"}

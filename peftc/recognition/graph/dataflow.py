@@ -1,0 +1,124 @@
+"""Which nodes the values of a result are computed from.
+
+An operation takes a tensor for its values, or only for its dtype, its device or its shape:
+
+    k.to(q)    x.type_as(y)    x.expand_as(y)    torch.zeros_like(x)    torch.arange(n, device=x.device)
+
+Every walk through a graph follows values alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+
+from torch import fx
+
+from peftc.recognition.graph.nodes import example, first_input, is_tensor
+from peftc.recognition.graph.operations import LAYOUT, Op, is_in_place, op_of
+from peftc.tracing.in_place import new_version
+
+# Keys of a node's meta: the nodes that each part of a module's result is computed from, `WHOLE` for the only result.
+CARRIERS, WHOLE = "carriers", -1
+_OF_FIRST = frozenset({Op.CAST, Op.RESHAPE, Op.EXPAND})  # other operands tell a dtype, a device or a shape
+
+
+def upstream(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda _: False) -> Iterator[fx.Node]:
+    """The nodes that `node` is computed from, itself first; nothing behind a node for which `stop` holds."""
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in seen or op_of(current) is Op.QUERY:
+            continue
+        seen.add(current)
+        yield current
+        if not stop(current):
+            stack.extend(value_operands(current))
+            stack.extend(user for user in current.users if changes(user, current) and user < node)
+
+
+def reaches(source: fx.Node, node: fx.Node) -> bool:
+    """Whether `node` is computed from `source`."""
+    return any(n is source for n in upstream(node, lambda n: n is source))
+
+
+def value_operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes that the values of `node` are computed from, each once.
+
+    Of a tensor of constants: what is written into it. Of one of several results: what that one is computed from. Of a
+    part of a cache: what the cache was updated with.
+    """
+    if (part := _part(node)) is not None:
+        return part
+    op = op_of(node)
+    if op in _OF_FIRST:
+        first = first_input(node)
+        return node.all_input_nodes if first is None else [first]
+    if op is Op.CREATE:
+        values = [n for n in node.all_input_nodes if is_tensor(n) and n is not first_input(node)]
+        return list(dict.fromkeys([*values, *_writes(node)]))
+    return list(dict.fromkeys(node.all_input_nodes))
+
+
+def value_users(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values are computed from `node`: users of it, and parts of what they return."""
+    parts = (part for user in node.users for part in user.users if part.target is operator.getitem)
+    users = dict.fromkeys([*node.users, *parts])
+    return [user for user in users if op_of(user) is not Op.QUERY and node in value_operands(user)]
+
+
+def changes(node: fx.Node, value: fx.Node) -> bool:
+    """Whether a node writes into an earlier value: what reads that later reads what was written."""
+    return is_in_place(node) and bool(node.args) and node.args[0] is value
+
+
+def cache_update(node: fx.Node) -> fx.Node | None:
+    """The keys or the values that a cache was updated with, where `node` is what it returned for them."""
+    source = node.args[0] if op_of(node) is Op.ITEM else None
+    if not isinstance(source, fx.Node) or op_of(source) is not Op.CACHE or node.args[1] not in (0, 1):
+        return None
+    update = source.args[1 + int(node.args[1] == 1)] if len(source.args) > 2 else None
+    return update if isinstance(update, fx.Node) else None
+
+
+def _part(node: fx.Node) -> list[fx.Node] | None:
+    """What one of several results is computed from, or the only result of a module; None where that is unknown."""
+    if node.op == "call_module":
+        return node.meta.get(CARRIERS, {}).get(WHOLE)
+    if node.target is not operator.getitem:
+        return None
+    source, index = node.args
+    while isinstance(source, fx.Node) and isinstance(index, int) and (whole := _sliced(source)) is not None:
+        source, index = whole, range(len(whole.meta["example"]))[source.args[1]][index]  # pyright: ignore
+    if not isinstance(source, fx.Node) or not isinstance(index, int):
+        return None
+    if (update := cache_update(node)) is not None:
+        return [update]
+    operands = list(_nodes(source.args)) if op_of(source) is Op.BROADCAST else []
+    return operands[index : index + 1] or source.meta.get(CARRIERS, {}).get(index)
+
+
+def _sliced(node: fx.Node) -> fx.Node | None:
+    """The results of which a node is a slice."""
+    source = node.args[0] if node.target is operator.getitem and isinstance(node.args[1], slice) else None
+    return source if isinstance(source, fx.Node) and isinstance(example(source), (tuple, list)) else None
+
+
+def _nodes(value: object) -> Iterator[fx.Node]:
+    """The nodes in nested arguments, in order, with repetitions."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _nodes(part)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _writes(node: fx.Node) -> Iterator[fx.Node]:
+    """What is written into a tensor, or into a view of it."""
+    for user in node.users:
+        if user.args and user.args[0] is node:
+            if is_in_place(user):
+                yield user
+            elif user.target is new_version or op_of(user) in LAYOUT:
+                yield from _writes(user)

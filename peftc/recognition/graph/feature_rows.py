@@ -1,0 +1,182 @@
+"""Which output features of a Linear a value is made of.
+
+The features of the Linear are numbered, and what the model's code does to their layout (views, splits, slices,
+permutations) is done to the numbers. A fused q, k, v thus gives the right rows in whatever order a model keeps them: one
+block each, or interleaved head by head.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from peftc.addressing.sites import Slice
+from peftc.fakes.tensors import tensors_in
+from peftc.recognition.graph.dataflow import cache_update, reaches, upstream, value_operands
+from peftc.recognition.graph.layer_graph import LayerGraph
+from peftc.recognition.graph.nodes import example, is_tensor, shape
+from peftc.recognition.graph.operations import LAYOUT, Op, is_in_place, name_of, op_of
+
+_SHAPE_OF_OPERAND = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape"}
+
+
+def source_linears(layer: LayerGraph, value: fx.Node, *others: fx.Node) -> list[tuple[fx.Node, Slice | None]]:
+    """The nearest Linears upstream of a value, each with the rows of its output that go there, or to one of the `others`;
+    None stands for all rows.
+    """
+    values = (value, *others)
+    behind = {n for v in values for n in upstream(v, layer.is_linear)}
+    linears = layer.linears(behind)
+    between = sorted(behind - set(linears))
+    sources: list[tuple[fx.Node, Slice | None]] = []
+    for linear in linears:
+        width = shape(linear)[-1]
+        features = _features_in(linear, between, values)
+        if features is None:
+            sources.append((linear, None))
+        elif rows := as_slice(features, width):
+            sources.append((linear, rows if rows.width < width else None))
+    return sources
+
+
+def is_only_layout(value: fx.Node, linear: fx.Node, layer: LayerGraph) -> bool:
+    """Whether nothing but layout stands between a Linear and a value."""
+    behind = set(upstream(value, lambda n: n is linear)) - {linear}
+    return all(layer.passes_through(n) is not None or _is_layout(n) for n in behind)
+
+
+def is_affine(value: fx.Node, linear: fx.Node, layer: LayerGraph) -> bool:
+    """Whether no activation stands between a Linear and a value: layout, limits, and sums and products with others."""
+    paths = {n for n in upstream(value, lambda n: n is linear) if n is linear or reaches(linear, n)}
+
+    def keeps_sign(node: fx.Node) -> bool:
+        if layer.passes_through(node) is not None or _is_layout(node):
+            return True
+        return layer.op(node) in (Op.ADD, Op.MUL) and sum(n in paths for n in value_operands(node)) == 1
+
+    return all(n is linear or keeps_sign(n) for n in paths)
+
+
+def dims_of(value: fx.Node, layer: LayerGraph) -> set[int]:
+    """The dimensions of a value that tell features of a Linear apart; none where the features cannot be followed."""
+    behind = set(upstream(value, layer.is_linear))
+    linears = layer.linears(behind)
+    if len(linears) != 1:
+        return set()
+    with unset_fake_temporarily():
+        numbers = _numbers_of(linears[0])
+        for node in sorted(behind - set(linears)):
+            sources = [n for n in value_operands(node) if n in numbers]
+            if sources and (moved := move_numbers(node, sources, numbers)) is not None:
+                numbers[node] = moved
+        moved = numbers.get(value)
+        if not isinstance(moved, torch.Tensor):
+            return set()
+        return {dim for dim in range(moved.ndim) if bool((moved != moved.narrow(dim, 0, 1)).any())}
+
+
+def separates(value: fx.Node, dim: int, layer: LayerGraph) -> bool:
+    """Whether features of a Linear may be in a dimension of a value: not where they are seen to be in others alone."""
+    dims = dims_of(value, layer)
+    return not dims or dim % len(shape(value)) in dims or shape(value)[dim] == 1
+
+
+def move_numbers(node: fx.Node, sources: list[fx.Node], numbers: Mapping[fx.Node, Any]) -> Any:
+    """The numbers after an operation that moves entries; None for one that computes with them.
+
+    Args:
+        sources: the operands that have numbers.
+    """
+    if len(sources) == 1 and _keeps_entries(node, sources[0]):
+        return numbers[sources[0]]
+    if any(source not in node.all_input_nodes for source in sources):
+        return None  # one of several results of a leaf
+    joins = op_of(node) is Op.JOIN and all(n in numbers for n in node.all_input_nodes if is_tensor(n))
+    if not joins and not _is_layout(node):
+        return None
+    args = fx.map_arg(node.args, lambda n: numbers.get(n, example(n)))
+    kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, example(n)))
+    try:
+        moved = _run(node, args, kwargs)
+    except (RuntimeError, TypeError, IndexError):  # the numbers lack what the operation needs
+        return None
+    return None if any(isinstance(m, FakeTensor) for m in tensors_in(moved)) else moved
+
+
+def as_slice(features: torch.Tensor, width: int) -> Slice | None:
+    """Sorted numbers of features as equal blocks at equal distances; None where they are none."""
+    runs = list(_runs(features.tolist()))
+    lengths, starts = {stop - start for start, stop in runs}, [start for start, _ in runs]
+    strides = {b - a for a, b in itertools.pairwise(starts)}
+    if len(lengths) != 1 or len(strides) > 1:
+        return None
+    start, stop = runs[0]
+    if not strides:
+        return Slice(start, stop)
+    stride = strides.pop()
+    rows = Slice(start, stop, stride, len(runs))
+    return rows if stride * len(runs) <= width and stop - rows.base(width) <= stride else None
+
+
+def _features_in(linear: fx.Node, between: list[fx.Node], values: tuple[fx.Node, ...]) -> torch.Tensor | None:
+    """The numbers of the features of `linear` that `values` depend on; None where they cannot be followed."""
+    numbers = _numbers_of(linear)
+    used: list[torch.Tensor] = []
+    for node in between:
+        sources = [n for n in value_operands(node) if n in numbers]
+        if not sources:
+            continue
+        moved = None if is_in_place(node) else move_numbers(node, sources, numbers)
+        if moved is not None:
+            numbers[node] = moved
+            continue
+        for source in sources:
+            if not isinstance(numbers[source], torch.Tensor):
+                return None
+            used.append(numbers[source])
+    used += [numbers[v] for v in values if isinstance(numbers.get(v), torch.Tensor)]
+    if not used:
+        return None
+    return torch.cat([u.reshape(-1) for u in used]).bincount().nonzero()[:, 0]  # faster than `unique`
+
+
+def _numbers_of(linear: fx.Node) -> dict[fx.Node, Any]:
+    """The numbers of the features of a Linear, in the shape of its result."""
+    return {linear: torch.arange(shape(linear)[-1]).expand(shape(linear)).clone()}
+
+
+def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    name = name_of(node)
+    if name in _SHAPE_OF_OPERAND:
+        return getattr(args[0], _SHAPE_OF_OPERAND[name])(shape(node))
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _is_layout(node: fx.Node) -> bool:
+    return op_of(node) in LAYOUT or op_of(node) is Op.ITEM or name_of(node) == "contiguous"
+
+
+def _keeps_entries(node: fx.Node, source: fx.Node) -> bool:
+    """Whether entries stay where they are: a cache's update, or an operation on one tensor that keeps its shape."""
+    if cache_update(node) is not None:
+        return True
+    inside = source not in node.all_input_nodes  # one of several results of a leaf
+    if not is_tensor(source) or not is_tensor(node) or shape(source) != shape(node):
+        return False
+    return (inside or not _is_layout(node)) and op_of(node) is not Op.MATMUL
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """The first and the last + 1 of each sequence of consecutive numbers."""
+    breaks = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
+    for first, end in itertools.pairwise([0, *breaks, len(numbers)]):
+        if first < end:
+            yield numbers[first], numbers[end - 1] + 1

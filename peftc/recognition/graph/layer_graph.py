@@ -1,0 +1,69 @@
+"""A traced layer: its graph, together with the module that it was traced from."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from peftc.recognition.graph.dataflow import upstream, value_users
+from peftc.recognition.graph.nodes import example, first_input, is_tensor
+from peftc.recognition.graph.operations import Op, module_op, op_of
+
+# Operations that keep the values of one tensor, but for rounding, dropout, limits and layout.
+PASSING = frozenset({Op.CAST, Op.RESHAPE, Op.CLAMP, Op.DROPOUT})
+
+
+class LayerGraph:
+    """The nodes of a graph and the modules that its `call_module` nodes name. Names are relative to `root`."""
+
+    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+        self.graph, self.root = graph, root
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def op(self, node: fx.Node) -> Op:
+        module = self.module(node)
+        if module is None:
+            return op_of(node)
+        if self.is_linear(node):
+            return Op.LINEAR
+        op = module_op(module)
+        return Op.MODULE if op is Op.NORM and isinstance(example(node), tuple) else op
+
+    def is_linear(self, node: object) -> bool:
+        """Whether a node calls a module that multiplies features by its one matrix: nn.Linear, Conv1D, a quantised Linear."""
+        module = self.module(node) if isinstance(node, fx.Node) and is_tensor(node) else None
+        if module is None or getattr(getattr(module, "weight", None), "ndim", 0) != 2:
+            return False
+        if isinstance(module, nn.Embedding):
+            return False
+        return isinstance(module, nn.Linear) or example(node).shape[-1] in module.weight.shape  # pyright: ignore
+
+    def is_norm(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and self.op(node) is Op.NORM
+
+    def linears(self, nodes: set[fx.Node]) -> list[fx.Node]:
+        """The Linears among some nodes, in the order in which they run."""
+        return sorted(filter(self.is_linear, nodes))
+
+    def passes_through(self, node: fx.Node) -> fx.Node | None:
+        """The tensor whose values `node` keeps; None where it computes."""
+        return first_input(node) if self.op(node) in PASSING else None
+
+    def stripped(self, node: fx.Node) -> fx.Node:
+        """`node` without the dropouts, casts and reshapes behind it."""
+        while (source := self.passes_through(node)) is not None:
+            node = source
+        return node
+
+    def consumer_linear(self, node: fx.Node, within: set[fx.Node]) -> fx.Node | None:
+        """The nearest Linear downstream of a value, inside `within`; of several, one that no other one reads."""
+        seen: set[fx.Node] = set()
+        queue, linears = [node], list[fx.Node]()
+        while queue:
+            for user in value_users(queue.pop(0)):
+                if user in within and user not in seen:
+                    seen.add(user)
+                    (linears if self.is_linear(user) else queue).append(user)
+        behind = {n: set(upstream(n)) for n in linears}
+        return next((n for n in linears if not any(n in behind[other] for other in linears if other is not n)), None)

@@ -1,0 +1,199 @@
+"""The operations of a traced graph, in one vocabulary.
+
+Models spell one operation in many ways: `a + b`, `a.add(b)`, `torch.add(a, b)` and `a += b` are all `Op.ADD`. Recognisers
+read `Op` only; the names that PyTorch gives to operations stand in this file and nowhere else.
+"""
+
+from __future__ import annotations
+
+import operator
+from enum import Enum, auto
+
+import torch
+from torch import fx, nn
+
+from peftc.recognition.graph.nodes import example
+from peftc.tracing.in_place import AUGMENTED, WRITES, new_version
+from peftc.tracing.patches import attention, autograd_function
+from peftc.tracing.ragged_loops import segment
+
+
+class Op(Enum):
+    """What a node computes."""
+
+    # the ends of a graph
+    INPUT = auto()
+    PARAMETER = auto()  # a tensor that a module holds
+    OUTPUT = auto()
+
+    # element by element
+    ADD = auto()
+    SUB = auto()
+    MUL = auto()
+    DIV = auto()
+    MASK = auto()  # other values for some entries
+    CLAMP = auto()
+    DROPOUT = auto()
+    CAST = auto()  # another dtype, device or memory format, or a copy
+    ACTIVATION = auto()
+
+    # over a dimension
+    MATMUL = auto()
+    LINEAR = auto()
+    CONVOLUTION = auto()
+    NORM = auto()
+    SOFTMAX = auto()
+    ATTENTION = auto()
+    SUM = auto()
+    SCAN = auto()  # each entry depends on those before it, or on all
+    CHOICE = auto()  # entries, or their indices, by the order of their values
+
+    # entries move and keep their values
+    RESHAPE = auto()
+    PERMUTE = auto()
+    EXPAND = auto()
+    SPLIT = auto()
+    SELECT = auto()
+    ROLL = auto()
+    JOIN = auto()
+
+    # the rest
+    CREATE = auto()  # a tensor of constants
+    BROADCAST = auto()  # several tensors, each to the shape of all
+    WRITE = auto()  # into a part of a tensor, in place
+    QUERY = auto()  # a size, a dtype, a device: nothing that depends on values
+    ITEM = auto()  # one of several results
+    CACHE = auto()  # keys and values join those of earlier tokens
+    MODULE = auto()  # a leaf without one of the meanings above
+    OTHER = auto()
+
+
+LAYOUT = frozenset({Op.RESHAPE, Op.PERMUTE, Op.EXPAND, Op.SPLIT, Op.SELECT, Op.ROLL})
+SCALE = frozenset({Op.MUL, Op.DIV})
+
+# By the name of a method, a function or an attribute, without the `_` of in-place variants.
+_NAMES = {
+    Op.ADD: "add iadd",
+    Op.SUB: "sub isub subtract",
+    Op.MUL: "mul imul multiply",
+    Op.DIV: "div truediv itruediv divide",
+    Op.MASK: "where masked_fill maximum",
+    Op.CLAMP: "clamp clip",
+    Op.DROPOUT: "dropout",
+    Op.CAST: "to type type_as float half bfloat16 double contiguous clone",
+    Op.ACTIVATION: "tanh",
+    Op.MATMUL: "matmul bmm mm baddbmm einsum",
+    Op.LINEAR: "linear",
+    Op.CONVOLUTION: "conv1d conv2d",
+    Op.SOFTMAX: "softmax",
+    Op.ATTENTION: "scaled_dot_product_attention",
+    Op.SUM: "sum",
+    Op.SCAN: "cumsum cumprod logcumsumexp rfft irfft fft fft2 fftn unfold",
+    Op.CHOICE: "topk sort argsort argmax max one_hot scatter",
+    Op.RESHAPE: "view view_as reshape reshape_as flatten unflatten squeeze unsqueeze",
+    Op.PERMUTE: "transpose permute movedim moveaxis swapaxes swapdims t T mT H mH adjoint",
+    Op.EXPAND: "expand expand_as broadcast_to repeat repeat_interleave tile",
+    Op.SPLIT: "split split_with_sizes tensor_split unsafe_split chunk unsafe_chunk unbind",
+    Op.SELECT: "narrow select index_select gather take_along_dim",
+    Op.ROLL: "roll flip",
+    Op.JOIN: "cat concat stack",
+    Op.CREATE: "empty zeros ones rand randn randint randperm eye full empty_like zeros_like ones_like"
+    " rand_like randn_like randint_like full_like new_empty new_zeros new_ones new_full new_tensor"
+    " empty_strided new_empty_strided",
+    Op.BROADCAST: "broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d",
+    Op.WRITE: "setitem copy fill zero set normal uniform",
+    Op.QUERY: "size dim ndimension numel nelement stride storage_offset element_size itemsize"
+    " get_device is_floating_point is_complex is_contiguous",
+    Op.CACHE: "update",
+}
+_BY_NAME = {name: op for op, names in _NAMES.items() for name in names.split()}
+_BY_FUNCTION: dict[object, Op] = {attention: Op.ATTENTION, segment: Op.SELECT, new_version: Op.WRITE}
+_BY_CLASS = {
+    (nn.Dropout, nn.Identity): Op.DROPOUT,
+    (nn.Softmax,): Op.SOFTMAX,
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d): Op.CONVOLUTION,
+}
+_FACTS = (torch.device, torch.dtype, torch.layout, torch.Size, int)
+
+
+def name_of(node: fx.Node) -> str:
+    """What PyTorch calls an operation: `add` for `a + b`, `a.add_(b)` and `torch.add(a, b)`; `T` for `x.T`."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    name = str(node.args[1]) if node.target is getattr else str(getattr(node.target, "__name__", node.target))
+    name = name.removeprefix("fft_")
+    return name if name.endswith("__") else name.removesuffix("_")
+
+
+def op_of(node: fx.Node) -> Op:
+    """The operation of any node but the call of a module, of which `LayerGraph.op` knows more."""
+    match node.op:
+        case "placeholder":
+            return Op.INPUT
+        case "get_attr":
+            return Op.PARAMETER
+        case "call_module":
+            return Op.MODULE
+        case "output":
+            return Op.OUTPUT
+        case _:
+            return _called(node)
+
+
+def _called(node: fx.Node) -> Op:
+    if node.op == "call_function" and node.target in _BY_FUNCTION:
+        return _BY_FUNCTION[node.target]
+    if node.target is autograd_function:  # an autograd function of the model's own has nothing but its name
+        return Op.SOFTMAX if "softmax" in getattr(node.kwargs["function"], "__name__", "").lower() else Op.OTHER
+    if node.target is operator.getitem:
+        source = example(node.args[0])
+        return Op.SELECT if isinstance(source, torch.Tensor) or isinstance(node.args[1], slice) else Op.ITEM
+    if node.target is getattr and isinstance(example(node), _FACTS):
+        return Op.QUERY
+    op = _BY_NAME.get(name_of(node), Op.OTHER)
+    if op is Op.CHOICE and name_of(node) == "max" and isinstance(example(node), torch.Tensor):
+        return Op.MASK if len(node.all_input_nodes) > 1 else op
+    return op
+
+
+def is_size(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "size"
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether the spelling of an operation says that it writes into its first operand."""
+    name = str(getattr(node.target, "__name__", node.target))
+    spelled = name == "setitem" or node.target in AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+    return node.op in ("call_function", "call_method") and spelled
+
+
+def has_side_effects(node: fx.Node) -> bool:
+    """Whether running a node twice could change something, or costs a module's forward."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    if WRITES in node.meta or is_in_place(node) or node.target in (attention, segment):
+        return True
+    return op_of(node) in (Op.DROPOUT, Op.CACHE) or name_of(node) in ("append", "pop", "setdefault")
+
+
+def module_op(module: nn.Module) -> Op:
+    """The operation of a leaf module."""
+    for classes, op in _BY_CLASS.items():
+        if isinstance(module, classes):
+            return op
+    if is_norm_module(module):
+        return Op.NORM
+    return Op.MODULE
+
+
+def is_norm_module(module: nn.Module) -> bool:
+    """Whether the only parameters of a module scale and shift features: layer norms, RMS norms."""
+    weights = [p.ndim for p in module.parameters()]
+    if list(module.children()):
+        return False
+    return max(weights) == 1 if weights else is_norm_by_name(module)
+
+
+def is_norm_by_name(module: nn.Module) -> bool:
+    """A norm without a weight has nothing but its name."""
+    return "norm" in type(module).__name__.lower()
