@@ -27,7 +27,8 @@ from peftc.specialization.code_printer import Emitter, Names, function
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.tracing.module_calls import forward_signature
-from peftc.tracing.tracer import RegionTrace, RegionTracer
+from peftc.tracing.region_trace import RegionTrace
+from peftc.tracing.tracer import RegionTracer
 
 
 @dataclass(frozen=True, eq=False)

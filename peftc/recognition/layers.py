@@ -31,10 +31,10 @@ from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.stages import convolutional_blocks, refined
 from peftc.recognition.token_mixing import is_weighted
 from peftc.recognition.untraced import UntracedPart, opaque_modules, untraced_parts
-from peftc.tracing.context_managers import NoneAccess, TraceError
+from peftc.tracing.errors import NoneAccess, TraceError, UnknownLength
 from peftc.tracing.module_calls import forward_signature
-from peftc.tracing.ragged_loops import UnknownLength
-from peftc.tracing.tracer import RegionTrace, RegionTracer
+from peftc.tracing.region_trace import RegionTrace
+from peftc.tracing.tracer import RegionTracer
 
 
 @dataclass

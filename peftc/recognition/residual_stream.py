@@ -14,7 +14,8 @@ from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.graph.nodes import example, first_input, is_tensor, shape
 from peftc.recognition.graph.operations import Op, op_of
 from peftc.recognition.hyper_connections import mixed_streams
-from peftc.tracing.in_place import new_version, writes_to
+from peftc.tracing.in_place import writes_to
+from peftc.tracing.operations import new_version
 
 
 def stream_input(graph: fx.Graph) -> fx.Node | None:

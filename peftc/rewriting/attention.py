@@ -15,8 +15,8 @@ from peftc.recognition.attention.patterns import Attention, attention_at, factor
 from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.graph.nodes import is_tensor
 from peftc.runtime.attention import attention_with_rows, extend_mask, rows_like_operand, scores_like, sdpa_with_rows
-from peftc.tracing.patches import attention
-from peftc.tracing.tracer import RegionTrace
+from peftc.tracing.operations import attention
+from peftc.tracing.region_trace import RegionTrace
 
 
 class Adding(Protocol):

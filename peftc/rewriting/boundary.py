@@ -13,7 +13,7 @@ from peftc.rewriting.base_call import base_call
 from peftc.rewriting.edits import RegionEdit
 from peftc.runtime.layouts import replace_part
 from peftc.runtime.parameters import ModuleView
-from peftc.tracing.tracer import RegionTrace
+from peftc.tracing.region_trace import RegionTrace
 
 
 def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: tuple[RegionEdit, ...]) -> RegionTrace:

@@ -28,7 +28,7 @@ from peftc.rewriting.state_lookup import Lookup
 from peftc.runtime.layouts import image_to_tokens, tokens_to_image, unflatten_tokens
 from peftc.runtime.parameters import full_precision, rows_of, stored_as, with_rows
 from peftc.runtime.prompts import batch_like
-from peftc.tracing.tracer import RegionTrace
+from peftc.tracing.region_trace import RegionTrace
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "+": operator.add,

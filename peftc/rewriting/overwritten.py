@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from peftc.recognition.graph.nodes import EDIT, example, is_edit
-from peftc.tracing.in_place import WRITES, new_version, storage_id, writes_to
+from peftc.tracing.in_place import WRITES, storage_id, writes_to
+from peftc.tracing.operations import new_version
 
 COPY = "copy"  # in the place of a number, in the origin of a copy
 STANDS_FOR = "stands_for"  # in the meta of what an edit has made of a state: the state, whose views are those of the new value now

@@ -23,7 +23,7 @@ from peftc.rewriting.legality.gradients import check_gradients
 from peftc.rewriting.legality.parameter_reads import own_parameters, parameter_reads
 from peftc.rewriting.states import comes_apart, definitions, may_write, node_of, overwritten, state_anchors, state_of
 from peftc.runtime.parameters import stacked_slice
-from peftc.tracing.branches import mutates_conditionally
+from peftc.tracing.bytecode import mutates_conditionally
 from peftc.tracing.module_calls import forward_signature
 
 

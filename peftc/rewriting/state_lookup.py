@@ -9,7 +9,7 @@ from torch import fx
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting.anchors import Anchor, find
 from peftc.rewriting.edits import STREAM, Bound, RegionEdit
-from peftc.tracing.tracer import RegionTrace
+from peftc.tracing.region_trace import RegionTrace
 
 
 class Lookup:

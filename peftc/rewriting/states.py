@@ -26,7 +26,7 @@ from peftc.rewriting.anchors import (
 from peftc.rewriting.edits import STREAM
 from peftc.rewriting.overwritten import earlier, later, writers
 from peftc.tracing.code_positions import may_diverge
-from peftc.tracing.tracer import RegionTrace
+from peftc.tracing.region_trace import RegionTrace
 
 
 def state_of(site: Site, name: str) -> State:

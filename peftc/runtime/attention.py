@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.tracing.patches import attention
+from peftc.tracing.operations import attention
 
 
 def attention_with_rows(

@@ -18,9 +18,9 @@ from peftc.specialization.derived_classes import exchanged
 from peftc.specialization.forwarded_kwargs import open_rest
 from peftc.specialization.guarded_tracer import GuardedTracer, plain_arguments
 from peftc.specialization.passthrough_arguments import Call, compared_with_none, passthrough_arguments, same, unlooked
-from peftc.tracing.branches import compares_identity
+from peftc.tracing.bytecode import compares_identity
 from peftc.tracing.code_positions import Origin
-from peftc.tracing.context_managers import NoneAccess, TraceError
+from peftc.tracing.errors import NoneAccess, TraceError
 
 
 class ArgumentInspected(Exception):

@@ -21,10 +21,8 @@ from peftc.rewriting.base_call import base_call
 from peftc.runtime.guards import untraced
 from peftc.specialization.code_layout import wrapped
 from peftc.specialization.loop_blocks import Loop, late, loops_of
-from peftc.tracing.context_managers import enter_context, exit_context
-from peftc.tracing.in_place import AUGMENTED, new_version
-from peftc.tracing.patches import branch
-from peftc.tracing.ragged_loops import end_loop
+from peftc.tracing.in_place import AUGMENTED
+from peftc.tracing.operations import branch, end_loop, enter_context, exit_context, new_version
 
 INFIX = {
     operator.add: "+",

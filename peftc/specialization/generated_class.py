@@ -30,8 +30,9 @@ from peftc.specialization.derived_classes import followed, rebased
 from peftc.specialization.guarded_tracer import GuardedTracer
 from peftc.specialization.passthrough_arguments import quiet
 from peftc.tracing.module_calls import bind_arguments
-from peftc.tracing.patches import branch, is_tracing
-from peftc.tracing.tracer import RegionTrace
+from peftc.tracing.operations import branch
+from peftc.tracing.region_trace import RegionTrace
+from peftc.tracing.tracer_base import is_tracing
 
 MOST_WAYS = 32  # through the code of one call, before it is refused
 

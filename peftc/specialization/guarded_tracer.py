@@ -21,9 +21,10 @@ from peftc.recognition.graph.operations import has_side_effects
 from peftc.specialization.size_expressions import Sizes
 from peftc.tracing.code_positions import Origin
 from peftc.tracing.module_calls import is_constant
-from peftc.tracing.patches import current_tracer
-from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, is_input, is_proxy
-from peftc.tracing.tracer import RegionTrace, RegionTracer
+from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, is_proxy
+from peftc.tracing.region_trace import RegionTrace, is_input
+from peftc.tracing.tracer import RegionTracer
+from peftc.tracing.tracer_base import current_tracer
 
 
 class GuardedTracer(RegionTracer):
@@ -92,12 +93,12 @@ class GuardedTracer(RegionTracer):
         assert self.root is not None
         return Sizes(self.root, lambda target, args: self.create_node(operation(target, args), target, args, {}))
 
-    def guard_type(self, node: fx.Node, kind: type) -> None:
+    def guard_type(self, node: fx.Node, cls: type) -> None:
         self.typed.add(node)
-        super().guard_type(node, kind)
+        super().guard_type(node, cls)
 
     def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
-        owner = self.names.get(id(module))
+        owner = self.module_names.get(id(module))
         if owner is None or name.startswith("_"):
             return value
         if value is None or isinstance(value, str):
@@ -145,7 +146,7 @@ class GuardedTracer(RegionTracer):
                 module.__class__ = cls
 
     def parameter_read(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        self.dtypes[f"{self.names.get(id(module), '')}.{name}".lstrip(".")] = value.dtype
+        self.dtypes[f"{self.module_names.get(id(module), '')}.{name}".lstrip(".")] = value.dtype
 
 
 class Text(str):

@@ -15,8 +15,8 @@ from peftc.recognition.graph.operations import has_side_effects
 from peftc.specialization.code_printer import Emitter, attribute_path
 from peftc.specialization.guarded_tracer import GuardedTracer
 from peftc.tracing.module_calls import is_constant
-from peftc.tracing.patches import attention, getitem_root
-from peftc.tracing.tracer import Guard, RegionTrace
+from peftc.tracing.operations import attention
+from peftc.tracing.region_trace import Guard, RegionTrace, getitem_root
 
 
 def conditions(

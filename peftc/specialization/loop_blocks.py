@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.tracing.ragged_loops import collect, end_loop, segment
+from peftc.tracing.operations import collect, end_loop, segment
 
 
 @dataclass(frozen=True)

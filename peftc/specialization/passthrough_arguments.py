@@ -19,8 +19,8 @@ from torch import fx
 from peftc.concurrency.interrupts import shielded
 from peftc.recognition.graph.nodes import ancestors
 from peftc.specialization.guarded_tracer import GuardedTracer, is_argument, name_of
-from peftc.tracing.patches import attention
-from peftc.tracing.tracer import RegionTrace
+from peftc.tracing.operations import attention
+from peftc.tracing.region_trace import RegionTrace
 
 Call: TypeAlias = "tuple[RegionTrace, GuardedTracer]"
 Trace: TypeAlias = Callable[[frozenset[str], Mapping[str, Any]], Call]

@@ -1,7 +1,6 @@
-"""Traces that are read and never run: code that looks at data is followed on guesses, once round each of its loops.
+"""Traces that are read and never run: branches on data are not taken, and loops over data run once.
 
-An experts' forward asks which experts were hit and goes round for each of them. What one round does with the weights is
-what all rounds do.
+An experts' forward asks which experts were hit, and loops over them. What one iteration does with the weights is what all do.
 """
 
 from __future__ import annotations
@@ -13,15 +12,16 @@ from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers
-from peftc.tracing.context_managers import patched
-from peftc.tracing.tracer import RegionTrace, RegionTracer
+from peftc.tracing.context_managers import patch_attribute
+from peftc.tracing.region_trace import RegionTrace
+from peftc.tracing.tracer import RegionTracer
 
 
 class ApproximateTracer(RegionTracer):
-    """Decisions on values of tensors are taken as False: no expert is the one to be left out."""
+    """Enters every child that has children. A False outcome means that no expert is skipped."""
 
     def __init__(self) -> None:
-        super().__init__(lambda name: has_own_code(self.root.get_submodule(name)))
+        super().__init__(lambda name: next(self.root.get_submodule(name).children(), None) is not None)
 
     def fork(self, condition: fx.Node, likely: bool = True) -> bool:
         return False
@@ -36,11 +36,6 @@ class ApproximateTracer(RegionTracer):
 
 
 def approximate_trace(module: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
-    """What a module's code does with its arguments, experts in their own plain implementation."""
-    with patched(ExpertsInterface, "get_interface", lambda _: lambda self, name, default: default):
+    """The trace of a module's code; experts run in their own, plain implementation."""
+    with patch_attribute(ExpertsInterface, "get_interface", lambda _: lambda self, name, default: default):
         return ApproximateTracer().trace_region(module, arguments)
-
-
-def has_own_code(module: nn.Module) -> bool:
-    """Whether a module's code has to be entered to see what becomes of its children and its matrices."""
-    return next(module.children(), None) is not None

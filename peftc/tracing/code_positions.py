@@ -1,84 +1,94 @@
-"""Where in a module's code an operation is run: the same for every call of that code, whatever branches it takes before."""
+"""Positions in a module's code that identify an operation: the same in every call, whatever branches are taken."""
 
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Literal, TypeAlias
+from types import FrameType
+from typing import Literal, NamedTuple, TypeAlias
 
-from peftc.tracing.branches import Code, code_of, decides
-
-Occurrence: TypeAlias = tuple[str, int]  # a place, and the number of the operation among those of one sort there
-Origin: TypeAlias = tuple[
-    str, str, Occurrence
-]  # the module whose code ran an operation, the sort of operation, and which it is
-Sort: TypeAlias = Literal["model", "between", "entry"]
+from peftc.tracing.bytecode import FunctionCode, is_path_dependent
 
 _OWN = str(Path(__file__).parent.parent)
-_BETWEEN = ("/torch/fx/", "/torch/overrides.py")  # what torch runs to get from an operation to a tracer
-_ENTRIES = (str(Path(__file__).with_name("tracer.py")), ("enter", "trace_region"))  # what calls the code of a module
-_names: dict[tuple[tuple[int, int], ...], str] = {}
-_keys: dict[str, tuple[tuple[int, int], ...]] = {}
-_parts: dict[tuple[int, int], str] = {}
-_codes: dict[int, tuple[Code, Sort]] = {}  # kept, so that no other code gets the identity of one
+_TORCH_TRACING = ("/torch/fx/", "/torch/overrides.py")  # frames between an operation and a tracer
+_ENTRY = str(Path(__file__).with_name("tracer.py")), ("enter", "trace_region")  # what calls a module's forward
+
+FrameKind: TypeAlias = Literal["model", "internal", "entry"]
+_Stack: TypeAlias = tuple[tuple[int, int], ...]  # (id of a code object, offset of the running instruction), inner first
+_position_of: dict[_Stack, str] = {}
+_stack_at: dict[str, _Stack] = {}
+_codes: dict[int, tuple[FunctionCode, FrameKind]] = {}  # keeps code objects alive, so that ids stay unique
 
 
-def place() -> str:
-    """The lines and columns that are running, from the operation up to the forward of its module, behind the names of functions.
+class Occurrence(NamedTuple):
+    """One of the operations of one kind: `number` counts those at the same `position`."""
 
-    Lines are counted from the head of their function. Code of peftc, and of torch's that traces, is left out.
+    position: str
+    number: int
+
+
+class Origin(NamedTuple):
+    """What identifies a node in any trace of the same code: whose code ran it, what it does, which one it is."""
+
+    module: str
+    operation: str
+    occurrence: Occurrence
+
+
+def code_position() -> str:
+    """Function, line and column of each running frame, from the operation out to the forward of its module.
+
+    Lines count from the head of their function. Frames of peftc and of torch's own tracing are left out.
     """
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    running: list[tuple[int, int]] = []
+    frames: list[tuple[int, int]] = []
     while frame is not None:
-        code = frame.f_code
-        if id(code) not in _codes:
-            _codes[id(code)] = code_of(frame), _sort(code)
-        sort = _codes[id(code)][1]
-        if sort == "entry":
+        code = id(frame.f_code)
+        if code not in _codes:
+            _codes[code] = FunctionCode.running_in(frame), _frame_kind(frame)
+        kind = _codes[code][1]
+        if kind == "entry":
             break
-        if sort == "model":
-            running.append((id(code), frame.f_lasti))
+        if kind == "model":
+            frames.append((code, frame.f_lasti))
         frame = frame.f_back
-    key = tuple(running)
-    if key not in _names:
-        _names[key] = "/".join(map(_part, key))
-        _keys[_names[key]] = key
-    return _names[key]
+    stack = tuple(frames)
+    if stack not in _position_of:
+        position = _position_of[stack] = "/".join(_line_and_column(*at) for at in stack)
+        _stack_at[position] = stack
+    return _position_of[stack]
 
 
 def may_diverge(start: str, stop: str) -> bool:
-    """Whether the code of a module may go different ways between two places of it, and make what the later one takes by one of them.
+    """Whether what is read at position `stop` depends on the path that the code takes there from `start`.
 
-    From the beginning of the code, or to its end, where one place is "". Where that is not known, as in code of another process, it may.
+    An empty position is the beginning or the end of the code. Positions from other processes may diverge.
     """
-    if any(name and name not in _keys for name in (start, stop)):
+    if any(position and position not in _stack_at for position in (start, stop)):
         return True
-    first, last = ([*reversed(_keys[name])] if name else [] for name in (start, stop))
+    first, last = ([*reversed(_stack_at[position])] if position else [] for position in (start, stop))
     while first and last and first[0] == last[0]:
         del first[0], last[0]
     if first and last:
-        (code, here), (other, there) = first.pop(0), last.pop(0)
-        if code != other or decides(_codes[code][0], min(here, there), max(here, there)):
+        (code, one), (other_code, other) = first.pop(0), last.pop(0)
+        if code != other_code or is_path_dependent(_codes[code][0], min(one, other), max(one, other)):
             return True
-    ends = any(decides(_codes[code][0], at, None) for code, at in first)
-    return ends or any(decides(_codes[code][0], 0, at) for code, at in last)
+    to_return = any(is_path_dependent(_codes[code][0], offset, None) for code, offset in first)
+    return to_return or any(is_path_dependent(_codes[code][0], 0, offset) for code, offset in last)
 
 
-def _sort(code: CodeType) -> Sort:
-    file, names = _ENTRIES
+def _frame_kind(frame: FrameType) -> FrameKind:
+    file, names = _ENTRY
+    code = frame.f_code
     if code.co_name in names and code.co_filename == file:
         return "entry"
-    between = code.co_filename.startswith(_OWN) or any(part in code.co_filename for part in _BETWEEN)
-    return "between" if between else "model"
+    internal = code.co_filename.startswith(_OWN) or any(part in code.co_filename for part in _TORCH_TRACING)
+    return "internal" if internal else "model"
 
 
-def _part(at: tuple[int, int]) -> str:
-    """One function and the place in it."""
-    if at not in _parts:
-        code = _codes[at[0]][0].code
-        positions = list(code.co_positions())
-        line, _, column, _ = positions[at[1] // 2]
-        _parts[at] = f"{code.co_qualname}:{(line or 0) - code.co_firstlineno}:{column or 0}"
-    return _parts[at]
+@cache
+def _line_and_column(code_id: int, offset: int) -> str:
+    code = _codes[code_id][0].code
+    line, _, column, _ = list(code.co_positions())[offset // 2]
+    return f"{code.co_qualname}:{(line or 0) - code.co_firstlineno}:{column or 0}"

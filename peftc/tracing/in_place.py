@@ -1,27 +1,24 @@
-"""Changes of tensors in place: which node stands for a tensor that an operation has written into.
+"""In-place writes: which node stands for a tensor after an operation has changed its memory.
 
     y.mul_(e)    y += e    torch.relu_(y)    nn.ReLU(inplace=True)(y)    torch.add(y, e, out=y)    y[:, 0] = 0    y.view(-1).copy_(e)
 
-Which tensors an operation changes is asked of torch: a tensor has a version, which grows with each change, of a view of it, too. Where the
-operation returns the changed tensor, its node stands for that from then on. For any other tensor that shares the changed memory, a
-node `changed` is put in at its next use; it computes nothing, and nothing is printed for it.
+Writes are detected by torch's version counter, which views share. If the operation returns the tensor, its node is the new
+version. For any other tensor on the same memory, a node `new_version` is created at its next use.
 """
 
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import fx
 
-if TYPE_CHECKING:
-    from peftc.tracing.proxy import ConcreteProxy
-    from peftc.tracing.tracer import RegionTracer
+from peftc.tracing.operations import new_version
 
-# Python's own, where the operand on the left is a tensor, and what is printed between the operands.
+# Augmented assignments, which change a tensor on the left in place, and how they are printed.
 AUGMENTED = {
     operator.iadd: "+=",
     operator.isub: "-=",
@@ -34,91 +31,101 @@ AUGMENTED = {
     operator.ior: "|=",
     operator.ixor: "^=",
 }
-# The names of the operations that make a tensor of their own: `add` of `iadd`.
-WORDS = {function: function.__name__[1:] for function in AUGMENTED}
-WRITES = "changes"  # in a node's meta: the memories that it changes in place, where it does
+OUT_OF_PLACE_NAMES = {function: function.__name__[1:] for function in AUGMENTED}  # `add` of `iadd`
+WRITES = "writes"  # in a node's meta: the storages that it changes in place
 
-# Inside a block of it no function mode is told what is read of a tensor: a trace would record that.
-unobserved: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
-
-
-def new_version(value: Any, *_writers: Any) -> Any:
-    """A tensor behind the operations that have changed it, or a tensor that shares its memory."""
-    return value
+# Inside, no function mode sees reads of tensor properties: a trace would record them.
+disable_function_modes: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
 
 
-class InPlace:
-    """The proxies of one trace whose values are tensors."""
+class Binding:
+    """The node that stands for a value at present. `original` is the node before all writes, with the same sizes."""
 
-    def __init__(self, tracer: RegionTracer) -> None:
+    def __init__(self, tracer: fx.Tracer, node: fx.Node, value: Any) -> None:
+        self.tracer, self.value = tracer, value
+        self.original = self.current = node
+        self.pending: list[fx.Node] = []  # writes that `current` does not include
+        with disable_function_modes():
+            self.shape = value.shape if isinstance(value, torch.Tensor) else ()
+
+    @property
+    def is_written(self) -> bool:
+        return self.original is not self.current or bool(self.pending)
+
+    def node(self) -> fx.Node:
+        if self.pending:
+            writes, self.pending = self.pending, []
+            self.current = self.tracer.create_node("call_function", new_version, (self.current, *writes), {})
+            self.current.meta["example"] = self.value
+        return self.current
+
+    def write(self, node: fx.Node, result: object) -> None:
+        """`node`, which returns `result`, changes the tensor."""
+        if result is self.value:
+            self.current, self.pending = node, []
+        else:
+            self.pending.append(node)
+        if self.value.shape != self.shape:
+            self.original, self.shape = self.current, self.value.shape
+
+
+class MutationTracker:
+    """Applies the writes of nodes to the bindings of a trace. `loop_body`: the nodes of the open loop iteration."""
+
+    def __init__(self, tracer: fx.Tracer) -> None:
         self.tracer = tracer
-        self.proxies: list[weakref.ref[ConcreteProxy]] = []
-        self.in_loop: list[ConcreteProxy] = []  # made before the loop that is open, and changed in it
+        self.bindings = WeakSet[Binding]()
+        self.loop_body: list[fx.Node] | None = None
+        self.written_in_loop = set[Binding]()  # of tensors from before the loop
 
-    def add(self, proxy: ConcreteProxy) -> None:
-        self.proxies.append(weakref.ref(proxy))
-
-    def computed(self, node: fx.Node, result: Any, versions: list[tuple[torch.Tensor, int]]) -> fx.Node:
-        """`node` has given `result`: whatever it changed has another node from now on. `versions`: of its arguments, before."""
+    def record(self, node: fx.Node, result: Any, versions_before: list[tuple[torch.Tensor, int]]) -> None:
+        """Records what `node`, which returns `result`, has written. `versions_before`: of its arguments."""
         node.meta["example"] = result
         written = [
-            t for t, before in versions if version(t) != before or (in_inference(t) and self.writes(node, t, result))
+            t
+            for t, before in versions_before
+            if version(t) != before or (is_inference(t) and self.writes_inference_tensor(node, t, result))
         ]
         if not written:
-            return node
-        node.meta[WRITES] = memories = frozenset(map(storage_id, written)) - {0}
-        turn = self.tracer.loops.open[-1] if self.tracer.loops.open else None
-        for proxy in self.sharing(memories):
-            if turn is not None and proxy.here not in turn:
-                self.in_loop.append(proxy)
+            return
+        node.meta[WRITES] = storages = frozenset(map(storage_id, written)) - {0}
+        for binding in [b for b in self.bindings if storage_id(b.value) in storages]:
+            if self.loop_body is not None and binding.current not in self.loop_body:
+                self.written_in_loop.add(binding)
             else:
-                proxy.change(node, result)
-        return node
+                binding.write(node, result)
 
-    def writes(self, node: fx.Node, tensor: torch.Tensor, result: object) -> bool:
-        """Whether an operation changes a tensor of `inference_mode`, which has no version: told by the operation's name."""
+    def writes_inference_tensor(self, node: fx.Node, tensor: torch.Tensor, result: object) -> bool:
+        """Tells by the operation's name, since tensors made in `inference_mode` have no version counter."""
         if node.target is operator.setitem or result is not tensor:
             return node.target is operator.setitem
-        root, name = self.tracer.root, str(getattr(node.target, "__name__", node.target))
-        module = root.get_submodule(name) if node.op == "call_module" else None
+        name = str(getattr(node.target, "__name__", node.target))
+        module = self.tracer.root.get_submodule(name) if node.op == "call_module" else None
         flags = node.kwargs.get("inplace"), getattr(module, "inplace", False), "out" in node.kwargs
         return any(flags) or node.target in AUGMENTED or name.endswith("_")
 
-    def sharing(self, memories: frozenset[int]) -> list[ConcreteProxy]:
-        """The proxies whose values share memory with these."""
-        alive = [(ref, proxy) for ref in self.proxies if (proxy := ref()) is not None]
-        self.proxies = [ref for ref, _ in alive]
-        return [proxy for _, proxy in alive if storage_id(proxy._value) in memories]  # pyright: ignore[reportPrivateUsage]
-
     def end_loop(self, end: fx.Node) -> None:
-        """What turns of a loop have changed is changed behind it."""
-        for proxy in {id(proxy): proxy for proxy in self.in_loop}.values():
-            proxy.change(end, None)
-        self.in_loop = []
-
-    def present(self, node: fx.Node, writers: list[fx.Node], value: torch.Tensor) -> fx.Node:
-        """The node for a tensor that was changed by these since `node` stood for it."""
-        present = self.tracer.create_node("call_function", new_version, (node, *writers), {})
-        present.meta["example"] = value
-        return present
+        for binding in self.written_in_loop:
+            binding.write(end, None)
+        self.loop_body = None
+        self.written_in_loop.clear()
 
 
 def storage_id(value: object) -> int:
-    """What tells apart the tensors that share no memory; 0 of what has none."""
-    with unobserved():
+    """The same for tensors that share memory; 0 for other values and for sparse tensors."""
+    with disable_function_modes():
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return 0
         return value.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def version(tensor: torch.Tensor) -> int:
-    with unobserved():
+    with disable_function_modes():
         return 0 if tensor.is_inference() else tensor._version
 
 
-def in_inference(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was made in `inference_mode`, where tensors have no version."""
-    with unobserved():
+def is_inference(tensor: torch.Tensor) -> bool:
+    with disable_function_modes():
         return tensor.is_inference()
 
 
@@ -133,9 +140,6 @@ def versions(value: Any) -> Iterator[tuple[torch.Tensor, int]]:
         yield from versions(list(value.values()))  # pyright: ignore[reportUnknownArgumentType]
 
 
-# In a graph ----------------------------------------------------------------------------------------------------------
-
-
 def writes_to(node: fx.Node, value: object) -> bool:
-    """Whether a node changes the memory of a tensor in place."""
+    """Whether a node of a graph changes the memory of a tensor in place."""
     return WRITES in node.meta and storage_id(value) in node.meta[WRITES]

@@ -1,4 +1,4 @@
-"""What a live trace watches: calls and attribute reads of modules, the attention registry, functions that make tensors."""
+"""What a trace patches: modules, the attention registry, and functions of torch that would not accept proxies."""
 
 from __future__ import annotations
 
@@ -6,77 +6,40 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from transformers.modeling_utils import AttentionInterface
 
 from peftc.concurrency.interrupts import shielded
-from peftc.tracing.context_managers import patched, watched_blocks
+from peftc.tracing.context_managers import patch_attribute, patch_context_managers
+from peftc.tracing.operations import attention, autograd_function, script_function
 from peftc.tracing.proxy import contains_proxy
+from peftc.tracing.tensor_provenance import RecordedCall
+from peftc.tracing.tracer_base import TracerBase, current_tracer
 
-if TYPE_CHECKING:
-    from peftc.tracing.tracer import RegionTracer
+FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
+TAKE_SIZES = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch converts sizes in the arguments to numbers
+CRASH = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
 
-_CREATES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
-_SIZED = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch makes plain numbers of sizes in their arguments
-_CRASHES = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
-_active = threading.local()
-
-
-def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The leaf that every attention call becomes; the implementation is looked up when it runs."""
-    implementation: str = module.config._attn_implementation
-    return AttentionInterface().get_interface(implementation, eager)(module, *args, **kwargs)
+_instrumented: dict[type, type] = {}
+_patching = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
 
 
-def autograd_function(*args: Any, function: type[torch.autograd.Function]) -> Any:
-    """What an autograd function gives, whose own code is not entered: it may have another gradient than its operations."""
-    return function.apply(*args)
-
-
-def script_function(*args: Any, function: torch.jit.ScriptFunction[..., Any], **kwargs: Any) -> Any:
-    """What a function compiled by `torch.jit.script` gives; there is no Python code to enter."""
-    return function(*args, **kwargs)
-
-
-def computed_by(tracer: RegionTracer, call: fx.Node) -> dict[tuple[str, str], Any]:
-    """The fact which implementation computes an attention: only some give their weights. Of any other call, none."""
-    if call.target is not attention or not isinstance(held := call.args[0], fx.Node):
-        return {}
-    owner = str(held.target).removeprefix("_self")
-    with tracer.pause():
-        config: Any = tracer.root.get_submodule(owner).config
-        return {(f"{owner}.config".lstrip("."), "_attn_implementation"): str(config._attn_implementation)}
-
-
-def getitem_root(node: fx.Node) -> fx.Node:
-    """What a node is a part of, or a part of a part."""
-    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def branch(condition: Any, outcome: bool) -> None:
-    """Marks where Python asked for a truth that only the values of tensors tell, and went on as if it were `outcome`."""
-
-
-_spies: dict[type, type] = {}
-
-
-def spy(cls: type) -> type:
-    """A subclass of a module class that reports calls and attribute reads to the live tracer of this thread."""
-    if cls in _spies:
-        return _spies[cls]
+def instrument(cls: type) -> type:
+    """A subclass of a module class that reports calls and reads of numbers to the current tracer."""
+    if cls in _instrumented:
+        return _instrumented[cls]
     parent: Any = cls
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         tracer = current_tracer()
         if tracer is None:
             return parent.__call__(self, *args, **kwargs)
-        return tracer.call(self, args, kwargs)
+        return tracer.call_module(self, parent.__call__, args, kwargs)
 
     def __getattribute__(self: Any, name: str) -> Any:
         value = parent.__getattribute__(self, name)
@@ -86,147 +49,151 @@ def spy(cls: type) -> type:
         return value if tracer is None else tracer.read_attribute(self, name, value)
 
     members = {"__call__": __call__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
-    _spies[cls] = made = type(cls.__name__, (cls,), members)
-    return made
+    subclass = _instrumented[cls] = type(cls.__name__, (cls,), members)
+    return subclass
 
 
 @shielded
-def spying(root: nn.Module, tracer: RegionTracer) -> Generator[None]:
-    modules = [(m, type(m)) for m in root.modules()]
+def instrument_modules(root: nn.Module) -> Generator[None]:
+    modules = [(module, type(module)) for module in root.modules()]
     try:
         for module, cls in modules:
-            module.__class__ = spy(cls)
+            module.__class__ = instrument(cls)
         yield
     finally:
         for module, cls in modules:
             module.__class__ = cls
 
 
-def current_tracer() -> RegionTracer | None:
-    tracer = getattr(_active, "tracer", None)
-    return tracer if tracer is not None and tracer.recording else None
-
-
-def is_tracing() -> bool:
-    """Whether this thread traces a region, be it that it records or that it computes an example."""
-    return getattr(_active, "tracer", None) is not None
-
-
-_patching = threading.RLock()  # a leaf that runs while examples are computed may be traced itself
-
-
 @shielded
-def live(tracer: RegionTracer) -> Generator[None]:
-    """Patches the seams that no subclass reaches: the attention registry, torch's functions that make or shape tensors,
-    and the blocks that a graph would lose.
-    """
+def patch_libraries(tracer: TracerBase) -> Generator[None]:
+    """Inside, torch and transformers record to `tracer` what neither proxies nor instrumented modules would see."""
+    autograd, script = torch.autograd.Function, torch.jit.ScriptFunction
     with _patching, contextlib.ExitStack() as patches:
-        patches.enter_context(patched(AttentionInterface, "get_interface", _recording_attention))
-        for name in _CREATES + _SIZED + _CRASHES:
-            patches.enter_context(patched(torch, name, _recorded))
-        patches.enter_context(patched(torch, "_check_with", _decided))
-        patches.enter_context(watched_blocks(current_tracer))
-        patches.enter_context(guarded_functions())
-        patches.enter_context(patched(checkpoint, "_checkpoint_without_reentrant_generator", _entered_checkpoint))
-        patches.enter_context(patched(nn.functional, "multi_head_attention_forward", _entered))
-        outer = getattr(_active, "tracer", None)
-        _active.tracer, tracer.recording = tracer, True
-        try:
-            yield
-        finally:
-            _active.tracer, tracer.recording = outer, False
-
-
-@contextlib.contextmanager
-def guarded_functions() -> Generator[None]:
-    """Inside the block an autograd function or a scripted function of traced values becomes a leaf; their C code would take
-    the values for tensors.
-    """
-    owner: Any = torch.autograd.Function
-    compiled: Any = torch.jit.ScriptFunction
-    before, call_compiled = vars(owner)["apply"], compiled.__call__
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        now = current_tracer()
-        if now is not None and contains_proxy((args, kwargs)):
-            if cls is checkpoint.CheckpointFunction:
-                function, _, *given = args
-                return function(*given)
-            return now.record("call_function", autograd_function, args, {**kwargs, "function": cls})
-        return before.__func__(cls, *args, **kwargs)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        now = current_tracer()
-        if now is not None and contains_proxy((args, kwargs)):
-            return now.record("call_function", script_function, args, {**kwargs, "function": self})
-        return call_compiled(self, *args, **kwargs)
-
-    owner.apply, compiled.__call__ = classmethod(apply), call
-    try:
+        patches.enter_context(patch_attribute(AttentionInterface, "get_interface", _recording_interface))
+        for name in FACTORIES + TAKE_SIZES + CRASH:
+            patches.enter_context(patch_attribute(torch, name, _recording_function))
+        patches.enter_context(patch_attribute(torch, "_check_with", _guarding_check))
+        patches.enter_context(patch_context_managers())
+        patches.enter_context(patch_attribute(script, "__call__", _recording_script_function))
+        patches.enter_context(
+            patch_attribute(checkpoint, "_checkpoint_without_reentrant_generator", _transparent_checkpoint)
+        )
+        patches.enter_context(patch_attribute(nn.functional, "multi_head_attention_forward", _transparent_attention))
+        patches.enter_context(_patch_apply(autograd))
+        patches.enter_context(tracer.activate())
         yield
-    finally:
-        owner.apply, compiled.__call__ = before, call_compiled
 
 
-def _entered_checkpoint(before: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands around the function of a checkpoint that is not reentrant: nothing, where the code of the function is traced. What
-    keeps inputs for the backward pass would take traced values for tensors.
-    """
+class ProvenanceMode(TorchFunctionMode):
+    """Records calls of torch: with a proxy as nodes, without one in the tracer's provenance."""
 
-    def around(*args: Any, **kwargs: Any) -> Generator[None]:
-        if current_tracer() is None or not contains_proxy((args, kwargs)):
-            yield from before(*args, **kwargs)
-        else:
-            yield
+    def __init__(self, tracer: TracerBase) -> None:
+        super().__init__()
+        self.tracer = tracer
 
-    return around
-
-
-def _entered(function: Any) -> Any:
-    """A function of torch that is written in Python, and whose own code is traced."""
-
-    def enter(*args: Any, **kwargs: Any) -> Any:
-        if current_tracer() is None or not contains_proxy((args, kwargs)):
-            return function(*args, **kwargs)
-        with patched(nn.functional, "has_torch_function", lambda _: lambda _given: False):
-            return function(*args, **kwargs)
-
-    return enter
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, tracer = kwargs or {}, self.tracer
+        call = RecordedCall.of(func, args, kwargs, tracer.graph) if tracer.recording else None
+        if call is None:
+            return func(*args, **kwargs)
+        if contains_proxy((call.args, call.kwargs)):
+            return tracer.record(call.kind, call.target, call.args, call.kwargs)
+        with tracer.pause():  # what torch's own code does is not part of the region
+            result = func(*args, **kwargs)
+        tracer.provenance.record(call, args[0] if call.target is operator.setitem else result)
+        return result
 
 
-def _decided(check: Callable[..., None]) -> Callable[..., None]:
-    """What `torch._check` and its like are told is a decision: another call may fail the check."""
-
-    def checked(error_type: Any, cond: Any, message: Any) -> None:
-        check(error_type, bool(cond) if current_tracer() is not None and contains_proxy(cond) else cond, message)
-
-    return checked
+def _recording_tracer(*values: Any) -> TracerBase | None:
+    """The current tracer, where one of `values` is traced."""
+    tracer = current_tracer()
+    return tracer if tracer is not None and contains_proxy(values) else None
 
 
-def _recording_attention(interface: Any) -> Any:
-    def get_interface(self: Any, attn_implementation: str, default: Any) -> Any:
-        now = current_tracer()
-        if now is None:
-            return interface(self, attn_implementation, default)
+def _recording_function(function: Any) -> Any:
+    def recording_function(*args: Any, **kwargs: Any) -> Any:
+        tracer = _recording_tracer(args, kwargs)
+        return function(*args, **kwargs) if tracer is None else tracer.record("call_function", function, args, kwargs)
 
-        def call(module: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
-            return now.record("call_function", attention, (module, default, query, key, value, *rest), more)
+    return recording_function
+
+
+def _recording_interface(get_interface: Any) -> Any:
+    def recording_get_interface(self: Any, attn_implementation: str, default: Any) -> Any:
+        tracer = current_tracer()
+        if tracer is None:
+            return get_interface(self, attn_implementation, default)
+
+        def call(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            return tracer.record("call_function", attention, (module, default, query, key, value, *args), kwargs)
 
         return call
 
-    return get_interface
+    return recording_get_interface
 
 
-def _recorded(function: Any) -> Any:
-    def create(*args: Any, **kwargs: Any) -> Any:
-        now = current_tracer()
-        if now is None or not contains_proxy((args, kwargs)):
+@contextlib.contextmanager
+def _patch_apply(owner: Any) -> Generator[None]:
+    """Calls of autograd functions become leaves: their C code would take proxies for tensors."""
+    original = vars(owner)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        tracer = _recording_tracer(args, kwargs)
+        if tracer is None:
+            return original.__func__(cls, *args, **kwargs)
+        if cls is checkpoint.CheckpointFunction:
+            function, _, *arguments = args
+            return function(*arguments)
+        return tracer.record("call_function", autograd_function, args, {**kwargs, "function": cls})
+
+    owner.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        owner.apply = original
+
+
+def _recording_script_function(call: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tracer = _recording_tracer(args, kwargs)
+        if tracer is None:
+            return call(self, *args, **kwargs)
+        return tracer.record("call_function", script_function, args, {**kwargs, "function": self})
+
+    return __call__
+
+
+def _transparent_checkpoint(generator: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint around traced code does nothing: it would save proxies for the backward pass as if they were tensors."""
+
+    def transparent_generator(*args: Any, **kwargs: Any) -> Generator[None]:
+        if _recording_tracer(args, kwargs) is None:
+            yield from generator(*args, **kwargs)
+        else:
+            yield
+
+    return transparent_generator
+
+
+def _transparent_attention(function: Any) -> Any:
+    """torch's own multi-head attention is traced through: it is written in Python."""
+
+    def transparent_function(*args: Any, **kwargs: Any) -> Any:
+        if _recording_tracer(args, kwargs) is None:
             return function(*args, **kwargs)
-        return now.record("call_function", function, args, kwargs)
+        with patch_attribute(nn.functional, "has_torch_function", lambda _: lambda _args: False):
+            return function(*args, **kwargs)
 
-    return create
+    return transparent_function
 
 
-def selects(target: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a mask chooses entries of a tensor. How many there are only the mask tells; one will do for an example."""
-    return target is operator.getitem and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
+def _guarding_check(check: Callable[..., None]) -> Callable[..., None]:
+    """The condition of a `torch._check` becomes a guard: another call may fail it."""
+
+    def guarding_check(error_type: Any, cond: Any, message: Any) -> None:
+        check(error_type, bool(cond) if _recording_tracer(cond) is not None else cond, message)
+
+    return guarding_check

@@ -1,71 +1,44 @@
-"""Proxies that carry the value their node had in the sampled call, so that ordinary Python can run on them."""
+"""Proxies that carry the values of one call, so that ordinary Python runs on them while a graph is recorded."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from peftc.tracing.in_place import AUGMENTED, unobserved
-from peftc.tracing.ragged_loops import Pieces, unknown
+from peftc.tracing.errors import UnknownLength
+from peftc.tracing.in_place import AUGMENTED, Binding
+from peftc.tracing.ragged_loops import RaggedSizes, Segments
+from peftc.tracing.region_trace import is_input
+from peftc.tracing.tracer_base import TracerBase
 
-if TYPE_CHECKING:
-    from peftc.tracing.tracer import RegionTracer
-
-# Facts about a tensor that Python code asks and that do not depend on its values; of those of an argument, another call
-# may have others.
-TENSOR_FACTS = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
+# Properties of a tensor that do not depend on its values. Those of an argument may differ in another call.
+TENSOR_PROPERTIES = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
 
 
 class ConcreteProxy(fx.Proxy):
-    """A `Proxy` that also knows the value of its node in the sampled call.
+    """A `Proxy` with the concrete value of its node.
 
-    Python asks it questions (`isinstance`, is it true, how long, which dtype); it answers from the example, and every
-    answer that another call could contradict is recorded by the tracer as a guard. Tensor sizes stay symbolic.
-
-    An operation that changes the tensor in place gives the proxy another node: that of its result, or one that is made when the
-    proxy is used next. `first` is the node from before all changes, which has the same sizes.
+    Python's questions (type, truth, length, dtype) are answered from the value. The tracer records a guard for each
+    answer that may differ in another call. Sizes of tensors stay symbolic.
     """
 
-    tracer: RegionTracer  # pyright: ignore[reportIncompatibleVariableOverride]
+    tracer: TracerBase  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, node: fx.Node, tracer: RegionTracer, value: Any) -> None:
-        object.__setattr__(self, "_value", value)
-        self.here = self.first = node
-        self.writers: list[fx.Node] = []  # since `here` stood for the tensor
-        with unobserved():
-            self.shape_before = value.shape if isinstance(value, torch.Tensor) else ()
-        super().__init__(node, tracer)
+    def __init__(self, node: fx.Node, tracer: TracerBase, value: Any) -> None:
+        self._value = value
+        self.binding = Binding(tracer, node, value)
+        self.tracer = tracer
         if isinstance(value, torch.Tensor):
-            tracer.in_place.add(self)
+            tracer.mutations.bindings.add(self.binding)
 
     @property
     def node(self) -> fx.Node:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self.writers:
-            writers, self.writers = self.writers, []
-            self.here = self.tracer.in_place.present(self.here, writers, self._value)
-        return self.here
-
-    @node.setter
-    def node(self, node: fx.Node) -> None:
-        self.here = node
-
-    def change(self, writer: fx.Node, result: object) -> None:
-        """`writer`, which gives `result`, has changed the tensor."""
-        if result is self._value:
-            self.here, self.writers = writer, []
-        else:
-            self.writers.append(writer)
-        if self._value.shape != self.shape_before:
-            self.first, self.shape_before = self.here, self._value.shape
-
-    if TYPE_CHECKING:  # at run time fx adds the operators
-
-        def __getitem__(self, key: Any) -> Any: ...
+        return self.binding.node()
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -78,7 +51,7 @@ class ConcreteProxy(fx.Proxy):
     def __bool__(self) -> bool:
         try:
             value = bool(self._value)
-        except DataDependentOutputException:  # a fake tensor: both branches are kept
+        except DataDependentOutputException:
             return self.tracer.fork(self.node)
         return self.tracer.guard(self.node, "bool", value)
 
@@ -96,10 +69,9 @@ class ConcreteProxy(fx.Proxy):
     def __len__(self) -> int:
         if isinstance(self._value, torch.Tensor):
             return self.tracer.guard(self.size(0).node, "int", len(self._value))
-        unknown(len, (self._value,), {})
-        if is_input(self.node) or self.node.target is getattr:
-            return self.tracer.guard(self.node, "len", len(self._value))
-        return len(self._value)  # how many results an operation has is not a decision
+        if isinstance(self._value, RaggedSizes | Segments):
+            raise UnknownLength(getattr(self._value, "caller", ""))
+        return self._guarded_if_given("len", len(self._value))
 
     def __contains__(self, key: object) -> bool:
         value = self._value
@@ -111,47 +83,57 @@ class ConcreteProxy(fx.Proxy):
     def __hash__(self) -> int:
         return id(self)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self.tracer.record("call_function", operator.getitem, (self, key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.record("call_function", operator.setitem, (self, key, value))
+
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._value, dict):
-            return iter(self.plain_keys())
-        if isinstance(self._value, Pieces):
-            return self.tracer.loops.turns(self, ConcreteProxy)
+            return iter(self._guarded_keys())
+        if isinstance(self._value, Segments):
+            variables = self.tracer.loops.iterate(self.node, self._value)
+            return (ConcreteProxy(node, self.tracer, node.meta["example"]) for node in variables)
         return iter([self[i] for i in range(len(self))])
 
     def __getattr__(self, name: str) -> Any:
         value = object.__getattribute__(self, "_value")
         if isinstance(value, torch.Tensor):
-            if name in TENSOR_FACTS:
-                return self.fact(name, getattr(value, name))
+            if name in TENSOR_PROPERTIES:
+                return self._tensor_property(name, getattr(value, name))
             if name == "dtype":
                 self.tracer.depends_on_dtype = True
                 return value.dtype
             if name == "shape":
-                return tuple(self.size(i) for i in range(value.ndim))
+                return self.size()
         try:
             attribute = getattr(value, name)
         except AttributeError:
-            self.tracer.missed(self.node, value)
-            self.tracer.guard_type(self.node, type(value))  # `hasattr` tells classes apart
+            self.tracer.reject_none(self.node, value)
+            self.tracer.guard_type(self.node, type(value))  # `hasattr` distinguishes classes
             raise
         if isinstance(value, dict) and name in ("keys", "values", "items"):
-            self.plain_keys()
+            self._guarded_keys()
             return getattr({k: self[k] for k in value}, name)
         if callable(attribute) and not isinstance(attribute, nn.Module):
             return lambda *args, **kwargs: self.tracer.record("call_method", name, (self, *args), kwargs)
         return self.tracer.record("call_function", getattr, (self, name))
 
-    def fact(self, name: str, value: Any) -> Any:
-        if self.node.op != "placeholder" or name == "ndim":  # how many dimensions an argument has is always a condition
+    def _tensor_property(self, name: str, value: Any) -> Any:
+        if self.node.op != "placeholder" or name == "ndim":  # the `ndim` of an argument is always guarded
             return value
         return self.tracer.guard(self.tracer.record_node(getattr, (self, name)), "is", value)
 
-    def plain_keys(self) -> list[Any]:
-        """The keys of a dictionary: which there are is a decision, but not of what an operation returns."""
-        found = list(self._value)
-        asked = is_input(self.node) or self.node.target is getattr
-        plain = all(isinstance(key, str | int) for key in found)
-        return self.tracer.guard(self.node, "keys", found) if asked and plain else found
+    def _guarded_keys(self) -> list[Any]:
+        keys = list(self._value)
+        plain = all(isinstance(key, str | int) for key in keys)
+        return self._guarded_if_given("keys", keys) if plain else keys
+
+    def _guarded_if_given(self, kind: str, value: Any) -> Any:
+        """Guards a fact about arguments and attributes; what an operation returns has as many entries in every call."""
+        given = is_input(self.node) or self.node.target is getattr
+        return self.tracer.guard(self.node, kind, value) if given else value
 
     @property
     def keys(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -160,26 +142,22 @@ class ConcreteProxy(fx.Proxy):
     def size(self, *dims: int) -> Any:
         if isinstance(self._value, torch.Tensor) and not dims:
             return tuple(self.size(i) for i in range(self._value.ndim))
-        if self.first is not self.here or self.writers:
-            return ConcreteProxy(self.first, self.tracer, self._value).size(*dims)
+        if self.binding.is_written:
+            return ConcreteProxy(self.binding.original, self.tracer, self._value).size(*dims)
         return self.tracer.record("call_method", "size", (self, *dims))
 
     def dim(self) -> int:
         return self._value.dim()
 
     def __add__(self, other: Any) -> Any:
-        return (*self, *other) if tuples(self, other) else super().__add__(other)  # pyright: ignore
+        return (*self, *other) if _are_tuples(self, other) else super().__add__(other)  # pyright: ignore
 
     def __radd__(self, other: Any) -> Any:
-        return (*other, *self) if tuples(self, other) else super().__radd__(other)  # pyright: ignore
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.tracer.record("call_function", operator.setitem, (self, key, value))
+        return (*other, *self) if _are_tuples(self, other) else super().__radd__(other)  # pyright: ignore
 
 
-def _augmented(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`x += y`, which fx would record as `x = x + y`: another tensor, where code has a second name for the first."""
-
+def _augmented_assignment(function: Callable[..., Any]) -> Callable[..., Any]:
+    # fx records `x += y` as `x = x + y`, which loses the write where code has a second name for `x`.
     def method(self: ConcreteProxy, other: Any) -> Any:
         if not isinstance(self._value, torch.Tensor):  # pyright: ignore[reportPrivateUsage]
             return NotImplemented
@@ -189,42 +167,33 @@ def _augmented(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _function in AUGMENTED:
-    setattr(ConcreteProxy, f"__{_function.__name__}__", _augmented(_function))
-
-
-def is_input(node: fx.Node) -> bool:
-    """Whether a node is an argument of the region's call, or a part of one: of a tuple, list or dictionary, at any depth."""
-    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-        if not isinstance(node.meta["example"], (tuple, list, dict)):
-            return False
-    return node.op == "placeholder"
+    setattr(ConcreteProxy, f"__{_function.__name__}__", _augmented_assignment(_function))
 
 
 def is_proxy(value: object) -> bool:
-    return type(value) is ConcreteProxy  # `isinstance` would ask the example
+    return type(value) is ConcreteProxy  # `isinstance` would record a guard
 
 
-def tuples(*made: Any) -> bool:
-    return all(isinstance(concrete_values(m) if is_proxy(m) else m, tuple) for m in made)
+def _are_tuples(*values: Any) -> bool:
+    return all(isinstance(concrete_values(v) if is_proxy(v) else v, tuple) for v in values)
 
 
 class Attribute:
-    """A number read from a module's attribute: traced as that attribute, so that layers can share one graph.
+    """A number read from a module's attribute. The graph reads the attribute, so that layers can share it.
 
-    Whenever Python computes or compares with it, the tracer records its value as a guard.
+    Whenever Python computes or compares with the number, the tracer guards its value.
     """
 
     path: str
-    tracer: RegionTracer
+    tracer: TracerBase
 
 
-def _escaping(kind: type, name: str) -> Callable[..., Any]:
-    plain = getattr(kind, name)
+def _guarded_operator(kind: type, name: str) -> Callable[..., Any]:
+    operation = getattr(kind, name)
 
     def method(self: Any, *args: Any) -> Any:
-        self.tracer.guard_attribute(self)
-        return plain(self, *args)
+        self.tracer.guard_attribute(self.path, self.real)
+        return operation(self, *args)
 
     return method
 
@@ -235,8 +204,8 @@ _OPERATORS = (
 
 
 def _attribute_class(kind: type) -> type:
-    names = [f"__{n}__" for n in _OPERATORS.split()]
-    methods: dict[str, Any] = {n: _escaping(kind, n) for n in names if hasattr(kind, n)}
+    names = [f"__{name}__" for name in _OPERATORS.split()]
+    methods: dict[str, Any] = {name: _guarded_operator(kind, name) for name in names if hasattr(kind, name)}
     methods["__hash__"] = kind.__hash__
     return type(f"Attribute{kind.__name__.title()}", (Attribute, kind), methods)
 
@@ -245,12 +214,13 @@ AttributeInt = _attribute_class(int)
 AttributeFloat = _attribute_class(float)
 
 
-class Flag(Attribute, int):
-    """`training`, read from a module: handed on as that attribute; recorded when Python decides on it."""
+class AttributeBool(Attribute, int):
+    """`training`, since `bool` cannot be subclassed."""
 
     def __bool__(self) -> bool:
-        self.tracer.guard_attribute(self)
-        return int(self) != 0
+        value = int(self) != 0
+        self.tracer.guard_attribute(self.path, value)
+        return value
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == other
@@ -258,18 +228,18 @@ class Flag(Attribute, int):
     __hash__ = int.__hash__
 
 
-def attribute_proxy(value: float, path: str, tracer: RegionTracer) -> Any:
-    kind = Flag if isinstance(value, bool) else AttributeInt if isinstance(value, int) else AttributeFloat
-    made: Any = kind(value)
-    made.path, made.tracer = path, tracer
-    return made
+def attribute_proxy(value: float, path: str, tracer: TracerBase) -> Any:
+    cls = AttributeBool if isinstance(value, bool) else AttributeInt if isinstance(value, int) else AttributeFloat
+    attribute: Any = cls(value)
+    attribute.path, attribute.tracer = path, tracer
+    return attribute
 
 
 def concrete_values(value: Any) -> Any:
-    """`value` with every proxy replaced by its example."""
+    """`value` with the concrete value of each proxy in it."""
     if is_proxy(value):
         return value._value
-    if isinstance(value, Flag):
+    if isinstance(value, AttributeBool):
         return value.real != 0
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(concrete_values, value))
@@ -278,7 +248,18 @@ def concrete_values(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: concrete_values(v) for k, v in value.items()}
     if isinstance(value, slice):
-        return slice(concrete_values(value.start), concrete_values(value.stop), concrete_values(value.step))
+        return slice(*map(concrete_values, (value.start, value.stop, value.step)))
+    return value
+
+
+def nested_nodes(value: Any) -> Any:
+    """`value` with the node of each proxy in it; lists become tuples."""
+    if is_proxy(value):
+        return value.node
+    if isinstance(value, (tuple, list)):
+        return tuple(map(nested_nodes, value))
+    if isinstance(value, dict):
+        return {k: nested_nodes(v) for k, v in value.items()}
     return value
 
 

@@ -1,118 +1,128 @@
-"""Tensors that a region's code makes without its arguments: constants, and what is computed from parameters alone.
+"""Tensors that the traced code computes from constants and parameters alone, without its arguments.
 
-Python runs such code on plain tensors. What made them is remembered, so that nodes can be written for it once one of them
-meets a traced value.
+Python runs such code on plain tensors. Their calls are recorded, so that nodes can be created for them once one of the
+tensors meets a traced value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.overrides import is_tensor_method_or_property
 
-from peftc.tracing.proxy import contains_proxy
+from peftc.tracing.operations import enter_context
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """One call: `kind` and `target` as those of a graph's node. `after`: the last node there was when it was made."""
+    """A call, in the terms of a graph's node. `after` is the last node that there was at the time."""
 
     kind: str
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    after: fx.Node | None = None
+    after: fx.Node | None
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], graph: fx.Graph) -> RecordedCall | None:
+        """The call that `__torch_function__` sees; None for a write of a property."""
+        name = getattr(func, "__name__", "")
+        if name in ("__set__", "__delete__"):
+            return None
+        after = next(iter(reversed(graph.nodes)), None)
+        if name == "__get__":
+            return cls("call_function", getattr, (args[0], func.__self__.__name__), {}, after)
+        if name in ("__getitem__", "__setitem__"):
+            return cls("call_function", getattr(operator, name.strip("_")), args, kwargs, after)
+        if is_tensor_method_or_property(func):
+            return cls("call_method", name, args, kwargs, after)
+        return cls("call_function", func, args, kwargs, after)
+
+    @property
+    def is_in_place(self) -> bool:
+        name = str(self.target)
+        return self.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
 
 
-class Recorder(Protocol):
-    """What the tape asks of a tracer."""
+class TensorProvenance:
+    """The calls that made and changed each tensor, and the nodes created for them. Keys are ids of objects.
 
-    recording: bool
-    graph: fx.Graph
-
-    def pause(self) -> AbstractContextManager[None]: ...
-    def record(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
-    def knows(self, tensor: torch.Tensor) -> bool: ...
-    def made_node(self, made: RecordedCall) -> Any: ...
-
-
-@dataclass
-class Tape:
-    """What made each tensor, by its identity, and what changed it in place; tensors are kept alive with it."""
-
-    made: dict[int, list[RecordedCall]] = field(default_factory=dict[int, list[RecordedCall]])
-    kept: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    parts: dict[int, tuple[RecordedCall, int]] = field(default_factory=dict[int, tuple[RecordedCall, int]])
-
-    def remember(self, result: Any, made: RecordedCall) -> None:
-        if isinstance(result, torch.Tensor):
-            self.made.setdefault(id(result), []).append(made)
-            self.kept.append(result)
-        elif isinstance(result, (tuple, list)):
-            for i, part in enumerate(result):
-                handed_on = (
-                    id(part) in self.made or id(part) in self.parts
-                )  # `broadcast_tensors` gives what it is given
-                if isinstance(part, torch.Tensor) and not handed_on:
-                    self.parts[id(part)] = (made, i)
-                    self.kept.append(part)
-
-
-def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
-    """A call as a node would have it; None for a question that makes no tensor."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return RecordedCall("call_function", getattr, (args[0], func.__self__.__name__), {})
-    if name in ("__set__", "__delete__"):
-        return None
-    if name in ("__getitem__", "__setitem__"):
-        return RecordedCall(
-            "call_function", operator.getitem if name == "__getitem__" else operator.setitem, args, kwargs
-        )
-    if is_tensor_method_or_property(func):
-        return RecordedCall("call_method", name, args, kwargs)
-    return RecordedCall("call_function", func, args, kwargs)
-
-
-class Remembering(TorchFunctionMode):
-    """Remembers, while the trace is live, every call that no traced value takes part in; any other becomes a node.
-
-    `known(tensor)`: whether a node stands for it already; then a change of it is written down at once.
+    Args: `parameters`: the ids of parameters and buffers, which have nodes of their own.
     """
 
-    def __init__(self, tape: Tape, tracer: Recorder) -> None:
-        super().__init__()
-        self.tape, self.tracer = tape, tracer
+    def __init__(self, tracer: fx.Tracer, parameters: Container[int]) -> None:
+        self.tracer, self.parameters = tracer, parameters
+        self.calls: dict[int, list[RecordedCall]] = {}
+        self.parts: dict[int, tuple[RecordedCall, int]] = {}  # of a tuple: the call that returned it, and the index
+        self.references: list[torch.Tensor] = []  # keeps tensors alive, so that ids stay unique
+        self.nodes: dict[int, fx.Node] = {}
+        self.call_nodes: dict[int, fx.Node] = {}
+        self.next_nodes: dict[fx.Node, fx.Node] = {}  # behind a node, before anything was inserted there
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        made = called(func, args, kwargs) if self.tracer.recording else None
-        if made is None:
-            return func(*args, **kwargs)
-        if contains_proxy((made.args, made.kwargs)):
-            return self.tracer.record(made.kind, made.target, made.args, made.kwargs)
-        made = replace(made, after=next(reversed(self.tracer.graph.nodes)))
-        with self.tracer.pause():  # what torch's own code does is no part of the region
-            result = func(*args, **kwargs)
-        changed = args[0] if made.target is operator.setitem else result
-        if isinstance(changed, torch.Tensor) and id(changed) in self.tape.made and not changes(made):
-            return result  # as it was: `x.float()` of what is float32
-        if not isinstance(changed, torch.Tensor) or not self.tracer.knows(changed):
-            self.tape.remember(changed, made)
-        elif changes(made):
-            self.tracer.made_node(made)
-        return result
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self.calls or id(tensor) in self.parts
 
+    def record(self, call: RecordedCall, result: Any) -> None:
+        """Records a call that returned `result`, or has changed it in place."""
+        if isinstance(result, torch.Tensor):
+            if id(result) in self.calls and not call.is_in_place:
+                return  # a no-op, as `x.float()` of float32
+            if id(result) not in self.nodes and id(result) not in self.parameters:
+                self.calls.setdefault(id(result), []).append(call)
+                self.references.append(result)
+            elif call.is_in_place:
+                self.call_node(call)
+        elif isinstance(result, (tuple, list)):
+            for i, part in enumerate(result):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+                if isinstance(part, torch.Tensor) and part not in self:  # `broadcast_tensors` returns its arguments
+                    self.parts[id(part)] = (call, i)
+                    self.references.append(part)
 
-def changes(made: RecordedCall) -> bool:
-    """Whether a call changes its first argument in place."""
-    name = str(made.target)
-    return made.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
+    def node(self, tensor: torch.Tensor) -> fx.Node:
+        """The node for a recorded tensor, created with those that it depends on."""
+        if id(tensor) in self.nodes:
+            return self.nodes[id(tensor)]
+        in_place: list[RecordedCall] = []
+        if id(tensor) in self.parts:
+            call, index = self.parts[id(tensor)]
+            node = self.tracer.create_node("call_function", operator.getitem, (self.call_node(call), index), {})
+        else:
+            call, *in_place = self.calls[id(tensor)]
+            node = self.call_node(call)
+        node.meta["example"] = tensor
+        self.nodes[id(tensor)] = node
+        for call in in_place:
+            self.call_node(call)
+        return node
+
+    def call_node(self, call: RecordedCall) -> fx.Node:
+        if id(call) not in self.call_nodes:
+            with self.insertion_point(call):
+                arguments: list[Any] = [self.tracer.create_arg(call.args), self.tracer.create_arg(call.kwargs)]
+                self.call_nodes[id(call)] = self.tracer.create_node(call.kind, call.target, *arguments)
+        return self.call_nodes[id(call)]
+
+    def insertion_point(self, call: RecordedCall) -> contextlib.AbstractContextManager[Any]:
+        """The end of the graph, at the first use; where there are `with` blocks, the place of the call in the code."""
+        graph = self.tracer.graph
+        if call.after is None or not any(node.target is enter_context for node in graph.nodes):
+            return contextlib.nullcontext()
+        return graph.inserting_before(self.next_nodes.setdefault(call.after, call.after.next))
+
+    def chunk_source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that `tensor` is a copy of, where equal ones were concatenated and chunked again; else itself."""
+        split, index = self.parts.get(id(tensor), (None, 0))
+        if split is None or split.target != "chunk":
+            return tensor
+        calls = self.calls.get(id(split.args[0]), [])
+        if len(calls) != 1 or calls[0].target is not torch.cat:
+            return tensor
+        sources: Any = calls[0].args[0]
+        is_inverse = {s.shape for s in sources} == {tensor.shape} and split.args[1:] == (len(sources),)
+        return sources[index] if is_inverse else tensor

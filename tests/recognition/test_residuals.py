@@ -12,7 +12,8 @@ from peftc.observation.layer_candidates import repeated_blocks
 from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.layers import is_weighted_sum
 from peftc.recognition.roles import SubLayer, sub_layers
-from peftc.tracing.tracer import RegionTrace, RegionTracer
+from peftc.tracing.region_trace import RegionTrace
+from peftc.tracing.tracer import RegionTracer
 
 D, N = 8, 3
 functional: Any = nn.functional

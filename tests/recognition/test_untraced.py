@@ -103,7 +103,7 @@ class Model(nn.Module):
         return x
 
 
-REASON = "how many pieces there are is only known while the region runs"
+REASON = "the number of segments is known only at run time"
 SAMPLE = {"x": torch.randn(1, T, D), "grid": torch.tensor([1, 2, 3]), "context": torch.randn(1, 3, D)}
 
 

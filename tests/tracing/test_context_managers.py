@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.specialization.generated_class import GeneratedClass
-from peftc.tracing.context_managers import TraceError
+from peftc.tracing.errors import TraceError
 from peftc.tracing.tracer import RegionTracer
 
 

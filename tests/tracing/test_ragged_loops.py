@@ -15,7 +15,7 @@ from peftc.recognition.attention.patterns import attentions
 from peftc.recognition.graph.feature_rows import source_linears
 from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.specialization.generated_class import GeneratedClass
-from peftc.tracing.ragged_loops import collect, segment
+from peftc.tracing.operations import collect, segment
 from peftc.tracing.tracer import RegionTracer
 
 

@@ -24,7 +24,7 @@ from peftc.recognition.graph.feature_rows import dims_of, separates, source_line
 from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.graph.nodes import example, first_input, is_edit, is_tensor, shape
 from peftc.recognition.graph.operations import Op
-from peftc.tracing.patches import autograd_function
+from peftc.tracing.operations import autograd_function
 
 BATCH, HEADS, TOKENS, FEATURES, BLOCKS = range(5)
 

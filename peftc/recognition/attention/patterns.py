@@ -18,7 +18,7 @@ from peftc.recognition.graph.dimensions import softmax_dim
 from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.graph.nodes import first_input, is_edit, is_tensor, shape
 from peftc.recognition.graph.operations import Op, name_of, op_of
-from peftc.tracing.patches import attention
+from peftc.tracing.operations import attention
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from torch import fx
 
 from peftc.recognition.graph.nodes import example, first_input, is_tensor
 from peftc.recognition.graph.operations import LAYOUT, Op, is_in_place, op_of
-from peftc.tracing.in_place import new_version
+from peftc.tracing.operations import new_version
 
 # Keys of a node's meta: the nodes that each part of a module's result is computed from, `WHOLE` for the only result.
 CARRIERS, WHOLE = "carriers", -1

@@ -13,7 +13,7 @@ from peftc.fakes.tensors import fake_copy
 from peftc.recognition.graph.dataflow import CARRIERS, WHOLE, upstream
 from peftc.recognition.graph.nodes import output_of
 from peftc.tracing.approximate_trace import approximate_trace
-from peftc.tracing.tracer import ModuleCall, RegionTrace
+from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
 
 def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) -> None:

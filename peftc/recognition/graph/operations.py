@@ -13,9 +13,8 @@ import torch
 from torch import fx, nn
 
 from peftc.recognition.graph.nodes import example
-from peftc.tracing.in_place import AUGMENTED, WRITES, new_version
-from peftc.tracing.patches import attention, autograd_function
-from peftc.tracing.ragged_loops import segment
+from peftc.tracing.in_place import AUGMENTED, WRITES
+from peftc.tracing.operations import attention, autograd_function, new_version, segment
 
 
 class Op(Enum):

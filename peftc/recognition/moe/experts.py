@@ -21,7 +21,7 @@ from peftc.recognition.moe.router import Router, find_router
 from peftc.recognition.moe.stacked import StackedExperts, multiplies_slices, stacked_experts
 from peftc.recognition.roles import SubLayer
 from peftc.tracing.approximate_trace import approximate_trace
-from peftc.tracing.tracer import ModuleCall, RegionTrace
+from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
 Experts = StackedExperts | ExpertModules
 

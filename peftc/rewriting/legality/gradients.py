@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.tracing.context_managers import enter_context, exit_context, is_gradient_context
+from peftc.tracing.context_managers import is_gradient_context
+from peftc.tracing.operations import enter_context, exit_context
 
 
 def check_gradients(written: Iterable[tuple[str, Sequence[fx.Node]]], graph: fx.Graph) -> None:

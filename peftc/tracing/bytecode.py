@@ -1,0 +1,192 @@
+"""Data flow in the bytecode of functions: whether a value depends on the path taken, or is mutated on some paths only.
+
+The analysis errs towards yes. It knows names and the ranges of source positions of instructions, not the stack.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from torch import nn
+
+DEPTH = 3  # of calls that are followed
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionCode:
+    """A code object with its globals and, of a method, the class of `self`."""
+
+    code: CodeType
+    names: Mapping[str, Any] = field(repr=False)
+    owner: type | None = None
+
+    @classmethod
+    def running_in(cls, frame: FrameType) -> FunctionCode:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount and code.co_varnames else None
+        return cls(code, frame.f_globals, type(first) if isinstance(first, nn.Module) else None)
+
+    @classmethod
+    def of(cls, function: FunctionType, owner: type | None) -> FunctionCode:
+        return cls(function.__code__, function.__globals__, owner)
+
+    def callees(self, instructions: Sequence[dis.Instruction]) -> Iterator[FunctionType]:
+        return (callee for i in instructions if (callee := self.callee(i, instructions)) is not None)
+
+    def callee(self, call: dis.Instruction, instructions: Sequence[dis.Instruction]) -> FunctionType | None:
+        """The function that a call names as a global or as a method of `self`. None for torch's, and where unknown."""
+        if not call.opname.startswith("CALL") or call.positions is None:
+            return None
+        loads = [i for i in _loads(instructions) if i.offset < call.offset and _start(i) == _start(call)]
+        loads = [i for i in loads if _within(i, call)]
+        names = [str(i.argval) for i in loads]
+        if len(loads) == 1 and loads[0].opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = self.names.get(names[0], getattr(builtins, names[0], None))
+        elif len(loads) == 2 and names[0] == "self" and self.owner is not None:
+            value = getattr(self.owner, names[1], None)
+        else:
+            return None
+        in_torch = str(getattr(value, "__module__", "")).startswith("torch")
+        return value if isinstance(value, FunctionType) and not in_torch else None
+
+
+@cache
+def is_path_dependent(function: FunctionCode, start: int, stop: int | None) -> bool:
+    """Whether a name that is read at `stop`, or at the return, has another value on another path from `start` to it.
+
+    Args: `start`, `stop`: offsets of instructions.
+    """
+    after = [i for i in dis.get_instructions(function.code) if i.offset > start]
+    stops = [i for i in after if i.offset == stop or (stop is None and i.opname.startswith("RETURN"))]
+    path = [i for i in after if stops and i.offset < stops[-1].offset]
+    jumps = [i for i in path if _is_conditional_jump(i)]
+    if jumps and (len(stops) > 1 or any(_within(jump, stops[0]) for jump in jumps)):
+        return True
+    reads = {name for i in path if _reads_for(i, stops[0]) for name in _names(i)}
+    behind = [i for i in path if jumps and i.offset > jumps[0].offset]
+    stores = {name for i in behind if i.opname.startswith("STORE") for name in _names(i)}
+    mutations = {name for i in behind for name in _mutated_names(function.code, i, path)}
+    return bool((stores | mutations) & reads) or any(_calls_path_dependent(function, i, path, reads) for i in path)
+
+
+def mutates_conditionally(function: FunctionType, owner: type | None = None, argument: str = "") -> bool:
+    """Whether a function may change `argument`, or any if "", in place on some of its paths only, or calls one that may."""
+    return _mutates_conditionally(function, owner, argument, DEPTH)
+
+
+@cache
+def _mutates_conditionally(function: FunctionType, owner: type | None, argument: str, depth: int) -> bool:
+    code = FunctionCode.of(function, owner)
+    instructions = list(dis.get_instructions(code.code))
+    first_jump = next((i.offset for i in instructions if _is_conditional_jump(i)), None)
+    parameters = {*code.code.co_varnames[: code.code.co_argcount + code.code.co_kwonlyargcount]} - {"self"}
+    names = _aliases({argument} if argument in parameters else parameters, instructions)
+    behind = [i for i in instructions if first_jump is not None and i.offset > first_jump]
+    if any(_mutated_names(code.code, i, instructions) & names for i in behind):
+        return True
+    return depth > 0 and any(_mutates_conditionally(f, owner, "", depth - 1) for f in code.callees(instructions))
+
+
+@cache
+def compares_identity(function: Callable[..., Any], owner: type, depth: int = DEPTH) -> bool:
+    """Whether a function, or one that it calls, tests `is` with a constant (`x is True`, `x is Mode.FAST`).
+
+    A proxy cannot observe that. `is None` does not count, since None is never a proxy.
+    """
+    instructions = list(dis.get_instructions(function))
+    if any(is_.opname == "IS_OP" and _loads_constant(last) for last, is_ in pairwise(instructions)):
+        return True
+    if depth == 0 or not isinstance(function, FunctionType):
+        return False
+    callees = FunctionCode.of(function, owner).callees(instructions)
+    return any(compares_identity(callee, owner, depth - 1) for callee in callees)
+
+
+def _loads_constant(instruction: dis.Instruction) -> bool:
+    """Names of modules and classes count: constants are kept there."""
+    return instruction.opname in ("LOAD_CONST", "LOAD_ATTR", "LOAD_GLOBAL") and instruction.argval is not None
+
+
+def _aliases(names: set[str], instructions: Sequence[dis.Instruction]) -> set[str]:
+    """`names`, and those that may be views of their values: `u = t.view(-1)`, `u = t[0]`, `u = t`."""
+    aliases = set(names)
+    for last, store in pairwise(instructions):
+        if store.opname.startswith("STORE_FAST") and last.opname.startswith(("CALL", "BINARY_SUBSCR", "LOAD_FAST")):
+            heads = [i for i in _loads(instructions) if _start(i) == _start(last) and _within(i, last)]
+            if heads and _names(heads[0]) & aliases:
+                aliases |= _names(store)
+    return aliases
+
+
+def _mutated_names(code: CodeType, instruction: dis.Instruction, instructions: Sequence[dis.Instruction]) -> set[str]:
+    """The names whose tensors an instruction may change in place: `t.mul_`, `t[0] = …`, `t += …`, `out=t`."""
+    name = instruction.argval
+    method = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and name.endswith("_") and not name.endswith("__")
+    augmented = instruction.opname == "BINARY_OP" and instruction.argrepr.endswith("=")
+    constant = code.co_consts[instruction.arg or 0] if instruction.opname in ("KW_NAMES", "LOAD_CONST") else None
+    if isinstance(constant, tuple) and ("out" in constant or "inplace" in constant):
+        operands = [i for i in instructions if "LOAD_FAST" in i.opname]
+    elif method or augmented or instruction.opname == "STORE_SUBSCR":
+        operands = [i for i in instructions if "LOAD" in i.opname and _within(i, instruction) and i is not instruction]
+    else:
+        operands = []
+    return {n for i in operands for n in _names(i)}
+
+
+def _calls_path_dependent(
+    function: FunctionCode, call: dis.Instruction, path: list[dis.Instruction], reads: set[str]
+) -> bool:
+    """Whether `call` defines or mutates one of the names in `reads` depending on a path inside the callee."""
+    callee = function.callee(call, path)
+    if callee is None or not _has_path_dependent_effect(callee, function.owner):
+        return False
+    at = path.index(call)
+    stores = {n for i in path[at + 1 : at + 2] if i.opname.startswith("STORE") for n in _names(i)}
+    arguments = {n for i in path[:at] if "LOAD" in i.opname and _within(i, call) for n in _names(i)}
+    return bool((stores | arguments) & (reads - {"self"}))
+
+
+@cache
+def _has_path_dependent_effect(function: FunctionType, owner: type | None) -> bool:
+    return mutates_conditionally(function, owner) or is_path_dependent(FunctionCode.of(function, owner), 0, None)
+
+
+def _is_conditional_jump(instruction: dis.Instruction) -> bool:
+    return "_IF_" in instruction.opname
+
+
+def _loads(instructions: Sequence[dis.Instruction]) -> Iterator[dis.Instruction]:
+    return (i for i in instructions if i.opname.startswith("LOAD"))
+
+
+def _start(instruction: dis.Instruction) -> tuple[int | None, int | None]:
+    at = instruction.positions
+    return (None, None) if at is None else (at.lineno, at.col_offset)
+
+
+def _reads_for(instruction: dis.Instruction, stop: dis.Instruction) -> bool:
+    """Whether an instruction may read a name for `stop`. One that also stores (`STORE_FAST_LOAD_FAST`) may, wherever it is."""
+    return "LOAD" in instruction.opname and (instruction.opname.startswith("STORE") or _within(instruction, stop))
+
+
+def _within(inner: dis.Instruction, outer: dis.Instruction) -> bool:
+    """Whether the source range of `inner` is in that of `outer`; yes where ranges are missing."""
+    if inner.positions is None or outer.positions is None:
+        return True
+    (first, last), (start, end) = (
+        ((p.lineno or 0, p.col_offset or 0), (p.end_lineno or 0, p.end_col_offset or 0))
+        for p in (inner.positions, outer.positions)
+    )
+    return start <= first and last <= end
+
+
+def _names(instruction: dis.Instruction) -> set[str]:
+    names: Any = instruction.argval
+    return set(names) if isinstance(names, tuple) else {str(names)}

@@ -1,0 +1,69 @@
+"""The result of a trace: the graph of a region, and everything that its code decided on."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A Python decision: the graph holds only where `kind` ("bool", "int", "len", "is", …) of `node` is `value`."""
+
+    node: fx.Node
+    kind: str
+    value: Any
+
+
+@dataclass
+class ModuleCall:
+    """A call of the child `name` by the code of `caller`, at `position`. Arguments and result hold nodes."""
+
+    name: str
+    caller: str
+    arguments: dict[str, Any]
+    result: Any
+    inlined: bool
+    position: str = ""
+
+
+@dataclass
+class RegionTrace:
+    """The graph of a region. Dotted names are relative to `root`.
+
+    Args:
+        attribute_guards: values of module attributes that decisions rest on, by (module, attribute).
+        parameter_dtype: one parameter with its dtype, which stands for that of all.
+        result: of a region whose code is a leaf, the parts of its result by path.
+        outcomes: those taken at each `branch`, in order.
+    """
+
+    graph: fx.Graph
+    calls: list[ModuleCall]
+    guards: list[Guard]
+    attribute_guards: dict[tuple[str, str], Any]
+    depends_on_dtype: bool = False
+    parameter_dtype: tuple[str, torch.dtype] | None = None
+    result: Any = None
+    outcomes: tuple[bool, ...] = ()
+    root: nn.Module | None = None
+
+
+def getitem_root(node: fx.Node) -> fx.Node:
+    """The node that a part, or a part of a part, is taken from."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def is_input(node: fx.Node) -> bool:
+    """Whether a node is an argument of the region, or a part of a tuple, list or dictionary in one."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if not isinstance(node.meta["example"], (tuple, list, dict)):
+            return False
+    return node.op == "placeholder"

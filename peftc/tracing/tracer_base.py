@@ -1,0 +1,171 @@
+"""The part of the tracer that proxies and patches use: nodes, guards, and whether operations are recorded now."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import threading
+from collections import Counter
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from peftc.concurrency.interrupts import shielded
+from peftc.tracing.code_positions import Occurrence, Origin, code_position
+from peftc.tracing.errors import NoneAccess, TraceError
+from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, MutationTracker
+from peftc.tracing.operations import branch
+from peftc.tracing.ragged_loops import Loops
+from peftc.tracing.region_trace import Guard, ModuleCall
+from peftc.tracing.tensor_provenance import TensorProvenance
+
+_active = threading.local()
+
+
+@dataclass(frozen=True)
+class OpenContext:
+    """A context manager whose `with` block is being traced, and the node that enters it."""
+
+    manager: Any
+    node: fx.Node
+
+
+class TracerBase(fx.Tracer):
+    """Like `torch.fx.proxy.TracerBase`: what a proxy may call. Subclasses implement `create_proxy` and `create_arg`.
+
+    Args: `path_prefix`: the outcomes of the first branches on tensor values; later ones take their likely outcome.
+    """
+
+    def __init__(self, path_prefix: tuple[bool, ...] = ()) -> None:
+        super().__init__()
+        self.path_prefix = path_prefix
+        self.recording = False
+        self.guards: list[Guard] = []
+        self.attribute_guards: dict[tuple[str, str], Any] = {}
+        self.global_state: dict[tuple[str, tuple[Any, ...]], Any] = {}  # answers of torch, by query and arguments
+        self.depends_on_dtype = False
+        self.outcomes: list[bool] = []
+        self.calls: list[ModuleCall] = []
+        self.call_stack: list[str] = []  # names of the children whose code is running
+        self.open_contexts: list[OpenContext] = []
+        self.module_names: dict[int, str] = {}
+        self.tensor_names: dict[int, str] = {}  # of parameters and buffers
+        self.mutations = MutationTracker(self)
+        self.provenance = TensorProvenance(self, self.tensor_names)
+        self.loops = Loops(self, self.provenance, self.mutations, (self.calls, self.guards))
+        self._counts: Counter[tuple[str, ...]] = Counter()
+
+    @property
+    def caller(self) -> str:
+        """The name of the module whose code is running; "" for the region itself."""
+        return self.call_stack[-1] if self.call_stack else ""
+
+    # Guards ------------------------------------------------------------------------------------------------------
+
+    def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
+        """Records that Python asked `kind` of `node` and got `value`, which is returned."""
+        if self.recording:
+            self.guards.append(Guard(node, kind, value))
+        return value
+
+    def guard_type(self, node: fx.Node, cls: type) -> None:
+        """Guards the type of what a method or attribute of an object returns: a cache's length may be int or tensor."""
+        is_member = node.op == "call_method" or node.target is getattr
+        source = node.args[0] if is_member and node.args else None
+        if isinstance(source, fx.Node) and not isinstance(source.meta.get("example"), torch.Tensor):
+            self.guard(node, "type", torch.Tensor if issubclass(cls, torch.Tensor) else cls)
+
+    def guard_attribute(self, path: str, value: Any) -> None:
+        if self.recording:
+            module, _, name = path.rpartition(".")
+            self.attribute_guards[module, name] = value
+
+    def reject_none(self, node: fx.Node, value: Any) -> None:
+        """Raises: NoneAccess where code uses an attribute or item of `value`, and it is None."""
+        if value is None and self.recording:
+            raise NoneAccess(node.meta["origin"])
+
+    def fork(self, condition: fx.Node, likely: bool = True) -> bool:
+        """The outcome of a branch on tensor values, which only a run of the region tells."""
+        if self.open_contexts or self.loops.iterations:  # the other path would have to leave the block, too
+            raise TraceError("a branch on tensor values is inside of a `with` block or a loop")
+        index = len(self.outcomes)
+        outcome = self.path_prefix[index] if index < len(self.path_prefix) else likely
+        self.outcomes.append(outcome)
+        self.create_node("call_function", branch, (condition, outcome), {})
+        return outcome
+
+    def format_value(self, value: Any, spec: str) -> str:
+        """A traced value as text, which may be the name of a module."""
+        if isinstance(value, torch.Tensor):
+            raise TraceError("a string is formatted from the values of a tensor")
+        return format(value, spec)
+
+    def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
+        """What Python gets when it reads `value` from an attribute of `module`."""
+        return value
+
+    # Nodes -------------------------------------------------------------------------------------------------------
+
+    def record(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        return self.create_proxy(op, target, args, dict(kwargs or {}))
+
+    def record_node(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+        """A call whose result Python does not see."""
+        arguments: Any = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs or {}))
+        node = self.create_node("call_function", target, *arguments)
+        node.meta["example"] = None
+        return node
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:  # pyright: ignore[reportIncompatibleMethodOverride]
+        node = super().create_node(kind, target, *args, **kwargs)
+        operation, position = (self.caller, f"{kind} {self._operation_name(kind, target, args[0])}"), code_position()
+        occurrence = Occurrence(position, self._counts[*operation, position])
+        node.meta |= {"origin": Origin(*operation, occurrence), "number": self._counts[operation]}
+        self._counts.update((operation, (*operation, position)))
+        self.loops.add(node)
+        return node
+
+    def _operation_name(self, kind: str, target: Any, args: tuple[Any, ...]) -> str:
+        if target is operator.getitem:  # with what is indexed, so that cache updates do not shift the count
+            source, index = args
+            return f"getitem {index} of {source.meta['origin'].operation if isinstance(source, fx.Node) else source}"
+        if kind == "call_module" and self.caller:
+            return str(target).removeprefix(f"{self.caller}.")
+        name = OUT_OF_PLACE_NAMES.get(target) or getattr(target, "__name__", target)
+        return str(name)
+
+    # Recording ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def activate(self) -> Generator[None]:
+        """Inside, this is the current tracer of the thread."""
+        outer = getattr(_active, "tracer", None)
+        _active.tracer, self.recording = self, True
+        try:
+            yield
+        finally:
+            _active.tracer, self.recording = outer, False
+
+    @shielded
+    def pause(self) -> Generator[None]:
+        """Inside, nothing is recorded: examples are computed, or torch's own code runs."""
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
+
+
+def current_tracer() -> TracerBase | None:
+    """The tracer that records what this thread runs."""
+    tracer: TracerBase | None = getattr(_active, "tracer", None)
+    return tracer if tracer is not None and tracer.recording else None
+
+
+def is_tracing() -> bool:
+    """Whether this thread traces a region, also while its tracer is paused."""
+    return getattr(_active, "tracer", None) is not None
