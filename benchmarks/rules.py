@@ -106,7 +106,7 @@ RULES = {
         "non_layer_sites", "embedded_stacks", lambda names, own, _: dict.fromkeys(names)
     ),
     "nearest stack": Rule("non_layer_sites", "nearest_stack", nothing),
-    "lists of one stack": Rule("non_layer_sites", "same_list", never),
+    "lists of one stack": Rule("non_layer_sites", "is_in_lists_of", never),
     "rows joined to several attentions": Rule("site_builder", "LayerSites.shared_pair", nothing),
 }
 
@@ -185,9 +185,8 @@ def recorded(fired: set[str]) -> Iterator[None]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             result = list(result) if isinstance(result, Iterator) else result
-            if result is None or result != without(*args, **kwargs):
-                if result is not None or RULES[name].without is nothing and is_procedure(name):
-                    fired.add(name)
+            if is_procedure(name) or (result is not None and result != without(*args, **kwargs)):
+                fired.add(name)
             return result
 
         return watched

@@ -43,12 +43,12 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     """
     source = model if isinstance(model, ModelSource) else resolve(model)
     fake = skeleton(source).eval()
-    check_names(fake)
-    anatomy = analyze_structure(fake, sample, fake_mode(fake))
-    name_stacks(anatomy)
-    anatomy.shared = shared_modules(anatomy)
-    layers = [kind for stack in anatomy.stacks for kind in stack.kinds]
-    sites, untraced = all_sites(anatomy), untraced_modules(anatomy)
+    _check_names(fake)
+    structure = analyze_structure(fake, sample, fake_mode(fake))
+    name_stacks(structure)
+    structure.shared = shared_modules(structure)
+    layers = [kind for stack in structure.stacks for kind in stack.kinds]
+    sites, untraced = all_sites(structure), untraced_modules(structure)
     table = SiteTable(
         model_id=source.id,
         model_type=source.type,
@@ -57,20 +57,20 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         fingerprint=fingerprint(fake),
         fingerprint_version=VERSION,
         sites=sites,
-        modules=module_infos(anatomy),
+        modules=module_infos(structure),
         tied=tied_groups(fake),
         overlaps=overlaps(fake),
-        shared_modules=anatomy.shared,
-        cross_layer_calls=tuple(anatomy.seen.cross_layer_calls.items()),
-        external_reads=tuple((name, *readers) for name, readers in anatomy.seen.external_reads.items()),
-        warnings=(*warnings(source.id, sites, untraced), *hidden(source.module)),
+        shared_modules=structure.shared,
+        cross_layer_calls=tuple(structure.seen.cross_layer_calls.items()),
+        external_reads=tuple((name, *readers) for name, readers in structure.seen.external_reads.items()),
+        warnings=(*_warnings(source.id, sites, untraced), *_untraceable_forwards(source.module)),
         untraced=untraced,
-        positions=positions(fake),
+        positions=_positions(fake),
     )
-    return Analysis(anatomy, table)
+    return Analysis(structure, table)
 
 
-def check_names(model: nn.Module) -> None:
+def _check_names(model: nn.Module) -> None:
     """Raises: P511 for a name that is no text, or that is hidden by an attribute."""
     for name in chain(dict(model.named_modules()), dict(model.named_parameters()), dict(model.named_buffers())):
         try:
@@ -87,36 +87,36 @@ def check_names(model: nn.Module) -> None:
                 raise PeftcError(Diagnostic("P511", message, help="rename the module"))
 
 
-def warnings(model: str, sites: tuple[Site, ...], untraced: tuple[UntracedModule, ...]) -> Iterator[str]:
-    """What a model does not have, or may have where it could not be read."""
+def _warnings(model: str, sites: tuple[Site, ...], untraced: tuple[UntracedModule, ...]) -> Iterator[str]:
+    """What a model lacks."""
     words = {step for site in sites for step, _ in site.steps}
     if "layer" not in words:
-        yield f"{model} has no transformer layers that could be found: only its modules can be named"
+        yield f"{model} has no transformer layers: only its modules have names"
     elif "attn" not in words and not any("attn" in module.roles for module in untraced):
-        yield f"{model} has no attention: `attn` and what stands below it name nothing"
+        yield f"{model} has no attention: `attn` and the sites below it name nothing"
 
 
-def hidden(model: nn.Module | None) -> list[str]:
+def _untraceable_forwards(model: nn.Module | None) -> list[str]:
     """The modules of a model in memory whose code is unknown."""
     modules = model.named_modules() if model is not None else ()
-    found = [(name, instance_forward(module)) for name, module in modules]
+    forwards = [(name, instance_forward(module)) for name, module in modules]
     return [
-        f"`{name}` has a `forward` in its instance that cannot be followed: what it runs was not read"
-        for name, forward in found
+        f"`{name}` has a `forward` of its instance that could not be traced"
+        for name, forward in forwards
         if forward is not None and forward.function is None
     ]
 
 
-def positions(model: nn.Module) -> int | None:
-    """How many tokens a model takes: as its configuration has it, less those rows of a table of so many positions that none
-    is at. A table with a row for padding counts from the one after it.
+def _positions(model: nn.Module) -> int | None:
+    """The number of tokens that a model takes, by its configuration: less the rows up to that of padding, where a table of
+    positions has one.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = getattr(text, "max_position_embeddings", None)
-    if not isinstance(found, int) or found < 1:  # some say -1 for any number
+    count = getattr(text, "max_position_embeddings", None)
+    if not isinstance(count, int) or count < 1:  # some say -1 for any number
         return None
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == found]
-    if found == getattr(text, "vocab_size", None):
-        return found  # these tables may be of words
-    return found - max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == count]
+    if count == getattr(text, "vocab_size", None):
+        return count  # these tables may be of words
+    return count - max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)

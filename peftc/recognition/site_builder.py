@@ -30,26 +30,23 @@ from peftc.recognition.roles import SubLayer
 from peftc.recognition.token_mixing import is_weighted
 
 
-def all_sites(anatomy: ModelStructure) -> tuple[Site, ...]:
+def all_sites(structure: ModelStructure) -> tuple[Site, ...]:
     """Every site of the model, in model order."""
-    found: list[Site] = [*embeddings(anatomy)]
-    known: dict[object, State] = {}
-    for stack in anatomy.stacks:
+    sites: list[Site] = [*embeddings(structure)]
+    cache: dict[object, State] = {}
+    for stack in structure.stacks:
         for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
-            sites = LayerSites(name, kind, qualified(stack.name, (("layer", i),)), stack.name, known).sites()
-            found += [
-                replace(site, runs=anatomy.seen.calls[name].count if name in anatomy.seen.calls else 1)
-                for site in sites
-            ]
-    found += [*final_norms(anatomy), *heads(anatomy)]
-    return tuple(found)
+            call = structure.seen.calls.get(name)
+            layer = LayerSites(name, kind, qualified(stack.name, (("layer", i),)), stack.name, cache)
+            sites += [replace(site, runs=call.count if call is not None else 1) for site in layer.sites()]
+    return (*sites, *final_norms(structure), *heads(structure))
 
 
 class LayerSites:
-    """The sites of one layer. `known`: states of other layers; those of a kind have the same."""
+    """The sites of one layer. `cache`: states, which layers of one type share."""
 
-    def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, known: dict[object, State]) -> None:
-        self.layer, self.kind, self.steps, self.stack, self.known = layer, kind, steps, stack, known
+    def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, cache: dict[object, State]) -> None:
+        self.layer, self.kind, self.steps, self.stack, self.cache = layer, kind, steps, stack, cache
         self.graph = kind.layer
         stream = stream_input(kind.traced.graph)
         assert stream is not None
@@ -59,11 +56,11 @@ class LayerSites:
         self.flat = {n.name for n in kind.traced.graph.nodes if getattr(n.meta.get("example"), "ndim", 0) == 2}
 
     def sites(self) -> list[Site]:
-        found = [self.layer_site()]
+        sites = [self.layer_site()]
         subs = [sub for sub in self.kind.subs if sub.kind != "untraced"]
         for sub, steps in zip(subs, sub_layer_steps(subs), strict=True):
-            found += self.attention_sites(sub, steps) if sub.attention is not None else self.other_sites(sub, steps)
-        return found
+            sites += self.attention_sites(sub, steps) if sub.attention is not None else self.other_sites(sub, steps)
+        return sites
 
     def layer_site(self) -> Site:
         first = self.kind.subs[0].res if self.kind.subs else self.stream
@@ -115,22 +112,22 @@ class LayerSites:
         """The router, the Linears of each expert, and those of the networks beside them."""
         if sub.router is not None:
             yield self.router_site(sub.router, steps + (("router", None),))
-        for i, found in enumerate(sub.experts):
+        for i, experts in enumerate(sub.experts):
             word = "experts" if i == 0 else "shared" if not sub.shared else f"shared_{i}"
-            for inner, module, states in expert_states(found, self.kind.root, self.full):
+            for inner, module, states in expert_states(experts, self.kind.root, self.full):
                 site = self.site(steps + ((word, inner[0]), (inner[1], None)), module, states)
-                yield of_its_own(site) if isinstance(found, ExpertModules) else site
+                yield with_own_graph(site) if isinstance(experts, ExpertModules) else site
         for i, network in enumerate(sub.shared):
             inner = steps + (("shared", i if len(sub.shared) > 1 else None),)
             for role, projection in network.items():
                 yield self.linear(inner + ((role, None),), projection)
 
-    def router_site(self, parts: Router, steps: Steps) -> Site:
-        states, module = router_states(parts, self.full), parts.weight.rpartition(".")[0]
-        if parts.inside_leaf:
+    def router_site(self, router: Router, steps: Steps) -> Site:
+        states, module = router_states(router, self.full), router.weight.rpartition(".")[0]
+        if router.inside_leaf:
             inside = linear_states(self.full(module), self.kind.root.get_submodule(module))
-            return of_its_own(self.site(steps, self.full(module), states | inside))
-        states |= {"x": self.state("x", parts.x), "h": self.state("h", parts.logits)}
+            return with_own_graph(self.site(steps, self.full(module), states | inside))
+        states |= {"x": self.state("x", router.x), "h": self.state("h", router.logits)}
         return self.site(steps, self.full(module), states)
 
     def module(self, sub: SubLayer) -> str:
@@ -147,13 +144,13 @@ class LayerSites:
             if role in sub.projections:
                 yield self.linear(steps + ((role, None),), sub.projections[role], group)
         inside = self.module(sub)
-        taken = {"q", "k", "v", "o", "gate", "up", "down", "heads", "hidden", "norm", "add"}
+        reserved = {"q", "k", "v", "o", "gate", "up", "down", "heads", "hidden", "norm", "add"}
         names = {str(n.target): relative_name(self.full(str(n.target)), inside) for n in sub.linears}
         many = Counter(names.values())
         first = {str(n.target): n for n in reversed(sub.linears)}  # call of each
         for full, node in sorted(first.items(), key=lambda item: item[1]):
-            own = named_steps(full if many[names[full]] > 1 else names[full], taken)
-            yield self.linear(steps + own, Projection(node), group)
+            inner = named_steps(full if many[names[full]] > 1 else names[full], reserved)
+            yield self.linear(steps + inner, Projection(node), group)
 
     def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
         owners = [norm_owner(n, sub, self.graph) for n in sub.norms]
@@ -181,7 +178,7 @@ class LayerSites:
         return states
 
     def in_batches(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        """A value before batch and tokens were made one dimension of it, or features two, where `like` has them."""
+        """A value before a reshape, where that has as many dimensions as `like`."""
         before: fx.Node | None = node
         while before is not None and before.meta["example"].ndim != like.meta["example"].ndim:
             before = self.graph.passes_through(before)
@@ -236,9 +233,9 @@ class LayerSites:
 
     def state(self, name: str, node: fx.Node, rows: Slice | None = None, heads: bool = False) -> State:
         key = (name, node, rows, heads)
-        if key not in self.known:
-            self.known[key] = self.new_state(name, node, rows, heads)
-        return self.known[key]
+        if key not in self.cache:
+            self.cache[key] = self.new_state(name, node, rows, heads)
+        return self.cache[key]
 
     def new_state(self, name: str, node: fx.Node, rows: Slice | None, heads: bool) -> State:
         value = node.meta["example"]
@@ -271,7 +268,7 @@ class LayerSites:
         return f"{self.layer}.{name}".rstrip(".")
 
 
-def of_its_own(site: Site) -> Site:
+def with_own_graph(site: Site) -> Site:
     """The site as one whole module, whose call the graph of the layer does not have."""
     return replace(site, root=site.module, kind=site.module)
 
@@ -280,12 +277,12 @@ def sub_layer_steps(subs: list[SubLayer]) -> list[Steps]:
     """`attn.self`, `attn.cross`, `ffn`, `mixer`; numbered where a layer has several of one sort."""
     names = [(sub.kind, sub.variant) for sub in subs]
     many, seen = Counter(names), Counter[tuple[str, str]]()
-    found: list[Steps] = []
+    paths: list[Steps] = []
     for name, variant in names:
         index = seen[name, variant] if many[name, variant] > 1 else None
         seen[name, variant] += 1
-        found.append(((name, None), (variant, index)) if variant else ((name, index),))
-    return found
+        paths.append(((name, None), (variant, index)) if variant else ((name, index),))
+    return paths
 
 
 def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
@@ -300,21 +297,17 @@ def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
 
 def attention_heads(attention: Attention) -> fx.Node | None:
     """The result of an attention as (batch, tokens, heads, d_head)."""
-    wanted = example(attention.q), example(attention.v)
-    if any(not isinstance(w, torch.Tensor) or w.ndim != 4 for w in wanted):
+    q, v = shape(attention.q), shape(attention.v)
+    if len(q) != 4 or len(v) != 4:
         return None
-    q, v = wanted
-    assert isinstance(q, torch.Tensor)
-    assert isinstance(v, torch.Tensor)
-    node, seen = attention.out, 0
-    while seen < 4:
-        value = example(node)
-        if isinstance(value, torch.Tensor) and value.shape == (q.shape[0], q.shape[2], q.shape[1], v.shape[3]):
+    node = attention.out
+    for _ in range(4):
+        if shape(node) == (q[0], q[2], q[1], v[3]):
             return node if attention.sort == "interface" or node is not attention.out else None
         users = value_users(node)
         if len(users) != 1:
             return None
-        node, seen = users[0], seen + 1
+        (node,) = users
     return None
 
 
@@ -345,7 +338,7 @@ def pair_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> 
     return shapes.KeyValue(k[1], k[3], None if v[3] == k[3] else v[3])
 
 
-def named_steps(name: str, taken: set[str]) -> Steps:
+def named_steps(name: str, reserved: set[str]) -> Steps:
     """A module's name as the steps of a path: `experts.0.w1` is `experts[0].w1`; none that already means something else."""
     steps: list[tuple[str, int | None]] = []
     for part in name.split("."):
@@ -354,7 +347,7 @@ def named_steps(name: str, taken: set[str]) -> Steps:
         else:
             word = "".join(c if c.isalnum() else "_" for c in part)
             steps.append((word if word[:1].isalpha() or word[:1] == "_" else f"_{word}", None))
-    if steps[0][0] in taken:
+    if steps[0][0] in reserved:
         steps[0] = (f"{steps[0][0]}_", steps[0][1])
     return tuple(steps)
 

@@ -15,43 +15,43 @@ from peftc.models.media import MEDIA
 from peftc.recognition.layers import ModelStructure, Stack
 from peftc.semantics.vocabulary import SITES, STACKS, TOWERS
 
-SAID: dict[str, tuple[str, ...]] = {  # parts of the names of sections of a configuration that tell a medium
+MEDIUM_WORDS: dict[str, tuple[str, ...]] = {  # in the names of sections of a configuration
     "vision": ("vision", "image", "video", "visual"),
     "audio": ("audio", "speech", "sound"),
     "text": ("text", "language"),
 }
-PLAIN = frozenset({*SITES, "backbone"})  # sections that tell none, or what already means something else
+GENERIC_SECTIONS = frozenset({*SITES, "backbone"})  # name no medium, or something else
 
 
-def name_stacks(anatomy: ModelStructure) -> None:
-    """Names every stack, no two alike.
+def name_stacks(structure: ModelStructure) -> None:
+    """Gives every stack a name of its own.
 
     A model with one stack, or with an encoder that its decoder attends to, has no towers.
     """
-    config = getattr(anatomy.model, "config", None)
-    stacks = anatomy.stacks
+    config = getattr(structure.model, "config", None)
+    stacks = structure.stacks
     towers: dict[str, list[Stack]] = defaultdict(list)
     for stack in stacks:
-        towers[tower_of(stack, anatomy)].append(stack)
+        towers[_tower(stack, structure)].append(stack)
     pair = len(stacks) == 2 and bool(getattr(config, "is_encoder_decoder", False))
     if len(towers) < 2 or pair:
         towers = {"": stacks}
     for tower, members in towers.items():
-        alone = bool(tower) and len(members) == 1
-        for stack, role in zip(members, roles_of(members), strict=True):
-            stack.name = tower if alone else f"{tower}.{role}".lstrip(".")
+        single = bool(tower) and len(members) == 1
+        for stack, role in zip(members, _roles(members), strict=True):
+            stack.name = tower if single else f"{tower}.{role}".lstrip(".")
 
 
-def roles_of(stacks: list[Stack]) -> list[str]:
+def _roles(stacks: list[Stack]) -> list[str]:
     """`encoder` or `decoder`; where several would be the same, the part of their path that tells them apart."""
-    roles = ["decoder" if decodes(stack) else "encoder" for stack in stacks]
+    roles = ["decoder" if _is_decoder(stack) else "encoder" for stack in stacks]
     if len(set(roles)) == len(roles):
         return roles
-    found = [part_of(s.path, [o.path for o in stacks if o is not s]) for s in stacks]
-    return found if len(set(found)) == len(found) else [whole(s.path) for s in stacks]
+    parts = [_distinct_part(s.path, [o.path for o in stacks if o is not s]) for s in stacks]
+    return parts if len(set(parts)) == len(parts) else [_joined(s.path) for s in stacks]
 
 
-def decodes(stack: Stack) -> bool:
+def _is_decoder(stack: Stack) -> bool:
     """A stack with cross-attention decodes, and one whose attention is causal."""
     for kind in stack.kinds:
         for sub in kind.subs:
@@ -65,18 +65,17 @@ def decodes(stack: Stack) -> bool:
     return False
 
 
-def part_of(path: str, others: list[str]) -> str:
-    """The first part of a path that tells it from the others, as a word; none that means something else."""
+def _distinct_part(path: str, others: list[str]) -> str:
+    """The first part of a path that the others lack and that has no meaning in the language."""
     for depth, part in enumerate(path.split(".")):
         rest = [o.split(".") for o in others]
         own = all(len(o) <= depth or o[depth] != part for o in rest)
         if own and not part.isdigit() and (part not in SITES or part in (*STACKS, *TOWERS)):
             return part
-    return whole(path)
+    return _joined(path)
 
 
-def whole(path: str) -> str:
-    """A path as a word."""
+def _joined(path: str) -> str:
     word = path.replace(".", "_")
     return f"{word}_" if word in SITES else word
 
@@ -84,16 +83,16 @@ def whole(path: str) -> str:
 # Towers --------------------------------------------------------------------------------------------------------------
 
 
-def tower_of(stack: Stack, anatomy: ModelStructure) -> str:
-    """The medium of a stack: as its section of the configuration says, else what its model takes, else what reaches it."""
-    modules = list(above(stack.layers[0], anatomy.model))
+def _tower(stack: Stack, structure: ModelStructure) -> str:
+    """The medium of a stack: by its section of the configuration, else by its model's input, else by what reaches it."""
+    modules = list(_ancestors(stack.layers[0], structure.model))
     sections = list(sections_of(modules))
-    said = next((medium for name in reversed(sections) if (medium := medium_of(name))), None)
-    own = next((name for name in reversed(sections) if name not in PLAIN), None)
-    return said or own or taken(modules) or anatomy.seen.modality.get(stack.layers[0]) or "text"
+    medium = next((medium for name in reversed(sections) if (medium := _medium_of(name))), None)
+    own = next((name for name in reversed(sections) if name not in GENERIC_SECTIONS), None)
+    return medium or own or _input_medium(modules) or structure.seen.modality.get(stack.layers[0]) or "text"
 
 
-def above(layer: str, model: nn.Module) -> Iterator[nn.Module]:
+def _ancestors(layer: str, model: nn.Module) -> Iterator[nn.Module]:
     """The model, and every module down to the layer."""
     parts = layer.split(".")
     for depth in range(len(parts)):
@@ -108,13 +107,13 @@ def sections_of(modules: list[nn.Module]) -> Iterator[str]:
         if section is None:  # of a wrapper that has no configuration
             section = own if isinstance(own, PretrainedConfig) else None
             continue
-        name = section_named(section, own)
+        name = _section_name(section, own)
         if name is not None:
             yield "_".join(part for part in name.split("_") if part != "config")
             section = own
 
 
-def section_named(config: Any, part: Any) -> str | None:
+def _section_name(config: Any, part: Any) -> str | None:
     """The field of a configuration that holds the one of a part: equal to it, or else of its class."""
     if not isinstance(part, PretrainedConfig) or part is config:
         return None
@@ -122,11 +121,11 @@ def section_named(config: Any, part: Any) -> str | None:
     return next((n for n, v in fields.items() if v is part), None) or next(iter(fields), None)
 
 
-def medium_of(section: str) -> str | None:
-    return next((medium for medium, words in SAID.items() if any(word in section for word in words)), None)
+def _medium_of(section: str) -> str | None:
+    return next((medium for medium, words in MEDIUM_WORDS.items() if any(word in section for word in words)), None)
 
 
-def taken(modules: list[nn.Module]) -> str | None:
-    """The medium that the innermost model among nested modules takes, where that is not text."""
+def _input_medium(modules: list[nn.Module]) -> str | None:
+    """The medium of the input of the innermost model among nested modules, unless it is text."""
     names = [name for m in modules[1:] if isinstance(name := getattr(m, "main_input_name", None), str)]
     return next((medium.word for name in reversed(names) for medium in MEDIA if name in medium.main), None)

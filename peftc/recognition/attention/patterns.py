@@ -40,7 +40,7 @@ class Attention:
 
 def attentions(layer: LayerGraph) -> list[Attention]:
     """Every attention of a layer, in the order in which they run."""
-    return [found for node in layer.graph.nodes if (found := attention_at(node, layer)) is not None]
+    return [a for node in layer.graph.nodes if (a := attention_at(node, layer)) is not None]
 
 
 def attention_at(node: fx.Node, layer: LayerGraph) -> Attention | None:
