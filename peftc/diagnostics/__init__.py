@@ -1,4 +1,3 @@
-from peftc.diagnostics.diagnostic import Diagnostic, PeftcError, PeftcWarning, Severity, Source, warn
-from peftc.diagnostics.span import NOWHERE, Span
+from peftc.diagnostics.diagnostic import NOWHERE, Diagnostic, PeftcError, PeftcWarning, Severity, Source, Span, warn
 
 __all__ = ["NOWHERE", "Diagnostic", "PeftcError", "PeftcWarning", "Severity", "Source", "Span", "warn"]

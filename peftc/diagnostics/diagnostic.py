@@ -1,4 +1,4 @@
-"""The one record behind every message of peftc, and the one exception that carries it."""
+"""The record behind every message of peftc, and the exception that carries it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,44 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from peftc.diagnostics.span import Span
-
 Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text and the name it is shown under."""
+    """A text and the path that messages show for it."""
 
     path: str
     text: str
 
 
+@dataclass(frozen=True, order=True)
+class Span:
+    """A half-open range of a text: offsets in characters from 0, lines and columns from 1."""
+
+    start: int
+    end: int
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+    def until(self, other: Span) -> Span:
+        """The span from the start of this one to the end of `other`."""
+        return Span(self.start, other.end, self.line, self.column, other.end_line, other.end_column)
+
+
+NOWHERE = Span(0, 0, 1, 1, 1, 1)
+
+
 @dataclass(frozen=True)
 class Diagnostic:
-    """One cause, one message.
+    """One error or warning.
 
-    `label` stands beside the underlined span; `notes` are facts; `help` is something that can be done about it.
+    Args:
+        label: text next to the underlined span.
+        notes: facts about the cause.
+        help: what the user can do.
     """
 
     code: str
@@ -38,39 +58,40 @@ class Diagnostic:
     severity: Severity = "error"
 
     def with_source(self, source: Source) -> Diagnostic:
-        """This diagnostic, said of `source` if it did not name a text yet."""
+        """This diagnostic, with `source` if it has no source yet."""
         return self if self.source else replace(self, source=source)
 
     def __str__(self) -> str:
-        where = (
-            f"{printable(self.source.path)}:{self.span.line}:{self.span.column}: " if self.source and self.span else ""
-        )
+        at = f"{printable(self.source.path)}:{self.span.line}:{self.span.column}: " if self.source and self.span else ""
         notes = "".join(f"\n  note: {printable(note)}" for note in self.notes)
-        tail = notes + (f"\n  help: {printable(self.help)}" if self.help else "")
-        return f"{where}{self.severity}[{self.code}]: {printable(self.message)}{tail}"
+        help_ = f"\n  help: {printable(self.help)}" if self.help else ""
+        return f"{at}{self.severity}[{self.code}]: {printable(self.message)}{notes}{help_}"
 
 
 def printable(text: str) -> str:
-    """A text of anyone's as messages show it: on one line, without what a terminal or a program that reads the log obeys."""
+    """`text` on one line, with line breaks and control characters escaped.
+
+    Messages quote untrusted text, which must not control a terminal or forge lines of a log.
+    """
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class PeftcError(Exception):
-    """Bad input, told as diagnostics; nothing has been changed."""
+    """Invalid input, described by diagnostics. Nothing has been changed."""
 
     def __init__(self, diagnostics: Diagnostic | Iterable[Diagnostic]) -> None:
-        found = (diagnostics,) if isinstance(diagnostics, Diagnostic) else tuple(diagnostics)
-        super().__init__(found)
-        self.diagnostics: tuple[Diagnostic, ...] = found
+        records = (diagnostics,) if isinstance(diagnostics, Diagnostic) else tuple(diagnostics)
+        super().__init__(records)
+        self.diagnostics: tuple[Diagnostic, ...] = records
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.diagnostics))
 
 
 class PeftcWarning(UserWarning):
-    """Something that may be wrong, told as a diagnostic; what was asked for is done all the same."""
+    """A possible mistake, described by a diagnostic. The operation continues."""
 
     def __init__(self, diagnostic: Diagnostic) -> None:
         super().__init__(diagnostic)
@@ -86,8 +107,8 @@ class PeftcWarning(UserWarning):
 
 
 def warn(diagnostic: Diagnostic) -> None:
-    """Issues a `PeftcWarning` at the line outside of peftc that has called it."""
-    level, frame = 2, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # what `warnings` itself uses
+    """Issues a `PeftcWarning` at the innermost caller outside peftc."""
+    level, frame = 2, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # as `warnings` does
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "peftc":
         level, frame = level + 1, frame.f_back
     warnings.warn(PeftcWarning(replace(diagnostic, severity="warning")), stacklevel=level)

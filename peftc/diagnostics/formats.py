@@ -1,4 +1,4 @@
-"""Diagnostics as programs read them."""
+"""Diagnostics for programs: JSON and GitHub workflow commands."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Any
 
 from peftc.diagnostics.diagnostic import Diagnostic
 
+_PROPERTIES = {"file": "path", "line": "line", "col": "column", "endLine": "end_line", "endColumn": "end_column"}
 
-def record(found: Diagnostic) -> dict[str, Any]:
-    """One diagnostic as plain data; positions count from 1, the end is just behind, and all are None without a place."""
-    span = found.span if found.source else None
+
+def record(diagnostic: Diagnostic) -> dict[str, Any]:
+    """A diagnostic as JSON data. Positions count from 1, the end is exclusive; without a source all are None."""
+    span = diagnostic.span if diagnostic.source else None
     return {
-        "code": found.code,
-        "severity": found.severity,
-        "message": found.message,
-        "path": found.source.path if found.source else None,
+        "code": diagnostic.code,
+        "severity": diagnostic.severity,
+        "message": diagnostic.message,
+        "path": diagnostic.source.path if diagnostic.source else None,
         "line": span.line if span else None,
         "column": span.column if span else None,
         "end_line": span.end_line if span else None,
         "end_column": span.end_column if span else None,
-        "help": found.help,
+        "help": diagnostic.help,
     }
 
 
 def render_json(diagnostics: Iterable[Diagnostic]) -> str:
     """A JSON list of records."""
-    return json.dumps([record(found) for found in diagnostics], indent=2, ensure_ascii=False) + "\n"
+    return json.dumps([record(diagnostic) for diagnostic in diagnostics], indent=2, ensure_ascii=False) + "\n"
 
 
 def render_github(diagnostics: Iterable[Diagnostic]) -> str:
-    """Workflow commands, which GitHub shows beside the lines of a pull request."""
-    return "".join(f"{_command(found)}\n" for found in diagnostics)
+    """Workflow commands, which GitHub shows next to the lines of a pull request."""
+    return "".join(f"{_command(diagnostic)}\n" for diagnostic in diagnostics)
 
 
-def _command(found: Diagnostic) -> str:
-    at = record(found)
-    places = {"file": "path", "line": "line", "col": "column", "endLine": "end_line", "endColumn": "end_column"}
-    fields = [f"{name}={_property(str(at[key]))}" for name, key in places.items() if at[key] is not None]
-    text = (
-        found.message
-        + "".join(f"\nnote: {note}" for note in found.notes)
-        + (f"\nhelp: {found.help}" if found.help else "")
-    )
-    return f"::{found.severity} {','.join([*fields, f'title={found.code}'])}::{_data(text)}"
+def _command(diagnostic: Diagnostic) -> str:
+    values = record(diagnostic)
+    properties = [
+        f"{name}={_property(str(values[key]))}" for name, key in _PROPERTIES.items() if values[key] is not None
+    ]
+    notes = "".join(f"\nnote: {note}" for note in diagnostic.notes)
+    text = diagnostic.message + notes + (f"\nhelp: {diagnostic.help}" if diagnostic.help else "")
+    return f"::{diagnostic.severity} {','.join([*properties, f'title={diagnostic.code}'])}::{_data(text)}"
 
 
 def _data(text: str) -> str:

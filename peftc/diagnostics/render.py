@@ -1,4 +1,4 @@
-"""Diagnostics as people read them: the message, the line it is about, and what can be done.
+"""Diagnostics for people: the message, the source line with the span underlined, and the help.
 
 error[P201]: `layer[*].attn.croos` matches nothing in facebook/bart-large
   --> mam.peft:4:28
@@ -16,76 +16,74 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TextIO
 
-from peftc.diagnostics.diagnostic import Diagnostic, Source, printable
-from peftc.diagnostics.span import Span
+from peftc.diagnostics.diagnostic import Diagnostic, Source, Span, printable
 
-_WIDTH = 160  # characters of a source line that are shown
+_WIDTH = 160  # most characters of a source line
 _BOLD, _RED, _YELLOW, _BLUE, _RESET = "\033[1m", "\033[1;31m", "\033[1;33m", "\033[1;34m", "\033[0m"
 
 
 def render_text(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
-    """All of them, with a blank line between."""
-    return "\n".join("".join(f"{line}\n" for line in _lines(found, _Paint(color))) for found in diagnostics)
+    """Diagnostics as text, separated by blank lines."""
+    painter = _Painter(color)
+    return "\n".join("".join(f"{line}\n" for line in painter.lines(diagnostic)) for diagnostic in diagnostics)
 
 
 def wants_color(stream: TextIO) -> bool:
-    """A terminal, unless NO_COLOR (no-color.org) is set."""
+    """Whether `stream` is a terminal and NO_COLOR (no-color.org) is unset."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
-class _Paint:
+class _Painter:
     def __init__(self, color: bool) -> None:
         self._color = color
 
-    def __call__(self, text: str, ansi: str) -> str:
+    def lines(self, diagnostic: Diagnostic) -> Iterator[str]:
+        tone = _RED if diagnostic.severity == "error" else _YELLOW
+        head = self._paint(f"{diagnostic.severity}[{diagnostic.code}]", tone)
+        yield head + self._paint(f": {printable(diagnostic.message)}", _BOLD)
+        pad = " "
+        if diagnostic.source and diagnostic.span:
+            pad = " " * (len(str(diagnostic.span.line)) + 1)
+            yield from self._snippet(diagnostic.source, diagnostic.span, diagnostic.label, pad, tone)
+        elif diagnostic.source:
+            yield f"{pad}{self._paint('-->', _BLUE)} {printable(diagnostic.source.path)}"
+        footer = [("note", note) for note in diagnostic.notes] + [("help", diagnostic.help or "")]
+        for title, text in footer:
+            if text or title == "note":
+                yield f"{pad} {self._paint('=', _BLUE)} {self._paint(title, _BOLD)}: {printable(text)}"
+
+    def _snippet(self, source: Source, span: Span, label: str, pad: str, tone: str) -> Iterator[str]:
+        """The first line of the span, with the span underlined."""
+        lines = _split(source.text)
+        line = lines[span.line - 1].rstrip("\r") if span.line <= len(lines) else ""
+        start = min(span.column - 1, len(line))
+        end = span.end_column - 1 if span.end_line == span.line else len(line)
+        end = max(start + 1, min(end, len(line) + 1))
+        excerpt, start, end = _window(line, start, end)
+        marks = " " * _cells(excerpt[:start]) + "^" * max(1, _cells(excerpt[start:end]))
+        bar = self._paint("|", _BLUE)
+        yield f"{pad}{self._paint('-->', _BLUE)} {printable(source.path)}:{span.line}:{span.column}"
+        yield f"{pad} {bar}"
+        yield f" {self._paint(str(span.line), _BLUE)} {bar} {excerpt}".rstrip()
+        yield f"{pad} {bar} {self._paint(f'{marks} {printable(label)}'.rstrip(), tone)}"
+
+    def _paint(self, text: str, ansi: str) -> str:
         return f"{ansi}{text}{_RESET}" if self._color and text else text
-
-
-def _lines(found: Diagnostic, paint: _Paint) -> Iterator[str]:
-    tone = _RED if found.severity == "error" else _YELLOW
-    yield f"{paint(f'{found.severity}[{found.code}]', tone)}{paint(f': {printable(found.message)}', _BOLD)}"
-    pad = " "
-    if found.source and found.span:
-        pad = " " * (len(str(found.span.line)) + 1)
-        yield from _snippet(found.source, found.span, found.label, pad, paint, tone)
-    elif found.source:
-        yield f"{pad}{paint('-->', _BLUE)} {printable(found.source.path)}"
-    for note in found.notes:
-        yield f"{pad} {paint('=', _BLUE)} {paint('note', _BOLD)}: {printable(note)}"
-    if found.help:
-        yield f"{pad} {paint('=', _BLUE)} {paint('help', _BOLD)}: {printable(found.help)}"
-
-
-def _snippet(source: Source, span: Span, label: str, pad: str, paint: _Paint, tone: str) -> Iterator[str]:
-    """The first line of the span, underlined."""
-    lines = _split(source.text)
-    line = lines[span.line - 1].rstrip("\r") if span.line <= len(lines) else ""
-    start = min(span.column - 1, len(line))
-    end = span.end_column - 1 if span.end_line == span.line else len(line)
-    end = max(start + 1, min(end, len(line) + 1))
-    shown, start, end = _window(line, start, end)
-    marks = " " * _cells(shown[:start]) + "^" * max(1, _cells(shown[start:end]))
-    bar = paint("|", _BLUE)
-    yield f"{pad}{paint('-->', _BLUE)} {printable(source.path)}:{span.line}:{span.column}"
-    yield f"{pad} {bar}"
-    yield f" {paint(str(span.line), _BLUE)} {bar} {shown}".rstrip()
-    yield f"{pad} {bar} {paint(f'{marks} {printable(label)}'.rstrip(), tone)}"
 
 
 @lru_cache(maxsize=8)
 def _split(text: str) -> list[str]:
-    """The lines of a text, which many messages may be about."""
     return text.split("\n")
 
 
 def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
-    """A line fit for the screen: no control characters, and of a long one the part around the span."""
+    """The part of a long line around the span, without control characters, and the span in it."""
     first = max(0, min(start - _WIDTH // 3, len(line) - _WIDTH))
-    cut = "".join(char if char.isprintable() else " " for char in line[first : first + _WIDTH])
+    part = "".join(char if char.isprintable() else " " for char in line[first : first + _WIDTH])
     left, right = "…" if first else "", "…" if first + _WIDTH < len(line) else ""
-    return left + cut + right, start - first + len(left), min(end - first, len(cut) + 1) + len(left)
+    return left + part + right, start - first + len(left), min(end - first, len(part) + 1) + len(left)
 
 
 def _cells(text: str) -> int:
-    """Columns of a terminal that `text` takes."""
+    """The number of terminal columns of `text`."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

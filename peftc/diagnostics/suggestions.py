@@ -1,4 +1,4 @@
-"""Names that someone may have meant."""
+"""Suggestions for misspelled names, and lists of names in messages."""
 
 from __future__ import annotations
 
@@ -7,113 +7,73 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
 
-# What other libraries and other papers call the things that this language names.
-ALIASES: Mapping[str, str] = {
-    "q_proj": "q",
-    "query": "q",
-    "wq": "q",
-    "k_proj": "k",
-    "key": "k",
-    "wk": "k",
-    "v_proj": "v",
-    "value": "v",
-    "wv": "v",
-    "o_proj": "o",
-    "out_proj": "o",
-    "out": "o",
-    "c_proj": "o",
-    "mlp": "ffn",
-    "feed_forward": "ffn",
-    "feedforward": "ffn",
-    "ff": "ffn",
-    "fc": "ffn",
-    "fc1": "up",
-    "up_proj": "up",
-    "wi": "up",
-    "intermediate": "up",
-    "fc2": "down",
-    "down_proj": "down",
-    "wo": "down",
-    "gate_proj": "gate",
-    "attention": "attn",
-    "self_attn": "attn",
-    "self_attention": "self",
-    "encoder_attn": "cross",
-    "cross_attn": "cross",
-    "cross_attention": "cross",
-    "crossattention": "cross",
-    "layers": "layer",
-    "block": "layer",
-    "blocks": "layer",
-    "head_mask": "heads",
-    "lm_head": "head",
-    "classifier": "head",
-    "embedding": "embed",
-    "embeddings": "embed",
-    "embed_tokens": "embed",
-    "layer_norm": "norm",
-    "layernorm": "norm",
-    "ln": "norm",
-    "final_norm": "norm",
-    "residual": "res",
-    "weight": "w",
-    "bias": "b",
-    "rank": "r",
-    "dim": "r",
-    "bottleneck_dim": "r",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "activation": "act",
-    "non_linearity": "act",
-    "nonlinearity": "act",
-    "length": "len",
-    "prefix_length": "len",
-    "num_virtual_tokens": "len",
-    "use_rslora": "rslora",
-    "init_weights": "init",
-    "bottleneck_size": "r",
-    "ia3": "vector",
-    "scale": "scalar",
-    "cat": "concat",
-    "dora": "magnitude",
+# The names of this language, and what papers, Hugging Face and other libraries call the same things.
+_SYNONYMS = {
+    "q": "q_proj query wq",
+    "k": "k_proj key wk",
+    "v": "v_proj value wv",
+    "o": "o_proj out_proj out c_proj",
+    "ffn": "mlp feed_forward feedforward ff fc",
+    "up": "fc1 up_proj wi intermediate",
+    "down": "fc2 down_proj wo",
+    "gate": "gate_proj",
+    "attn": "attention self_attn",
+    "self": "self_attention",
+    "cross": "encoder_attn cross_attn cross_attention crossattention",
+    "layer": "layers block blocks",
+    "heads": "head_mask",
+    "head": "lm_head classifier",
+    "embed": "embedding embeddings embed_tokens",
+    "norm": "layer_norm layernorm ln final_norm",
+    "res": "residual",
+    "w": "weight",
+    "b": "bias",
+    "r": "rank dim bottleneck_dim bottleneck_size",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "act": "activation non_linearity nonlinearity",
+    "len": "length prefix_length num_virtual_tokens",
+    "rslora": "use_rslora",
+    "init": "init_weights",
+    "vector": "ia3",
+    "scalar": "scale",
+    "concat": "cat",
+    "magnitude": "dora",
 }
+ALIASES: Mapping[str, str] = {alias: name for name, aliases in _SYNONYMS.items() for alias in aliases.split()}
 
-_LONGEST = 80  # characters of a name that someone may have meant to type
-_MOST = 200  # names
+# The time of a search grows with the length and the number of names, which may come from untrusted text.
+_MAX_LENGTH = 80
+_MAX_NAMES = 200
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name of `known` that `name` most likely stands for: an alias, another spelling, or a typing error.
-
-    Of very many names, only the first are looked at: the time that this takes grows with them.
-    """
-    if not isinstance(name, str) or len(name) > _LONGEST:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    """The name in `known` that `name` most likely means: a synonym, another spelling, or a typing error."""
+    if not isinstance(name, str) or len(name) > _MAX_LENGTH:  # pyright: ignore[reportUnnecessaryIsInstance]  # a caller from Python may pass anything
         return None
-    return _nearest(name, tuple(islice(known, _MOST)))
+    return _nearest(name, tuple(islice(known, _MAX_NAMES)))
 
 
 @lru_cache(maxsize=1024)
 def _nearest(name: str, names: tuple[str, ...]) -> str | None:
-    folded = {candidate.lower().replace("_", ""): candidate for candidate in reversed(names)}
     alias = ALIASES.get(name.lower().replace("-", "_"))
     if alias in names:
         return alias
-    plain = name.lower().replace("_", "").replace("-", "")
-    if plain in folded:
-        return folded[plain]
-    close = get_close_matches(plain, folded, n=1, cutoff=0.6)
-    return folded[close[0]] if close else None
+    folded = {candidate.lower().replace("_", ""): candidate for candidate in reversed(names)}
+    word = name.lower().replace("_", "").replace("-", "")
+    matches = [word] if word in folded else get_close_matches(word, folded, n=1, cutoff=0.6)
+    return folded[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    """A `help:` text, or None where no name is near."""
-    found = nearest(name, known)
-    return f"did you mean `{found}`?" if found else None
+    """A text for `Diagnostic.help`, or None if no name is similar."""
+    suggestion = nearest(name, known)
+    return f"did you mean `{suggestion}`?" if suggestion else None
 
 
 def join_names(names: Iterable[str], last: str = "and") -> str:
-    """`a`, `b` and `c`; of very many names, the first and how many more."""
+    """The names in a sentence: `a`, `b` and `c`. Of many names, the first 200 and the number of the others."""
     quoted = [f"`{name}`" for name in names]
-    if len(quoted) > _MOST:
-        quoted = [*quoted[:_MOST], f"{len(quoted) - _MOST:,} more"]
+    if len(quoted) > _MAX_NAMES:
+        quoted = [*quoted[:_MAX_NAMES], f"{len(quoted) - _MAX_NAMES:,} more"]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {last} {quoted[-1]}" if quoted else "none"

@@ -24,9 +24,9 @@ from peftc.semantics.scope import (
 from peftc.semantics.substitute import Environment, in_body, in_expectation, overlay, substitute
 from peftc.semantics.walk import is_shared, names_in, names_of, walk
 from peftc.syntax import ast
+from peftc.syntax.error_context import excerpt
 from peftc.syntax.print_expressions import print_expression
 from peftc.syntax.printer import print_statement
-from peftc.syntax.situation import shown
 
 MOST = 1_000  # statements of an expanded spec
 _NODES = 20  # expressions that count as a statement
@@ -259,7 +259,7 @@ class Expansion:
         self._spend(apply)
         definition = self._called(apply, scope)
         given = self._arguments(apply, definition.method, known)
-        written = shown(print_statement(replace(apply, leading=(), trailing=None)), _LONGEST)
+        written = excerpt(print_statement(replace(apply, leading=(), trailing=None)), _LONGEST)
         note = f"from `{written}`, line {apply.span.line} of {scope.spec.source.path}"
         found = self._method(definition, given, (note, *via) if apply.span.end else via)
         if apply.at is not None:

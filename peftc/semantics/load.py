@@ -12,8 +12,8 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.filesystem.bounded_read import check_path, printable_path, read_regular
 from peftc.syntax import ast
+from peftc.syntax.lexer import begins_as_spec
 from peftc.syntax.parser import parse_text
-from peftc.syntax.tokens import begins_as_spec
 
 LARGEST = 1_000_000  # bytes of a spec
 

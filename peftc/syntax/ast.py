@@ -1,6 +1,6 @@
-"""The abstract syntax of a `.peft` spec: frozen, typed, a span on every node.
+"""The abstract syntax tree of a `.peft` spec: frozen dataclasses with a span on every node.
 
-Spans and comments do not take part in equality, so `parse(print(spec)) == spec` can be said with `==`.
+Equality ignores spans and comments, so that `parse(print(spec)) == spec`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Node:
     span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
-# Expressions ---------------------------------------------------------------------------------------------------------
+# Expressions
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Boolean(Node):
 
 @dataclass(frozen=True)
 class Name(Node):
-    """A state, a parameter of the method, something bound by `let`, or a word such as `relu`. May be dotted (`enc.ffn`)."""
+    """A state, a parameter, a `let`, or a word such as `relu`. May be dotted (`enc.ffn`)."""
 
     id: str
 
@@ -52,7 +52,7 @@ class Keyword(Node):
 
 @dataclass(frozen=True)
 class Call(Node):
-    """`adapter(x, r=64)`: a form, a frozen sub-module of the site (`norm`), `concat`, or a fact in `expect`."""
+    """`adapter(x, r=64)`: a form, a frozen module of the site, `concat`, or a fact."""
 
     function: str
     args: tuple[Expr, ...] = ()
@@ -75,12 +75,12 @@ class Binary(Node):
 Expr = Number | Boolean | Name | String | Call | Negative | Binary
 
 
-# Selectors -----------------------------------------------------------------------------------------------------------
+# Selectors
 
 
 @dataclass(frozen=True)
 class Index(Node):
-    """`3` (start = stop = 3), `0..5` (both ends included), `6..` (stop None), `..5` (start None), `*` (both None).
+    """`3` (start = stop), `0..5` (inclusive), `6..` (no stop), `..5` (no start), `*` (neither).
 
     Negative numbers count from the end.
     """
@@ -91,7 +91,7 @@ class Index(Node):
 
 @dataclass(frozen=True)
 class Step(Node):
-    """`layer[0, 3..5]`, `attn`, `**`; `indices` is None where no brackets were written."""
+    """`layer[0, 3..5]`, `attn`, `**`; `indices` is None without brackets."""
 
     name: str
     indices: tuple[Index, ...] | None = None
@@ -104,7 +104,7 @@ class Path(Node):
 
 @dataclass(frozen=True)
 class Glob(Node):
-    """`"model.layers.*.mlp.*_proj"`: a pattern on module names; `*` and `?` stay within a segment, `**` spans segments."""
+    """A pattern on module names. `*` and `?` match within a segment, `**` across segments."""
 
     pattern: str
 
@@ -123,15 +123,18 @@ class Difference(Node):
 Selector = Path | Glob | Union | Difference
 
 
-# Statements ----------------------------------------------------------------------------------------------------------
+# Statements
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statement(Node):
-    """`leading`: comment lines above it, "" for a blank line; `trailing`: the comment at the end of its first or only line.
+    """A statement with its comments.
 
-    `origin` is the text that the spans point into, where expansion took the statement from another file (None: the
-    text of the `Spec` it stands in); `via` tells how it came here, as notes for messages.
+    Args:
+        leading: the comment lines above, "" for a blank line.
+        trailing: the comment at the end of the first line.
+        origin: the text that the spans refer to; None for the text of the enclosing `Spec`.
+        via: the `apply` statements that expanded to this one, as notes for messages.
     """
 
     leading: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -142,7 +145,7 @@ class Statement(Node):
 
 @dataclass(frozen=True)
 class Equation(Statement):
-    """`h += 4 * adapter(x, r=512)`; op `=` assigns."""
+    """`h += 4 * adapter(x, r=512)`"""
 
     target: str
     op: Literal["=", "+=", "*="]
@@ -158,7 +161,7 @@ class Let(Statement):
 
 @dataclass(frozen=True)
 class Edit(Statement):
-    """`edit NAME at SELECTOR [per task] { equations }`; the name is the stable identity of what is trained."""
+    """`edit NAME at SELECTOR [per task] { equations }`; trained tensors are saved under NAME."""
 
     name: str
     selector: Selector
@@ -224,8 +227,6 @@ TopLevel = Method | Use | Apply | Let | Edit | Train | Expect
 
 @dataclass(frozen=True)
 class Spec(Node):
-    """A parsed file. `docstring` is the block of comments between the header and the first statement, if any."""
-
     version: int
     statements: tuple[TopLevel, ...]
     header: tuple[str, ...] = field(default=(), compare=False, repr=False)  # comments above `peft 1`

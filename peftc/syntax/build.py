@@ -1,210 +1,155 @@
-"""Statements out of the parser's tree, with the comments that belong to them."""
+"""Parse trees to AST, with the comments of each statement."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
-from lark import Token, Tree
+from lark import Token
 
-from peftc.diagnostics import Diagnostic, Source, Span
+from peftc.diagnostics import Diagnostic, Source
 from peftc.syntax import ast
-from peftc.syntax.build_expressions import Expressions, name_of
-from peftc.syntax.build_selectors import Selectors
-from peftc.syntax.comments import Comments
-from peftc.syntax.nodes import Item, only, span, token, trees, word
-from peftc.syntax.tokens import span_of
+from peftc.syntax.build_expressions import ExpressionBuilder
+from peftc.syntax.build_selectors import SelectorBuilder
+from peftc.syntax.comments import CommentCursor
+from peftc.syntax.lexer import span_of
+from peftc.syntax.parse_tree import Parse, child, dotted_name, optional_child, optional_token, span, token, trees
 
-Simple = TypeVar("Simple", ast.Equation, ast.Let, ast.Train, ast.Expect, ast.Use, ast.Apply)
 _STATEMENTS = frozenset({"method", "use", "apply", "let", "edit", "train", "expect", "equation"})
 
 
 class Builder:
-    """Builds a `Spec`, from its first statement to the last, since `comments` is read in that order."""
+    """Builds a `Spec` in the order of the text, since `comments` is a cursor."""
 
-    def __init__(self, source: Source, comments: Comments) -> None:
+    def __init__(self, source: Source, comments: CommentCursor) -> None:
         self.errors: list[Diagnostic] = []
         self._source = source
         self._comments = comments
-        self._expressions = Expressions(self.errors)
-        self._selectors = Selectors(self.errors)
+        self._expressions = ExpressionBuilder(self.errors)
+        self._selectors = SelectorBuilder(self.errors)
         self.expression = self._expressions.build
 
-    def spec(self, item: Tree[Token]) -> ast.Spec:
+    def spec(self, item: Parse) -> ast.Spec:
         header, *statements = trees(item)
         at = span(header)
-        above = (*self._comments.above(at.start, at.line, first=True), *self._comments.inside(at.end))
-        beside = self._comments.beside(at.end, at.end_line)
-        version = self._version(word(header, "NUMBER"))
-        body = [self._statement(statement, first=False) for statement in statements]
-        end = len(self._source.text)
-        closing = self._comments.above(end + 1, 0)
+        leading = self._comments.leading(at, at.end, first=True)
+        trailing = self._comments.trailing(at)
+        version = token(header, "NUMBER")
+        if str(version) != "1":
+            message = f"this spec is in version {version} of the language; this peftc reads version 1"
+            self._error("P002", message, version, "write `peft 1`, or update peftc")
         return ast.Spec(
-            version,
-            cast(tuple[ast.TopLevel, ...], tuple(body)),
-            header=above,
-            header_trailing=beside,
-            closing=closing,
+            1,
+            tuple(self._statement(statement, first=False) for statement in statements),
+            header=leading,
+            header_trailing=trailing,
+            closing=self._comments.closing(len(self._source.text) + 1),
             source=self._source,
             span=span(item),
         )
 
-    def _version(self, written: Token) -> int:
-        if str(written) != "1":
-            message = f"this spec is in version {written} of the language; this peftc reads version 1"
-            self.errors.append(Diagnostic("P002", message, span_of(written), help="write `peft 1`, or update peftc"))
-        return 1
-
-    def _statement(self, item: Tree[Token], first: bool) -> Any:
-        build: Callable[[Tree[Token], bool], ast.Statement] = getattr(self, f"_{item.data}")
-        return build(item, first)
+    def _statement(self, item: Parse, first: bool) -> Any:
+        if item.data in ("edit", "method"):
+            return self._block(item, first)
+        build: Callable[[Parse], ast.Statement] = getattr(self, f"_{item.data}")
+        at = span(item)
+        leading = self._comments.leading(at, at.end, first)
+        return replace(build(item), leading=leading, trailing=self._comments.trailing(at), span=at)
 
     # Blocks
 
-    def _edit(self, item: Tree[Token], first: bool) -> ast.Edit:
-        above, beside = self._opened(item, first)
-        selector = self._selectors.of(item)
-        assert selector is not None
-        body = self._body(item)
-        closing, beside = self._closed(item, beside)
-        return ast.Edit(
-            name_of(item),
-            selector,
-            cast(tuple[ast.Equation | ast.Let, ...], body),
-            per_task=self._per_task(only(item, "per_task")),
-            name_span=self._name_span(item),
-            leading=above,
-            trailing=beside,
-            closing=closing,
-            span=span(item),
-        )
+    def _block(self, item: Parse, first: bool) -> ast.Edit | ast.Method:
+        """An edit or a method, with the comments above it, in it and next to its braces."""
+        params = optional_child(item, "params")
+        opening, closing = (span_of(token(item, brace)) for brace in ("LBRACE", "RBRACE"))
+        leading = self._comments.leading(span(item), opening.start if params is None else span(params).start, first)
+        parameters = () if params is None else self._params(params)
+        leading += self._comments.inner(opening.start)
+        trailing = self._comments.trailing(opening)
+        children = [child for child in trees(item) if child.data in _STATEMENTS]
+        body = tuple(self._statement(child, first=not number) for number, child in enumerate(children))
+        comments = self._comments.closing(closing.start, first=not body)
+        last = self._comments.trailing(closing)
+        if trailing is None:
+            trailing = last
+        elif last is not None:
+            comments += (last,)
+        block = self._edit(item, body) if item.data == "edit" else self._method(item, parameters, body)
+        return replace(block, leading=leading, trailing=trailing, closing=comments, span=span(item))
 
-    def _method(self, item: Tree[Token], first: bool) -> ast.Method:
-        params = only(item, "params")
-        above: tuple[str, ...] = ()
-        if params is not None:
-            at, inner = span(item), span(params)
-            above = (*self._comments.above(at.start, at.line, first), *self._comments.inside(inner.start))
-        built = self._params(params)
-        more, beside = self._opened(item, first or params is not None)
-        body = self._body(item)
-        closing, beside = self._closed(item, beside)
-        return ast.Method(
-            str(word(item, "NAME")),
-            built,
-            cast(tuple[ast.Edit | ast.Train | ast.Expect | ast.Apply | ast.Let, ...], body),
-            leading=above + more,
-            trailing=beside,
-            closing=closing,
-            span=span(item),
-        )
+    def _edit(self, item: Parse, body: tuple[Any, ...]) -> ast.Edit:
+        name, per_task = child(item, "name"), optional_child(item, "per_task")
+        if per_task is not None and str(token(per_task, "NAME")) != "task":
+            word = token(per_task, "NAME")
+            self._error("P023", f"expected `task` after `per`, found `{word}`", word)
+        selector = self._selector(item)
+        return ast.Edit(dotted_name(name), selector, body, per_task=per_task is not None, name_span=span(name))
 
-    def _params(self, item: Tree[Token] | None) -> tuple[ast.Param, ...]:
-        found: list[ast.Param] = []
-        children: list[Item] = [] if item is None else item.children
-        for child, following in zip_longest(children, children[1:]):
-            if isinstance(child, Token):
+    def _method(self, item: Parse, params: tuple[ast.Param, ...], body: tuple[Any, ...]) -> ast.Method:
+        return ast.Method(str(token(item, "NAME")), params, body)
+
+    def _params(self, item: Parse) -> tuple[ast.Param, ...]:
+        params: list[ast.Param] = []
+        for param, following in zip_longest(item.children, item.children[1:]):
+            if isinstance(param, Token):
                 continue
-            at = span(child)
-            above = (*self._comments.above(at.start, at.line, first=True), *self._comments.inside(at.end))
-            value = self.expression(trees(child)[0])
-            end = span_of(following) if isinstance(following, Token) and following.type == "COMMA" else at
-            beside = self._comments.beside(end.end, end.end_line)
-            found.append(ast.Param(str(word(child, "NAME")), value, leading=above, trailing=beside, span=at))
-        return tuple(found)
-
-    def _opened(self, item: Tree[Token], first: bool) -> tuple[tuple[str, ...], str | None]:
-        """The comments above and within the head of a block, and the one beside its `{`."""
-        at, brace = span(item), span_of(word(item, "LBRACE"))
-        above = (*self._comments.above(at.start, at.line, first), *self._comments.inside(brace.start))
-        return above, self._comments.beside(brace.end, brace.line)
-
-    def _body(self, item: Tree[Token]) -> tuple[ast.Statement, ...]:
-        return tuple(self._statement(child, first=not number) for number, child in enumerate(self._inner(item)))
-
-    def _inner(self, item: Tree[Token]) -> list[Tree[Token]]:
-        return [child for child in trees(item) if child.data in _STATEMENTS]
-
-    def _closed(self, item: Tree[Token], beside: str | None) -> tuple[tuple[str, ...], str | None]:
-        """The comments before the `}` of a block, and the one that is printed beside its head."""
-        brace = span_of(word(item, "RBRACE"))
-        closing = self._comments.above(brace.start, 0, first=len(self._inner(item)) == 0)
-        last = self._comments.beside(brace.end, brace.line)
-        if last is None or beside is None:
-            return closing, beside or last
-        return (*closing, last), beside
-
-    def _per_task(self, item: Tree[Token] | None) -> bool:
-        if item is None:
-            return False
-        name = word(item, "NAME")
-        if str(name) != "task":
-            self.errors.append(Diagnostic("P023", f"expected `task` after `per`, found `{name}`", span_of(name)))
-        return True
+            at = span(param)
+            leading = self._comments.leading(at, at.end, first=True)
+            comma = isinstance(following, Token) and following.type == "COMMA"
+            trailing = self._comments.trailing(span_of(following) if comma else at)
+            value = self.expression(trees(param)[0])
+            params.append(ast.Param(str(token(param, "NAME")), value, leading=leading, trailing=trailing, span=at))
+        return tuple(params)
 
     # Statements of one line
 
-    def _simple(self, item: Tree[Token], first: bool, build: Callable[[], Simple]) -> Simple:
-        at = span(item)
-        above = (*self._comments.above(at.start, at.line, first), *self._comments.inside(at.end))
-        beside = self._comments.beside(at.end, at.end_line)
-        return replace(build(), leading=above, trailing=beside, span=at)
+    def _equation(self, item: Parse) -> ast.Equation:
+        target = token(item, "NAME")
+        op = cast(Literal["=", "+=", "*="], str(token(item, "EQUAL", "PLUS_EQUAL", "STAR_EQUAL")))
+        return ast.Equation(str(target), op, self.expression(trees(item)[0]), target_span=span_of(target))
 
-    def _equation(self, item: Tree[Token], first: bool) -> ast.Equation:
-        target, op = word(item, "NAME"), str(word(item, "EQUAL", "PLUS_EQUAL", "STAR_EQUAL"))
-        value = self.expression(trees(item)[0])
-        operator = cast(Literal["=", "+=", "*="], op)
-        return self._simple(
-            item, first, lambda: ast.Equation(str(target), operator, value, target_span=span_of(target))
-        )
+    def _let(self, item: Parse) -> ast.Let:
+        name, value = trees(item)
+        return ast.Let(dotted_name(name), self.expression(value))
 
-    def _let(self, item: Tree[Token], first: bool) -> ast.Let:
-        return self._simple(item, first, lambda: ast.Let(name_of(item), self.expression(trees(item)[1])))
+    def _train(self, item: Parse) -> ast.Train:
+        name = child(item, "name")
+        tokens = child(item, "states").children
+        states = tuple(str(state) for state in tokens if isinstance(state, Token) and state.type == "NAME")
+        return ast.Train(dotted_name(name), states, self._selector(item), name_span=span(name))
 
-    def _train(self, item: Tree[Token], first: bool) -> ast.Train:
-        selector, states = self._selectors.of(item), only(item, "states")
-        assert selector is not None
-        assert states is not None
-        names = tuple(str(child) for child in states.children if isinstance(child, Token) and child.type == "NAME")
-        name_span = self._name_span(item)
-        return self._simple(item, first, lambda: ast.Train(name_of(item), names, selector, name_span=name_span))
+    def _expect(self, item: Parse) -> ast.Expect:
+        left, *right = map(self.expression, trees(item))
+        op = optional_token(item, "COMPARISON")
+        if op is None:
+            return ast.Expect(left)
+        return ast.Expect(left, cast(Literal["==", "!=", "<", "<=", ">", ">="], str(op)), right[0])
 
-    def _expect(self, item: Tree[Token], first: bool) -> ast.Expect:
-        values = [self.expression(child) for child in trees(item)]
-        op = token(item, "COMPARISON")
-        compared = None if op is None else cast(Literal["==", "!=", "<", "<=", ">", ">="], str(op))
-        return self._simple(item, first, lambda: ast.Expect(values[0], compared, values[1] if compared else None))
+    def _use(self, item: Parse) -> ast.Use:
+        words = [word for word in item.children if isinstance(word, Token) and word.type in {"NAME", "STRING"}]
+        name, file = words[0], words[-1]
+        if file.type == "STRING":
+            return ast.Use(str(name), str(file)[1:-1])
+        if str(file) != "std":
+            help_ = f'`from std`, or from a file: `from "{file}.peft"`'
+            self._error("P022", f"expected `std` or a file in quotes, found `{file}`", file, help_)
+        return ast.Use(str(name))
 
-    def _use(self, item: Tree[Token], first: bool) -> ast.Use:
-        name, *rest = [
-            child for child in item.children if isinstance(child, Token) and child.type in {"NAME", "STRING"}
-        ]
-        return self._simple(item, first, lambda: ast.Use(str(name), self._file(rest)))
-
-    def _file(self, rest: Sequence[Token]) -> str | None:
-        found = rest[-1]
-        if found.type == "STRING":
-            return str(found)[1:-1]
-        if str(found) != "std":
-            help_ = f'`from std`, or from a file: `from "{found}.peft"`'
-            self.errors.append(
-                Diagnostic("P022", f"expected `std` or a file in quotes, found `{found}`", span_of(found), help=help_)
-            )
-        return None
-
-    def _apply(self, item: Tree[Token], first: bool) -> ast.Apply:
-        arguments, alias = only(item, "arguments"), only(item, "name")
+    def _apply(self, item: Parse) -> ast.Apply:
+        arguments, alias = optional_child(item, "arguments"), optional_child(item, "name")
         args, kwargs = self._expressions.arguments(arguments) if arguments is not None else ((), ())
         for value in args:
             help_ = "write `NAME=value` for each parameter of the method"
-            self.errors.append(Diagnostic("P020", "arguments of a method have names", value.span, help=help_))
-        at = self._selectors.of(item)
-        found = None if alias is None else name_of(item)
-        return self._simple(item, first, lambda: ast.Apply(str(word(item, "NAME")), kwargs, at, found))
+            self.errors.append(Diagnostic("P020", "arguments of a method are named", value.span, help=help_))
+        selector = self._selectors.of_statement(item)
+        return ast.Apply(str(token(item, "NAME")), kwargs, selector, None if alias is None else dotted_name(alias))
 
-    def _name_span(self, item: Item) -> Span:
-        found = only(item, "name")
-        assert found is not None
-        return span(found)
+    def _selector(self, item: Parse) -> ast.Selector:
+        selector = self._selectors.of_statement(item)
+        assert selector is not None  # by the grammar
+        return selector
+
+    def _error(self, code: str, message: str, at: Token, help_: str | None = None) -> None:
+        self.errors.append(Diagnostic(code, message, span_of(at), help=help_))

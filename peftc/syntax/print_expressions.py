@@ -1,15 +1,15 @@
-"""Expressions and selectors as text, with the parentheses they need and no others."""
+"""Expressions and selectors to text, with the fewest parentheses."""
 
 from __future__ import annotations
 
 from peftc.syntax import ast
 
 _SUM, _PRODUCT, _FACTOR = 1, 2, 3
-_LEVEL = {"+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT}
+_PRECEDENCE = {"+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT}
 
 
-def print_expression(value: ast.Expr, level: int = 0) -> str:
-    """`value` where something of at least `level` is expected: 0 anything, 1 a sum, 2 a product, 3 a factor."""
+def print_expression(value: ast.Expr, precedence: int = 0) -> str:
+    """`value` where an operand of at least `precedence` is expected: 0 is anything."""
     match value:
         case ast.Number(amount, unit):
             return f"{amount!r}{unit}"
@@ -25,13 +25,13 @@ def print_expression(value: ast.Expr, level: int = 0) -> str:
         case ast.Negative(operand):
             return f"-{print_expression(operand, _FACTOR)}"
         case ast.Binary(op, left, right):
-            own = _LEVEL[op]
+            own = _PRECEDENCE[op]
             text = f"{print_expression(left, own)} {op} {print_expression(right, own + 1)}"
-            return f"({text})" if own < level else text
+            return f"({text})" if own < precedence else text
 
 
 def print_selector(value: ast.Selector, nested: bool = False) -> str:
-    """`value`; `nested` where it is an operand of another, so that a union or difference needs parentheses."""
+    """`value`; if `nested` in another selector, a union or difference stands in parentheses."""
     match value:
         case ast.Path(steps):
             return ".".join(map(print_step, steps))

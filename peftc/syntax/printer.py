@@ -1,12 +1,12 @@
-"""`Spec` to text, in the one layout that `peftc fmt` knows.
+"""The formatter behind `peftc fmt`: AST to text in one layout.
 
-Laws (tests/syntax): parse(print(s)) == s, print(parse(print(s))) == print(s), and every comment of a text is in its
-print exactly once.
+Laws (tests/syntax): parse(print(s)) == s, print(parse(print(s))) == print(s), and the output
+contains every comment exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_expression, print_selector
@@ -16,48 +16,46 @@ _INDENT = "    "
 
 
 def print_spec(spec: ast.Spec) -> str:
-    """The canonical text of `spec`, comments included, ending in a newline."""
-    lines = [*_comments(spec.header, ""), _beside(f"peft {spec.version}", spec.header_trailing)]
+    """The canonical text of `spec` with its comments, ending in a newline."""
+    lines = [*spec.header, _with_comment(f"peft {spec.version}", spec.header_trailing)]
     previous: ast.Statement | None = None
     for statement in spec.statements:
-        if previous is None or _apart(previous) or _apart(statement) or statement.leading[:1] == ("",):
+        between_methods = isinstance(previous, ast.Method) or isinstance(statement, ast.Method)
+        if previous is None or between_methods or statement.leading[:1] == ("",):
             lines.append("")
         lines += _statement(statement, "")
         previous = statement
     if spec.closing:
-        lines += ["", *_comments(_stripped(spec.closing), "")]
+        lines += ["", *_without_extra_blanks(spec.closing)]
     return "\n".join(lines) + "\n"
 
 
 def print_statement(statement: ast.Statement) -> str:
-    """One statement as `print_spec` shows it."""
+    """One statement as `print_spec` prints it."""
     return "\n".join(_statement(statement, ""))
 
 
-def _apart(statement: ast.Statement) -> bool:
-    """Methods stand apart from what is around them."""
-    return isinstance(statement, ast.Method)
-
-
 def _statement(statement: ast.Statement, indent: str) -> list[str]:
-    above = _comments(_stripped(statement.leading), indent)
-    return [*above, *(indent + line if line else "" for line in _lines(statement, WIDTH - len(indent)))]
+    lines = [*_without_extra_blanks(statement.leading), *_lines(statement, WIDTH - len(indent))]
+    return _indented(lines, indent)
 
 
-def _comments(lines: Iterable[str], indent: str) -> list[str]:
+def _indented(lines: Sequence[str], indent: str) -> list[str]:
     return [indent + line if line else "" for line in lines]
 
 
-def _stripped(leading: Sequence[str]) -> list[str]:
-    """Without blank lines at the start, and never two of them."""
-    kept: list[str] = []
-    for line in leading:
-        if line or (kept and kept[-1]):
-            kept.append(line)
-    return kept
+def _without_extra_blanks(comments: Sequence[str]) -> list[str]:
+    """`comments` without blank lines at the start, and with single blank lines between."""
+    return [line for number, line in enumerate(comments) if line or (number and comments[number - 1])]
 
 
-def _beside(line: str, comment: str | None) -> str:
+def _trimmed(comments: Sequence[str]) -> list[str]:
+    """As `_without_extra_blanks`, without a blank line at the end."""
+    lines = _without_extra_blanks(comments)
+    return lines[:-1] if lines and not lines[-1] else lines
+
+
+def _with_comment(line: str, comment: str | None) -> str:
     return f"{line}  {comment}" if comment else line
 
 
@@ -68,11 +66,10 @@ def _lines(statement: ast.Statement, width: int) -> list[str]:
         case ast.Edit():
             return _edit(statement, width)
         case _:
-            return [_beside(_line(statement), statement.trailing)]
+            return [_with_comment(_line(statement), statement.trailing)]
 
 
 def _line(statement: ast.Statement) -> str:
-    """A statement that is always one line."""
     match statement:
         case ast.Equation(target, op, value):
             return f"{target} {op} {print_expression(value)}"
@@ -81,77 +78,62 @@ def _line(statement: ast.Statement) -> str:
         case ast.Train(name, states, at):
             return f"train {name} = [{', '.join(states)}] at {print_selector(at)}"
         case ast.Expect(left, op, right):
-            return f"expect {print_expression(left)}" + (
-                f" {op} {print_expression(right)}" if right is not None else ""
-            )
+            comparison = f" {op} {print_expression(right)}" if right is not None else ""
+            return f"expect {print_expression(left)}{comparison}"
         case ast.Use(name, source):
             return f"use {name} from " + ("std" if source is None else f'"{source}"')
-        case ast.Apply():
-            return _apply(statement)
+        case ast.Apply(name, args, at, alias):
+            arguments = ", ".join(f"{arg.name}={print_expression(arg.value)}" for arg in args)
+            selector = "" if at is None else f" at {print_selector(at)}"
+            return f"apply {name}({arguments}){selector}" + (f" as {alias}" if alias else "")
         case _:
-            raise TypeError(f"no statement of one line: {type(statement).__name__}")
-
-
-def _apply(statement: ast.Apply) -> str:
-    args = ", ".join(f"{arg.name}={print_expression(arg.value)}" for arg in statement.args)
-    at = "" if statement.at is None else f" at {print_selector(statement.at)}"
-    return f"apply {statement.name}({args}){at}" + (f" as {statement.alias}" if statement.alias else "")
+            raise TypeError(f"not a statement of one line: {type(statement).__name__}")
 
 
 def _edit(edit: ast.Edit, width: int) -> list[str]:
-    """On one line where it is one equation without comments of its own, and short enough."""
+    """On one line if it has at most one equation, no comments inside, and fits."""
     tail = " per task" if edit.per_task else ""
     head = f"edit {edit.name} at {print_selector(edit.selector)}{tail}"
-    if len(edit.body) <= 1 and not edit.closing and not any(_commented(line) for line in edit.body):
-        body = " ".join(_line(line) for line in edit.body)
-        whole = _beside(f"{head} {{ {body} }}" if body else f"{head} {{ }}", edit.trailing)
+    if len(edit.body) <= 1 and not edit.closing and not any(line.leading or line.trailing for line in edit.body):
+        body = "".join(f"{_line(line)} " for line in edit.body)
+        whole = _with_comment(f"{head} {{ {body}}}", edit.trailing)
         if len(whole) <= width:
             return [whole]
     return [*_edit_head(edit, head, tail, width), *_block(edit.body, edit.closing)]
 
 
 def _edit_head(edit: ast.Edit, head: str, tail: str, width: int) -> list[str]:
-    """A long union has its arms below each other."""
-    whole = _beside(f"{head} {{", edit.trailing)
+    """One line, or one line for each arm of a long union."""
+    whole = _with_comment(f"{head} {{", edit.trailing)
     if len(whole) <= width or not isinstance(edit.selector, ast.Union):
         return [whole]
     first, *others = (print_selector(arm, nested=True) for arm in edit.selector.arms)
     arms = [f"edit {edit.name} at {first}", *(f"{_INDENT}| {arm}" for arm in others)]
-    return [*arms[:-1], _beside(f"{arms[-1]}{tail} {{", edit.trailing)]
-
-
-def _commented(statement: ast.Statement) -> bool:
-    return bool(statement.leading or statement.trailing)
+    return [*arms[:-1], _with_comment(f"{arms[-1]}{tail} {{", edit.trailing)]
 
 
 def _block(body: Sequence[ast.Statement], closing: Sequence[str]) -> Iterator[str]:
-    """The statements of a block, and its closing brace."""
-    previous: ast.Statement | None = None
-    for statement in body:
-        if previous is not None and statement.leading[:1] == ("",):
+    """The statements of a block, its last comments, and its closing brace."""
+    for number, statement in enumerate(body):
+        if number and statement.leading[:1] == ("",):
             yield ""
         yield from _statement(statement, _INDENT)
-        previous = statement
-    if previous is not None and closing[:1] == ("",):
+    if body and closing[:1] == ("",):
         yield ""
-    yield from _comments(_trimmed(_stripped(closing)), _INDENT)
+    yield from _indented(_trimmed(closing), _INDENT)
     yield "}"
-
-
-def _trimmed(lines: list[str]) -> list[str]:
-    return lines[:-1] if lines and not lines[-1] else lines
 
 
 def _method(method: ast.Method, width: int) -> list[str]:
     params = [f"{param.name} = {print_expression(param.default)}" for param in method.params]
     head = f"method {method.name}({', '.join(params)}) {{"
-    lines = [_beside(head, method.trailing)]
+    lines = [_with_comment(head, method.trailing)]
     if len(lines[0]) > width or any(param.leading or param.trailing for param in method.params):
         lines = [f"method {method.name}("]
         for param, text in zip(method.params, params, strict=True):
-            lines += _comments(_trimmed(_stripped(param.leading)), _INDENT)
-            lines.append(_beside(f"{_INDENT}{text},", param.trailing))
-        lines.append(_beside(") {", method.trailing))
+            lines += _indented(_trimmed(param.leading), _INDENT)
+            lines.append(_with_comment(f"{_INDENT}{text},", param.trailing))
+        lines.append(_with_comment(") {", method.trailing))
     if not method.body and not method.closing and not method.trailing:
         return [*lines[:-1], f"{lines[-1]} }}"]
     return [*lines, *_block(method.body, method.closing)]

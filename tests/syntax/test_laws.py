@@ -106,9 +106,9 @@ def test_a_comment_in_the_head_of_a_method_stays_with_what_it_is_beside(head: st
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_comment_after_every_word_is_kept(path: Path) -> None:
     """A text with a comment wherever one can be, each another."""
-    from peftc.syntax.tokens import cut
+    from peftc.syntax.lexer import tokenize
 
-    words = cut(path.read_text(encoding="utf-8")).tokens[:-1]
+    words = tokenize(path.read_text(encoding="utf-8")).tokens[:-1]
     text = "".join(f"{word} #{number}\n" for number, word in enumerate(words))
     printed = print_spec(parse_text(text))
     assert comments_in(printed) == comments_in(text)
@@ -116,9 +116,9 @@ def test_a_comment_after_every_word_is_kept(path: Path) -> None:
 
 
 def comments_in(text: str) -> Counter[str]:
-    from peftc.syntax.tokens import cut
+    from peftc.syntax.lexer import tokenize
 
-    return Counter(str(comment).rstrip() for comment in cut(text).comments)
+    return Counter(str(comment).rstrip() for comment in tokenize(text).comments)
 
 
 def test_layout_is_free() -> None:

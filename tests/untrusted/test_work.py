@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from peftc.cli.main import main
-from peftc.syntax.tokens import language, words
+from peftc.syntax.lexer import lark_lexer, lark_parser
 
 HEAD = "peft 1\n"
 EDIT = "edit e at layer[*].ffn { h += adapter(x, r=4) }\n"
@@ -91,7 +91,7 @@ MANY = {"signs": 60, "brackets": 60, "sums": 200, "characters": 100, "nothing": 
 @pytest.fixture(scope="module", autouse=True)
 def tables() -> None:
     """The parser's tables are made once a process."""
-    language(), words()
+    lark_parser(), lark_lexer()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Every example of the table of mistakes ends in its row, and in nothing else."""
+"""Every malformed example is reported once, by the code of its rule."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.codes import CODES
-from peftc.syntax.lexical import EXAMPLES
-from peftc.syntax.mistakes import MISTAKES, OTHERWISE
-from peftc.syntax.parser import MOST_ERRORS, parse_expression, parse_text
+from peftc.syntax.error_rules import ERROR_RULES
+from peftc.syntax.lexical_errors import EXAMPLES
+from peftc.syntax.parser import MAX_ERRORS, parse_expression, parse_text
 
-ROWS = [(example, row.code) for row in (*MISTAKES, OTHERWISE) for example in row.examples]
+RULES = [(example, rule.code) for rule in ERROR_RULES for example in rule.examples]
 
 
 def errors_of(text: str) -> tuple[Diagnostic, ...]:
@@ -19,7 +19,7 @@ def errors_of(text: str) -> tuple[Diagnostic, ...]:
     return caught.value.diagnostics
 
 
-@pytest.mark.parametrize(("text", "code"), [*ROWS, *EXAMPLES])
+@pytest.mark.parametrize(("text", "code"), [*RULES, *EXAMPLES])
 def test_one_mistake_is_one_message(text: str, code: str) -> None:
     found = errors_of(text)
     assert [error.code for error in found] == [code], found
@@ -29,28 +29,28 @@ def test_one_mistake_is_one_message(text: str, code: str) -> None:
     assert code in CODES
 
 
-SAID = [
+MESSAGES = [
     ("edit a at layer[*].ffn { h += x }", "expected `peft 1`, found `edit`", "edit"),
     ("peft 1 edit a layer[*].ffn { h += x }", "expected `at` and a selector, found `layer`", "layer"),
     ("peft 1 edit a at layer[*].ffn { h += f(x r=3) }", "expected `,` before `r`", "r"),
     ("peft 1 edit a at layer[*].ffn { h += f(x, r=3 }", "this `(` is never closed", "("),
     ("peft 1 edit a at layer[*].ffn { h -= x }", "expected `=`, `+=` or `*=` after `h`, found `-`", "-"),
     ("peft 1 method m(r, s=3) {}", "the parameter `r` has no default", "r"),
-    ("peft 1 expect sites(a) = 3", "`=` is no comparison", "="),
+    ("peft 1 expect sites(a) = 3", "`=` is not a comparison", "="),
     ("peft 1 let r = 12.", "unexpected `.` after `12`", "."),
     ("peft 1 edit a at layer[3..1].ffn { h += x }", "the range `3..1` is empty", "3..1"),
-    ("peft 1 edit a at layer[1.5].ffn { h += x }", "`1.5` is no index", "1.5"),
+    ("peft 1 edit a at layer[1.5].ffn { h += x }", "`1.5` is not an index", "1.5"),
     ("peft 7", "this spec is in version 7 of the language; this peftc reads version 1", "7"),
     ("peft 1 use m from home", "expected `std` or a file in quotes, found `home`", "home"),
     ("peft 1 edit a at b per day { h = h }", "expected `task` after `per`, found `day`", "day"),
-    ("peft 1 edit a at b { h += f(r=3, x) }", "an argument without a name stands after `r=`", "x"),
-    ("peft 1 apply m(3)", "arguments of a method have names", "3"),
+    ("peft 1 edit a at b { h += f(r=3, x) }", "positional argument after `r=`", "x"),
+    ("peft 1 apply m(3)", "arguments of a method are named", "3"),
     (f"peft 1 let r = {'9' * 41}", f"the number `{'9' * 30}…` is too large or too long", "9" * 41),
     ("peft 1 let r = 1e999", "the number `1e999` is too large or too long", "1e999"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message", "underlined"), SAID)
+@pytest.mark.parametrize(("text", "message", "underlined"), MESSAGES)
 def test_the_message_and_the_smallest_span(text: str, message: str, underlined: str) -> None:
     (found,) = errors_of(text)
     assert found.span is not None
@@ -139,7 +139,7 @@ def test_forty_levels_are_enough(name: str) -> None:
 
 
 def test_there_is_an_end_to_messages() -> None:
-    assert len(errors_of("peft 1\n" + "edit a at { h += }\n" * 200)) == MOST_ERRORS
+    assert len(errors_of("peft 1\n" + "edit a at { h += }\n" * 200)) == MAX_ERRORS
 
 
 def test_an_expression_alone() -> None:

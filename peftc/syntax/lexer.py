@@ -1,0 +1,112 @@
+"""The lexer: text to tokens. It accepts any text; unknown characters become tokens, too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from lark import Lark, Token
+from lark.lark import PostLex
+
+from peftc.diagnostics import Span
+from peftc.filesystem import resources
+
+
+class _UnusedTerminals(PostLex):
+    """Makes Lark keep the terminals that no rule uses: comments and invalid tokens."""
+
+    always_accept = ("COMMENT", "BAD_NUMBER", "OPEN_STRING", "STRAY")
+
+    def process(self, stream: Iterator[Token]) -> Iterator[Token]:
+        return stream
+
+
+@cache
+def lark_parser() -> Lark:
+    """The LALR(1) parser of grammar/peft.lark. A conflict in the grammar raises an exception."""
+    return Lark(
+        resources.grammar(),
+        parser="lalr",
+        lexer="basic",
+        strict=True,
+        start=["spec", "expression"],
+        postlex=_UnusedTerminals(),
+        propagate_positions=True,
+        maybe_placeholders=False,
+    )
+
+
+@cache
+def lark_lexer() -> Lark:
+    """The terminals alone. `lark_parser().lex` would build a new lexer for every text."""
+    return Lark(
+        resources.grammar(), parser=None, lexer="basic", start=["spec", "expression"], postlex=_UnusedTerminals()
+    )
+
+
+@cache
+def keywords() -> dict[str, str]:
+    """The keywords, as terminal -> text."""
+    terminals = ((t.name, t.pattern.value) for t in lark_parser().terminals if t.pattern.type == "str")
+    return {name: text for name, text in terminals if re.fullmatch(r"[a-z]+", text)}
+
+
+def spelling(terminal: str) -> str:
+    """A terminal in a message: `+=`, a name, the end of the text."""
+    for definition in lark_parser().terminals:
+        if definition.name == terminal and definition.pattern.type == "str":
+            return f"`{definition.pattern.value}`"
+    classes = {"NUMBER": "a number", "NAME": "a name", "STRING": "a string", "COMPARISON": "a comparison"}
+    return classes.get(terminal, "the end of the text")
+
+
+_HEADER = re.compile(r"\ufeff?(?:[ \t\f\r\n]|#[^\r\n]*+)*+peft[ \t\f\r\n]+[0-9]")
+
+
+def begins_as_spec(text: str) -> bool:
+    """Whether a text begins, after comments, with `peft` and a number."""
+    return _HEADER.match(text) is not None
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """The tokens of a text, ending in `$END`, and its comments."""
+
+    tokens: tuple[Token, ...]
+    comments: tuple[Token, ...]
+
+
+def tokenize(text: str) -> TokenStream:
+    """All tokens of `text`. Adjacent unknown characters form one `STRAY` token."""
+    text = " " + text[1:] if text.startswith("\ufeff") else text
+    runs: list[list[Token]] = []  # of adjacent strays; any other token is alone
+    comments: list[Token] = []
+    for token in lark_lexer().lex(text):
+        last = runs[-1][-1] if runs else None
+        if token.type == "COMMENT":
+            comments.append(token)
+        elif last and last.type == token.type == "STRAY" and last.end_pos == token.start_pos:
+            runs[-1].append(token)
+        else:
+            runs.append([token])
+    return TokenStream((*map(_join, runs), _end(text)), tuple(comments))
+
+
+def _join(run: Sequence[Token]) -> Token:
+    first, last = run[0], run[-1]
+    at = (first.start_pos, first.line, first.column, last.end_line, last.end_column, last.end_pos)
+    return Token(first.type, "".join(run), *at)
+
+
+def _end(text: str) -> Token:
+    """`$END`, directly after the last character that is not white space."""
+    at = len(text.rstrip())
+    line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+    return Token("$END", "", at, line, column, line, column, at)
+
+
+def span_of(token: Token) -> Span:
+    positions = (token.start_pos, token.end_pos, token.line, token.column, token.end_line, token.end_column)
+    return Span(*(position or 0 for position in positions))
