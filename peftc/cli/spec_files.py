@@ -42,10 +42,10 @@ def read(path: str) -> str:
 
     Raises: PeftcError P024 where it is not text, P026 (no regular file), P027 (too large); Unusable where it cannot be read.
     """
-    from peftc.semantics.load import LARGEST, decode, read_text
+    from peftc.semantics.load import MAX_BYTES, decode, read_text
 
     try:
-        return decode(sys.stdin.buffer.read(LARGEST + 1), "<stdin>") if path == "-" else read_text(path)
+        return decode(sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>") if path == "-" else read_text(path)
     except FileNotFoundError:
         raise Unusable(_missing(path)) from None
     except OSError as error:

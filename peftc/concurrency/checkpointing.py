@@ -1,7 +1,7 @@
-"""Gradient checkpointing: the backward pass runs a forward again, maybe in another thread, and outside of its block.
+"""Gradient checkpointing: the recomputation in the backward pass, perhaps in another thread, sees the original choices.
 
-torch keeps for this the function, random states and autocast. There is no way to add to what it keeps but at the two places
-where it keeps the function.
+torch preserves the function, random states and autocast for the recomputation, and has no hook for
+more. So the two constructors that store the function are wrapped.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from peftc.concurrency.context import bind_context
 
 @cache
 def preserve_choices() -> None:
-    """From now on, what `torch.utils.checkpoint` runs again has the choices of the context that ran it first."""
+    """From now on, what `torch.utils.checkpoint` recomputes has the choices of its first run."""
     reentrant: Any = checkpoint.CheckpointFunction
-    other: Any = vars(checkpoint)["_CheckpointFrame"]
-    reentrant.forward = staticmethod(_with_bound(reentrant.forward))
-    other.__init__ = _with_bound(other.__init__)
+    frame: Any = vars(checkpoint)["_CheckpointFrame"]
+    reentrant.forward = staticmethod(_bind_second(reentrant.forward))
+    frame.__init__ = _bind_second(frame.__init__)
 
 
-def _with_bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose second argument, the function to run again, keeps the present choices."""
+def _bind_second(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, with its second argument, the recomputed function, bound to the context."""
 
     @wraps(function)
-    def run(first: Any, again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(first, bind_context(again), *args, **kwargs)
+    def wrapper(first: Any, recomputed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(first, bind_context(recomputed), *args, **kwargs)
 
-    return run
+    return wrapper

@@ -1,7 +1,8 @@
-"""What the present context, a thread or a coroutine, has chosen for a model: the edits that do not act, and the task.
+"""The choices of the current context (thread or coroutine) for a model: disabled edits, and the task.
 
-Eager code reads a `ContextVar`. Dynamo cannot trace one, so code under `torch.compile` reads an attribute of `VIEW`: dynamo
-guards on it, and every evaluation of the guard reads the `ContextVar` of the calling context. One choice, one specialisation.
+Eager code reads a `ContextVar`. Dynamo cannot trace one, so code under `torch.compile` reads an
+attribute of the module `VIEW`. Dynamo guards on it, and each evaluation of the guard reads the
+`ContextVar` of the calling context: one specialization per choice.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torch.compiler import is_dynamo_compiling
 from peftc.concurrency.interrupts import Shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 
-ALL = "*"  # in the place of the names of edits: all of them, those of later specs too
-CHOICE = "peftc_choice"  # the name of a `ChoiceVar` in the attributes of a module
+ALL = "*"  # instead of names: all edits, including those of later specs
+CHOICE = "peftc_choice"  # the module attribute that holds a `ChoiceVar`
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The number of the task of each row (batch,), and the names that are numbered."""
+    """The index of the task of each row (batch,), into `names`."""
 
     numbers: Tensor
     names: tuple[str, ...]
@@ -36,45 +37,46 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """`off`: the edits that do not act, `ALL` among them where none does. `task`: of the batch, or of each of its rows."""
+    """The names of the disabled edits (or `ALL`), and the task of the batch or of each row."""
 
     off: frozenset[str] = frozenset()
     task: str | Rows | None = None
-    key: str = field(init=False)  # of `off`: equal exactly where `off` is; empty where all edits act
+    key: str = field(init=False)  # identifies `off`; empty if no edit is disabled
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", ALL if ALL in self.off else " ".join(sorted(self.off)))
 
-    def then(self, *others: Choice) -> Choice:
-        """This choice, changed by others inside of it."""
-        task = next((o.task for o in reversed(others) if o.task is not None), self.task)
-        return Choice(self.off.union(*(o.off for o in others)), task)
+    def then(self, *inner: Choice) -> Choice:
+        """This choice with those of inner blocks applied."""
+        task = next((choice.task for choice in reversed(inner) if choice.task is not None), self.task)
+        return Choice(self.off.union(*(choice.off for choice in inner)), task)
 
 
-NONE = Choice()
+NO_CHOICE = Choice()
 
 
 @dataclass(frozen=True, eq=False)
-class Open:
-    """The choices of the blocks that a context is in, for one model, and what they amount to where `default` is the model's."""
+class OpenBlocks:
+    """The open blocks of a context for one model, and the resulting choice for the model's `default`."""
 
     blocks: tuple[Choice, ...]
     default: Choice
     choice: Choice
 
 
-_open: ContextVar[Mapping[int, Open] | None] = ContextVar("peftc_choices", default=None)
+_open_blocks: ContextVar[Mapping[int, OpenBlocks] | None] = ContextVar("peftc_choices", default=None)
 _count = itertools.count()
 _variables: weakref.WeakValueDictionary[int, ChoiceVar] = weakref.WeakValueDictionary()
 
 
 class ChoiceVar:
-    """A context variable of one model. A copy of the model has one of its own, with the same `default` and no open block.
+    """The choice variable of one model. A copy of the model has its own, with the same default.
 
-    `default`: what the model does where no block says anything else; kept in copies and pickles.
+    Args:
+        default: the choice outside all blocks; copied and pickled with the model.
     """
 
-    def __init__(self, default: Choice = NONE) -> None:
+    def __init__(self, default: Choice = NO_CHOICE) -> None:
         self.default = default
         self.number = next(_count)
         self.off_name, self.task_name = f"off_{self.number}", f"task_{self.number}"
@@ -84,24 +86,22 @@ class ChoiceVar:
         return ChoiceVar(self.default)
 
     def __reduce__(self) -> Any:
-        return (restored, (self.default.off, self.default.task))
+        return (_unpickle, (self.default.off, self.default.task))
 
     def get(self) -> Choice:
-        """The choice of the present context. Not under `torch.compile`."""
-        opened = _open.get()
-        if opened is None:
-            return self.default
-        own = opened.get(self.number)
+        """The choice of the current context. Not traceable by `torch.compile`."""
+        contexts = _open_blocks.get()
+        own = None if contexts is None else contexts.get(self.number)
         if own is None:
             return self.default
         return own.choice if own.default is self.default else self.default.then(*own.blocks)
 
     @property
     def off(self) -> str:
-        """The `key` of the edits that do not act."""
+        """The `key` of the disabled edits."""
         if is_dynamo_compiling():
             return getattr(VIEW, self.off_name)
-        return self.default.key if _open.get() is None else self.get().key  # the quick way is for every forward
+        return self.default.key if _open_blocks.get() is None else self.get().key  # fast path of every forward
 
     @property
     def task(self) -> str | Rows | None:
@@ -114,21 +114,21 @@ class ChoiceVar:
         return bool(off) and (off == ALL or edit in off.split(" "))
 
     def blocks(self) -> tuple[Choice, ...]:
-        """Those that the present context is in."""
-        own = (_open.get() or {}).get(self.number)
+        """The open blocks of the current context."""
+        own = (_open_blocks.get() or {}).get(self.number)
         return () if own is None else own.blocks
 
     def set_blocks(self, blocks: tuple[Choice, ...]) -> None:
-        others = {n: one for n, one in (_open.get() or {}).items() if n != self.number}
-        own = {self.number: Open(blocks, self.default, self.default.then(*blocks))} if blocks else {}
-        _open.set({**others, **own} or None)
+        others = {number: own for number, own in (_open_blocks.get() or {}).items() if number != self.number}
+        own = {self.number: OpenBlocks(blocks, self.default, self.default.then(*blocks))} if blocks else {}
+        _open_blocks.set({**others, **own} or None)
 
     def fixed(self) -> ChoiceVar:
-        """One that keeps the present choice in every context: for a replica of the model that another thread will run."""
+        """A variable with the current choice in all contexts, for a replica that runs in another thread."""
         return ChoiceVar(self.get())
 
 
-def restored(off: frozenset[str], task: str | None) -> ChoiceVar:
+def _unpickle(off: frozenset[str], task: str | None) -> ChoiceVar:
     return ChoiceVar(Choice(off, task))
 
 
@@ -141,12 +141,12 @@ def _view(name: str) -> Any:
     return choice.key if kind == "off" else choice.task
 
 
-VIEW = types.ModuleType("peftc.concurrency.context.view", "The present choices as attributes, for dynamo.")
+VIEW = types.ModuleType("peftc.concurrency.context.view", "The current choices as attributes, for dynamo.")
 vars(VIEW)["__getattr__"] = _view
 
 
 class ChoiceBlock(Shielded[nn.Module]):
-    """`with`: inside, the present context has made a choice for a model. It may be entered again, and in several contexts."""
+    """A context manager that makes a choice for a model. It is reentrant, also in several contexts."""
 
     def __init__(self, model: nn.Module, variable: ChoiceVar, choice: Choice) -> None:
         super().__init__()
@@ -157,26 +157,24 @@ class ChoiceBlock(Shielded[nn.Module]):
         return self.model
 
     def close(self, *_: object) -> None:
-        """Raises: P431 in another context than that in which the block was entered."""
+        """Raises: P431 in another context than that which entered the block."""
         blocks = self.variable.blocks()
         last = max((i for i, block in enumerate(blocks) if block is self.choice), default=None)
         if last is None:
-            raise PeftcError(Diagnostic("P431", "this block was entered in another context", help=FOREIGN))
+            help_ = "close a generator in the thread or coroutine that started it"
+            raise PeftcError(Diagnostic("P431", "this block was entered in another context", help=help_))
         self.variable.set_blocks(blocks[:last] + blocks[last + 1 :])
 
 
-FOREIGN = "close a generator in the thread or coroutine that has begun it"
-
-
 def bind_context(function: Callable[..., T]) -> Callable[..., T]:
-    """The function, run with the present choices whoever calls it, and whenever."""
-    opened = _open.get()
+    """`function`, run with the current choices in any later context."""
+    blocks = _open_blocks.get()
 
     def run(*args: Any, **kwargs: Any) -> T:
-        token = _open.set(opened)
+        token = _open_blocks.set(blocks)
         try:
             return function(*args, **kwargs)
         finally:
-            _open.reset(token)
+            _open_blocks.reset(token)
 
     return run

@@ -1,7 +1,7 @@
-"""SIGINT waits while a model changes, so that it finds the model changed or as it was, and nothing in between.
+"""Deferred SIGINT: while a model changes, an interrupt waits, so that it never sees a partial change.
 
-A change is prepared, which may fail and be interrupted, and written inside of a `Deferral`; what fails there is undone inside of another.
-What patches something for a while is `shielded`: it is always taken back.
+A change is prepared first, which may fail or be interrupted, and then written inside a `Deferral`. A
+failure in there is undone inside another. Temporary patches are `shielded`: they are always removed.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupts:
-    """The handler of SIGINT while something changes or is patched: it calls the one of before, at once or later.
+    """The SIGINT handler while something changes or is patched. It calls the previous handler, now or later.
 
-    `deferrals`: how many blocks are open in which it waits; `shields`: how many are open whose end must not be interrupted. Python runs
-    handlers in the main thread alone, so what other threads do is not counted.
+    `deferrals` counts the open blocks that defer signals, `shields` the open blocks whose exit must not
+    be interrupted. Python runs handlers only in the main thread, so other threads are not counted.
     """
 
     def __init__(self) -> None:
         self.deferrals = self.shields = 0
         self.pending = False
         self.handler: Handler | None = None
-        self.codes = set[CodeType]()  # of functions in which it waits from their first instruction on
+        self.codes = set[CodeType]()  # functions that defer signals from their first instruction on
 
     def install(self) -> bool:
-        """Whether this thread can be interrupted; then this handler is in the place of the other one."""
+        """Installs this handler. False if this thread cannot be interrupted."""
         if threading.current_thread() is not threading.main_thread():
             return False
         handler = signal.getsignal(signal.SIGINT)
         if not callable(handler):  # the signal is ignored, or ends the process
             return False
-        if handler != self.note:
+        if handler != self.handle:
             self.handler = handler
-            signal.signal(signal.SIGINT, self.note)
+            signal.signal(signal.SIGINT, self.handle)
         return True
 
     def settle(self) -> None:
-        """Puts the other handler back where nothing is open, and calls it where a signal has waited."""
+        """If no block is open, restores the previous handler, and calls it for a pending signal."""
         if threading.current_thread() is not threading.main_thread():
             return
         self.restore()
@@ -56,10 +56,10 @@ class Interrupts:
 
     def restore(self) -> None:
         idle = not self.deferrals and not self.shields
-        if idle and signal.getsignal(signal.SIGINT) == self.note:  # nobody has put another one in its place
+        if idle and signal.getsignal(signal.SIGINT) == self.handle:  # else someone installed another handler
             signal.signal(signal.SIGINT, self.handler)
 
-    def note(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         if self.deferrals or self.is_closing(frame):
             self.pending = True
         elif self.handler is not None:
@@ -73,8 +73,8 @@ class Interrupts:
             frame = frame.f_back
         return False
 
-    def covers(self, function: Any) -> Any:
-        """A decorator: SIGINT waits while this function runs and a shield is open."""
+    def deferring(self, function: Any) -> Any:
+        """A decorator: signals are deferred while this function runs and a shield is open."""
         self.codes.add(function.__code__)
         return function
 
@@ -83,15 +83,15 @@ INTERRUPTS = Interrupts()
 
 
 class Deferral:
-    """`with`: inside, a SIGINT waits; it is raised where the outermost block ends. Blocks may stand in each other."""
+    """A context manager that defers SIGINT to the end of the outermost block. Blocks can be nested."""
 
     def __init__(self) -> None:
         self.counted = False
-        self.outer = 0  # how many blocks this one stands in
+        self.depth = 0  # the number of enclosing blocks
 
     def __enter__(self) -> Deferral:
         if INTERRUPTS.install():
-            self.outer = INTERRUPTS.deferrals
+            self.depth = INTERRUPTS.deferrals
             INTERRUPTS.deferrals += 1
             self.counted = True
         return self
@@ -99,13 +99,13 @@ class Deferral:
     def __exit__(self, *_: object) -> None:
         if self.counted:
             self.counted = False
-            INTERRUPTS.deferrals = self.outer
+            INTERRUPTS.deferrals = self.depth
             INTERRUPTS.settle()
 
     @contextmanager
     def interruptible(self) -> Generator[None]:
-        """Inside of this block a SIGINT is raised at once, where no other deferral is around: for long steps that can be undone."""
-        if not self.counted or self.outer:
+        """Raises SIGINT at once inside this block, unless another deferral is open. For long steps that can be undone."""
+        if not self.counted or self.depth:
             yield
             return
         try:
@@ -115,14 +115,14 @@ class Deferral:
             yield
         finally:
             INTERRUPTS.deferrals = 1
-            INTERRUPTS.install()  # a signal that came has put the other handler back
+            INTERRUPTS.install()  # a signal may have restored the previous handler
 
 
 class Shielded(ABC, Generic[T]):
-    """A context manager that is either entered or not, whenever a SIGINT comes: `open` and `close` end once they have begun."""
+    """A context manager that no SIGINT leaves half-entered: `open` and `close` run to their end."""
 
     def __init__(self) -> None:
-        self.counted: list[bool] = []  # whether each open block was opened in the main thread
+        self.counted: list[bool] = []  # for each open block, whether the main thread opened it
 
     @abstractmethod
     def open(self) -> T: ...
@@ -144,7 +144,7 @@ class Shielded(ABC, Generic[T]):
                 self.__exit__(type(error), error, error.__traceback__)
             raise
 
-    @INTERRUPTS.covers
+    @INTERRUPTS.deferring
     def __exit__(self, *error: Any) -> bool | None:
         try:
             return self.close(*error)
@@ -153,14 +153,14 @@ class Shielded(ABC, Generic[T]):
             INTERRUPTS.settle()
 
 
-class _Managed(Shielded[T], ContextDecorator):
+class _ShieldedGenerator(Shielded[T], ContextDecorator):
     def __init__(self, make: Callable[[], AbstractContextManager[T]]) -> None:
         super().__init__()
         self.make = make
         self.managers: list[AbstractContextManager[T]] = []
 
-    def _recreate_cm(self) -> _Managed[T]:
-        return _Managed(self.make)
+    def _recreate_cm(self) -> _ShieldedGenerator[T]:
+        return _ShieldedGenerator(self.make)
 
     def open(self) -> T:
         manager = self.make()
@@ -172,12 +172,12 @@ class _Managed(Shielded[T], ContextDecorator):
         return self.managers.pop().__exit__(*error)
 
 
-def shielded(function: Callable[P, Generator[T]]) -> Callable[P, _Managed[T]]:
-    """`contextlib.contextmanager` for blocks that patch what others see: it is always taken back."""
+def shielded(function: Callable[P, Generator[T]]) -> Callable[P, _ShieldedGenerator[T]]:
+    """As `contextlib.contextmanager`, for blocks that patch shared objects: the patch is always removed."""
     manager = contextmanager(function)
 
     @wraps(function)
-    def make(*args: P.args, **kwargs: P.kwargs) -> _Managed[T]:
-        return _Managed(lambda: manager(*args, **kwargs))
+    def make(*args: P.args, **kwargs: P.kwargs) -> _ShieldedGenerator[T]:
+        return _ShieldedGenerator(lambda: manager(*args, **kwargs))
 
     return make

@@ -34,6 +34,12 @@ class Span:
         """The span from the start of this one to the end of `other`."""
         return Span(self.start, other.end, self.line, self.column, other.end_line, other.end_column)
 
+    def first(self, length: int) -> Span:
+        """The first `length` characters of a span that begins with a word."""
+        if self.end - self.start <= length:
+            return self
+        return Span(self.start, self.start + length, self.line, self.column, self.line, self.column + length)
+
 
 NOWHERE = Span(0, 0, 1, 1, 1, 1)
 

@@ -1,4 +1,4 @@
-"""What keeps files whole: folders that one writer holds at a time, workspaces in them, and writes that have reached the disk."""
+"""Atomic writes: locks on folders, temporary workspaces inside them, and fsync."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if sys.platform != "win32":
     import fcntl
 
 PREFIX = ".peftc-"
-PATIENCE = 60.0  # seconds that a writer waits for another one
-_WORKSPACE = re.compile(rf"{re.escape(PREFIX)}[a-z0-9_]{{8}}")  # what tempfile makes of the prefix
+PATIENCE = 60.0  # seconds to wait for another writer
+_WORKSPACE = re.compile(rf"{re.escape(PREFIX)}[a-z0-9_]{{8}}")  # the names that tempfile makes of the prefix
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 
 
 def flush(*paths: Path) -> None:
-    """Waits until files, or the entries of folders, are on disk. Some file systems cannot do that for folders: they are let be."""
+    """Calls fsync on files and folders. File systems without fsync for folders are ignored."""
     for path in paths:
         is_folder = path.is_dir()
         if is_folder and sys.platform == "win32":
@@ -40,20 +40,23 @@ def flush(*paths: Path) -> None:
 
 @contextmanager
 def lock(folder: Path, patience: float | None = None) -> Generator[bool]:
-    """Keeps other writers out of a folder; no file is left behind. False where the file system has no locks.
+    """Locks a folder against other writers, without a lock file. Yields False if locks are unsupported.
 
-    Args: `patience`: seconds to wait for another writer, a minute if nothing is said. Raises: TimeoutError.
+    Args:
+        patience: seconds to wait for another writer, by default `PATIENCE`.
+
+    Raises: TimeoutError.
     """
     if sys.platform == "win32":
         yield False
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        held = _acquire(descriptor, folder, time.monotonic() + (PATIENCE if patience is None else patience))
+        locked = _acquire(descriptor, folder, time.monotonic() + (PATIENCE if patience is None else patience))
         try:
-            yield held
+            yield locked
         finally:
-            if held:  # said outright: a process that was forked meanwhile has the descriptor, too
+            if locked:  # closing is not enough: a forked process has the descriptor, too
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
@@ -76,21 +79,21 @@ def _acquire(descriptor: int, folder: Path, deadline: float) -> bool:
 
 @contextmanager
 def target_folder(path: Path) -> Generator[Path]:
-    """A folder that is made if need be; after an error the folders made for it are gone, unless something is in them."""
-    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    """Creates a folder and its parents. After an error, created folders that are empty are removed."""
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
         yield path
     except BaseException:
         with suppress(OSError):
-            for folder in new:
+            for folder in created:
                 folder.rmdir()
         raise
 
 
 @contextmanager
 def workspace(folder: Path) -> Generator[Path]:
-    """A new folder inside of `folder`, for files that are moved out when they are whole. It is held as long as its writer lives."""
+    """A temporary folder inside `folder`, from which complete files are moved. Locked while its writer lives."""
     with ExitStack() as stack:
         with lock(folder):
             path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
@@ -100,21 +103,20 @@ def workspace(folder: Path) -> Generator[Path]:
 
 
 def is_workspace(path: Path) -> bool:
-    """Whether a path looks like a workspace, whoever left it."""
     return _WORKSPACE.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
 def dead_workspaces(folder: Path) -> Iterator[Path]:
-    """Workspaces whose writer has ended before it could remove them. For those who hold the folder."""
+    """Workspaces of writers that were killed. The caller must have locked `folder`."""
     for path in sorted(folder.iterdir()):
         if is_workspace(path):
-            with suppress(OSError), lock(path, patience=0) as held:
-                if held:
+            with suppress(OSError), lock(path, patience=0) as locked:
+                if locked:
                     yield path
 
 
 def remove_workspace(path: Path, names: Iterable[re.Pattern[str]]) -> None:
-    """Removes a workspace, if all files in it have such names; else nothing of it."""
+    """Removes a workspace if the names of all of its files match one of `names`."""
     patterns = tuple(names)
     files = [file for file in path.rglob("*") if not file.is_dir() or file.is_symlink()]
     if all(any(pattern.fullmatch(file.name) for pattern in patterns) for file in files):
@@ -122,7 +124,7 @@ def remove_workspace(path: Path, names: Iterable[re.Pattern[str]]) -> None:
 
 
 def replace_text(target: Path, text: str) -> None:
-    """Replaces the text of a file whole, or leaves it as it is. Its permissions stay."""
+    """Replaces the content of a file atomically, with the same permissions."""
     descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=target.parent)
     try:
         with open(descriptor, "w", encoding="utf-8", newline="\n") as file:

@@ -1,4 +1,4 @@
-"""Reading files that others have written: only regular files, none of them larger than a limit."""
+"""Reads untrusted files: only regular files, up to a size limit."""
 
 from __future__ import annotations
 
@@ -21,30 +21,28 @@ _KINDS = (
 
 
 def read_regular(path: str | PathLike[str], limit: int) -> bytes:
-    """The content of a regular file.
-
-    Args: `limit`: bytes.
-    Raises: as `open_regular`.
-    """
+    """The content of a regular file of at most `limit` bytes. Raises: as `open_regular`."""
     with open_regular(path, limit) as file:
         data = file.read(limit + 1) or b""
-    if len(data) > limit:  # it has grown, or is one of those that do not tell their size
+    if len(data) > limit:  # the file has grown, or its status has no size
         raise _too_large(path, f"more than {limit:,}", limit)
     return data
 
 
 def open_regular(path: str | PathLike[str], limit: int) -> BufferedReader:
-    """A regular file, open for reading. Whatever else has that name is not opened, so that nothing waits for another process.
+    """Opens a regular file. Nothing else is opened, so that no read can block.
 
-    Args: `limit`: bytes.
-    Raises: P026 where it is a directory, a pipe, a socket, a device, or no path at all; P027 where it is larger; OSError where it
-    cannot be opened.
+    Args:
+        limit: bytes.
+
+    Raises: P026 for a directory, a pipe, a socket, a device or an invalid path; P027 for a larger
+        file; OSError.
     """
     check_path(path)
     check_regular(path, os.stat(path))
     descriptor = os.open(path, _FLAGS)
     try:
-        status = os.fstat(descriptor)  # again: the name may stand for another file by now
+        status = os.fstat(descriptor)  # the path may have been replaced since `os.stat`
         check_regular(path, status)
         if status.st_size > limit:
             raise _too_large(path, f"{status.st_size:,}", limit)
@@ -55,27 +53,27 @@ def open_regular(path: str | PathLike[str], limit: int) -> BufferedReader:
 
 
 def check_path(path: str | PathLike[str]) -> None:
-    """Raises: P026 where a text is no path: it has a NUL, or half of a surrogate pair."""
+    """Raises: P026 for a text with a NUL or a lone surrogate, which cannot be a path."""
     try:
         if b"\0" not in os.fsencode(path):
             return
     except UnicodeEncodeError:
         pass
-    raise PeftcError(Diagnostic("P026", f"`{printable_path(path)}` is no path: it has a character that no path has"))
+    message = f"`{printable_path(path)}` is not a path: it contains a character that no path has"
+    raise PeftcError(Diagnostic("P026", message))
 
 
 def printable_path(path: str | PathLike[str]) -> str:
-    """A path as messages have it: on one line, whatever characters it has."""
+    """A path in a message: on one line, without control characters."""
     return printable(os.fspath(path))
 
 
 def check_regular(path: str | PathLike[str], status: os.stat_result) -> None:
-    """Raises: P026 where what has this status is no regular file."""
+    """Raises: P026 if `status` is not that of a regular file."""
     if not stat.S_ISREG(status.st_mode):
-        what = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
-        raise PeftcError(
-            Diagnostic("P026", f"{printable_path(path)} is {what}, not a file", help="only regular files are read")
-        )
+        kind = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
+        message = f"{printable_path(path)} is {kind}, not a file"
+        raise PeftcError(Diagnostic("P026", message, help="only regular files are read"))
 
 
 def _too_large(path: str | PathLike[str], size: str, limit: int) -> PeftcError:

@@ -1,4 +1,4 @@
-"""A folder of generated files: `.peftc.json` in it has the hash of each, so that no file of the user's is overwritten or removed."""
+"""A folder of generated files. `.peftc.json` has their hashes, so that no file of the user is overwritten or removed."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ from peftc.filesystem.atomic import (
 )
 
 MARKER = ".peftc.json"
-_LARGEST = 2**20  # bytes of a marker
-_NAMES = (
-    re.compile(r"\.peftc\.json|plan\.json|spec\.peft|README\.md|forward_\w+\.py"),
-)  # of what a workspace may hold
+_MAX_BYTES = 2**20  # of a marker
+_WORKSPACE_FILES = (re.compile(r"\.peftc\.json|plan\.json|spec\.peft|README\.md|forward_\w+\.py"),)
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[^/\\\x00.][^/\\\x00]*$")]
 _Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Marker(BaseModel):
-    """What peftc has written into a folder: sha256 by name. `pending` is what a run that has not ended is about to write."""
+    """The content of `.peftc.json`: sha256 by file name. `pending` are the files of a run that has not ended."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,15 +46,13 @@ class Marker(BaseModel):
     pending: dict[_Name, _Sha256] = Field(default_factory=dict)
 
     def wrote(self, name: str, digest: str | None) -> bool:
-        """Whether a file is as peftc wrote it."""
+        """Whether peftc wrote a file with this digest."""
         return digest is not None and digest in (self.files.get(name), self.pending.get(name))
 
 
 @dataclass(frozen=True)
 class FolderChanges:
-    """What became of a folder: files that were written, those of an earlier run that were removed, and those that stay because
-    they were changed.
-    """
+    """The written files, and those of an earlier run: removed, or left because the user modified them."""
 
     folder: Path
     written: tuple[str, ...]
@@ -65,81 +61,75 @@ class FolderChanges:
 
 
 @dataclass(frozen=True)
-class _Change:
-    """What will be done to a folder."""
-
-    unchanged: dict[str, str]  # files that are as peftc wrote them
+class _Changes:
+    unchanged: dict[str, str]  # digests of files that are as peftc wrote them
     removed: tuple[str, ...]
-    kept: tuple[str, ...]
+    modified: tuple[str, ...]
 
 
 def write_folder(target: Path, files: Mapping[str, str], force: bool = False) -> FolderChanges:
-    """Writes texts by their names into a folder that is new, empty, or was written by this function. A run that was killed is
-    completed by the next one.
+    """Writes texts by name into a new or empty folder, or one that this function has written before.
 
-    Args: `force`: overwrite files that were changed since they were written. Files that peftc did not write are never touched.
-    Raises: P420 for any other folder, or where the file system refuses; P550 for a changed file, P551 for a file that is in the
-    way. Then nothing has been changed.
+    If a run is killed, the next run completes it.
+
+    Args:
+        force: overwrite files that the user modified. Files that peftc did not write stay.
+
+    Raises: P420 for any other folder or a failure of the file system, P550 for a modified file,
+        P551 for a file in the way. Nothing has been changed then.
     """
     try:
         contents = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
         new = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-        with lock(target) if target.is_dir() else nullcontext():  # another writer may be at work
-            _planned(target, new, force)
+        with lock(target) if target.is_dir() else nullcontext():
+            _changes(target, new, force)  # raises errors before a folder is created
         with target_folder(target), workspace(target) as work:
             for name, content in contents.items():
                 (work / name).write_bytes(content)
             flush(*(work / name for name in files))
-            with lock(target) as held:
-                change = _planned(target, new, force)
-                _publish(target, work, new, change)
-                for path in list(dead_workspaces(target)) if held else ():
-                    remove_workspace(path, _NAMES)
+            with lock(target) as locked:
+                changes = _changes(target, new, force)
+                _publish(target, work, new, changes)
+                for path in list(dead_workspaces(target)) if locked else ():
+                    remove_workspace(path, _WORKSPACE_FILES)
     except OSError as error:
         raise PeftcError(Diagnostic("P420", f"{target} cannot be written: {error.strerror or error}")) from error
-    return FolderChanges(target, tuple(sorted(files)), change.removed, change.kept)
+    return FolderChanges(target, tuple(sorted(files)), changes.removed, changes.modified)
 
 
-def _planned(target: Path, files: Mapping[str, str], force: bool) -> _Change:
-    """What is to be done where files with these hashes are to be. Raises: P420, P550, P551."""
-    marker = _marker(target)
+def _changes(target: Path, files: Mapping[str, str], force: bool) -> _Changes:
+    """The changes that lead to `files`, given with their digests. Raises: P420, P550, P551."""
+    marker = _read_marker(target)
     digests = {name: _digest(target / name) for name in {**marker.files, **marker.pending, **files}}
     unchanged = {name: digest for name, digest in digests.items() if digest and marker.wrote(name, digest)}
     present = [name for name in files if os.path.lexists(target / name) and digests[name] != files[name]]
-    ours = {*marker.files, *marker.pending}
-    changed = [name for name in present if name in ours and name not in unchanged]
-    foreign = [name for name in present if name not in ours or (target / name).is_dir()]
+    own = {*marker.files, *marker.pending}
+    modified = [name for name in present if name in own and name not in unchanged]
+    foreign = [name for name in present if name not in own or (target / name).is_dir()]
     if foreign:
         message = f"{target} has {join_names(foreign)}, which peftc did not write"
         raise PeftcError(Diagnostic("P551", message, help="move it away, or choose another directory for -o"))
-    if changed and not force:
-        message = f"{join_names(changed)} in {target} {_were(changed)} changed since peftc wrote {_them(changed)}"
+    if modified and not force:
+        verb, them = ("were", "them") if len(modified) > 1 else ("was", "it")
+        message = f"{join_names(modified)} in {target} {verb} changed since peftc wrote {them}"
         raise PeftcError(Diagnostic("P550", message, help="`--force` overwrites; nothing has been written"))
-    stale = [name for name in digests if name not in files]
-    removed = tuple(sorted(name for name in stale if name in unchanged))
-    kept = tuple(sorted(name for name in stale if name not in unchanged and os.path.lexists(target / name)))
-    return _Change(unchanged, removed, kept)
+    stale = sorted(name for name in digests if name not in files)
+    removed = tuple(name for name in stale if name in unchanged)
+    remaining = tuple(name for name in stale if name not in unchanged and os.path.lexists(target / name))
+    return _Changes(unchanged, removed, remaining)
 
 
-def _were(names: list[str]) -> str:
-    return "were" if len(names) > 1 else "was"
-
-
-def _them(names: list[str]) -> str:
-    return "them" if len(names) > 1 else "it"
-
-
-def _publish(target: Path, work: Path, new: Mapping[str, str], change: _Change) -> None:
-    """The marker says what may come before it comes, and what is there when everything is."""
-    _mark(target, work, change.unchanged, new)
+def _publish(target: Path, work: Path, new: Mapping[str, str], changes: _Changes) -> None:
+    """The marker lists pending files before they are moved, so that a killed run leaves no unknown file."""
+    _write_marker(target, work, changes.unchanged, new)
     for name in new:
         os.replace(work / name, target / name)
-    for name in change.removed:
+    for name in changes.removed:
         (target / name).unlink()
-    _mark(target, work, new)
+    _write_marker(target, work, new)
 
 
-def _mark(target: Path, work: Path, files: Mapping[str, str], pending: Mapping[str, str] | None = None) -> None:
+def _write_marker(target: Path, work: Path, files: Mapping[str, str], pending: Mapping[str, str] | None = None) -> None:
     marker = Marker(peftc=version("peftc"), files=dict(sorted(files.items())), pending=dict(pending or {}))
     text = marker.model_dump_json(indent=2, exclude=None if marker.pending else {"pending"}) + "\n"
     (work / MARKER).write_text(text, encoding="utf-8", newline="\n")
@@ -148,29 +138,29 @@ def _mark(target: Path, work: Path, files: Mapping[str, str], pending: Mapping[s
     flush(target)
 
 
-def _marker(target: Path) -> Marker:
-    """What peftc has written there; nothing, where there is nothing. Raises: P420 for another folder."""
+def _read_marker(target: Path) -> Marker:
+    """The marker of a folder; an empty one for a new or empty folder. Raises: P420 for any other folder."""
     path = target / MARKER
     if not os.path.lexists(target) or (target.is_dir() and all(map(is_workspace, target.iterdir()))):
         return Marker(peftc="", files={})
     if not target.is_dir():
         raise _refusal(target, "is not a directory")
     if not _is_file(path):
-        raise _refusal(target, f"has other files, and no {MARKER} that says which are peftc's")
+        raise _refusal(target, f"has other files, and no {MARKER} that lists those of peftc")
     try:
-        if path.stat().st_size > _LARGEST:
+        if path.stat().st_size > _MAX_BYTES:
             raise ValueError
         return Marker.model_validate_json(path.read_bytes())
     except (ValidationError, ValueError):
         raise _refusal(target, f"has a {MARKER} that peftc did not write") from None
 
 
-def _refusal(target: Path, what: str) -> PeftcError:
-    return PeftcError(Diagnostic("P420", f"{target} {what}", help="choose a new or empty directory for -o"))
+def _refusal(target: Path, problem: str) -> PeftcError:
+    return PeftcError(Diagnostic("P420", f"{target} {problem}", help="choose a new or empty directory for -o"))
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a path is a plain file, and no link to one."""
+    """Whether a path is a regular file, not a link to one."""
     return os.path.lexists(path) and stat.S_ISREG(path.lstat().st_mode)
 
 

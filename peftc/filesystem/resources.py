@@ -1,4 +1,4 @@
-"""Where the grammar and the standard recipes are: inside the wheel, or at the root of a checkout."""
+"""The grammar and the standard recipes: in the wheel, or at the root of a checkout."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def grammar() -> str:
 
 
 def recipes() -> dict[str, Path]:
-    """The standard recipes, by the name that `use NAME from std` takes: `scaled_parallel` for scaled-parallel.peft."""
+    """The standard recipes by the name in `use NAME from std`: `scaled_parallel` is scaled-parallel.peft."""
     return {path.stem.replace("-", "_"): path for path in sorted(folder("specs").glob("*.peft"))}

@@ -25,7 +25,7 @@ from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult, make_plan
 from peftc.recognition.analysis import Analysis, ModelLike, analyse
 from peftc.rewriting.positions import refused
-from peftc.semantics.checks.structure import with_origin
+from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 
 

@@ -35,7 +35,7 @@ from peftc.planning.selection.selectors import coverage_warnings, resolve
 from peftc.planning.selection.shared_modules import Sharing, uses
 from peftc.planning.selection.train import Trained, missing, trained
 from peftc.planning.selection.untraced import in_layers_of, warning
-from peftc.semantics.checks.structure import with_origin
+from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 
 T = TypeVar("T")

@@ -1,7 +1,6 @@
 from peftc.semantics.arguments import BoundArguments, bind
-from peftc.semantics.checks.spec import check
+from peftc.semantics.checks.spec import check, with_origin
 from peftc.semantics.checks.spec_file import check_file
-from peftc.semantics.checks.structure import with_origin
 from peftc.semantics.constants import constant, numeric_value
 from peftc.semantics.expand import expand
 from peftc.semantics.load import read_spec

@@ -1,25 +1,26 @@
-"""Arithmetic on constants, done exactly where decimal fractions allow it."""
+"""Constant folding: arithmetic on numbers, exact for decimal fractions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from decimal import Decimal, DivisionByZero, InvalidOperation, Overflow, localcontext
 
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Span
+from peftc.semantics.walk import map_children
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_expression
 
 _UNITS = {"": Decimal(1), "%": Decimal("0.01"), "K": Decimal(1000), "M": Decimal(10**6), "B": Decimal(10**9)}
-_LARGEST = Decimal(10) ** 300
+_MAX_VALUE = Decimal(10) ** 300
 
 
 def numeric_value(number: ast.Number) -> int | float:
-    """What a number says: `27.4M` is 27400000, `6.8%` is 0.068; an int where it is a whole number."""
-    return _plain(_exact(number) * _UNITS[number.unit])
+    """The value of a literal: `27.4M` is 27400000, `6.8%` is 0.068. Whole numbers are ints."""
+    return _to_python(_decimal(number) * _UNITS[number.unit])
 
 
 def constant(value: ast.Expr) -> int | float | None:
-    """The number that `value` is, with its sign; None where it is no constant number."""
+    """The value of a number with its sign; None for other expressions."""
     match value:
         case ast.Number():
             return numeric_value(value)
@@ -29,90 +30,76 @@ def constant(value: ast.Expr) -> int | float | None:
             return None
 
 
-def fold(value: ast.Binary | ast.Negative) -> ast.Expr:
-    """`value` computed, where its operands are constant numbers; else as it is.
+def fold_constants(value: ast.Expr) -> ast.Expr:
+    """`value` with its operations on numbers evaluated. Raises: PeftcError P120."""
+    if isinstance(value, ast.Binary | ast.Negative):
+        return fold_operation(map_children(value, fold_constants))
+    return value
 
-    Raises: PeftcError P120 for a division by zero, or a number that is too large.
+
+def fold_operation(value: ast.Expr) -> ast.Expr:
+    """`value` evaluated if it is an operation on numbers, else `value`.
+
+    Raises: PeftcError P120 for a division by zero or a result that is too large.
     """
-    if isinstance(value, ast.Negative):
-        return (
-            value.operand.operand if _is_constant(value.operand) and isinstance(value.operand, ast.Negative) else value
-        )
-    left, right = _signed(value.left), _signed(value.right)
-    if left is None or right is None:
+    match value:
+        case ast.Negative(ast.Negative(ast.Number() as number)):
+            return number
+        case ast.Binary(_, left, right):
+            operands = _signed(left), _signed(right)
+        case _:
+            return value
+    if operands[0] is None or operands[1] is None:
         return value
-    (a, unit_a), (b, unit_b) = left, right
-    unit, scale = _unit(value.op, unit_a, unit_b)
-    if scale:
+    (a, unit_a), (b, unit_b) = operands
+    is_percentage = _is_percentage(value.op, unit_a, unit_b)
+    if not is_percentage:
         a, b = a * _UNITS[unit_a], b * _UNITS[unit_b]
     with localcontext() as context:
         context.prec = 60
         try:
             result = {"+": a.__add__, "-": a.__sub__, "*": a.__mul__, "/": a.__truediv__}[value.op](b)
         except (DivisionByZero, InvalidOperation, Overflow):
-            raise _failed(value, "divides by zero" if value.op == "/" else "cannot be computed") from None
-    if abs(result) > _LARGEST:
-        raise _failed(value, "is too large a number")
-    number = ast.Number(_plain(abs(result)), "%" if unit == "%" else "", span=value.span)
+            raise _error(value, "divides by zero" if value.op == "/" else "cannot be computed") from None
+    if abs(result) > _MAX_VALUE:
+        raise _error(value, "is too large a number")
+    number = ast.Number(_to_python(abs(result)), "%" if is_percentage else "", span=value.span)
     return ast.Negative(number, span=value.span) if result < 0 else number
 
 
-def _unit(op: str, left: str, right: str) -> tuple[str, bool]:
-    """The unit of a result, and whether the operands are taken in their plain amounts first.
-
-    A percentage stays one when it is added to another, or scaled by a plain number.
-    """
-    if op in "+-" and left == right == "%":
-        return "%", False
-    if op in "*/" and left == "%" and not right:
-        return "%", False
-    if op == "*" and right == "%" and not left:
-        return "%", False
-    return "", True
+def _is_percentage(op: str, left: str, right: str) -> bool:
+    """Whether the operation adds percentages, or scales a percentage by a plain number."""
+    units = (left, right)
+    return units == ("%", "%") if op in "+-" else units == ("%", "") or (op == "*" and units == ("", "%"))
 
 
 def _signed(value: ast.Expr) -> tuple[Decimal, str] | None:
     match value:
         case ast.Number(_, unit):
-            return _exact(value), unit
+            return _decimal(value), unit
         case ast.Negative(ast.Number() as number):
-            return -_exact(number), number.unit
+            return -_decimal(number), number.unit
         case _:
             return None
 
 
-def _is_constant(value: ast.Expr) -> bool:
-    return constant(value) is not None
-
-
-def _exact(number: ast.Number) -> Decimal:
+def _decimal(number: ast.Number) -> Decimal:
     return Decimal(repr(number.value))
 
 
-def _plain(value: Decimal) -> int | float:
-    whole = value == value.to_integral_value() if abs(value) < Decimal(10) ** 25 else False
-    return int(value) if whole else float(value)
+def _to_python(value: Decimal) -> int | float:
+    is_whole = abs(value) < Decimal(10) ** 25 and value == value.to_integral_value()
+    return int(value) if is_whole else float(value)
 
 
-def _failed(value: ast.Expr, what: str) -> PeftcError:
-    return PeftcError(Diagnostic("P120", f"`{print_expression(value)}` {what}", value.span))
+def _error(value: ast.Expr, problem: str) -> PeftcError:
+    return PeftcError(Diagnostic("P120", f"`{print_expression(value)}` {problem}", value.span))
 
 
-def placed(value: ast.Expr, at: ast.Expr) -> ast.Expr:
-    """`value` as if it had been written where `at` stands: all its spans are that of `at`."""
-    span = at.span
-    match value:
-        case ast.Call(function, args, kwargs):
-            return ast.Call(
-                function,
-                tuple(placed(arg, at) for arg in args),
-                tuple(replace(keyword, value=placed(keyword.value, at), span=span) for keyword in kwargs),
-                function_span=span,
-                span=span,
-            )
-        case ast.Negative(operand):
-            return ast.Negative(placed(operand, at), span=span)
-        case ast.Binary(op, left, right):
-            return ast.Binary(op, placed(left, at), placed(right, at), span=span)
-        case _:
-            return replace(value, span=span)
+def with_span(value: ast.Expr, span: Span) -> ast.Expr:
+    """`value` with all of its spans replaced, as if it were written at `span`."""
+    value = map_children(value, lambda child: with_span(child, span))
+    if isinstance(value, ast.Call):
+        kwargs = tuple(replace(keyword, span=span) for keyword in value.kwargs)
+        return replace(value, kwargs=kwargs, function_span=span, span=span)
+    return replace(value, span=span)

@@ -1,8 +1,9 @@
-"""What the names of a file mean: its methods, those it uses, its constants and what it shares."""
+"""The scope of a file: its methods, the imported ones, its constants and its shared parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,17 +11,18 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.filesystem import resources
 from peftc.semantics.checks.definitions import check_definitions
-from peftc.semantics.load import Folders, folder_of, path_of, read_used
+from peftc.semantics.load import Folders, path_of, read_used_spec
+from peftc.semantics.name_errors import bound_twice
 from peftc.semantics.substitute import Environment, is_constant, substitute
 from peftc.semantics.walk import is_shared
 from peftc.syntax import ast
 
-_DEEPEST = 50  # files within files
+_MAX_DEPTH = 50  # of files that use files
 
 
 @dataclass
 class Definition:
-    """A method and the file it is written in."""
+    """A method and the scope of its file."""
 
     method: ast.Method
     scope: Scope
@@ -28,34 +30,29 @@ class Definition:
 
 @dataclass
 class Scope:
+    """`shared` has several statements for a name if it is bound twice, which is an error."""
+
     spec: ast.Spec
     methods: dict[str, Definition] = field(default_factory=dict[str, Definition])
     constants: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])
-    shared: dict[str, list[ast.Let]] = field(default_factory=dict[str, list[ast.Let]])  # several where one is too many
-    own: set[int] = field(default_factory=set[int])  # ids of its statements
+    shared: dict[str, list[ast.Let]] = field(default_factory=dict[str, list[ast.Let]])
 
 
-class Scopes:
-    """Reads files and what they use; everything that is wrong is collected in `errors`."""
+class ScopeReader:
+    """Reads the scopes of files and of the files that they use. Errors are collected in `errors`."""
 
     def __init__(self, folders: Folders) -> None:
         self.errors: list[Diagnostic] = []
+        self.invalid: set[str] = set()  # names whose `let` has an error, so that uses are not reported again
         self._folders = folders
-        self.broken: set[str] = set()  # names whose `let` is wrong: nothing can be said about their uses
-        self._read: dict[Path, Scope | None] = {}
-        self._open: list[Path] = []
+        self._scopes: dict[Path, Scope | None] = {}
+        self._reading: list[Path] = []
 
-    def of(self, spec: ast.Spec, settings: Environment) -> Scope:
-        """The scope of `spec`; constants that `settings` names have the value given there."""
+    def read(self, spec: ast.Spec, settings: Environment) -> Scope:
+        """The scope of `spec`; `settings` override its constants."""
         scope = Scope(spec)
-        self.errors += [found for found in check_definitions(spec) if found.severity == "error"]
-        with collected(self.errors, spec):
-            self._fill(scope, settings)
-        return scope
-
-    def _fill(self, scope: Scope, settings: Environment) -> None:
-        for statement in scope.spec.statements:
-            scope.own.add(id(statement))
+        self.errors += [error for error in check_definitions(spec) if error.severity == "error"]
+        for statement in spec.statements:
             match statement:
                 case ast.Use():
                     self._use(statement, scope)
@@ -67,107 +64,91 @@ class Scopes:
                     self._constant(statement, scope, settings)
                 case _:
                     pass
+        return scope
 
     def _constant(self, let: ast.Let, scope: Scope, settings: Environment) -> None:
-        self.broken.add(let.name)
-        with collected(self.errors, scope.spec):
+        self.invalid.add(let.name)
+        with collect_errors(self.errors, scope.spec):
             value = settings.get(let.name) or substitute(let.value, scope.constants)
-            refuse_second(let, scope.constants)
-            refuse_variable(let, value)
+            if let.name in scope.constants:
+                raise PeftcError(bound_twice(let))
+            check_constant(let, value)
             scope.constants[let.name] = value
-            self.broken.discard(let.name)
+            self.invalid.discard(let.name)
 
     def _define(self, name: str, definition: Definition, at: ast.Statement, scope: Scope) -> None:
         if name in scope.methods:
-            self.errors.append(Diagnostic("P111", f"there are two methods called `{name}`", at.span, scope.spec.source))
+            self.errors.append(Diagnostic("P111", f"there are two methods named `{name}`", at.span, scope.spec.source))
         scope.methods[name] = definition
 
     def _use(self, use: ast.Use, scope: Scope) -> None:
-        with collected(self.errors, scope.spec):
-            used = self._file(use, scope.spec)
-            if used is None:
+        with collect_errors(self.errors, scope.spec):
+            imported = self._file(use, scope.spec)
+            if imported is None:
                 return
-            if use.name not in used.methods:
-                known = list(used.methods)
-                message = f"{path_of(used.spec).name} has no method `{use.name}`"
+            if use.name not in imported.methods:
+                known = list(imported.methods)
+                message = f"{path_of(imported.spec).name} has no method `{use.name}`"
                 help_ = did_you_mean(use.name, known) or f"it has {join_names(known)}"
                 raise PeftcError(Diagnostic("P109", message, use.span, help=help_))
-            self._define(use.name, used.methods[use.name], use, scope)
+            self._define(use.name, imported.methods[use.name], use, scope)
 
     def _file(self, use: ast.Use, spec: ast.Spec) -> Scope | None:
-        """The scope of the file that is used; None where it has errors (which are reported once)."""
-        path = standard(use) if use.source is None else self._found(use.source, use, spec)
-        if path in self._open or path == path_of(spec):
-            chain = " → ".join(found.name for found in (*self._open, path))
-            raise PeftcError(Diagnostic("P113", f"{path.name} uses itself", use.span, notes=(f"by way of {chain}",)))
-        if len(self._open) >= _DEEPEST:
-            raise PeftcError(Diagnostic("P126", f"more than {_DEEPEST} files use each other", use.span))
-        if path not in self._read:
-            self._read[path] = None
-            self._open.append(path)
+        """The scope of the used file; None if it has errors, which are reported once."""
+        path = self._path(use, spec)
+        if path in self._reading or path == path_of(spec):
+            cycle = " → ".join(file.name for file in (*self._reading, path))
+            raise PeftcError(Diagnostic("P113", f"{path.name} uses itself", use.span, notes=(f"by way of {cycle}",)))
+        if len(self._reading) >= _MAX_DEPTH:
+            raise PeftcError(Diagnostic("P126", f"more than {_MAX_DEPTH} files use each other", use.span))
+        if path not in self._scopes:
+            self._scopes[path] = None
+            self._reading.append(path)
             try:
-                self._read[path] = self.of(read_used(path), {})
+                self._scopes[path] = self.read(read_used_spec(path), {})
             except PeftcError as error:
-                self.errors += at_use(error, use, spec).diagnostics
+                self.errors += _error_at_use(error, use, spec).diagnostics
             finally:
-                self._open.pop()
-        return self._read[path]
+                self._reading.pop()
+        return self._scopes[path]
 
-    def _found(self, source: str, use: ast.Use, spec: ast.Spec) -> Path:
-        try:
-            return self._folders.find(source, folder_of(spec))
-        except PeftcError as error:
-            raise at_use(error, use, spec) from None
+    def _path(self, use: ast.Use, spec: ast.Spec) -> Path:
+        if use.source is not None:
+            try:
+                return self._folders.find(use.source, path_of(spec).parent)
+            except PeftcError as error:
+                raise _error_at_use(error, use, spec) from None
+        known = resources.recipes()
+        if use.name in known:
+            return known[use.name]
+        help_ = did_you_mean(use.name, known) or f"there are {join_names(known)}"
+        raise PeftcError(Diagnostic("P109", f"there is no standard recipe `{use.name}`", use.span, help=help_))
 
 
-def at_use(error: PeftcError, use: ast.Use, spec: ast.Spec) -> PeftcError:
-    """What is about no text yet is said of the `use` that names it."""
+def _error_at_use(error: PeftcError, use: ast.Use, spec: ast.Spec) -> PeftcError:
+    """Diagnostics without a source point to the `use`."""
     return PeftcError(
-        found if found.source else replace(found, span=use.span, source=spec.source) for found in error.diagnostics
+        record if record.source else replace(record, span=use.span, source=spec.source) for record in error.diagnostics
     )
 
 
-class collected:
-    """`with collected(errors, spec):` an error inside ends the block and is kept, said of `spec`."""
-
-    def __init__(self, errors: list[Diagnostic], spec: ast.Spec) -> None:
-        self._errors, self._spec = errors, spec
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, PeftcError):
-            return False
-        self._errors += [found.with_source(self._spec.source) for found in error.diagnostics]
-        return True
+@contextmanager
+def collect_errors(errors: list[Diagnostic], spec: ast.Spec) -> Generator[None]:
+    """Suppresses a `PeftcError` and adds its diagnostics to `errors`, with `spec` as source."""
+    try:
+        yield
+    except PeftcError as error:
+        errors += [diagnostic.with_source(spec.source) for diagnostic in error.diagnostics]
 
 
-def refuse_second(let: ast.Let, known: Environment) -> None:
-    """Raises: PeftcError P111 where the name is bound already."""
-    if let.name in known:
-        raise PeftcError(
-            Diagnostic("P111", f"`{let.name}` is bound twice", let.span, help="give one of them another name")
-        )
-
-
-def refuse_variable(let: ast.Let, value: ast.Expr) -> None:
-    """Raises: PeftcError P115 where a `let` outside an edit binds no constant."""
+def check_constant(let: ast.Let, value: ast.Expr) -> None:
+    """Raises: PeftcError P115 if `value` is not constant."""
     if not is_constant(value):
-        message = f"outside of an edit, `let {let.name}` binds a constant or something shared"
+        message = f"outside an edit, `let {let.name}` binds a constant or shared parameters"
         help_ = f"move it into the edit, or write `let {let.name} = shared(…)` for one set of parameters at all sites"
         raise PeftcError(Diagnostic("P115", message, let.value.span, help=help_))
 
 
-def standard(use: ast.Use) -> Path:
-    """The file of a standard recipe. Raises: PeftcError P109."""
-    known = resources.recipes()
-    if use.name in known:
-        return known[use.name]
-    help_ = did_you_mean(use.name, known) or f"there are {join_names(known)}"
-    raise PeftcError(Diagnostic("P109", f"there is no standard recipe `{use.name}`", use.span, help=help_))
-
-
-def applied(statements: tuple[ast.Statement, ...]) -> Iterator[ast.Statement]:
-    """The statements of a file that change a model."""
-    return (s for s in statements if isinstance(s, ast.Edit | ast.Train | ast.Apply))
+def changes_model(statements: Iterable[ast.Statement]) -> bool:
+    """Whether a file has statements that change a model, apart from the definitions of methods."""
+    return any(isinstance(statement, ast.Edit | ast.Train | ast.Apply) for statement in statements)

@@ -1,4 +1,4 @@
-"""Puts the values of parameters and constants in the place of their names."""
+"""Substitution: parameters and constants are replaced by their values."""
 
 from __future__ import annotations
 
@@ -8,60 +8,56 @@ from dataclasses import replace
 from typing import cast
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.semantics.constants import constant, fold, placed
-from peftc.semantics.vocabulary import OF_EDIT, STATES, TRUTHS
-from peftc.semantics.walk import names_in, size, walk
+from peftc.semantics.constants import constant, fold_operation, with_span
+from peftc.semantics.name_errors import bound_twice, reserved
+from peftc.semantics.vocabulary import EDIT_FACTS, STATES
+from peftc.semantics.walk import fits, map_children, names_in, walk
 from peftc.syntax import ast
 
-Environment = Mapping[str, ast.Expr | None]  # None: a name that something nearer has taken
-_DEEPEST, _LARGEST = 150, 1_000
-_UNFOLDED = 5 * _LARGEST  # arithmetic makes an expression smaller
+Environment = Mapping[str, ast.Expr | None]  # None: a local name hides an outer one
+_MAX_DEPTH, _MAX_SIZE = 150, 1_000
+_MAX_UNFOLDED = 5 * _MAX_SIZE  # before constant folding
 
 
-def substitute(value: ast.Expr, known: Environment) -> ast.Expr:
-    """`value` with the names of `known` replaced and arithmetic on constants done.
+def substitute(value: ast.Expr, environment: Environment) -> ast.Expr:
+    """`value` with the names in `environment` replaced and operations on numbers folded.
 
-    Raises: PeftcError P120 where arithmetic fails or the result is too large; it is not made, then.
+    Raises: PeftcError P120 if arithmetic fails or the result would be too large.
     """
-    if size(value, _UNFOLDED, _UNFOLDED, known):
-        result = _substituted(value, known)
-        if size(result, _DEEPEST, _LARGEST):
+    if fits(value, _MAX_UNFOLDED, _MAX_UNFOLDED, environment):
+        result = _substitute(value, environment)
+        if fits(result, _MAX_DEPTH, _MAX_SIZE):
             return result
     message = "this expression becomes too large when its names are replaced"
     raise PeftcError(Diagnostic("P120", message, value.span))
 
 
-def overlay(known: Environment) -> MutableMapping[str, ast.Expr | None]:
-    """What is known, with room for nearer names, whose number is all that it costs."""
-    maps = known.maps if isinstance(known, ChainMap) else [known]
+def child_environment(environment: Environment) -> MutableMapping[str, ast.Expr | None]:
+    """An environment for an inner scope. New names do not change the outer one."""
+    maps = environment.maps if isinstance(environment, ChainMap) else [environment]
     return ChainMap({}, *cast(list[MutableMapping[str, ast.Expr | None]], maps))
 
 
-def _substituted(value: ast.Expr, known: Environment) -> ast.Expr:
-    match value:
-        case ast.Name(name):
-            meant = known.get(name)
-            return value if meant is None else placed(meant, value)
-        case ast.Call(function, args, kwargs):
-            named = tuple(replace(keyword, value=_substituted(keyword.value, known)) for keyword in kwargs)
-            meant = known.get(function)
-            called = meant.id if isinstance(meant, ast.Name) else function
-            return replace(value, function=called, args=tuple(_substituted(arg, known) for arg in args), kwargs=named)
-        case ast.Negative(operand):
-            return fold(replace(value, operand=_substituted(operand, known)))
-        case ast.Binary(_, left, right):
-            return fold(replace(value, left=_substituted(left, known), right=_substituted(right, known)))
-        case _:
-            return value
+def _substitute(value: ast.Expr, environment: Environment) -> ast.Expr:
+    if isinstance(value, ast.Name):
+        replacement = environment.get(value.id)
+        return value if replacement is None else with_span(replacement, value.span)
+    result = fold_operation(map_children(value, lambda child: _substitute(child, environment)))
+    if isinstance(value, ast.Call) and isinstance(result, ast.Call):
+        function = environment.get(value.function)
+        return replace(result, function=function.id) if isinstance(function, ast.Name) else result
+    return result
 
 
-def in_body(body: tuple[ast.Equation | ast.Let, ...], known: Environment) -> tuple[ast.Equation | ast.Let, ...]:
-    """The equations of an edit, in which a `let` hides a name from there on; constants bound by `let` are replaced too.
+def substitute_body(
+    body: tuple[ast.Equation | ast.Let, ...], environment: Environment
+) -> tuple[ast.Equation | ast.Let, ...]:
+    """The equations of an edit after substitution. A `let` hides outer names.
 
-    Raises: PeftcError P120; P111 and P121 for a `let` that binds a name twice, or a state. Every failure.
+    Raises: PeftcError with all of P120, P111 (name bound twice) and P121 (name of a state).
     """
-    scope, local, bound = overlay(known), set[str](), set[str]()
-    kept: list[ast.Equation | ast.Let] = []
+    scope, variables, bound = child_environment(environment), set[str](), set[str]()
+    lines: list[ast.Equation | ast.Let] = []
     errors: list[Diagnostic] = []
     for line in body:
         try:
@@ -70,43 +66,33 @@ def in_body(body: tuple[ast.Equation | ast.Let, ...], known: Environment) -> tup
             errors += error.diagnostics
             continue
         if isinstance(line, ast.Let):
-            errors += _misnamed(line, bound)
+            if line.name in STATES:
+                errors.append(reserved(line.name, line.span))
+            elif line.name in bound:
+                errors.append(bound_twice(line))
             bound.add(line.name)
             scope[line.name] = None
-            if is_constant(value) and not (isinstance(value, ast.Name) and value.id in local):
+            if is_constant(value) and not (isinstance(value, ast.Name) and value.id in variables):
                 scope[line.name] = value
-                local.discard(line.name)
+                variables.discard(line.name)
                 continue
-            local.add(line.name)
-        kept.append(replace(line, value=value))
+            variables.add(line.name)
+        lines.append(replace(line, value=value))
     if errors:
         raise PeftcError(errors)
-    return tuple(kept)
+    return tuple(lines)
 
 
-def _misnamed(let: ast.Let, bound: set[str]) -> list[Diagnostic]:
-    if let.name in STATES:
-        message = f"`{let.name}` is {STATES[let.name]}; nothing else can be called so"
-        return [Diagnostic("P121", message, let.span, help="use another name")]
-    if let.name in bound:
-        return [Diagnostic("P111", f"`{let.name}` is bound twice", let.span, help="give one of them another name")]
-    return []
-
-
-def in_expectation(value: ast.Expr, known: Environment) -> ast.Expr:
-    """One side of an `expect`: in `sites(qv)`, `qv` is the name of an edit whatever else is called so."""
-    edits = {name for call in walk(value) if _is_of_edit(call) for name in names_in(call)}
-    scope = overlay(known)
-    scope.update(dict.fromkeys(edits))
+def substitute_expectation(value: ast.Expr, environment: Environment) -> ast.Expr:
+    """One side of an `expect`. In `sites(qv)`, `qv` names an edit and is never replaced."""
+    facts = (node for node in walk(value) if isinstance(node, ast.Call) and node.function in EDIT_FACTS)
+    scope = child_environment(environment)
+    scope.update(dict.fromkeys(name for fact in facts for name in names_in(fact)))
     return substitute(value, scope)
 
 
-def _is_of_edit(value: ast.Expr) -> bool:
-    return isinstance(value, ast.Call) and value.function in (*OF_EDIT, *TRUTHS)
-
-
 def is_constant(value: ast.Expr) -> bool:
-    """A number, a word such as `relu`, true or false: something that does not depend on a site."""
+    """Whether `value` is a literal or a word such as `relu`, the same at every site."""
     if isinstance(value, ast.Name):
         return value.id not in STATES
     return isinstance(value, ast.Boolean | ast.String) or constant(value) is not None

@@ -1,4 +1,4 @@
-"""The words of the language that are not grammar: states, sites, facts, and the functions that are no forms."""
+"""Names that are not in the grammar: states, sites, facts and built-in functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ STATES: Mapping[str, str] = {
     "h": "the hidden state that a site computes",
     "x": "the direct input of a site",
     "res": "the residual stream that a site is added to",
-    "c": "the context of an attention: what its keys and values are made of",
+    "c": "the context of an attention, the source of its keys and values",
     "q": "queries",
     "k": "keys",
     "v": "values",
@@ -16,23 +16,23 @@ STATES: Mapping[str, str] = {
     "z": "the hidden activation of an ffn",
     "w": "the weight of a Linear, norm or embedding",
     "b": "the bias of a Linear, norm or embedding",
-    "wb": "the weight and the bias of a module, each by itself and where there is one",
+    "wb": "the weight and the bias of a module, separately, as far as they exist",
 }
 
-PARAMETERS = ("w", "b")  # what `train` can name
+PARAMETERS = ("w", "b")  # the states that `train` takes
 WEIGHT_AND_BIAS = "wb"
 
 STACKS = ("encoder", "decoder")
-TOWERS = ("vision", "text", "audio")  # of models of several media; what else a model may call one, only it can say
+TOWERS = ("vision", "text", "audio")  # of multimodal models, which may have towers of other names, too
 
-# Words that choose among the stacks of a model, before the name that they may stand before. They are part of no site's path.
+# Qualifiers that select a stack by its role, with the step that must follow.
 STACK_CHOICES: Mapping[str, str] = {"input": "embed", "output": "layer"}
 STACK_CHOICE_HELP: Mapping[str, str] = {
-    "input": "write `input.embed`: the embedding that reads the input, of an encoder-decoder the encoder's",
-    "output": "write `output.layer[*]`: the layers of the stack that gives the output, of an encoder-decoder the decoder's",
+    "input": "write `input.embed`: the embedding of the input, in an encoder-decoder that of the encoder",
+    "output": "write `output.layer[*]`: the stack that computes the output, in an encoder-decoder the decoder",
 }
 
-# Site name -> the names that may follow it, directly or with a qualifier left out.
+# Site name -> the names that may follow it, directly or with an omitted qualifier.
 _LINEARS = ("q", "k", "v", "o")
 _ATTENTION = (*_LINEARS, "heads", "norm", "add")
 _FFN = ("up", "gate", "down", "hidden", "router", "experts", "shared", "norm", "add")
@@ -44,27 +44,16 @@ BELOW: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(STACKS, (*_TOP, *_LAYER)),
     "layer": _LAYER,
     "attn": ("self", "cross", *_ATTENTION),
-    "self": _ATTENTION,
-    "cross": _ATTENTION,
-    "ffn": _FFN,
+    **dict.fromkeys(("self", "cross"), _ATTENTION),
     "mixer": ("norm", "add"),
-    "experts": _FFN,
-    "shared": _FFN,
-    "q": ("norm",),
-    "k": ("norm",),
+    **dict.fromkeys(("ffn", "experts", "shared"), _FFN),
+    **dict.fromkeys(("q", "k"), ("norm",)),
 }
 SITES: tuple[str, ...] = tuple(dict.fromkeys(BELOW[""]))
-PARTS = (
-    "attn",
-    "self",
-    "cross",
-    "ffn",
-    "mixer",
-    "experts",
-    "shared",
-)  # have Linears without a role, by their own names
+# Sites whose Linears without a role are named as in the model.
+PARTS = ("attn", "self", "cross", "ffn", "mixer", "experts", "shared")
 
-# Site name -> its states, for the sites whose states no model can change. Others may have any.
+# Site name -> its states. A site that is not listed may have any state.
 _OF_LINEAR = ("h", "x", "w", "b", "wb")
 STATES_AT: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("q", "k", "v", "o", "up", "gate", "down", "router", "head", "embed", "norm"), _OF_LINEAR),
@@ -75,10 +64,10 @@ STATES_AT: Mapping[str, tuple[str, ...]] = {
     "hidden": ("h", "x", "z", "res"),
 }
 
-FROZEN_MODULES = ("norm", "head")  # frozen sub-modules of a site, called as functions
+FROZEN_MODULES = ("norm", "head")  # frozen modules of a site that equations can call
 CONCAT = "concat"
 SHARED = "shared"
 
-PLAN_COUNTS = ("trained", "stored", "changed", "served")  # facts of the whole plan
-OF_EDIT = ("sites",)  # numbers about one edit
-TRUTHS = ("foldable", "identity")  # facts about one edit that hold or do not
+PLAN_COUNTS = ("trained", "stored", "changed", "served")  # facts of `expect` about the whole plan
+PREDICATES = ("foldable", "identity")  # facts about one edit that are true or false
+EDIT_FACTS = ("sites", *PREDICATES)  # facts about one edit

@@ -1,15 +1,15 @@
-"""Walking over expressions and selectors, without recursion where the depth is not known yet."""
+"""Traversal of expressions, statements and selectors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from peftc.semantics.vocabulary import SHARED, STACK_CHOICES
 from peftc.syntax import ast
 
 
 def children(value: ast.Expr) -> tuple[ast.Expr, ...]:
-    """The expressions directly inside of `value`."""
     match value:
         case ast.Call(_, args, kwargs):
             return (*args, *(keyword.value for keyword in kwargs))
@@ -21,70 +21,84 @@ def children(value: ast.Expr) -> tuple[ast.Expr, ...]:
             return ()
 
 
+def map_children(value: ast.Expr, function: Callable[[ast.Expr], ast.Expr]) -> ast.Expr:
+    """`value` with `function` applied to each of its children."""
+    match value:
+        case ast.Call(_, args, kwargs):
+            named = tuple(replace(keyword, value=function(keyword.value)) for keyword in kwargs)
+            return replace(value, args=tuple(map(function, args)), kwargs=named)
+        case ast.Negative(operand):
+            return replace(value, operand=function(operand))
+        case ast.Binary(_, left, right):
+            return replace(value, left=function(left), right=function(right))
+        case _:
+            return value
+
+
 def walk(value: ast.Expr) -> Iterator[ast.Expr]:
-    """`value` and everything inside of it, in the order of the text."""
+    """`value` and its descendants in the order of the text. Not recursive: it may be deep."""
     stack = [value]
     while stack:
-        found = stack.pop()
-        yield found
-        stack.extend(reversed(children(found)))
+        node = stack.pop()
+        yield node
+        stack.extend(reversed(children(node)))
 
 
-def size(value: ast.Expr, deepest: int, largest: int, known: Mapping[str, ast.Expr | None] | None = None) -> bool:
-    """Whether `value` has at most `deepest` levels and `largest` expressions, with those of `known` in the place of names."""
-    stack = [(value, 1, known)]
-    seen = 0
+def fits(value: ast.Expr, depth: int, size: int, environment: Mapping[str, ast.Expr | None] | None = None) -> bool:
+    """Whether `value`, after substitution, has at most `depth` levels and `size` nodes."""
+    stack = [(value, 1, environment)]
+    count = 0
     while stack:
-        found, level, names = stack.pop()
-        seen += 1
-        if level > deepest or seen > largest:
-            return False
-        if names is not None and isinstance(found, ast.Name) and (meant := names.get(found.id)) is not None:
-            stack.append((meant, level, None))  # what is known has no names to replace
-            seen -= 1
+        node, level, names = stack.pop()
+        substitution = names.get(node.id) if names is not None and isinstance(node, ast.Name) else None
+        if substitution is not None:
+            stack.append((substitution, level, None))
             continue
-        stack.extend((child, level + 1, names) for child in children(found))
+        count += 1
+        if level > depth or count > size:
+            return False
+        stack.extend((child, level + 1, names) for child in children(node))
     return True
 
 
 def is_shared(value: ast.Expr) -> bool:
-    """`shared(…)`: one set of parameters for all the sites that use it."""
+    """Whether `value` is `shared(…)`: one set of parameters for all sites that use it."""
     return isinstance(value, ast.Call) and value.function == SHARED
 
 
 def names_in(value: ast.Expr) -> Iterator[str]:
-    """Every name in `value`, those of functions among them."""
-    for found in walk(value):
-        if isinstance(found, ast.Name):
-            yield found.id
-        elif isinstance(found, ast.Call):
-            yield found.function
+    """All names in `value`, those of functions included."""
+    for node in walk(value):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Call):
+            yield node.function
 
 
-def names_of(statements: Iterable[ast.Statement]) -> Iterator[str]:
-    """Every name that the expressions of some statements use."""
-    for statement in statements:
-        match statement:
-            case ast.Edit(body=body):
-                yield from names_of(body)
-            case ast.Method(params=params, body=body):
-                yield from names_of(body)
-                for param in params:
-                    yield from names_in(param.default)
-            case ast.Equation(value=value) | ast.Let(value=value):
-                yield from names_in(value)
-            case ast.Expect(left=left, right=right):
-                yield from names_in(left)
-                yield from names_in(right) if right is not None else ()
-            case ast.Apply(args=args):
-                for arg in args:
-                    yield from names_in(arg.value)
-            case _:
-                pass
+def values(statement: ast.Statement) -> Iterator[ast.Expr]:
+    """The expressions of a statement and of its body."""
+    match statement:
+        case ast.Method(params=params, body=body):
+            yield from (value for inner in body for value in values(inner))
+            yield from (param.default for param in params)
+        case ast.Edit(body=body):
+            yield from (line.value for line in body)
+        case ast.Equation(value=value) | ast.Let(value=value):
+            yield value
+        case ast.Expect(left=left, right=right):
+            yield from (left,) if right is None else (left, right)
+        case ast.Apply(args=args):
+            yield from (arg.value for arg in args)
+        case _:
+            pass
+
+
+def names_in_statements(statements: Iterable[ast.Statement]) -> Iterator[str]:
+    return (name for statement in statements for value in values(statement) for name in names_in(value))
 
 
 def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:
-    """The paths and patterns that a selector is made of, what it takes away included."""
+    """The paths and patterns of a selector, the subtracted ones included."""
     match selector:
         case ast.Union(parts):
             for part in parts:

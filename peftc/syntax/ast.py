@@ -183,7 +183,7 @@ class Train(Statement):
 
 @dataclass(frozen=True)
 class Expect(Statement):
-    """`expect stored <= 6.8%`, `expect foldable(qv)`; without a comparison, `op` and `right` are None."""
+    """`expect stored <= 6.8%`, or without a comparison `expect foldable(qv)`."""
 
     left: Expr
     op: Literal["==", "!=", "<", "<=", ">", ">="] | None = None

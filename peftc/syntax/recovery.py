@@ -1,9 +1,9 @@
 """Error recovery: parsing continues after a syntax error, so that one run reports all of them.
 
 First a repair of one token is tried: delete the unexpected token, insert one before it, or
-replace it. The best repair is the one after which most of the following tokens parse. If none helps, panic
-mode skips tokens up to one that begins a statement or closes a block, and unwinds the parser's stack
-to a state that accepts it.
+replace it. The best repair is the one after which most of the following tokens parse. If none
+helps, panic mode skips tokens up to one that begins a statement or closes a block, and unwinds the
+parser's stack to a state that accepts it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import peftc
-from peftc.cli.main import main
+from peftc.cli import main
 from peftc.diagnostics.codes import CODES, sections
 
 PACKAGE = Path(peftc.__file__).parent

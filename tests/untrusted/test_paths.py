@@ -25,7 +25,7 @@ from peftc.diagnostics.render import render_text
 from peftc.models.configs import read_values
 from peftc.models.load import load_model
 from peftc.semantics import check_file, expand, read_spec
-from peftc.semantics.load import LARGEST
+from peftc.semantics.load import MAX_BYTES
 from peftc.syntax import parse_text
 
 METHOD = "peft 1\nmethod m(r = 4) { edit a at layer[*].attn.q { h += lora(x, r=r) } }\n"
@@ -336,7 +336,7 @@ def test_sizes_are_looked_at_before_anything_is_read(tmp_path: Path, saved: Path
 def test_standard_input_is_not_read_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless(io.RawIOBase):
         def read(self, size: int = -1) -> bytes:
-            assert 0 < size <= LARGEST + 1
+            assert 0 < size <= MAX_BYTES + 1
             return b" " * size
 
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Endless()))

@@ -1,73 +1,58 @@
-"""The parameters and constants of a file: named once, hiding nothing, used."""
+"""Checks of the definitions in a file: unique names, no reserved names, no unused parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from peftc.diagnostics import Diagnostic
+from peftc.semantics.name_errors import reserved, unused
 from peftc.semantics.vocabulary import STATES
-from peftc.semantics.walk import is_shared, names_in, names_of
+from peftc.semantics.walk import is_shared, names_in_statements
 from peftc.syntax import ast
 
 
 def check_definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
-    """P111, P114 and P121 about `method` and `let`."""
-    for found in _definitions(spec):
-        yield found.with_source(spec.source)
+    """P111, P114 and P121 of `method`, `let` and `use`."""
+    return (diagnostic.with_source(spec.source) for diagnostic in _definitions(spec))
 
 
 def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
-    used = set(names_of(spec.statements))
-    applied = {s.name for s in spec.statements if isinstance(s, ast.Apply)} | {
-        inner.name
-        for s in spec.statements
-        if isinstance(s, ast.Method)
-        for inner in s.body
-        if isinstance(inner, ast.Apply)
-    }
+    used = set(names_in_statements(spec.statements))
+    inner = (s for method in spec.statements if isinstance(method, ast.Method) for s in method.body)
+    applied = {s.name for s in (*spec.statements, *inner) if isinstance(s, ast.Apply)}
     for statement in spec.statements:
         match statement:
             case ast.Method():
                 yield from _method(statement)
             case ast.Let():
-                yield from _constant(statement, used)
+                yield from _let(statement, used)
             case ast.Use(name) if name not in applied:
-                yield Diagnostic(
-                    "P114",
-                    f"`{name}` is never applied",
-                    statement.span,
-                    help=f"add `apply {name}()`",
-                    severity="warning",
-                )
+                message, help_ = f"`{name}` is never applied", f"add `apply {name}()`"
+                yield Diagnostic("P114", message, statement.span, help=help_, severity="warning")
             case _:
                 pass
 
 
 def _method(method: ast.Method) -> Iterator[Diagnostic]:
-    inside = set(names_of(method.body)) | {name for param in method.params for name in names_in(param.default)}
+    used = set(names_in_statements([method]))
     seen: set[str] = set()
     for param in method.params:
         if param.name in seen:
             yield Diagnostic("P111", f"`{method.name}` has two parameters `{param.name}`", param.span)
         elif param.name in STATES:
-            yield _hides(param.name, param.span)
-        elif param.name not in inside:
+            yield reserved(param.name, param.span)
+        elif param.name not in used:
             message = f"the parameter `{param.name}` of `{method.name}` is never used"
-            yield Diagnostic("P114", message, param.span, help="remove it: whoever sets it would change nothing")
+            yield Diagnostic("P114", message, param.span, help="remove it: setting it would have no effect")
         seen.add(param.name)
     for let in (s for s in method.body if isinstance(s, ast.Let)):
         if let.name in seen:
-            yield Diagnostic("P111", f"`{let.name}` is a parameter of `{method.name}` already", let.span)
-        yield from _constant(let, inside)
+            yield Diagnostic("P111", f"`{let.name}` is already a parameter of `{method.name}`", let.span)
+        yield from _let(let, used)
 
 
-def _constant(let: ast.Let, used: set[str]) -> Iterator[Diagnostic]:
+def _let(let: ast.Let, used: set[str]) -> Iterator[Diagnostic]:
     if let.name in STATES:
-        yield _hides(let.name, let.span)
+        yield reserved(let.name, let.span)
     elif let.name not in used and not is_shared(let.value):
-        yield Diagnostic("P114", f"`{let.name}` is never used", let.span, help="remove it", severity="warning")
-
-
-def _hides(name: str, span: ast.Span) -> Diagnostic:
-    message = f"`{name}` is {STATES[name]}; nothing else can be called so"
-    return Diagnostic("P121", message, span, help="use another name")
+        yield unused(let)

@@ -1,83 +1,81 @@
-"""The equations of an edit, without a model: every name means something, every call fits its form."""
+"""Checks of the equations of an edit, without a model: defined names, calls that fit forms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms import FORMS
 from peftc.semantics.arguments import bind
-from peftc.semantics.checks.selectors import states_missing
+from peftc.semantics.checks.selectors import sites_without
+from peftc.semantics.name_errors import unused
 from peftc.semantics.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_expression
 
 Shared = Mapping[str, ast.Let]
+_OWNERS = {  # state -> a site that has it, and an example
+    **dict.fromkeys("wb", ("a Linear", "layer[*].attn.q")),
+    **dict.fromkeys(("kv", "c"), ("an attention", "layer[*].attn")),
+    "z": ("an ffn", "layer[*].ffn"),
+}
 
 
 def check_edit(edit: ast.Edit, shared: Shared) -> Iterator[Diagnostic]:
-    """Everything that is wrong with the body of an edit."""
-    equations = Equations(edit.selector, shared)
+    """All errors in the body of an edit."""
+    checker = _EquationChecker(edit.selector, shared)
     for line in edit.body:
-        yield from equations.line(line)
-    yield from equations.unused()
+        yield from checker.line(line)
+    yield from checker.unused()
 
 
-class Equations:
-    """Checks lines in order, since `let` names what follows."""
+class _EquationChecker:
+    """Checks the lines of an edit in order, since a `let` is in scope after its line."""
 
     def __init__(self, selector: ast.Selector, shared: Shared) -> None:
         self._selector = selector
         self._shared = shared
         self._local: dict[str, ast.Let] = {}
         self._used: set[str] = set()
-        self._seen: set[str] = set()  # states
+        self._states: set[str] = set()  # checked ones, each of which is reported once
 
     def line(self, line: ast.Equation | ast.Let) -> Iterator[Diagnostic]:
         yield from self._value(line.value)
         if isinstance(line, ast.Let):
             self._local[line.name] = line
+        elif line.target in self._local:
+            message = f"`{line.target}` is bound by `let`; an equation assigns a state"
+            yield Diagnostic("P107", message, line.target_span)
         else:
-            yield from self._target(line)
+            yield from self._state(line.target, line.target_span, is_target=True)
 
     def unused(self) -> Iterator[Diagnostic]:
-        for name, let in self._local.items():
-            if name not in self._used:
-                yield Diagnostic("P114", f"`{name}` is never used", let.span, help="remove it", severity="warning")
+        return (unused(let) for name, let in self._local.items() if name not in self._used)
 
-    def _target(self, line: ast.Equation) -> Iterator[Diagnostic]:
-        name = line.target
-        if name in self._local:
-            yield Diagnostic("P107", f"`{name}` is bound by `let`; an equation writes a state", line.target_span)
-        else:
-            yield from self._state(name, line.target_span, "state")
-
-    def _state(self, name: str, span: ast.Span, what: str) -> Iterator[Diagnostic]:
+    def _state(self, name: str, span: Span, is_target: bool) -> Iterator[Diagnostic]:
         if name not in STATES:
-            meant = did_you_mean(name, chain(STATES, self._local) if what == "name" else STATES)
-            help_ = meant or (
-                f"the states are {join_names(STATES)}" if what == "state" or len(self._local) == 0 else None
-            )
+            help_ = did_you_mean(name, STATES if is_target else (*STATES, *self._local))
+            if help_ is None and (is_target or not self._local):
+                help_ = f"the states are {join_names(STATES)}"
             if name in FORMS or name in self._shared or name in (*FROZEN_MODULES, CONCAT):
                 help_ = f"`{name}` is a function: call it, `{name}(…)`"
-            yield Diagnostic("P107", f"there is no {what} `{name}`", span, help=help_)
-            return
-        if name in self._seen:
-            return
-        self._seen.add(name)
-        missing = list(dict.fromkeys(states_missing(self._selector, name)))
-        if missing:
-            message = f"{join_names(missing)} {'have' if len(missing) > 1 else 'has'} no state `{name}`, {STATES[name]}"
-            yield Diagnostic("P205", message, span, help=_elsewhere(name))
+            yield Diagnostic("P107", f"there is no {'state' if is_target else 'name'} `{name}`", span, help=help_)
+        elif name not in self._states:
+            self._states.add(name)
+            sites = list(dict.fromkeys(sites_without(self._selector, name)))
+            if sites:
+                verb = "have" if len(sites) > 1 else "has"
+                owner, example = _OWNERS.get(name, ("other sites", "layer[*].attn"))
+                message = f"{join_names(sites)} {verb} no state `{name}`, {STATES[name]}"
+                yield Diagnostic("P205", message, span, help=f"it is a state of {owner}, e.g. of `{example}`")
 
     def _value(self, value: ast.Expr) -> Iterator[Diagnostic]:
         match value:
             case ast.Name(name) if name in self._local:
                 self._used.add(name)
             case ast.Name(name):
-                yield from self._state(name, value.span, "name")
+                yield from self._state(name, value.span, is_target=False)
             case ast.Call():
                 yield from self._call(value)
             case ast.Negative(operand):
@@ -97,66 +95,52 @@ class Equations:
         if call.function in self._shared:
             yield from self._shared_call(call)
         elif call.function in FORMS:
-            yield from _bound(call)
+            yield from bind_errors(call)
         elif call.function in (*FROZEN_MODULES, CONCAT):
-            yield from _plain_call(call)
+            yield from _builtin_call(call)
         elif call.function == SHARED:
-            help_ = "bind it outside: `let NAME = shared(…)`; inside an edit every site has its own parameters"
-            yield Diagnostic("P115", "`shared` stands in a `let` outside of edits", call.function_span, help=help_)
+            help_ = "bind it outside: `let NAME = shared(…)`; parameters inside an edit belong to one site"
+            message = "`shared` stands in a `let` outside of edits"
+            yield Diagnostic("P115", message, call.function_span, help=help_)
         else:
             yield unknown_form(call, self._shared)
 
     def _shared_call(self, call: ast.Call) -> Iterator[Diagnostic]:
-        yield from (
-            Diagnostic(
-                "P102",
-                f"the arguments of `{call.function}` stand where it is bound",
-                keyword.span,
-                help="leave this out",
-            )
-            for keyword in call.kwargs
-        )
-        form = shared_form(self._shared[call.function])
-        wanted = 1 if form in FORMS and FORMS[form].takes_input else 0
-        if form in FORMS and len(call.args) != wanted:
-            message = f"`{call.function}` takes {'one input' if wanted else 'no input'}, found {len(call.args)}"
-            yield Diagnostic("P108", message, call.span)
+        for keyword in call.kwargs:
+            message = f"the arguments of `{call.function}` stand where it is bound"
+            yield Diagnostic("P102", message, keyword.span, help="remove it here")
+        form = FORMS.get(_shared_form(self._shared[call.function]))
+        if form is not None and len(call.args) != form.takes_input:
+            inputs = "one input" if form.takes_input else "no input"
+            yield Diagnostic("P108", f"`{call.function}` takes {inputs}, found {len(call.args)}", call.span)
 
 
-def _elsewhere(state: str) -> str:
-    where = {"w": "a Linear", "b": "a Linear", "kv": "an attention", "c": "an attention", "z": "an ffn"}
-    example = {"w": "layer[*].attn.q", "b": "layer[*].attn.q", "z": "layer[*].ffn"}.get(state, "layer[*].attn")
-    return f"it is a state of {where.get(state, 'other sites')}, e.g. of `{example}`"
+def _shared_form(let: ast.Let) -> str:
+    """The form in `shared(…)`; "" without one."""
+    inner = let.value.args[0] if isinstance(let.value, ast.Call) and let.value.args else None
+    return inner.function if isinstance(inner, ast.Call) else ""
 
 
-def _bound(call: ast.Call) -> Iterator[Diagnostic]:
+def bind_errors(call: ast.Call, shared: bool = False) -> Iterator[Diagnostic]:
+    """The errors of `bind` for a call of a form."""
     try:
-        bind(call, FORMS[call.function])
+        bind(call, FORMS[call.function], shared=shared)
     except PeftcError as error:
         yield from error.diagnostics
 
 
-def _plain_call(call: ast.Call) -> Iterator[Diagnostic]:
-    """`concat(…)`, `norm(…)`: no named arguments."""
+def _builtin_call(call: ast.Call) -> Iterator[Diagnostic]:
+    """Errors of `concat(…)`, `norm(…)` and `head(…)`, which have no named arguments."""
     for keyword in call.kwargs:
         yield Diagnostic("P102", f"`{call.function}` has no argument `{keyword.name}`", keyword.span)
-    wanted = "two or more parts" if call.function == CONCAT else "one input"
-    if len(call.args) < 2 if call.function == CONCAT else len(call.args) != 1:
-        message = f"`{call.function}` takes {wanted}, found {len(call.args) or 'none'}"
-        yield Diagnostic("P108", message, call.span)
+    is_concat = call.function == CONCAT
+    if len(call.args) < 2 if is_concat else len(call.args) != 1:
+        inputs = "two or more parts" if is_concat else "one input"
+        yield Diagnostic("P108", f"`{call.function}` takes {inputs}, found {len(call.args) or 'none'}", call.span)
 
 
 def unknown_form(call: ast.Call, shared: Shared) -> Diagnostic:
-    """P101, with the nearest form."""
-    help_ = (
-        did_you_mean(call.function, chain(FORMS, [CONCAT], FROZEN_MODULES, shared))
-        or f"the forms are {join_names(sorted(FORMS))}"
-    )
+    """P101, with the most similar form."""
+    suggestion = did_you_mean(call.function, (*FORMS, CONCAT, *FROZEN_MODULES, *shared))
+    help_ = suggestion or f"the forms are {join_names(sorted(FORMS))}"
     return Diagnostic("P101", f"there is no form `{call.function}`", call.function_span, help=help_)
-
-
-def shared_form(let: ast.Let) -> str:
-    """The form that a shared `let` holds; "" where it holds none."""
-    value = let.value
-    inner = value.args[0] if isinstance(value, ast.Call) and value.args else None
-    return inner.function if isinstance(inner, ast.Call) else ""

@@ -1,4 +1,4 @@
-"""What `peftc check` says of a file; several errors in one run."""
+"""`peftc check`: all errors of a file in one run, without a model."""
 
 from __future__ import annotations
 
@@ -6,52 +6,53 @@ from collections.abc import Iterable
 
 from peftc.diagnostics import Diagnostic
 from peftc.semantics.checks.definitions import check_definitions
-from peftc.semantics.expand import MOST, Expansion, partial
+from peftc.semantics.expand import BUDGET, Expander, expand_valid
 from peftc.semantics.load import Folders, Include, folders_of
-from peftc.semantics.scope import Scopes, applied
+from peftc.semantics.scope import ScopeReader, changes_model
 from peftc.syntax import ast
 
-_MOST = 20 * MOST  # statements of all methods
+_BUDGET = 20 * BUDGET  # statements of all methods
 
 
 def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
-    """Everything wrong with a file as it was written: its definitions, what it applies, and each of its methods.
+    """All errors of a file: its definitions, what it applies, and each of its methods.
 
-    Args: `include`: as in `expand`.
+    Args:
+        include: as in `expand`.
     """
     folders = folders_of(spec, include)
-    found = list(check_definitions(spec))
+    errors = list(check_definitions(spec))
     methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]
-    if any(applied(spec.statements)) or len(methods) > 1:
-        found += _each_method(spec, methods, folders)
-    if any(applied(spec.statements)) or len(methods) <= 1:
-        found += partial(spec, {}, folders).found
-    return _each_once(found)
+    if changes_model(spec.statements) or len(methods) > 1:
+        errors += _each_method(spec, methods, folders)
+    if changes_model(spec.statements) or len(methods) <= 1:
+        errors += expand_valid(spec, {}, folders).diagnostics
+    return _without_duplicates(errors)
 
 
 def _each_method(spec: ast.Spec, methods: Iterable[ast.Method], folders: Folders) -> list[Diagnostic]:
-    """What is wrong with methods by themselves, each with its defaults, and with what they share."""
-    scopes = Scopes(folders)
-    scope = scopes.of(spec, {})
-    sharing = Expansion(scopes, scope, {})
-    found = [error for error in sharing.found(sharing.shared()) if error.code != "P114"]
-    left = _MOST
+    """The errors of each method with its defaults, and of the shared parameters."""
+    reader = ScopeReader(folders)
+    scope = reader.read(spec, {})
+    expander = Expander(reader, scope, {})
+    errors = [error for error in expander.diagnostics(expander.shared()) if error.code != "P114"]
+    budget = _BUDGET
     for method in methods:
-        if left <= 0:
-            message = f"checking the methods of this file takes more than {_MOST} statements"
-            found.append(Diagnostic("P120", message, method.span, spec.source, help="make files of them"))
+        if budget <= 0:
+            message = f"checking the methods of this file takes more than {_BUDGET} statements"
+            errors.append(Diagnostic("P120", message, method.span, spec.source, help="split the file"))
             break
-        expansion = Expansion(scopes, scope, {})
-        found += expansion.found(expansion.method(method.name))
-        left -= expansion.cost
-        if expansion.cost >= MOST:
-            break  # what is too large is too large wherever it is applied
-    return [*scopes.errors, *found]
+        expander = Expander(reader, scope, {})
+        errors += expander.diagnostics(expander.method(method.name))
+        budget -= expander.cost
+        if expander.cost >= BUDGET:
+            break  # each method that applies this one is too large as well
+    return [*reader.errors, *errors]
 
 
-def _each_once(found: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """A method that is applied is seen twice: once as it is, once with its arguments."""
-    kept: dict[object, Diagnostic] = {}
-    for error in found:
-        kept.setdefault((error.code, error.span, error.source and error.source.path, error.message), error)
-    return sorted(kept.values(), key=lambda e: (e.source.path if e.source else "", e.span.start if e.span else -1))
+def _without_duplicates(errors: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """An applied method is checked twice, with its defaults and with its arguments."""
+    unique: dict[object, Diagnostic] = {}
+    for error in errors:
+        unique.setdefault((error.code, error.span, error.source and error.source.path, error.message), error)
+    return sorted(unique.values(), key=lambda e: (e.source.path if e.source else "", e.span.start if e.span else -1))
