@@ -1,4 +1,4 @@
-"""Gradient checkpointing: the recomputation in the backward pass, perhaps in another thread, sees the original choices.
+"""Gradient checkpointing: the recomputation in the backward pass has the choices of the forward.
 
 torch preserves the function, random states and autocast for the recomputation, and has no hook for
 more. So the two constructors that store the function are wrapped.

@@ -1,4 +1,4 @@
-"""The choices of the current context (thread or coroutine) for a model: disabled edits, and the task.
+"""What a context (thread or coroutine) chooses for a model: disabled edits, and the task.
 
 Eager code reads a `ContextVar`. Dynamo cannot trace one, so code under `torch.compile` reads an
 attribute of the module `VIEW`. Dynamo guards on it, and each evaluation of the guard reads the
@@ -57,7 +57,7 @@ NO_CHOICE = Choice()
 
 @dataclass(frozen=True, eq=False)
 class OpenBlocks:
-    """The open blocks of a context for one model, and the resulting choice for the model's `default`."""
+    """The open blocks of a context for one model, and the choice that they make of `default`."""
 
     blocks: tuple[Choice, ...]
     default: Choice
@@ -101,7 +101,7 @@ class ChoiceVar:
         """The `key` of the disabled edits."""
         if is_dynamo_compiling():
             return getattr(VIEW, self.off_name)
-        return self.default.key if _open_blocks.get() is None else self.get().key  # fast path of every forward
+        return self.default.key if _open_blocks.get() is None else self.get().key  # fast path
 
     @property
     def task(self) -> str | Rows | None:
@@ -124,7 +124,7 @@ class ChoiceVar:
         _open_blocks.set({**others, **own} or None)
 
     def fixed(self) -> ChoiceVar:
-        """A variable with the current choice in all contexts, for a replica that runs in another thread."""
+        """A variable with the current choice in all contexts, for a replica in another thread."""
         return ChoiceVar(self.get())
 
 
@@ -146,7 +146,7 @@ vars(VIEW)["__getattr__"] = _view
 
 
 class ChoiceBlock(Shielded[nn.Module]):
-    """A context manager that makes a choice for a model. It is reentrant, also in several contexts."""
+    """A context manager that makes a choice for a model. It is reentrant and reusable."""
 
     def __init__(self, model: nn.Module, variable: ChoiceVar, choice: Choice) -> None:
         super().__init__()

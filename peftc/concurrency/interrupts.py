@@ -1,7 +1,7 @@
-"""Deferred SIGINT: while a model changes, an interrupt waits, so that it never sees a partial change.
+"""Deferred SIGINT: an interrupt waits while a model changes, so that no change is partial.
 
-A change is prepared first, which may fail or be interrupted, and then written inside a `Deferral`. A
-failure in there is undone inside another. Temporary patches are `shielded`: they are always removed.
+A change is prepared first, which may fail or be interrupted, and then written inside a `Deferral`.
+A failure there is undone inside another. Temporary patches are `shielded`: they are always removed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupts:
-    """The SIGINT handler while something changes or is patched. It calls the previous handler, now or later.
+    """The SIGINT handler during a change or a patch. It calls the previous handler, now or later.
 
-    `deferrals` counts the open blocks that defer signals, `shields` the open blocks whose exit must not
-    be interrupted. Python runs handlers only in the main thread, so other threads are not counted.
+    `deferrals` counts the open blocks that defer signals, `shields` those whose exit must not be
+    interrupted. Python runs handlers only in the main thread, so other threads are not counted.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Interrupts:
 
     def restore(self) -> None:
         idle = not self.deferrals and not self.shields
-        if idle and signal.getsignal(signal.SIGINT) == self.handle:  # else someone installed another handler
+        if idle and signal.getsignal(signal.SIGINT) == self.handle:  # not replaced by others
             signal.signal(signal.SIGINT, self.handler)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -83,7 +83,7 @@ INTERRUPTS = Interrupts()
 
 
 class Deferral:
-    """A context manager that defers SIGINT to the end of the outermost block. Blocks can be nested."""
+    """A context manager that defers SIGINT to the end of the outermost such block."""
 
     def __init__(self) -> None:
         self.counted = False
@@ -104,7 +104,7 @@ class Deferral:
 
     @contextmanager
     def interruptible(self) -> Generator[None]:
-        """Raises SIGINT at once inside this block, unless another deferral is open. For long steps that can be undone."""
+        """Inside, SIGINT is not deferred by this block. For long steps that can be undone."""
         if not self.counted or self.depth:
             yield
             return
@@ -173,7 +173,7 @@ class _ShieldedGenerator(Shielded[T], ContextDecorator):
 
 
 def shielded(function: Callable[P, Generator[T]]) -> Callable[P, _ShieldedGenerator[T]]:
-    """As `contextlib.contextmanager`, for blocks that patch shared objects: the patch is always removed."""
+    """As `contextlib.contextmanager`, for patches of shared objects, which are always removed."""
     manager = contextmanager(function)
 
     @wraps(function)

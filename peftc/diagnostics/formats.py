@@ -12,7 +12,7 @@ _PROPERTIES = {"file": "path", "line": "line", "col": "column", "endLine": "end_
 
 
 def record(diagnostic: Diagnostic) -> dict[str, Any]:
-    """A diagnostic as JSON data. Positions count from 1, the end is exclusive; without a source all are None."""
+    """A diagnostic as JSON data. Positions count from 1, with an exclusive end."""
     span = diagnostic.span if diagnostic.source else None
     return {
         "code": diagnostic.code,

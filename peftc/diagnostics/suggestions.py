@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
 
-# The names of this language, and what papers, Hugging Face and other libraries call the same things.
+# Names of this language, and their synonyms in papers, Hugging Face and other libraries.
 _SYNONYMS = {
     "q": "q_proj query wq",
     "k": "k_proj key wk",
@@ -42,13 +42,13 @@ _SYNONYMS = {
 }
 ALIASES: Mapping[str, str] = {alias: name for name, aliases in _SYNONYMS.items() for alias in aliases.split()}
 
-# The time of a search grows with the length and the number of names, which may come from untrusted text.
+# A search takes longer for longer and for more names, which may be untrusted.
 _MAX_LENGTH = 80
 _MAX_NAMES = 200
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name in `known` that `name` most likely means: a synonym, another spelling, or a typing error."""
+    """The name in `known` that `name` most likely means: a synonym or a similar spelling."""
     if not isinstance(name, str) or len(name) > _MAX_LENGTH:  # pyright: ignore[reportUnnecessaryIsInstance]  # a caller from Python may pass anything
         return None
     return _nearest(name, tuple(islice(known, _MAX_NAMES)))
@@ -72,7 +72,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str | None:
 
 
 def join_names(names: Iterable[str], last: str = "and") -> str:
-    """The names in a sentence: `a`, `b` and `c`. Of many names, the first 200 and the number of the others."""
+    """The names in a sentence: `a`, `b` and `c`. Of more than 200 names, the others are counted."""
     quoted = [f"`{name}`" for name in names]
     if len(quoted) > _MAX_NAMES:
         quoted = [*quoted[:_MAX_NAMES], f"{len(quoted) - _MAX_NAMES:,} more"]

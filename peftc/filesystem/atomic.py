@@ -40,7 +40,7 @@ def flush(*paths: Path) -> None:
 
 @contextmanager
 def lock(folder: Path, patience: float | None = None) -> Generator[bool]:
-    """Locks a folder against other writers, without a lock file. Yields False if locks are unsupported.
+    """Locks a folder without a lock file. Yields False if the file system has no locks.
 
     Args:
         patience: seconds to wait for another writer, by default `PATIENCE`.
@@ -79,7 +79,7 @@ def _acquire(descriptor: int, folder: Path, deadline: float) -> bool:
 
 @contextmanager
 def target_folder(path: Path) -> Generator[Path]:
-    """Creates a folder and its parents. After an error, created folders that are empty are removed."""
+    """Creates a folder and its parents. After an error, empty ones are removed again."""
     created = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def target_folder(path: Path) -> Generator[Path]:
 
 @contextmanager
 def workspace(folder: Path) -> Generator[Path]:
-    """A temporary folder inside `folder`, from which complete files are moved. Locked while its writer lives."""
+    """A temporary folder inside `folder`, locked while its writer lives."""
     with ExitStack() as stack:
         with lock(folder):
             path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))

@@ -1,4 +1,4 @@
-"""A folder of generated files. `.peftc.json` has their hashes, so that no file of the user is overwritten or removed."""
+"""A folder of generated files. `.peftc.json` has their hashes, to protect the user's own files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Marker(BaseModel):
-    """The content of `.peftc.json`: sha256 by file name. `pending` are the files of a run that has not ended."""
+    """The content of `.peftc.json`: sha256 by file name. `pending`: files of an unfinished run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,7 +52,7 @@ class Marker(BaseModel):
 
 @dataclass(frozen=True)
 class FolderChanges:
-    """The written files, and those of an earlier run: removed, or left because the user modified them."""
+    """Written files, and those of an earlier run: removed, or left because they were modified."""
 
     folder: Path
     written: tuple[str, ...]
@@ -68,7 +68,7 @@ class _Changes:
 
 
 def write_folder(target: Path, files: Mapping[str, str], force: bool = False) -> FolderChanges:
-    """Writes texts by name into a new or empty folder, or one that this function has written before.
+    """Writes texts by name into a new or empty folder, or one that it has written before.
 
     If a run is killed, the next run completes it.
 
@@ -120,7 +120,7 @@ def _changes(target: Path, files: Mapping[str, str], force: bool) -> _Changes:
 
 
 def _publish(target: Path, work: Path, new: Mapping[str, str], changes: _Changes) -> None:
-    """The marker lists pending files before they are moved, so that a killed run leaves no unknown file."""
+    """The marker lists files before they are moved: a killed run leaves no unknown file."""
     _write_marker(target, work, changes.unchanged, new)
     for name in new:
         os.replace(work / name, target / name)
@@ -139,7 +139,7 @@ def _write_marker(target: Path, work: Path, files: Mapping[str, str], pending: M
 
 
 def _read_marker(target: Path) -> Marker:
-    """The marker of a folder; an empty one for a new or empty folder. Raises: P420 for any other folder."""
+    """The marker of a folder; an empty one for a new or empty folder. Raises: P420."""
     path = target / MARKER
     if not os.path.lexists(target) or (target.is_dir() and all(map(is_workspace, target.iterdir()))):
         return Marker(peftc="", files={})

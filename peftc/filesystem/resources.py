@@ -21,5 +21,5 @@ def grammar() -> str:
 
 
 def recipes() -> dict[str, Path]:
-    """The standard recipes by the name in `use NAME from std`: `scaled_parallel` is scaled-parallel.peft."""
+    """The standard recipes by name: `scaled_parallel` is the file scaled-parallel.peft."""
     return {path.stem.replace("-", "_"): path for path in sorted(folder("specs").glob("*.peft"))}

@@ -46,12 +46,12 @@ def fold_operation(value: ast.Expr) -> ast.Expr:
         case ast.Negative(ast.Negative(ast.Number() as number)):
             return number
         case ast.Binary(_, left, right):
-            operands = _signed(left), _signed(right)
+            first, second = _signed(left), _signed(right)
         case _:
             return value
-    if operands[0] is None or operands[1] is None:
+    if first is None or second is None:
         return value
-    (a, unit_a), (b, unit_b) = operands
+    (a, unit_a), (b, unit_b) = first, second
     is_percentage = _is_percentage(value.op, unit_a, unit_b)
     if not is_percentage:
         a, b = a * _UNITS[unit_a], b * _UNITS[unit_b]

@@ -30,7 +30,7 @@ class Definition:
 
 @dataclass
 class Scope:
-    """`shared` has several statements for a name if it is bound twice, which is an error."""
+    """`shared` has several statements for a name that is bound twice (an error)."""
 
     spec: ast.Spec
     methods: dict[str, Definition] = field(default_factory=dict[str, Definition])
@@ -39,7 +39,7 @@ class Scope:
 
 
 class ScopeReader:
-    """Reads the scopes of files and of the files that they use. Errors are collected in `errors`."""
+    """Reads the scopes of files and of the files that they use, and collects their errors."""
 
     def __init__(self, folders: Folders) -> None:
         self.errors: list[Diagnostic] = []

@@ -98,7 +98,7 @@ class Builder:
             at = span(param)
             leading = self._comments.leading(at, at.end, first=True)
             comma = isinstance(following, Token) and following.type == "COMMA"
-            trailing = self._comments.trailing(span_of(following) if comma else at)
+            trailing = self._comments.trailing(span(following) if comma else at)
             value = self.expression(trees(param)[0])
             params.append(ast.Param(str(token(param, "NAME")), value, leading=leading, trailing=trailing, span=at))
         return tuple(params)

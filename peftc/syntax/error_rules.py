@@ -206,11 +206,7 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
         "P010",
         when=lambda c: c.allows("LBRACE") and c.statement in {"EDIT", "METHOD"} and c.bracket in {"", "LBRACE"},
         message=lambda c: f"expected `{{`, found {c.unexpected}",
-        label=lambda c: (
-            "the equations of the edit stand in braces"
-            if c.statement == "EDIT"
-            else "the body of the method stands in braces"
-        ),
+        label=lambda c: f"the body of the {c.statement.lower()} stands in braces",
         examples=(
             "peft 1 edit a at layer[*].ffn h += x",
             "peft 1 method m(r = 4) edit a at layer[*].ffn { h += x }",

@@ -42,7 +42,7 @@ def test_check_shows_the_place(folder: Path, capsys: Out) -> None:
     assert (
         capsys.readouterr().out
         == f"""\
-error[P208]: there is no site called `croos`
+error[P208]: there is no site named `croos`
   --> {path}:2:30
    |
  2 | edit prefix at layer[*].attn.croos {{ kv = concat(prefix(len=30), kv) }}
@@ -68,7 +68,7 @@ def test_check_as_records(folder: Path, capsys: Out) -> None:
     assert first == {
         "code": "P208",
         "severity": "error",
-        "message": "there is no site called `croos`",
+        "message": "there is no site named `croos`",
         "path": str(path),
         "line": 2,
         "column": 30,
@@ -86,7 +86,7 @@ def test_check_for_github(folder: Path, capsys: Out) -> None:
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith("::error file=")
     assert line.endswith(
-        ",line=2,col=30,endLine=2,endColumn=35,title=P208::there is no site called `croos`%0Ahelp: did you mean `cross`?"
+        ",line=2,col=30,endLine=2,endColumn=35,title=P208::there is no site named `croos`%0Ahelp: did you mean `cross`?"
     )
 
 
