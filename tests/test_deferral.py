@@ -83,16 +83,16 @@ def test_an_error_of_the_block_is_not_lost() -> None:
 
 
 def test_other_threads_have_no_signals() -> None:
-    found: list[Any] = []
+    states: list[Any] = []
 
     def work() -> None:
         with Deferral() as deferral, deferral.interruptible(), plain():
-            found.append((deferral.counted, signal.getsignal(signal.SIGINT)))
+            states.append((deferral.counted, signal.getsignal(signal.SIGINT)))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [(False, signal.default_int_handler)]
+    assert states == [(False, signal.default_int_handler)]
 
 
 @shielded

@@ -12,8 +12,8 @@ from peftc.concurrency.interrupts import shielded
 def paused_gc() -> Generator[None]:
     """Runs the body without garbage collection.
 
-    Importing one transformers modeling file allocates some two thousand modules' worth of objects that all stay alive;
-    collecting in between finds nothing and takes a third of the time.
+    Importing one transformers modeling file allocates the objects of some two thousand modules,
+    which all stay alive. Collecting in between frees nothing and takes a third of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -15,7 +15,7 @@ from peftc.semantics.vocabulary import STACK_CHOICE_HELP
 from peftc.syntax import ast, parse_expression, parse_text
 
 
-def found(text: str) -> list[Diagnostic]:
+def diagnostics(text: str) -> list[Diagnostic]:
     try:
         return check_file(parse_text(text))
     except PeftcError as error:
@@ -23,7 +23,7 @@ def found(text: str) -> list[Diagnostic]:
 
 
 def errors(text: str) -> set[str]:
-    return {error.code for error in found(text) if error.severity == "error"}
+    return {error.code for error in diagnostics(text) if error.severity == "error"}
 
 
 EXPLAINED = sorted(code for code, info in CODES.items() if WRONG in info.explanation)
@@ -95,7 +95,7 @@ CASES = [
 @pytest.mark.parametrize(("at", "body", "code", "underlined", "help_"), CASES)
 def test_one_mistake_is_one_message(at: str, body: str, code: str, underlined: str, help_: str | None) -> None:
     text = EDIT.format(at, body)
-    (error,) = [e for e in found(text) if e.severity == "error"]
+    (error,) = [e for e in diagnostics(text) if e.severity == "error"]
     assert error.span is not None
     assert (error.code, text[error.span.start : error.span.end]) == (code, underlined)
     if help_ is not None:
@@ -106,7 +106,7 @@ def test_one_mistake_is_one_message(at: str, body: str, code: str, underlined: s
     "at", ["layer[*].mixer", "layer[*].mixer.in_proj", "layer[*].attn.qkv", "r_layers.layer[*].ffn"]
 )
 def test_what_only_the_model_can_say_is_no_mistake(at: str) -> None:
-    assert not [e for e in found(EDIT.format(at, "h += adapter(x, r=4)")) if e.severity == "error"]
+    assert not [e for e in diagnostics(EDIT.format(at, "h += adapter(x, r=4)")) if e.severity == "error"]
 
 
 def test_several_errors_in_one_run() -> None:
@@ -122,7 +122,7 @@ edit t at layer[*].ffn { h = lora(x, r=1 / 0) }
 apply m(rr=3) as enc
 train n = [w, bias] at layer[*].norm
 """
-    codes = [(error.span.line, error.code) for error in found(text) if error.span]
+    codes = [(error.span.line, error.code) for error in diagnostics(text) if error.span]
     assert codes == [
         (2, "P101"),
         (3, "P114"),
@@ -149,17 +149,17 @@ def test_two_assignments_to_one_state() -> None:
 
 def test_every_method_of_a_file_is_checked() -> None:
     text = "peft 1\nmethod a() { edit e at layer[*].ffn { h += one(x) } }\nmethod b() { edit e at layer[*].ffn { h += two(x) } }\n"
-    assert [error.message for error in found(text)] == ["there is no form `one`", "there is no form `two`"]
+    assert [error.message for error in diagnostics(text)] == ["there is no form `one`", "there is no form `two`"]
 
 
 def test_what_is_not_used_is_a_warning() -> None:
     text = "peft 1\nuse mam from std\nlet r = 3\nedit a at layer[*].ffn { let g = gate(h)  h += x }\n"
-    assert [(error.code, error.severity) for error in found(text)] == [("P114", "warning")] * 3
+    assert [(error.code, error.severity) for error in diagnostics(text)] == [("P114", "warning")] * 3
 
 
 def test_a_value_that_came_from_apply_says_so() -> None:
     text = "peft 1\nmethod m(r = 8) { edit a at layer[*].attn.q { h += lora(x, r=r) } }\napply m(r=0)\n"
-    (error,) = found(text)
+    (error,) = diagnostics(text)
     assert error.code == "P106"
     assert error.notes == ("from `apply m(r=0)`, line 3 of <text>",)
 

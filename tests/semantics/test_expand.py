@@ -226,9 +226,9 @@ def test_errors_in_a_used_file_are_about_that_file(tmp_path: Path) -> None:
     (tmp_path / "main.peft").write_text('peft 1\nuse a from "a.peft"\napply a()\n')
     with pytest.raises(PeftcError) as caught:
         expand(read_spec(tmp_path / "main.peft"))
-    (found,) = [error for error in caught.value.diagnostics if error.code == "P016"]
-    assert found.source is not None
-    assert found.source.path == str(tmp_path / "a.peft")
+    (syntax_error,) = [error for error in caught.value.diagnostics if error.code == "P016"]
+    assert syntax_error.source is not None
+    assert syntax_error.source.path == str(tmp_path / "a.peft")
 
 
 WRONG = [

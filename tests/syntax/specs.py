@@ -84,16 +84,16 @@ comments = st.text(st.characters(exclude_characters="\r\n", exclude_categories=(
 )
 above = st.lists(comments, max_size=2).map(tuple)
 beside = st.none() | comments
-said = {"leading": above, "trailing": beside}
+comment_fields = {"leading": above, "trailing": beside}
 
-lets = st.builds(ast.Let, dotted, expressions, **said)
-equations = st.builds(ast.Equation, words, st.sampled_from(["=", "+=", "*="]), expressions, **said)
+lets = st.builds(ast.Let, dotted, expressions, **comment_fields)
+equations = st.builds(ast.Equation, words, st.sampled_from(["=", "+=", "*="]), expressions, **comment_fields)
 bodies = st.lists(equations | lets, max_size=3).map(tuple)
-edits = st.builds(ast.Edit, dotted, selectors, bodies, st.booleans(), closing=above, **said)
-trains = st.builds(ast.Train, dotted, st.lists(words, min_size=1, max_size=3).map(tuple), selectors, **said)
-uses = st.builds(ast.Use, words, st.none() | texts, **said)
+edits = st.builds(ast.Edit, dotted, selectors, bodies, st.booleans(), closing=above, **comment_fields)
+trains = st.builds(ast.Train, dotted, st.lists(words, min_size=1, max_size=3).map(tuple), selectors, **comment_fields)
+uses = st.builds(ast.Use, words, st.none() | texts, **comment_fields)
 arguments = st.lists(st.builds(ast.Keyword, words, expressions), max_size=2).map(tuple)
-applies = st.builds(ast.Apply, words, arguments, st.none() | selectors, st.none() | dotted, **said)
+applies = st.builds(ast.Apply, words, arguments, st.none() | selectors, st.none() | dotted, **comment_fields)
 
 
 @st.composite
@@ -105,7 +105,7 @@ def expects(draw: st.DrawFn) -> ast.Expect:
 
 members = edits | trains | applies | lets | expects()
 params = st.lists(st.builds(ast.Param, words, expressions, leading=above, trailing=beside), max_size=3).map(tuple)
-methods = st.builds(ast.Method, words, params, st.lists(members, max_size=3).map(tuple), closing=above, **said)
+methods = st.builds(ast.Method, words, params, st.lists(members, max_size=3).map(tuple), closing=above, **comment_fields)
 specs = st.builds(
     ast.Spec,
     st.just(1),

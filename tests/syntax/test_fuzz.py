@@ -92,15 +92,15 @@ def survives(text: str) -> None:
     try:
         spec = parse_text(text)
     except PeftcError as error:
-        spec, found = None, list(error.diagnostics)
+        spec, diagnostics = None, list(error.diagnostics)
     if spec is None:
-        assert found
-        assert all(error.code.startswith("P0") for error in found)
+        assert diagnostics
+        assert all(error.code.startswith("P0") for error in diagnostics)
     else:
         assert parse_text(print_spec(spec)) == spec
-        found = check_file(spec)
-    render_text(found, color=True)
-    render_json(found)
+        diagnostics = check_file(spec)
+    render_text(diagnostics, color=True)
+    render_json(diagnostics)
     assert time.process_time() - start < SECONDS
 
 

@@ -21,11 +21,11 @@ def errors_of(text: str) -> tuple[Diagnostic, ...]:
 
 @pytest.mark.parametrize(("text", "code"), [*RULES, *EXAMPLES])
 def test_one_mistake_is_one_message(text: str, code: str) -> None:
-    found = errors_of(text)
-    assert [error.code for error in found] == [code], found
-    assert found[0].span is not None
-    assert found[0].source is not None
-    assert 0 <= found[0].span.start <= found[0].span.end <= len(text)
+    errors = errors_of(text)
+    assert [error.code for error in errors] == [code], errors
+    assert errors[0].span is not None
+    assert errors[0].source is not None
+    assert 0 <= errors[0].span.start <= errors[0].span.end <= len(text)
     assert code in CODES
 
 
@@ -52,9 +52,9 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("text", "message", "underlined"), MESSAGES)
 def test_the_message_and_the_smallest_span(text: str, message: str, underlined: str) -> None:
-    (found,) = errors_of(text)
-    assert found.span is not None
-    assert (found.message, text[found.span.start : found.span.end]) == (message, underlined)
+    (error,) = errors_of(text)
+    assert error.span is not None
+    assert (error.message, text[error.span.start : error.span.end]) == (message, underlined)
 
 
 def test_nearest_keyword() -> None:
@@ -78,8 +78,8 @@ use mam form std
 
 
 def test_all_errors_of_a_text_are_reported_in_one_run() -> None:
-    found = [(error.span.line, error.code) for error in errors_of(MANY) if error.span]
-    assert found == [
+    lines = [(error.span.line, error.code) for error in errors_of(MANY) if error.span]
+    assert lines == [
         (4, "P009"),
         (4, "P008"),
         (5, "P006"),
@@ -134,8 +134,8 @@ def test_forty_levels_are_enough(name: str) -> None:
         return f"peft 1 {before}{opening * n}{inner}{closing * n}{after}"
 
     parse_text(nested(most))
-    (found,) = errors_of(nested(most + 1))
-    assert found.code == "P018"
+    (error,) = errors_of(nested(most + 1))
+    assert error.code == "P018"
 
 
 def test_there_is_an_end_to_messages() -> None:

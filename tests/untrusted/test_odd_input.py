@@ -40,7 +40,7 @@ def codes(call: Callable[[], object]) -> list[str]:
         call()
     assert str(caught.value).isprintable() or "\n" in str(caught.value)
     assert all(line.isprintable() for line in str(caught.value).split("\n"))
-    return [found.code for found in caught.value.diagnostics]
+    return [diagnostic.code for diagnostic in caught.value.diagnostics]
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_files_within_files_without_end(tmp_path: Path) -> None:
     for i in range(2_000):
         (tmp_path / f"{i}.peft").write_text(f'peft 1\nuse m from "{i + 1}.peft"\nmethod m{i}() {{ apply m() }}\n')
     (tmp_path / "main.peft").write_text('peft 1\nuse m0 from "0.peft"\napply m0()\n')
-    assert "P126" in {found.code for found in check_file(read_spec(tmp_path / "main.peft"))}
+    assert "P126" in {diagnostic.code for diagnostic in check_file(read_spec(tmp_path / "main.peft"))}
 
 
 def test_many_files_side_by_side(tmp_path: Path) -> None:
@@ -101,11 +101,11 @@ def test_messages_stay_on_their_lines() -> None:
     """Neither a terminal nor a program that reads the log is given orders by the text that a message is about."""
     nasty = "a\x1b[2J\r\n::error::no\u202e\x00\ud800"
     at = Span(0, 1, 1, 1, 1, 2)
-    found = Diagnostic("P900", nasty, at, Source(nasty, f"{nasty}\n"), nasty, (nasty,), nasty)
-    for text in (render_text([found]), str(found)):
+    diagnostic = Diagnostic("P900", nasty, at, Source(nasty, f"{nasty}\n"), nasty, (nasty,), nasty)
+    for text in (render_text([diagnostic]), str(diagnostic)):
         assert all(line.isprintable() for line in text.rstrip("\n").split("\n"))
         assert not any(line.lstrip().startswith("::") for line in text.split("\n"))
-    assert len(render_github([found]).splitlines()) == 1
+    assert len(render_github([diagnostic]).splitlines()) == 1
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
@@ -171,14 +171,14 @@ def rewritten(
 ) -> Path:
     """An adapter with other tensors and other entries of its description, which agree with each other."""
     values: dict[str, Any] = json.loads((original / "adapter.json").read_text())
-    [check_file] = original.glob("*.safetensors")
-    made = {name: change(tensor) for name, tensor in load_file(check_file).items()}
+    [tensor_file] = original.glob("*.safetensors")
+    changed = {name: change(tensor) for name, tensor in load_file(tensor_file).items()}
     folder.mkdir()
-    save_file(made, folder / "tensors")
+    save_file(changed, folder / "tensors")
     digest = hashlib.sha256((folder / "tensors").read_bytes()).hexdigest()
-    name = check_file.name if "file" not in values else str(values["file"]).replace(values["sha256"][:16], digest[:16])
+    name = tensor_file.name if "file" not in values else str(values["file"]).replace(values["sha256"][:16], digest[:16])
     os.rename(folder / "tensors", folder / name)
-    listed = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in made.items()}
+    listed = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in changed.items()}
     described = values | {"sha256": digest, "tensors": listed} | ({"file": name} if "file" in values else {})
     (folder / "adapter.json").write_text(json.dumps(described | entries))
     return folder
@@ -192,11 +192,11 @@ def unchanged(call: Callable[[nn.Module], object]) -> list[str]:
     """The codes of an error after which the model is as it was."""
     base = model()
     before = state(base)
-    found = codes(lambda: call(base))
+    result = codes(lambda: call(base))
     after = state(base)
     assert after.keys() == before.keys()
     assert all(torch.equal(v, before[n]) if isinstance(v, Tensor) else v == before[n] for n, v in after.items())
-    return found
+    return result
 
 
 KINDS = ("int8", "uint8", "int64", "bool", "complex64", "uint16")
@@ -275,16 +275,16 @@ def test_a_description_with_other_things_in_it(saved: dict[str, Path], tmp_path:
     """Every entry, exchanged for things of every type: a diagnostic, or an adapter that loads."""
     values, base = json.loads((saved["edit"] / "adapter.json").read_text()), model()
     things: list[object] = [None, -1, 10**400, 1e308, "", "../../etc/passwd", "a\0b", [], {}, [[]], {"a": {}}, True]
-    found: set[str] = set()
+    seen: set[str] = set()
     for number, (key, thing) in enumerate((key, thing) for key in values for thing in things):
         adapter = rewritten(saved["edit"], tmp_path / str(number), **{key: thing})
         try:
             peftc.load(adapter, base)
             peftc.remove(base)
         except PeftcError as error:
-            found |= {said.code for said in error.diagnostics}
-    assert "P521" in found
-    assert max(found) < "P9"
+            seen |= {diagnostic.code for diagnostic in error.diagnostics}
+    assert "P521" in seen
+    assert max(seen) < "P9"
 
 
 # Names of modules ----------------------------------------------------------------------------------------------------

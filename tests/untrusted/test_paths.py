@@ -44,7 +44,7 @@ def refused(call: Callable[[], object]) -> PeftcError:
 
 
 def codes(error: PeftcError) -> list[str]:
-    return [found.code for found in error.diagnostics]
+    return [diagnostic.code for diagnostic in error.diagnostics]
 
 
 @contextmanager
@@ -132,13 +132,13 @@ def test_no_other_file_is_read(folders: Path) -> None:
     for path in paths_outside(folders):
         spec = main_spec(folders, path)
         with in_time():
-            found = check_file(read_spec(spec))
-        assert {error.code for error in found} == {"P123", "P109"}, path  # there is no method, then
-        said = next(error for error in found if error.code == "P123")
-        assert said.span is not None
-        assert said.source is not None
-        assert said.source.text[said.span.start : said.span.end] == f'use m from "{path}"'
-        text = render_text(found)
+            errors = check_file(read_spec(spec))
+        assert {error.code for error in errors} == {"P123", "P109"}, path  # there is no method, then
+        outside = next(error for error in errors if error.code == "P123")
+        assert outside.span is not None
+        assert outside.source is not None
+        assert outside.source.text[outside.span.start : outside.span.end] == f'use m from "{path}"'
+        text = render_text(errors)
         assert SECRET not in text
         assert "root:" not in text
 
@@ -177,7 +177,7 @@ def test_files_of_a_folder_use_what_is_in_the_folder_of_the_spec(folders: Path) 
     spec = folders / "own" / "main.peft"
     spec.write_text('peft 1\nuse n from "below/n.peft"\napply n()\n')
     assert check_file(read_spec(spec)) == []
-    assert "P123" in [found.code for found in check_file(read_spec(folders / "own" / "below" / "n.peft"))]
+    assert "P123" in [diagnostic.code for diagnostic in check_file(read_spec(folders / "own" / "below" / "n.peft"))]
 
 
 def test_an_included_folder_that_is_none(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +210,7 @@ def test_a_folder_is_not_left_by_its_links(folders: Path, capsys: pytest.Capture
     assert "1 file" in capsys.readouterr().out
 
 
-# What is no spec -----------------------------------------------------------------------------------------------------
+# Files that are not specs -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -226,9 +226,9 @@ def test_a_folder_is_not_left_by_its_links(folders: Path, capsys: pytest.Capture
 )
 def test_a_file_that_is_no_spec_is_not_shown(folders: Path, content: bytes) -> None:
     (folders / "own" / "notes").write_bytes(content)
-    found = check_file(read_spec(main_spec(folders, "notes")))
-    assert "P125" in [error.code for error in found]
-    assert SECRET not in render_text(found)
+    errors = check_file(read_spec(main_spec(folders, "notes")))
+    assert "P125" in [error.code for error in errors]
+    assert SECRET not in render_text(errors)
 
 
 def test_a_spec_with_mistakes_is_shown(folders: Path) -> None:
@@ -270,9 +270,9 @@ def test_a_pipe_that_is_used(folders: Path) -> None:
     (folders / "own" / "directory").mkdir()
     for name in ("pipe", "directory"):
         with in_time():
-            found = check_file(read_spec(main_spec(folders, name)))
-        assert {error.code for error in found} == {"P026", "P109"}
-        assert next(error for error in found if error.code == "P026").span is not None
+            errors = check_file(read_spec(main_spec(folders, name)))
+        assert {error.code for error in errors} == {"P026", "P109"}
+        assert next(error for error in errors if error.code == "P026").span is not None
 
 
 @pytest.mark.parametrize("name", ["adapter.json", "tensors"])
@@ -366,7 +366,7 @@ def test_links_in_circles_and_long_names(folders: Path) -> None:
     own = folders / "own"
     (own / "circle.peft").symlink_to("circle.peft")
     for path in ("circle.peft", "circle.peft/m.peft", f"{'a' * 5000}.peft", "a/" * 3000):
-        assert {found.code for found in check_file(read_spec(main_spec(folders, path)))} == {"P112", "P109"}
+        assert {diagnostic.code for diagnostic in check_file(read_spec(main_spec(folders, path)))} == {"P112", "P109"}
     assert codes(refused(lambda: read_spec(own / "circle.peft"))) == ["P112"]
 
 
