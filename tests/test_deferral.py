@@ -1,4 +1,4 @@
-"""SIGINT in and around deferrals and shielded blocks, with handlers of others."""
+"""SIGINT in and around deferrals and shielded blocks, with other handlers installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def interrupt() -> None:
 
 @pytest.fixture(autouse=True)
 def default_handler() -> Iterator[None]:
-    """A process that a shell has started in the background has none."""
+    """A process that a shell starts in the background has no SIGINT handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -27,7 +27,7 @@ def default_handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_it_is_raised_once_where_the_outermost_block_ends() -> None:
+def test_a_deferred_interrupt_is_raised_once_at_the_end_of_the_outermost_block() -> None:
     steps: list[str] = []
 
     def run() -> None:
@@ -46,7 +46,7 @@ def test_it_is_raised_once_where_the_outermost_block_ends() -> None:
     assert steps == ["allowed, but not by the outer block", "inner block ended", "second signal"]
 
 
-def test_where_it_is_allowed_it_is_raised_at_once() -> None:
+def test_an_interruptible_block_is_interrupted_at_once() -> None:
     steps: list[str] = []
 
     def run() -> None:
@@ -131,7 +131,7 @@ def test_a_handler_that_is_set_inside_stays() -> None:
 
 
 def test_the_handler_of_an_event_loop_is_called() -> None:
-    """asyncio cancels the main task in the place of an exception in the middle of anything."""
+    """asyncio cancels the main task instead of raising an exception in arbitrary code."""
     steps: list[str] = []
 
     async def main() -> None:

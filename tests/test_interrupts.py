@@ -1,5 +1,6 @@
-"""SIGINT at every line from the first write to the end of an operation: the model is as before or as after. `make interrupts` does all lines,
-and operations that are made of these.
+"""SIGINT at each line from the first write to the end of an operation leaves the model as before or as after.
+
+`make interrupts` covers all lines, and operations that consist of these.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = {
     "whole": ("", ["compile", "load", "fold", "remove", "disabled", "task", "set_enabled"]),
-    "long": ("weights/,rewriting/journal,atomic,multitask", ["save", "add_task"]),
+    "long": ("adapters/,filesystem/atomic,installation/journal,training/tasks", ["save", "add_task"]),
 }
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_an_interrupt_finds_the_model_before_or_after(group: str) -> None:
-    """Of what is long, the lines that write, and those around them."""
+    """Of long operations, only the lines that write and those around them."""
     paths, names = GROUPS[group]
     command = [sys.executable, "-m", "tests.interrupts.run", "--written", "--json", "--paths", paths, *names]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,13 +1,14 @@
-"""The parser's context at an unexpected token: what the rules of `error_rules` inspect."""
+"""The parser's context at an unexpected token, and the rules that turn it into a diagnostic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lark import Token
 
-from peftc.syntax.lexer import keywords, spelling
+from peftc.diagnostics import Diagnostic
+from peftc.syntax.lexer import keywords, span_of, spelling
 
 CLOSING = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}
 ASSIGNMENTS = frozenset({"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"})
@@ -93,6 +94,27 @@ class ErrorContext:
         """The accepted terminals as text."""
         names = sorted(spelling(terminal) for terminal in self.accepts)
         return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+Text = str | Callable[[ErrorContext], str | None]
+
+
+@dataclass(frozen=True)
+class ErrorRule:
+    """A diagnostic for the contexts in which `when` is true."""
+
+    code: str
+    when: Callable[[ErrorContext], bool]
+    examples: tuple[str, ...]
+    message: Text = lambda c: f"expected {c.expected}, found {c.unexpected}"
+    help: Text = lambda c: None
+    label: Text = ""
+    span: Callable[[ErrorContext], Token] = lambda c: c.token
+
+    def diagnostic(self, context: ErrorContext) -> Diagnostic:
+        texts = (self.message, self.help, self.label)
+        message, help_, label = (text if isinstance(text, str) else text(context) for text in texts)
+        return Diagnostic(self.code, message or "", span_of(self.span(context)), help=help_, label=label or "")
 
 
 def describe(token: Token) -> str:

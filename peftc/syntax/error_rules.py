@@ -5,30 +5,9 @@ The examples are the tests: each text has one mistake and is reported once, by i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from lark import Token
-
 from peftc.diagnostics.suggestions import nearest
-from peftc.syntax.error_context import ASSIGNMENTS, CLOSING, ErrorContext
+from peftc.syntax.error_context import ASSIGNMENTS, CLOSING, ErrorContext, ErrorRule
 from peftc.syntax.lexer import keywords
-
-Text = Callable[[ErrorContext], str]
-
-
-@dataclass(frozen=True)
-class ErrorRule:
-    """`when` says whether the rule applies; the others make the parts of its diagnostic."""
-
-    code: str
-    when: Callable[[ErrorContext], bool]
-    examples: tuple[str, ...]
-    message: Text = lambda c: f"expected {c.expected}, found {c.unexpected}"
-    help: Callable[[ErrorContext], str | None] = lambda c: None
-    label: Text = lambda c: ""
-    span: Callable[[ErrorContext], Token] = lambda c: c.token
-
 
 _OPEN = {"LBRACE": "`{`", "LPAR": "`(`", "LSQB": "`[`"}
 _CLOSE = frozenset(CLOSING.values())
@@ -85,18 +64,6 @@ def _is_train_error(c: ErrorContext) -> bool:
     return c.statement == "TRAIN" and expected
 
 
-def _comparison_message(c: ErrorContext) -> str:
-    if c.type == "EQUAL":
-        return f"{c.unexpected} is not a comparison"
-    return f"expected a fact before {c.unexpected}" if c.operand_missing else "comparisons cannot be chained"
-
-
-def _comparison_help(c: ErrorContext) -> str | None:
-    return (
-        "write `==`" if c.type == "EQUAL" else None if c.operand_missing else "write one `expect` for each comparison"
-    )
-
-
 def _assignment_help(c: ErrorContext) -> str:
     state = c.previous
     if c.type in {"MINUS", "SLASH"} and c.next.type == "EQUAL":
@@ -111,15 +78,15 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
         "P001",
         when=lambda c: c.at == 0 and c.allows("PEFT"),
         message=lambda c: f"expected `peft 1`, found {c.unexpected}",
-        label=lambda c: "a spec begins with its language version",
-        help=lambda c: "write `peft 1` on the first line",
+        label="a spec begins with its language version",
+        help="write `peft 1` on the first line",
         examples=("", "edit a at layer[*].ffn { h += vector() }", "# only a comment", "PEFT 1"),
     ),
     ErrorRule(
         "P002",
         when=lambda c: c.previous_type == "PEFT",
         message=lambda c: f"expected the language version after `peft`, found {c.unexpected}",
-        help=lambda c: "this is language version 1: `peft 1`",
+        help="this is language version 1: `peft 1`",
         examples=("peft", "peft one", "peft edit a at layer[*].ffn { h += vector() }"),
     ),
     ErrorRule(
@@ -127,7 +94,7 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
         when=_is_unclosed,
         message=lambda c: f"this {_OPEN[c.bracket]} is never closed",
         span=lambda c: c.open_brackets[-1],
-        label=lambda c: "opened here",
+        label="opened here",
         help=_unclosed_help,
         examples=(
             "peft 1 edit a at layer[*].ffn { h += x",
@@ -196,7 +163,7 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
         "P016",
         when=lambda c: c.allows("BAR", "MINUS") and c.type in {"COMMA", "PLUS"},
         message=lambda c: f"{c.unexpected} does not join selectors",
-        help=lambda c: "`a | b` is both, `a - b` is `a` without `b`",
+        help="`a | b` is both, `a - b` is `a` without `b`",
         examples=(
             "peft 1 edit a at layer[*].ffn, layer[*].attn { h += x }",
             "peft 1 edit a at layer[*].ffn + layer[*].attn { h += x }",
@@ -232,7 +199,7 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
         "P017",
         when=_is_index_error,
         message=lambda c: f"expected {'an index' if c.allows('STAR') else c.expected}, found {c.unexpected}",
-        help=lambda c: "an index is `3`, `-1`, `*` or a range with both ends included: `0..5`, `6..`, `..5`",
+        help="an index is `3`, `-1`, `*` or a range with both ends included: `0..5`, `6..`, `..5`",
         examples=(
             "peft 1 edit a at layer[].ffn { h += x }",
             "peft 1 edit a at layer[1-3].ffn { h += x }",
@@ -244,7 +211,7 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
     ErrorRule(
         "P021",
         when=_is_train_error,
-        help=lambda c: "`train NAME = [w, b] at SELECTOR` names the parameters of the base to train",
+        help="`train NAME = [w, b] at SELECTOR` names the parameters of the base to train",
         examples=(
             "peft 1 train a [w] at layer[*].norm",
             "peft 1 train a = w at layer[*].norm",
@@ -261,7 +228,7 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
             f"expected {c.expected if c.allows('FROM') or c.previous_type == 'FROM' else 'a statement'}, "
             f"found {c.unexpected}"
         ),
-        help=lambda c: '`use NAME from std`, or from a file: `use NAME from "file.peft"`',
+        help='`use NAME from std`, or from a file: `use NAME from "file.peft"`',
         examples=("peft 1 use mam", "peft 1 use mam form std", "peft 1 use mam from", "peft 1 use mam std"),
     ),
     ErrorRule(
@@ -282,10 +249,23 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
     ),
     ErrorRule(
         "P025",
-        when=lambda c: c.statement == "EXPECT" and c.type in {"EQUAL", "COMPARISON"},
-        message=_comparison_message,
-        help=_comparison_help,
-        examples=("peft 1 expect sites(a) = 3", "peft 1 expect 1 <= sites(a) <= 3", "peft 1 expect <= 3"),
+        when=lambda c: c.statement == "EXPECT" and c.type == "EQUAL",
+        message=lambda c: f"{c.unexpected} is not a comparison",
+        help="write `==`",
+        examples=("peft 1 expect sites(a) = 3",),
+    ),
+    ErrorRule(
+        "P025",
+        when=lambda c: c.statement == "EXPECT" and c.type == "COMPARISON" and c.operand_missing,
+        message=lambda c: f"expected a fact before {c.unexpected}",
+        examples=("peft 1 expect <= 3",),
+    ),
+    ErrorRule(
+        "P025",
+        when=lambda c: c.statement == "EXPECT" and c.type == "COMPARISON",
+        message="comparisons cannot be chained",
+        help="write one `expect` for each comparison",
+        examples=("peft 1 expect 1 <= sites(a) <= 3",),
     ),
     ErrorRule(
         "P012",
@@ -299,7 +279,7 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
         when=lambda c: c.allows_only(*ASSIGNMENTS) and nearest(str(c.previous), ("let",)) == "let",
         message=lambda c: f"expected an equation, found {c.preceding}",
         span=lambda c: c.previous or c.token,
-        help=lambda c: "did you mean `let`?",
+        help="did you mean `let`?",
         examples=("peft 1 edit a at layer[*].ffn { lett g = gate(h)  h += g * h }",),
     ),
     ErrorRule(
@@ -318,7 +298,7 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
         "P008",
         when=lambda c: c.allows("COMMA") and c.bracket in {"LPAR", "LSQB"} and c.starts_operand,
         message=lambda c: f"expected `,` before {c.unexpected}",
-        help=lambda c: "arguments are separated by commas",
+        help="arguments are separated by commas",
         examples=(
             "peft 1 edit a at layer[*].ffn { h += adapter(x r=3) }",
             "peft 1 method m(r = 3 s = 4) { edit a at layer[*].ffn { h += x } }",
@@ -329,7 +309,7 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
         "P014",
         when=lambda c: c.allows("EDIT") and c.type == "NAME" and c.next.type in ASSIGNMENTS,
         message=lambda c: f"the equation of {c.unexpected} stands outside an edit",
-        help=lambda c: "move it into one: `edit NAME at SELECTOR { … }`; `let` binds a constant",
+        help="move it into one: `edit NAME at SELECTOR { … }`; `let` binds a constant",
         examples=(
             "peft 1 h += adapter(x, r=4)",
             "peft 1 method m() { h += adapter(x, r=4) }",
@@ -338,14 +318,16 @@ ERROR_RULES: tuple[ErrorRule, ...] = (
     ),
     ErrorRule(
         "P014",
+        when=lambda c: c.type == "PEFT" and (c.allows("EDIT") or c.allows("RBRACE")),
+        message="`peft` stands only once, at the top of a file",
+        examples=("peft 1 peft 1",),
+    ),
+    ErrorRule(
+        "P014",
         when=lambda c: c.starts_statement and (c.allows("EDIT") or c.allows("RBRACE")),
-        message=lambda c: (
-            "`peft` stands only once, at the top of a file"
-            if c.type == "PEFT"
-            else f"{c.unexpected} cannot stand in a method"
-        ),
-        help=lambda c: None if c.type == "PEFT" else "move it out of the method, or add the missing `}` above",
-        examples=("peft 1 peft 1", "peft 1 method m() { use mam from std }", "peft 1 method m() { method n() { } }"),
+        message=lambda c: f"{c.unexpected} cannot stand in a method",
+        help="move it out of the method, or add the missing `}` above",
+        examples=("peft 1 method m() { use mam from std }", "peft 1 method m() { method n() { } }"),
     ),
     ErrorRule(
         "P013",

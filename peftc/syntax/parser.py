@@ -109,9 +109,7 @@ def _diagnose(
     at_token = token is context.token
     if (context.type == "$END" and not first and at_token) or not (token or at_token):
         return []
-    return [
-        Diagnostic(rule.code, rule.message(context), span_of(token), label=rule.label(context), help=rule.help(context))
-    ]
+    return [rule.diagnostic(context)]
 
 
 def _is_near_lexical_error(tokens: Sequence[Token], at: int, lexical_errors: Sequence[int]) -> bool:

@@ -37,7 +37,9 @@ def test_an_explanation_says_something(code: str) -> None:
     assert len(info.explanation) > 60
 
 
-def test_a_bug_is_told_as_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unexpected_error_is_reported_as_a_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(args: object) -> int:
         raise KeyError("kv")
 

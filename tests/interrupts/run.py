@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="interrupts", description=__doc__)
     parser.add_argument("--written", action="store_true", help="only from the first change on")
     parser.add_argument(
-        "--paths", default="", help="only lines of files that begin so, with commas between: `weights/,rewriting/`"
+        "--paths", default="", help="only lines of files that begin so, with commas between: `adapters/,rewriting/`"
     )
     parser.add_argument("--json", action="store_true", help="print the outcomes, and keep no results")
     parser.add_argument("operations", nargs="*", help="(all)")

@@ -1,4 +1,4 @@
-"""What `peftc check` says, without a model."""
+"""Diagnostics of `peftc check`, without a model."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_one_mistake_is_one_message(at: str, body: str, code: str, underlined: s
 @pytest.mark.parametrize(
     "at", ["layer[*].mixer", "layer[*].mixer.in_proj", "layer[*].attn.qkv", "r_layers.layer[*].ffn"]
 )
-def test_what_only_the_model_can_say_is_no_mistake(at: str) -> None:
+def test_names_that_only_a_model_defines_are_accepted(at: str) -> None:
     assert not [e for e in diagnostics(EDIT.format(at, "h += adapter(x, r=4)")) if e.severity == "error"]
 
 
@@ -152,7 +152,7 @@ def test_every_method_of_a_file_is_checked() -> None:
     assert [error.message for error in diagnostics(text)] == ["there is no form `one`", "there is no form `two`"]
 
 
-def test_what_is_not_used_is_a_warning() -> None:
+def test_unused_names_are_warnings() -> None:
     text = "peft 1\nuse mam from std\nlet r = 3\nedit a at layer[*].ffn { let g = gate(h)  h += x }\n"
     assert [(error.code, error.severity) for error in diagnostics(text)] == [("P114", "warning")] * 3
 
@@ -167,14 +167,14 @@ def test_a_value_that_came_from_apply_says_so() -> None:
 @pytest.mark.parametrize(
     "text", ["stored", "foldable(a) < 3", "sites(a, a) == 1", "stored(a) <= 3", '"a" == 3', "true == 3"]
 )
-def test_expectations_that_say_nothing(text: str) -> None:
+def test_invalid_expectations(text: str) -> None:
     assert errors(f"peft 1 edit a at layer[*].ffn {{ h += x }} expect {text}") == {"P116"}
 
 
 @pytest.mark.parametrize(
     "text", ["stored <= 3%", "foldable(a)", "foldable(a) == false", "2 * trained >= stored", "sites(a) == 1"]
 )
-def test_expectations_that_say_something(text: str) -> None:
+def test_valid_expectations(text: str) -> None:
     assert errors(f"peft 1 edit a at layer[*].ffn {{ h += x }} expect {text}") == set()
 
 

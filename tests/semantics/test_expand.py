@@ -1,4 +1,4 @@
-"""Methods, constants, other files, settings: what is left of them."""
+"""Expansion of methods, constants, used files and settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECIPES = sorted(resources.recipes().values())
 
 
 def flat(text: str, *settings: str, path: str = "<text>") -> str:
-    """The statements of an expanded spec, a line each."""
+    """The statements of an expanded spec, one per line."""
     expanded = expand(parse_text("peft 1\n" + text, path), parse_settings(settings))
     return "\n".join(line for line in print_spec(expanded).splitlines()[1:] if line)
 
@@ -137,7 +137,7 @@ method outer(r = 8) {
 """
 
 
-def test_names_and_selectors_of_what_is_applied() -> None:
+def test_names_and_selectors_of_applied_methods() -> None:
     assert flat(APPLIED + "apply outer(r=3) at encoder as enc  apply inner() at encoder.layer[0..3]").splitlines() == [
         "let enc.P = shared(adapter(r=3))",
         "edit enc.in.a at encoder.layer[*].attn { h += adapter(h, r=6) }",
@@ -174,7 +174,7 @@ def test_names_and_selectors_of_what_is_applied() -> None:
         ("layer[*].ffn", "output.layer[2..]", "output.layer[2..].ffn"),
     ],
 )
-def test_selectors_are_taken_within_a_part(inner: str, outer: str, together: str) -> None:
+def test_selectors_are_restricted(inner: str, outer: str, together: str) -> None:
     text = f"method m() {{ edit a at {inner} {{ h *= vector() }} }} apply m() at {outer}"
     assert flat(text) == f"edit a at {together} {{ h *= vector() }}"
 
@@ -189,7 +189,7 @@ def test_selectors_are_taken_within_a_part(inner: str, outer: str, together: str
         ("norm", "layer[0..3]"),
     ],
 )
-def test_selectors_that_cannot_be_taken_within_a_part(inner: str, outer: str) -> None:
+def test_selectors_that_cannot_be_restricted(inner: str, outer: str) -> None:
     assert codes(f"method m() {{ edit a at {inner} {{ h *= vector() }} }} apply m() at {outer}") == ["P122"]
 
 
@@ -258,7 +258,7 @@ def test_what_cannot_be_expanded(text: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("more", range(8, 13))
 def test_an_expansion_is_whole_or_given_up(more: int) -> None:
-    """Whatever the number of its statements: about a thousand is too much, and nothing is left out."""
+    """An expansion beyond about a thousand statements is an error; no statement is dropped."""
     text = "method m() {" + "".join(f"edit e{i} at layer[*].ffn {{ h += x }} " for i in range(98)) + "} "
     text += "".join(f"apply m() as a{i} " for i in range(10))
     text += "".join(f"edit f{i} at layer[*].ffn {{ h += x }} " for i in range(more))
@@ -282,7 +282,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_what_becomes_too_large_is_given_up(name: str) -> None:
+def test_the_size_of_an_expansion_is_limited(name: str) -> None:
     assert "P120" in codes(LARGE[name])
 
 
@@ -324,5 +324,5 @@ def test_the_mam_recipe_takes_what_the_paper_varies() -> None:
         ("let g = 1 / 0  let h = 2  h += x", ["P120", "P121"]),
     ],
 )
-def test_let_inside_an_edit_that_cannot_be(body: str, expected: list[str]) -> None:
+def test_invalid_let_inside_an_edit(body: str, expected: list[str]) -> None:
     assert codes(f"edit a at layer[*].ffn {{ {body} }}") == expected

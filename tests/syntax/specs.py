@@ -1,4 +1,4 @@
-"""Random specs that the grammar can say: hypothesis strategies, one for each node."""
+"""Hypothesis strategies for random specs, one for each AST node."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def expects(draw: st.DrawFn) -> ast.Expect:
 
 members = edits | trains | applies | lets | expects()
 params = st.lists(st.builds(ast.Param, words, expressions, leading=above, trailing=beside), max_size=3).map(tuple)
-methods = st.builds(ast.Method, words, params, st.lists(members, max_size=3).map(tuple), closing=above, **comment_fields)
+methods = st.builds(
+    ast.Method, words, params, st.lists(members, max_size=3).map(tuple), closing=above, **comment_fields
+)
 specs = st.builds(
     ast.Spec,
     st.just(1),

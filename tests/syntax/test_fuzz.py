@@ -1,4 +1,4 @@
-"""Any text of up to 10 kB ends in a Spec or in diagnostics, soon."""
+"""Any text of up to 10 kB gives a Spec or diagnostics, in bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""parse ∘ print is the identity; print ∘ parse keeps every comment once and does not move again."""
+"""parse ∘ print is the identity; print ∘ parse keeps every comment once and is idempotent."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_comment_in_the_head_of_a_method_stays_with_what_it_is_beside(head: st
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_comment_after_every_word_is_kept(path: Path) -> None:
-    """A text with a comment wherever one can be, each another."""
+    """A text with a different comment at every position that allows one."""
     from peftc.syntax.lexer import tokenize
 
     words = tokenize(path.read_text(encoding="utf-8")).tokens[:-1]

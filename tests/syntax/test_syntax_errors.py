@@ -109,8 +109,7 @@ def test_errors_in_two_statements_are_two_errors() -> None:
         ("h - adapter(x, r=)", [3]),
     ],
 )
-def test_what_cannot_be_repaired_is_left_out_up_to_the_next_line_of_an_edit(more: str, lines: list[int]) -> None:
-    """That is an equation or a `let`."""
+def test_panic_mode_skips_to_the_next_equation_or_let(more: str, lines: list[int]) -> None:
     text = f"peft 1\nedit a at layer[*].ffn {{\nh += ) ) ) x\n{more}\n}}\n"
     assert [error.span.line for error in errors_of(text) if error.span] == lines
 
@@ -138,7 +137,7 @@ def test_forty_levels_are_enough(name: str) -> None:
     assert error.code == "P018"
 
 
-def test_there_is_an_end_to_messages() -> None:
+def test_the_number_of_messages_is_limited() -> None:
     assert len(errors_of("peft 1\n" + "edit a at { h += }\n" * 200)) == MAX_ERRORS
 
 

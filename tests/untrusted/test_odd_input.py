@@ -1,4 +1,4 @@
-"""What nobody writes on purpose, unless to break something: each ends in a diagnostic with a code, and nothing has changed."""
+"""Malformed and malicious input ends in a diagnostic with a code, and changes nothing."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_methods_with_and_without_parameters(head: str) -> None:
 
 
 def test_messages_stay_on_their_lines() -> None:
-    """Neither a terminal nor a program that reads the log is given orders by the text that a message is about."""
+    """Untrusted text in a message cannot control a terminal or forge lines of a log."""
     nasty = "a\x1b[2J\r\n::error::no\u202e\x00\ud800"
     at = Span(0, 1, 1, 1, 1, 2)
     diagnostic = Diagnostic("P900", nasty, at, Source(nasty, f"{nasty}\n"), nasty, (nasty,), nasty)
@@ -169,7 +169,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def rewritten(
     original: Path, folder: Path, change: Callable[[Tensor], Tensor] = Tensor.clone, /, **entries: object
 ) -> Path:
-    """An adapter with other tensors and other entries of its description, which agree with each other."""
+    """An adapter with other tensors and other entries in its description, consistent with each other."""
     values: dict[str, Any] = json.loads((original / "adapter.json").read_text())
     [tensor_file] = original.glob("*.safetensors")
     changed = {name: change(tensor) for name, tensor in load_file(tensor_file).items()}
@@ -238,7 +238,7 @@ def test_seeds_in_adapters(saved: dict[str, Path], tmp_path: Path, seed: object)
 
 
 def test_tensors_are_not_read_before_their_sizes_are_known_to_fit(saved: dict[str, Path], tmp_path: Path) -> None:
-    """A file of four terabytes, most of it a hole, and a description that says so."""
+    """A sparse file of four terabytes, and a description with that size."""
     adapter = rewritten(saved["edit"], tmp_path / "a")
     [check_file] = adapter.glob("*.safetensors")
     os.truncate(check_file, 2**42)
@@ -272,7 +272,7 @@ def test_descriptions(saved: dict[str, Path], tmp_path: Path, name: str) -> None
 
 
 def test_a_description_with_other_things_in_it(saved: dict[str, Path], tmp_path: Path) -> None:
-    """Every entry, exchanged for things of every type: a diagnostic, or an adapter that loads."""
+    """Every entry is replaced by values of every type: a diagnostic, or an adapter that loads."""
     values, base = json.loads((saved["edit"] / "adapter.json").read_text()), model()
     things: list[object] = [None, -1, 10**400, 1e308, "", "../../etc/passwd", "a\0b", [], {}, [[]], {"a": {}}, True]
     seen: set[str] = set()

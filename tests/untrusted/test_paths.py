@@ -1,4 +1,4 @@
-"""Which files a spec, an adapter and a configuration make peftc open: regular ones, within the folders that the user named."""
+"""Specs, adapters and configurations open only regular files, in folders that the user names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def codes(error: PeftcError) -> list[str]:
 
 @contextmanager
 def in_time(seconds: float = 20) -> Generator[None]:
-    """A call that waits for ever is interrupted, and fails."""
+    """Interrupts and fails a call that blocks."""
 
     def late(*_: object) -> None:
         raise TimeoutError
@@ -65,7 +65,7 @@ def in_time(seconds: float = 20) -> Generator[None]:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """`own` is the folder of a spec, `other` another one, with a spec and with a secret."""
+    """`own` is the folder of the spec; `other` has another spec and a secret."""
     for name in ("own/below", "other"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "other" / "m.peft").write_text(METHOD)

@@ -1,4 +1,4 @@
-"""The work that a text makes grows as the text does: counted in instructions of Python, not in time."""
+"""The work for a text grows linearly with its size, counted in Python instructions, not in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EDIT = "edit e at layer[*].ffn { h += adapter(x, r=4) }\n"
 
 
 def times(n: int, line: str) -> str:
-    """So many lines, numbered."""
+    """`line` n times, numbered."""
     return "".join(line.replace("#", str(i)) for i in range(n))
 
 
@@ -90,13 +90,13 @@ MANY = {"signs": 60, "brackets": 60, "sums": 200, "characters": 100, "nothing": 
 
 @pytest.fixture(scope="module", autouse=True)
 def tables() -> None:
-    """The parser's tables are made once a process."""
+    """The parser's tables are built once per process."""
     lark_parser(), lark_lexer()
 
 
 @contextmanager
 def counted() -> Generator[list[int]]:
-    """How many instructions are run inside."""
+    """The number of instructions executed inside."""
     count = [0]
 
     def local(frame: FrameType, event: str, arg: Any) -> Any:
