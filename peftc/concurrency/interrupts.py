@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from functools import wraps
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -31,7 +31,6 @@ class Interrupts:
         self.deferrals = self.shields = 0
         self.pending = False
         self.handler: Handler | None = None
-        self.codes = set[CodeType]()  # functions that defer signals from their first instruction on
 
     def install(self) -> bool:
         """Installs this handler. False if this thread cannot be interrupted."""
@@ -60,23 +59,18 @@ class Interrupts:
             signal.signal(signal.SIGINT, self.handler)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.deferrals or self.is_closing(frame):
+        if self.deferrals or _is_closing(frame):
             self.pending = True
         elif self.handler is not None:
             self.restore()
             self.handler(number, frame)
 
-    def is_closing(self, frame: FrameType | None) -> bool:
-        while frame is not None:
-            if frame.f_code in self.codes:
-                return True
-            frame = frame.f_back
-        return False
 
-    def deferring(self, function: Any) -> Any:
-        """A decorator: signals are deferred while this function runs and a shield is open."""
-        self.codes.add(function.__code__)
-        return function
+def _is_closing(frame: FrameType | None) -> bool:
+    """Whether a shielded block is exiting, from the first instruction of `__exit__` on."""
+    while frame is not None and frame.f_code is not Shielded.__exit__.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 INTERRUPTS = Interrupts()
@@ -144,7 +138,6 @@ class Shielded(ABC, Generic[T]):
                 self.__exit__(type(error), error, error.__traceback__)
             raise
 
-    @INTERRUPTS.deferring
     def __exit__(self, *error: Any) -> bool | None:
         try:
             return self.close(*error)
