@@ -1,4 +1,4 @@
-"""The `spec` argument of public functions: a path, a text or a parsed spec, and the settings of its parameters."""
+"""The `spec` argument of public functions: a path, a text or a parsed spec, and its settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Settings = Mapping[str, object]  # of a method's parameters: numbers, booleans, 
 
 
 def flat_spec(spec: SpecLike, settings: Settings | None = None, include: Include = ()) -> ast.Spec:
-    """A spec of edits, `train`, `expect` and shared parameters alone."""
+    """The expanded spec."""
     return expand(spec_of(spec), settings_from(settings or {}), include)
 
 
