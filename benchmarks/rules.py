@@ -26,8 +26,6 @@ from benchmarks.common import provenance, save, table
 from benchmarks.families import pairs
 from benchmarks.families.build import build
 
-ROOM = "peftc.recognition"
-
 
 class Rule(NamedTuple):
     """A function that is one rule, and what stands in its place where the rule is disabled."""
@@ -58,56 +56,56 @@ def first(value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 RULES = {
-    "stream replaced by an attention": Rule("roles", "_Finder.stream_replacement", nothing),
-    "last mixer of neighbours is an ffn": Rule("roles", "_relabel_local_mixer", nothing),
-    "sub-layers in a bottleneck": Rule("roles", "_Finder.bottleneck_sublayers", no_items),
-    "sums that carry the stream on": Rule("roles", "_Finder.carries_on", never),
-    "hyper-connections mix streams": Rule("roles", "_Finder.mixes_streams", never),
-    "parallel sub-layers": Rule("roles", "_Finder.parallel_parts", no_items),
-    "attention and ffn in one sum": Rule("roles", "_Finder.serial_attention_output", nothing),
-    "last Linear of a chain": Rule("roles", "_last_of_chain", first),
-    "entangled q, k, v": Rule("roles", "_entangled", lambda nearest: set()),
-    "confused rows": Rule("roles", "_confused", no_items),
-    "Linears before Linears": Rule("roles", "_linears_before", lambda linear, layer: set()),
-    "input of an attention": Rule("roles", "_input_of", lambda projection, entry, stream: entry),
-    "Linears that mix tokens": Rule("roles", "mixed_by_linears", never),
-    "mixing of neighbours": Rule("roles", "mixes_neighbours", never),
-    "factor of each stream": Rule("roles", "sublayer_output", first),
-    "self-attention beside global tokens": Rule("attention.patterns", "_is_self_attention", never),
-    "Linears that mix heads": Rule("attention.patterns", "_mixes_heads", never),
-    "axis of the softmax": Rule("attention.patterns", "softmax_dim", nothing),
-    "stream in variadic arguments": Rule("residual_stream", "_is_variadic", never),
-    "selected tokens or copies": Rule("residual_stream", "_selected", nothing),
-    "norms, scales and terms on the stream": Rule("residual_stream", "Stream._affine", nothing),
-    "mixtures of streams": Rule("residual_stream", "mixed_streams", no_items),
-    "stream changed in place": Rule("residual_stream", "_overwritten", nothing),
-    "a leaf seen to mix tokens": Rule("token_mixing", "_last_token_reaches_first", never),
-    "parameters alone are coefficients": Rule("roles", "is_of_weights", never),
-    "features by the consumer": Rule("graph.dimensions", "_dim_of_consumer", nothing),
-    "gate by the activation behind limits": Rule("ffn", "is_affine", never),
-    "features that cannot be in a dimension": Rule("site_builder", "separates", always),
-    "a softmax without an attention": Rule("roles", "has_softmax_mixture", never),
-    "operands of leaves": Rule("layers", "mark_operands", nothing),
-    "experts in a list": Rule("moe.experts", "expert_modules", nothing),
-    "experts in one parameter": Rule("moe.experts", "stacked_experts", nothing),
-    "products with slices of parameters": Rule("moe.experts", "multiplies_slices", never),
-    "router in a leaf": Rule("moe.experts", "_router_in_leaf", nothing),
-    "Linears of experts in modules of their own": Rule("moe.experts", "_merge_linears", first),
-    "networks beside experts": Rule("moe.experts", "_find_shared", nothing),
-    "leaves that route": Rule("layers", "_routing_leaves", lambda traced, layer: set()),
-    "leaves that alone make a sub-layer": Rule("layers", "_sole_leaves", no_items),
-    "weighted sums in a leaf": Rule("layers", "is_weighted_sum", never),
-    "stages": Rule("stages", "are_stages", never),
-    "blocks of convolutions": Rule("layers", "convolutional_blocks", no_items),
-    "contents of untraced modules": Rule("untraced", "_hidden_kinds", lambda *_: frozenset()),
-    "ambiguous attentions": Rule("untraced", "_ambiguous_attentions", no_items),
-    "attentions that are not added": Rule("untraced", "_attentions_not_added", no_items),
+    "stream replaced by an attention": Rule("recognition.roles", "_Finder.stream_replacement", nothing),
+    "last mixer of neighbours is an ffn": Rule("recognition.roles", "_relabel_local_mixer", nothing),
+    "sub-layers in a bottleneck": Rule("recognition.roles", "_Finder.bottleneck_sublayers", no_items),
+    "sums that carry the stream on": Rule("recognition.roles", "_Finder.carries_on", never),
+    "hyper-connections mix streams": Rule("recognition.roles", "_Finder.mixes_streams", never),
+    "parallel sub-layers": Rule("recognition.roles", "_Finder.parallel_parts", no_items),
+    "attention and ffn in one sum": Rule("recognition.roles", "_Finder.serial_attention_output", nothing),
+    "last Linear of a chain": Rule("recognition.roles", "_last_of_chain", first),
+    "entangled q, k, v": Rule("recognition.roles", "_entangled", lambda nearest: set()),
+    "confused rows": Rule("recognition.roles", "_confused", no_items),
+    "Linears before Linears": Rule("recognition.roles", "_linears_before", lambda linear, layer: set()),
+    "input of an attention": Rule("recognition.roles", "_input_of", lambda projection, entry, stream: entry),
+    "Linears that mix tokens": Rule("recognition.roles", "mixed_by_linears", never),
+    "mixing of neighbours": Rule("recognition.roles", "mixes_neighbours", never),
+    "factor of each stream": Rule("recognition.roles", "sublayer_output", first),
+    "self-attention beside global tokens": Rule("recognition.attention.patterns", "_is_self_attention", never),
+    "Linears that mix heads": Rule("recognition.attention.patterns", "_mixes_heads", never),
+    "axis of the softmax": Rule("recognition.attention.patterns", "softmax_dim", nothing),
+    "stream in variadic arguments": Rule("recognition.residual_stream", "_is_variadic", never),
+    "selected tokens or copies": Rule("recognition.residual_stream", "_selected", nothing),
+    "norms, scales and terms on the stream": Rule("recognition.residual_stream", "Stream._affine", nothing),
+    "mixtures of streams": Rule("recognition.residual_stream", "mixed_streams", no_items),
+    "stream changed in place": Rule("recognition.residual_stream", "_overwritten", nothing),
+    "a leaf seen to mix tokens": Rule("recognition.token_mixing", "_last_token_reaches_first", never),
+    "parameters alone are coefficients": Rule("recognition.roles", "is_of_weights", never),
+    "features by the consumer": Rule("dataflow.dimensions", "_dim_of_consumer", nothing),
+    "gate by the activation behind limits": Rule("recognition.ffn", "is_affine", never),
+    "features that cannot be in a dimension": Rule("recognition.site_builder", "separates", always),
+    "a softmax without an attention": Rule("recognition.roles", "has_softmax_mixture", never),
+    "operands of leaves": Rule("recognition.layers", "mark_operands", nothing),
+    "experts in a list": Rule("recognition.moe.experts", "expert_modules", nothing),
+    "experts in one parameter": Rule("recognition.moe.experts", "stacked_experts", nothing),
+    "products with slices of parameters": Rule("recognition.moe.experts", "multiplies_slices", never),
+    "router in a leaf": Rule("recognition.moe.experts", "_router_in_leaf", nothing),
+    "Linears of experts in modules of their own": Rule("recognition.moe.experts", "_merge_linears", first),
+    "networks beside experts": Rule("recognition.moe.experts", "_find_shared", nothing),
+    "leaves that route": Rule("recognition.layers", "_routing_leaves", lambda traced, layer: set()),
+    "leaves that alone make a sub-layer": Rule("recognition.layers", "_sole_leaves", no_items),
+    "weighted sums in a leaf": Rule("recognition.layers", "is_weighted_sum", never),
+    "stages": Rule("recognition.stages", "are_stages", never),
+    "blocks of convolutions": Rule("recognition.layers", "convolutional_blocks", no_items),
+    "contents of untraced modules": Rule("recognition.untraced", "_hidden_kinds", lambda *_: frozenset()),
+    "ambiguous attentions": Rule("recognition.untraced", "_ambiguous_attentions", no_items),
+    "attentions that are not added": Rule("recognition.untraced", "_attentions_not_added", no_items),
     "stacks of token embeddings": Rule(
         "non_layer_sites", "embedded_stacks", lambda names, own, _: dict.fromkeys(names)
     ),
-    "nearest stack": Rule("non_layer_sites", "nearest_stack", nothing),
-    "lists of one stack": Rule("non_layer_sites", "is_in_lists_of", never),
-    "rows joined to several attentions": Rule("site_builder", "LayerSites.shared_pair", nothing),
+    "nearest stack": Rule("recognition.non_layer_sites", "nearest_stack", nothing),
+    "lists of one stack": Rule("recognition.non_layer_sites", "is_in_lists_of", never),
+    "rows joined to several attentions": Rule("recognition.site_builder", "LayerSites.shared_pair", nothing),
 }
 
 
@@ -215,7 +213,7 @@ def replaced(functions: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 def lookup(rule: Rule) -> tuple[Any, str, Callable[..., Any]]:
-    owner: Any = import_module(f"{ROOM}.{rule.module}")
+    owner: Any = import_module(f"peftc.{rule.module}")
     *classes, attribute = rule.function.split(".")
     for name in classes:
         owner = getattr(owner, name)

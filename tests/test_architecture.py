@@ -27,6 +27,7 @@ STAGES = (
     "peftc.semantics",
     "peftc.tracing",
     "peftc.addressing",
+    "peftc.dataflow",
     "peftc.observation",
     "peftc.runtime",
     "peftc.planning",

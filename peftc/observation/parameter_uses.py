@@ -13,12 +13,10 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from peftc.dataflow.operations import OF_FIRST, op_named
 from peftc.fakes.tensors import tensors_in
 from peftc.forms.module import has_values
 from peftc.modules.memory import storage_id
-
-# These read only the shape, dtype or device of the arguments after the first.
-_FIRST_ONLY = frozenset({"type_as", "view_as", "expand_as", "reshape_as", "to"})
 
 
 class ParameterUses(TorchFunctionMode):
@@ -44,7 +42,7 @@ class ParameterUses(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if _reads_values(func, result):
             reader = self.running[-1] if self.running else ""
-            for value in tensors_in(args[:1] if func.__name__ in _FIRST_ONLY else (args, kwargs)):
+            for value in tensors_in(args[:1] if op_named(func.__name__) in OF_FIRST else (args, kwargs)):
                 key = storage_id(value)
                 if key in self.names:
                     self.readers[key][reader] = None

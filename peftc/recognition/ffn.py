@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from peftc.addressing.sites import Slice
-from peftc.recognition.graph.feature_rows import is_affine, is_only_layout, source_linears
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.operations import Op
+from peftc.dataflow.feature_rows import is_affine, is_only_layout, source_linears
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.operations import Op
 
 Source = tuple[fx.Node, Slice | None]
 

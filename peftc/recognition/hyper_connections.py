@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from peftc.recognition.graph.nodes import first_input, shape
-from peftc.recognition.graph.operations import SCALE, Op, name_of, op_of
+from peftc.dataflow.nodes import first_input, shape
+from peftc.dataflow.operations import SCALE, Op, name_of, op_of
 
 
 def mixed_streams(node: fx.Node) -> list[fx.Node]:

@@ -15,16 +15,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from peftc.dataflow.dimensions import features_dim
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.leaf_operands import mark_operands
+from peftc.dataflow.nodes import is_tensor, shape
+from peftc.dataflow.operations import is_norm_by_name
 from peftc.fakes.tensors import fake_copy
 from peftc.observation.layer_candidates import containing_list, repeated_blocks
 from peftc.observation.recorder import observe
 from peftc.observation.sample_forward import SampleForward
 from peftc.observation.token_flow import TokenFlow
-from peftc.recognition.graph.dimensions import features_dim
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.leaf_operands import mark_operands
-from peftc.recognition.graph.nodes import is_tensor, shape
-from peftc.recognition.graph.operations import is_norm_by_name
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.residual_stream import stream_input
 from peftc.recognition.roles import SubLayer, sub_layers

@@ -8,11 +8,11 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.operations import Op, op_of
+from peftc.dataflow.values import upstream, value_operands
 from peftc.fakes.tensors import tensors_in
-from peftc.recognition.graph.dataflow import upstream, value_operands
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import example, first_input, is_tensor, shape
-from peftc.recognition.graph.operations import Op, op_of
 from peftc.recognition.hyper_connections import mixed_streams
 from peftc.tracing.in_place import writes_to
 from peftc.tracing.operations import new_version

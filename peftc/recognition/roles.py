@@ -18,13 +18,13 @@ from typing import Literal
 from torch import fx
 
 from peftc.addressing.sites import Slice
+from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import first_input, is_tensor, shape
+from peftc.dataflow.operations import Op
+from peftc.dataflow.values import reaches, upstream, value_operands, value_users
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.graph.dataflow import reaches, upstream, value_operands, value_users
-from peftc.recognition.graph.feature_rows import source_linears
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import first_input, is_tensor, shape
-from peftc.recognition.graph.operations import Op
 from peftc.recognition.hyper_connections import is_several, sublayer_output
 from peftc.recognition.moe.listed import ExpertModules
 from peftc.recognition.moe.router import Router

@@ -11,15 +11,15 @@ import torch
 from torch import fx
 
 from peftc.addressing.sites import ActivationRef, Site, Slice, State
+from peftc.dataflow.dimensions import features_dim
+from peftc.dataflow.feature_rows import separates
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.values import upstream, value_users
 from peftc.forms import shapes
 from peftc.recognition.attention.manual_attention import joined_shape
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
-from peftc.recognition.graph.dataflow import upstream, value_users
-from peftc.recognition.graph.dimensions import features_dim
-from peftc.recognition.graph.feature_rows import separates
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import example, first_input, is_tensor, shape
 from peftc.recognition.layers import LayerType, ModelStructure
 from peftc.recognition.moe.listed import ExpertModules
 from peftc.recognition.moe.router import Router

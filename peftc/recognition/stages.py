@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
+from peftc.dataflow.nodes import module_path
 from peftc.observation.layer_candidates import containing_list
-from peftc.recognition.graph.nodes import module_path
 from peftc.recognition.roles import SubLayer
 
 LISTS = (nn.ModuleList, nn.Sequential)

@@ -9,14 +9,14 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPrivateUsage]
 
+from peftc.dataflow.dimensions import features_dim
+from peftc.dataflow.feature_rows import move_numbers
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import example, first_input, shape
+from peftc.dataflow.operations import Op, name_of
+from peftc.dataflow.values import upstream, value_operands
 from peftc.observation.sample_forward import first_tensor
 from peftc.recognition.attention.patterns import is_activation, is_scores
-from peftc.recognition.graph.dataflow import upstream, value_operands
-from peftc.recognition.graph.dimensions import features_dim
-from peftc.recognition.graph.feature_rows import move_numbers
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import example, first_input, shape
-from peftc.recognition.graph.operations import Op, name_of
 from peftc.recognition.residual_stream import Stream
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.LSTM, nn.GRU)

@@ -15,12 +15,12 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import module_path
+from peftc.dataflow.operations import is_norm_module
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.recognition.attention.patterns import attentions
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import module_path
-from peftc.recognition.graph.operations import is_norm_module
 from peftc.recognition.residual_stream import Stream, gives_states, stream_input
 from peftc.recognition.roles import SubLayer, has_softmax_mixture
 

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import is_tensor
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.recognition.attention.manual_attention import Step, joining, visible_value
 from peftc.recognition.attention.patterns import Attention, attention_at, factors
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import is_tensor
 from peftc.runtime.attention import attention_with_rows, extend_mask, rows_like_operand, scores_like, sdpa_with_rows
 from peftc.tracing.operations import attention
 from peftc.tracing.region_trace import RegionTrace

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from peftc.addressing.sites import Slice
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import EDIT, is_edit
+from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import EDIT, is_edit
-from peftc.recognition.graph.operations import Op
 from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.base_call import base_call

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from peftc.recognition.graph.nodes import EDIT, example, is_edit
+from peftc.dataflow.nodes import EDIT, example, is_edit
 from peftc.tracing.in_place import WRITES, storage_id, writes_to
 from peftc.tracing.operations import new_version
 

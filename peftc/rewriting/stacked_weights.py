@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from peftc.addressing.sites import Slice
-from peftc.recognition.graph.nodes import is_edit
+from peftc.dataflow.nodes import is_edit
 from peftc.rewriting.edits import Bound
 from peftc.runtime.parameters import full_precision, stacked_slice, with_stacked_slices
 

@@ -7,7 +7,7 @@ from torch import fx
 
 from peftc.addressing.paths import stack_steps
 from peftc.addressing.sites import INPUT, OUTPUT, Site, State
-from peftc.recognition.graph.nodes import first_input
+from peftc.dataflow.nodes import first_input
 from peftc.recognition.layers import LayerType
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.site_builder import sub_layer_steps

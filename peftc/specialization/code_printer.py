@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from peftc.dataflow.operations import is_size
 from peftc.diagnostics import PeftcError
-from peftc.recognition.graph.operations import is_size
 from peftc.rewriting.base_call import base_call
 from peftc.runtime.guards import untraced
 from peftc.specialization.code_layout import wrapped

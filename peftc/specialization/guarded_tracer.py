@@ -16,8 +16,8 @@ from torch import fx, nn
 from transformers import PretrainedConfig
 
 from peftc.concurrency.interrupts import shielded
-from peftc.recognition.graph.nodes import ancestors
-from peftc.recognition.graph.operations import has_side_effects
+from peftc.dataflow.nodes import ancestors
+from peftc.dataflow.operations import has_side_effects
 from peftc.specialization.size_expressions import Sizes
 from peftc.tracing.code_positions import Origin
 from peftc.tracing.module_calls import is_constant

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from peftc.dataflow.nodes import ancestors
+from peftc.dataflow.operations import has_side_effects
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.recognition.graph.nodes import ancestors
-from peftc.recognition.graph.operations import has_side_effects
 from peftc.specialization.code_printer import Emitter, attribute_path
 from peftc.specialization.guarded_tracer import GuardedTracer
 from peftc.tracing.module_calls import is_constant

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from peftc.concurrency.interrupts import shielded
-from peftc.recognition.graph.nodes import ancestors
+from peftc.dataflow.nodes import ancestors
 from peftc.specialization.guarded_tracer import GuardedTracer, is_argument, name_of
 from peftc.tracing.operations import attention
 from peftc.tracing.region_trace import RegionTrace

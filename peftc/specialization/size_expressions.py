@@ -6,23 +6,14 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from peftc.recognition.graph.dataflow import cache_update
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import ancestors, is_tensor
-from peftc.recognition.graph.operations import has_side_effects, is_size
+from peftc.dataflow.dimensions import dim_before
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import ancestors, example, is_tensor
+from peftc.dataflow.operations import Op, has_side_effects, is_size, op_of
+from peftc.dataflow.values import cache_update
 
-KEEPING = frozenset({"to", "type", "type_as", "contiguous", "float", "clone"})
-LAID_OUT = frozenset({"view", "reshape"})
-BY_ELEMENT = (operator.mul, operator.add, operator.sub, operator.truediv, torch.mul, torch.add, torch.sub, torch.div)
-ON_NUMBERS = frozenset(
-    getattr(operator, n)
-    for n in ["add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "eq", "ne", "lt", "le", "gt", "ge"]
-    + ["and_", "or_", "not_"]
-)
-TURNED = frozenset({"permute", "transpose", "swapaxes"})
 KEEPING_MODULES = (nn.Dropout, nn.Identity, nn.LayerNorm)
 
 Create = Callable[[Any, tuple[Any, ...]], fx.Node]
@@ -44,7 +35,8 @@ class Sizes:
             source = value.args[0]
             assert isinstance(source, fx.Node)
             return self.size(source, value.args[1])
-        if value.op == "call_function" and value.target in ON_NUMBERS:
+        numbers = all(isinstance(example(a), (int, float)) for a in (value, *value.args))
+        if numbers and getattr(value.target, "__module__", "") == "_operator":
             args = [self.beforehand(a) for a in value.args]
             return None if any(a is None for a in args) else self.made(value.target, tuple(args), value)
         return None
@@ -59,9 +51,10 @@ class Sizes:
             return None
         if (update := cache_update(tensor)) is not None:  # a cache adds tokens
             return None if at == tensor.meta["example"].ndim - 2 else self.size(update, at)
-        if tensor.op == "call_method" and tensor.target in TURNED:
-            return self.size(source, turned(tensor)[at])
-        if tensor.op == "call_method" and tensor.target in LAID_OUT:
+        if op_of(tensor) is Op.PERMUTE:
+            before = dim_before(tensor, source, at)
+            return None if before is None else self.size(source, before)
+        if tensor.op == "call_method" and tensor.target in ("view", "reshape"):
             sizes = tensor.args[1:]
             plain = len(sizes) == tensor.meta["example"].ndim and sizes[at] != -1
             return self.beforehand(sizes[at]) if plain else None
@@ -95,12 +88,11 @@ class Sizes:
 
     def keeps(self, tensor: fx.Node, at: int) -> bool:
         """Whether the result has the size of the first argument."""
-        if tensor.op == "call_method":
-            return tensor.target in KEEPING
-        if tensor.op == "call_function":
-            return tensor.target in BY_ELEMENT and is_tensor(tensor.args[0]) and not is_tensor(tensor.args[1])
         if tensor.op != "call_module":
-            return False
+            by_element = op_of(tensor) in (Op.ADD, Op.SUB, Op.MUL, Op.DIV)
+            return op_of(tensor) is Op.CAST or (
+                by_element and is_tensor(tensor.args[0]) and not is_tensor(tensor.args[1])
+            )
         module = self.root.get_submodule(str(tensor.target))
         last = at == tensor.meta["example"].ndim - 1
         return isinstance(module, KEEPING_MODULES) or (isinstance(module, nn.Linear) and not last)
@@ -109,14 +101,3 @@ class Sizes:
         node = self.create(target, args)
         node.meta["example"] = like.meta["example"] if isinstance(like, fx.Node) else like
         return node
-
-
-def turned(tensor: fx.Node) -> list[int]:
-    """Which dimension of what was permuted each dimension is."""
-    places: list[int] = list(range(tensor.meta["example"].ndim))
-    given: Any = tensor.args[1:]
-    if tensor.target != "permute":
-        one, other = given
-        places[one], places[other] = places[other], places[one]
-        return places
-    return [places[d] for d in (given if isinstance(given[0], int) else given[0])]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.dataflow.layer_graph import LayerGraph
 from peftc.fakes.tensors import new_mode
 from peftc.planning.report.site_tree import sites_text
-from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer

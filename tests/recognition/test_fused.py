@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.addressing.sites import Slice
-from peftc.recognition.graph.feature_rows import as_slice
-from peftc.recognition.graph.layer_graph import LayerGraph
+from peftc.dataflow.feature_rows import as_slice
+from peftc.dataflow.layer_graph import LayerGraph
 from peftc.recognition.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer
 from tests.layers import Layers

@@ -9,10 +9,10 @@ from torch import nn
 import peftc
 from benchmarks.families import build
 from peftc.addressing.sites import Site, Slice
+from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.layer_graph import LayerGraph
 from peftc.recognition.attention.manual_attention import joining
 from peftc.recognition.attention.patterns import attentions
-from peftc.recognition.graph.feature_rows import source_linears
-from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.tracing.tracer import RegionTracer
 
 LATENT, INTERLEAVED = "causal-lm/deepseek_v3", ("causal-lm/gpt_neox", "causal-lm/bloom")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peftc.recognition.graph.layer_graph import LayerGraph
+from peftc.dataflow.layer_graph import LayerGraph
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTracer
 

@@ -9,10 +9,10 @@ from transformers import CONFIG_MAPPING
 
 import peftc
 from benchmarks.families import build
+from peftc.dataflow import nodes
+from peftc.dataflow.layer_graph import LayerGraph
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, new_mode
-from peftc.recognition.graph import nodes
-from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTracer
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 import peftc
 from peftc.addressing.sites import Slice
-from peftc.recognition.graph.dataflow import value_operands
-from peftc.recognition.graph.layer_graph import LayerGraph
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.values import value_operands
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.tracing.tracer import RegionTracer
 

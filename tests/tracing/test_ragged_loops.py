@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.addressing.sites import Slice
+from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.layer_graph import LayerGraph
 from peftc.recognition.attention.patterns import attentions
-from peftc.recognition.graph.feature_rows import source_linears
-from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.operations import collect, segment
 from peftc.tracing.tracer import RegionTracer

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from peftc.dataflow.layer_graph import LayerGraph
 from peftc.recognition.analysis import analyse
-from peftc.recognition.graph.layer_graph import LayerGraph
 from peftc.recognition.roles import sub_layers
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.module_calls import bind_arguments

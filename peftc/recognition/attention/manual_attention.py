@@ -17,13 +17,13 @@ from typing import Literal
 import torch
 from torch import fx
 
+from peftc.dataflow.feature_rows import dims_of, separates, source_linears
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import example, first_input, is_edit, is_tensor, shape
+from peftc.dataflow.operations import Op
+from peftc.dataflow.values import reaches, upstream, value_operands
 from peftc.forms.shapes import KeyValue
 from peftc.recognition.attention.patterns import Attention, factors
-from peftc.recognition.graph.dataflow import reaches, upstream, value_operands
-from peftc.recognition.graph.feature_rows import dims_of, separates, source_linears
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import example, first_input, is_edit, is_tensor, shape
-from peftc.recognition.graph.operations import Op
 from peftc.tracing.operations import autograd_function
 
 BATCH, HEADS, TOKENS, FEATURES, BLOCKS = range(5)

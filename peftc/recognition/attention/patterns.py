@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from peftc.recognition.graph.dataflow import upstream, value_operands, value_users
-from peftc.recognition.graph.dimensions import softmax_dim
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import first_input, is_edit, is_tensor, shape
-from peftc.recognition.graph.operations import Op, name_of, op_of
+from peftc.dataflow.dimensions import softmax_dim
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import first_input, is_edit, is_tensor, shape
+from peftc.dataflow.operations import Op, name_of, op_of
+from peftc.dataflow.values import upstream, value_operands, value_users
 from peftc.tracing.operations import attention
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import example, first_input, module_path, output_of
+from peftc.dataflow.values import upstream
 from peftc.fakes.tensors import fake_copy
 from peftc.recognition.attention.patterns import attentions
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.graph.dataflow import upstream
-from peftc.recognition.graph.feature_rows import source_linears
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import example, first_input, module_path, output_of
 from peftc.recognition.moe.listed import ExpertModules, expert_modules
 from peftc.recognition.moe.router import Router, find_router
 from peftc.recognition.moe.stacked import StackedExperts, multiplies_slices, stacked_experts

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import first_input, output_of
 from peftc.observation.layer_keys import structure_key
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.graph.feature_rows import source_linears
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import first_input, output_of
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from peftc.recognition.graph.dataflow import upstream, value_users
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import example, first_input, is_tensor, shape
-from peftc.recognition.graph.operations import Op, name_of, op_of
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.operations import Op, name_of, op_of
+from peftc.dataflow.values import upstream, value_users
 
 
 @dataclass(frozen=True, eq=False)

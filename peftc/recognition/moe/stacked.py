@@ -15,12 +15,12 @@ import torch
 from torch import fx, nn
 
 from peftc.addressing.sites import Slice
+from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import example, first_input, module_path, output_of, shape
+from peftc.dataflow.operations import Op, name_of, op_of
+from peftc.dataflow.values import value_users
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.graph.dataflow import value_users
-from peftc.recognition.graph.feature_rows import source_linears
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import example, first_input, module_path, output_of, shape
-from peftc.recognition.graph.operations import Op, name_of, op_of
 
 
 @dataclass(frozen=True)

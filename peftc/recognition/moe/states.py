@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Slice, StackedSlice, State, WeightRef
+from peftc.dataflow.nodes import shape as shape_of
 from peftc.forms import shapes
-from peftc.recognition.graph.nodes import shape as shape_of
 from peftc.recognition.moe.listed import ExpertModules
 from peftc.recognition.moe.router import Router
 from peftc.recognition.moe.stacked import StackedExperts, StackedLinear, StackedParameter

@@ -16,13 +16,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from peftc.addressing.sites import Slice
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import example, is_tensor, shape
+from peftc.dataflow.operations import LAYOUT, Op, is_in_place, name_of, op_of
+from peftc.dataflow.values import cache_update, reaches, upstream, value_operands
 from peftc.fakes.tensors import tensors_in
-from peftc.recognition.graph.dataflow import cache_update, reaches, upstream, value_operands
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import example, is_tensor, shape
-from peftc.recognition.graph.operations import LAYOUT, Op, is_in_place, name_of, op_of
-
-_SHAPE_OF_OPERAND = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape"}
 
 
 def source_linears(layer: LayerGraph, value: fx.Node, *others: fx.Node) -> list[tuple[fx.Node, Slice | None]]:
@@ -152,8 +150,8 @@ def _numbers_of(linear: fx.Node) -> dict[fx.Node, Any]:
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     name = name_of(node)
-    if name in _SHAPE_OF_OPERAND:
-        return getattr(args[0], _SHAPE_OF_OPERAND[name])(shape(node))
+    if name.endswith("_as"):  # the shape of another tensor: `expand_as`
+        return getattr(args[0], name.removesuffix("_as"))(shape(node))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     target: Any = node.target

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 
 from torch import fx
 
-from peftc.recognition.graph.nodes import example, first_input, is_tensor
-from peftc.recognition.graph.operations import LAYOUT, Op, is_in_place, op_of
+from peftc.dataflow.nodes import example, first_input, is_tensor
+from peftc.dataflow.operations import LAYOUT, OF_FIRST, Op, is_in_place, op_of
 from peftc.tracing.operations import new_version
 
 # Keys of a node's meta: the nodes that each part of a module's result is computed from, `WHOLE` for the only result.
 CARRIERS, WHOLE = "carriers", -1
-_OF_FIRST = frozenset({Op.CAST, Op.RESHAPE, Op.EXPAND})  # other operands tell a dtype, a device or a shape
 
 
 def upstream(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda _: False) -> Iterator[fx.Node]:
@@ -52,7 +51,7 @@ def value_operands(node: fx.Node) -> list[fx.Node]:
     if (part := _part(node)) is not None:
         return part
     op = op_of(node)
-    if op in _OF_FIRST:
+    if op in OF_FIRST:
         first = first_input(node)
         return node.all_input_nodes if first is None else [first]
     if op is Op.CREATE:

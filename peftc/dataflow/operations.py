@@ -12,7 +12,7 @@ from enum import Enum, auto
 import torch
 from torch import fx, nn
 
-from peftc.recognition.graph.nodes import example
+from peftc.dataflow.nodes import example
 from peftc.tracing.in_place import AUGMENTED, WRITES
 from peftc.tracing.operations import attention, autograd_function, new_version, segment
 
@@ -69,6 +69,7 @@ class Op(Enum):
 
 LAYOUT = frozenset({Op.RESHAPE, Op.PERMUTE, Op.EXPAND, Op.SPLIT, Op.SELECT, Op.ROLL})
 SCALE = frozenset({Op.MUL, Op.DIV})
+OF_FIRST = frozenset({Op.CAST, Op.RESHAPE, Op.EXPAND})  # other operands tell a dtype, a device or a shape
 
 # By the name of a method, a function or an attribute, without the `_` of in-place variants.
 _NAMES = {
@@ -122,6 +123,11 @@ def name_of(node: fx.Node) -> str:
     name = str(node.args[1]) if node.target is getattr else str(getattr(node.target, "__name__", node.target))
     name = name.removeprefix("fft_")
     return name if name.endswith("__") else name.removesuffix("_")
+
+
+def op_named(name: str) -> Op:
+    """The operation of a function or method of PyTorch."""
+    return _BY_NAME.get(name.removesuffix("_"), Op.OTHER)
 
 
 def op_of(node: fx.Node) -> Op:

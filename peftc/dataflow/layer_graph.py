@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from peftc.recognition.graph.dataflow import upstream, value_users
-from peftc.recognition.graph.nodes import example, first_input, is_tensor
-from peftc.recognition.graph.operations import Op, module_op, op_of
+from peftc.dataflow.nodes import example, first_input, is_tensor
+from peftc.dataflow.operations import Op, module_op, op_of
+from peftc.dataflow.values import upstream, value_users
 
 # Operations that keep the values of one tensor, but for rounding, dropout, limits and layout.
 PASSING = frozenset({Op.CAST, Op.RESHAPE, Op.CLAMP, Op.DROPOUT})

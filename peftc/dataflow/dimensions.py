@@ -8,10 +8,10 @@ from math import prod
 import torch
 from torch import fx, nn
 
-from peftc.recognition.graph.dataflow import reaches, value_operands, value_users
-from peftc.recognition.graph.layer_graph import LayerGraph
-from peftc.recognition.graph.nodes import first_input, is_tensor, shape
-from peftc.recognition.graph.operations import Op, name_of, op_of
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import first_input, is_tensor, shape
+from peftc.dataflow.operations import Op, name_of, op_of
+from peftc.dataflow.values import reaches, value_operands, value_users
 
 _CHANNELS_FIRST = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),

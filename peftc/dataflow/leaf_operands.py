@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from peftc.dataflow.nodes import output_of
+from peftc.dataflow.values import CARRIERS, WHOLE, upstream
 from peftc.fakes.tensors import fake_copy
-from peftc.recognition.graph.dataflow import CARRIERS, WHOLE, upstream
-from peftc.recognition.graph.nodes import output_of
 from peftc.tracing.approximate_trace import approximate_trace
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
