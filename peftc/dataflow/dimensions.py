@@ -21,7 +21,7 @@ _CHANNELS_FIRST = (
 
 
 def dim_before(node: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """The dimension of an operand that becomes `dim` of the result; None where it is no single one."""
+    """The dimension of an operand that becomes `dim` of the result; None without a single one."""
     old, new = shape(source), shape(node)
     match op_of(node):
         case Op.PERMUTE:
@@ -35,13 +35,15 @@ def dim_before(node: fx.Node, source: fx.Node, dim: int) -> int | None:
 
 
 def dim_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """The dimension of the result that `dim` of an operand becomes; None where it is no single one."""
+    """The dimension of the result that `dim` of an operand becomes; None without a single one."""
     dims = [i for i in range(len(shape(node))) if dim_before(node, source, i) == dim]
     return dims[0] if len(dims) == 1 else None
 
 
 def _order(node: fx.Node, size: int) -> list[int] | None:
-    """The dimensions of the operand in the order of the result, as the operation itself permutes `size` lengths."""
+    """The dimensions of the operand in the order of the result: the operation permutes `size`
+    lengths.
+    """
     if len(node.all_input_nodes) > 1:  # dimensions that are computed
         return None
     lengths = torch.empty(tuple(range(2, size + 2)), device="meta")
@@ -53,7 +55,7 @@ def _order(node: fx.Node, size: int) -> list[int] | None:
 
 
 def features_dim(node: fx.Node, layer: LayerGraph) -> int:
-    """The dimension of the features: the last, or the second of images and sounds as convolutions have them."""
+    """The dimension of the features: the last, or the second of what convolutions read."""
     last = max(0, len(shape(node)) - 1)
     if last < 2 or not any(isinstance(m, _CHANNELS_FIRST) for m in layer.root.modules()):
         return last
@@ -108,7 +110,8 @@ def _keeps_features(source: fx.Node, node: fx.Node) -> bool:
 
 
 def softmax_dim(softmax: fx.Node, scores: fx.Node, layer: LayerGraph) -> int | None:
-    """The dimension of the scores over which a softmax sums to one; None where it cannot be followed back.
+    """The dimension of the scores over which a softmax sums to one; None where it cannot be
+    followed back.
 
     Args:
         scores: the product of queries and keys behind the softmax.

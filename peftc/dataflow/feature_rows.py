@@ -1,8 +1,8 @@
 """Which output features of a Linear a value is made of.
 
-The features of the Linear are numbered, and what the model's code does to their layout (views, splits, slices,
-permutations) is done to the numbers. A fused q, k, v thus gives the right rows in whatever order a model keeps them: one
-block each, or interleaved head by head.
+The features of the Linear are numbered, and what the model's code does to their layout (views,
+splits, slices, permutations) is done to the numbers. A fused q, k, v thus gives the right rows in
+whatever order a model keeps them: one block each, or interleaved head by head.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from peftc.fakes.tensors import tensors_in
 
 
 def source_linears(layer: LayerGraph, value: fx.Node, *others: fx.Node) -> list[tuple[fx.Node, Slice | None]]:
-    """The nearest Linears upstream of a value, each with the rows of its output that go there, or to one of the `others`;
-    None stands for all rows.
+    """The nearest Linears upstream of a value, each with the rows of its output that go there, or
+    to one of the `others`; None stands for all rows.
     """
     values = (value, *others)
     behind = {n for v in values for n in upstream(v, layer.is_linear)}
@@ -49,7 +49,7 @@ def is_only_layout(value: fx.Node, linear: fx.Node, layer: LayerGraph) -> bool:
 
 
 def is_affine(value: fx.Node, linear: fx.Node, layer: LayerGraph) -> bool:
-    """Whether no activation stands between a Linear and a value: layout, limits, and sums and products with others."""
+    """Whether no activation stands between a Linear and a value."""
     paths = {n for n in upstream(value, lambda n: n is linear) if n is linear or reaches(linear, n)}
 
     def keeps_sign(node: fx.Node) -> bool:
@@ -61,7 +61,7 @@ def is_affine(value: fx.Node, linear: fx.Node, layer: LayerGraph) -> bool:
 
 
 def dims_of(value: fx.Node, layer: LayerGraph) -> set[int]:
-    """The dimensions of a value that tell features of a Linear apart; none where the features cannot be followed."""
+    """The dimensions of a value that tell features of a Linear apart; none where unknown."""
     behind = set(upstream(value, layer.is_linear))
     linears = layer.linears(behind)
     if len(linears) != 1:
@@ -79,7 +79,7 @@ def dims_of(value: fx.Node, layer: LayerGraph) -> set[int]:
 
 
 def separates(value: fx.Node, dim: int, layer: LayerGraph) -> bool:
-    """Whether features of a Linear may be in a dimension of a value: not where they are seen to be in others alone."""
+    """Whether features of a Linear may be in a dimension of a value."""
     dims = dims_of(value, layer)
     return not dims or dim % len(shape(value)) in dims or shape(value)[dim] == 1
 
@@ -122,7 +122,7 @@ def as_slice(features: torch.Tensor, width: int) -> Slice | None:
 
 
 def _features_in(linear: fx.Node, between: list[fx.Node], values: tuple[fx.Node, ...]) -> torch.Tensor | None:
-    """The numbers of the features of `linear` that `values` depend on; None where they cannot be followed."""
+    """The numbers of the features of `linear` that `values` depend on; None where unknown."""
     numbers = _numbers_of(linear)
     used: list[torch.Tensor] = []
     for node in between:
@@ -140,7 +140,8 @@ def _features_in(linear: fx.Node, between: list[fx.Node], values: tuple[fx.Node,
     used += [numbers[v] for v in values if isinstance(numbers.get(v), torch.Tensor)]
     if not used:
         return None
-    return torch.cat([u.reshape(-1) for u in used]).bincount().nonzero()[:, 0]  # faster than `unique`
+    # faster than `unique`
+    return torch.cat([u.reshape(-1) for u in used]).bincount().nonzero()[:, 0]
 
 
 def _numbers_of(linear: fx.Node) -> dict[fx.Node, Any]:
@@ -163,7 +164,7 @@ def _is_layout(node: fx.Node) -> bool:
 
 
 def _keeps_entries(node: fx.Node, source: fx.Node) -> bool:
-    """Whether entries stay where they are: a cache's update, or an operation on one tensor that keeps its shape."""
+    """Whether entries stay where they are: in a cache's update, or element by element."""
     if cache_update(node) is not None:
         return True
     inside = source not in node.all_input_nodes  # one of several results of a leaf

@@ -13,7 +13,7 @@ PASSING = frozenset({Op.CAST, Op.RESHAPE, Op.CLAMP, Op.DROPOUT})
 
 
 class LayerGraph:
-    """The nodes of a graph and the modules that its `call_module` nodes name. Names are relative to `root`."""
+    """The nodes of a graph, and the modules that they call by their names in `root`."""
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         self.graph, self.root = graph, root
@@ -31,7 +31,7 @@ class LayerGraph:
         return Op.MODULE if op is Op.NORM and isinstance(example(node), tuple) else op
 
     def is_linear(self, node: object) -> bool:
-        """Whether a node calls a module that multiplies features by its one matrix: nn.Linear, Conv1D, a quantised Linear."""
+        """Whether a node calls a module of one matrix: nn.Linear, Conv1D, a quantised Linear."""
         module = self.module(node) if isinstance(node, fx.Node) and is_tensor(node) else None
         if module is None or getattr(getattr(module, "weight", None), "ndim", 0) != 2:
             return False
@@ -57,7 +57,7 @@ class LayerGraph:
         return node
 
     def consumer_linear(self, node: fx.Node, within: set[fx.Node]) -> fx.Node | None:
-        """The nearest Linear downstream of a value, inside `within`; of several, one that no other one reads."""
+        """The nearest Linear downstream of a value; of several, one that no other one reads."""
         seen: set[fx.Node] = set()
         queue, linears = [node], list[fx.Node]()
         while queue:

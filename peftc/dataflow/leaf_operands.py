@@ -1,7 +1,8 @@
 """Which arguments of a leaf module its results are computed from.
 
-`rotary(values, positions)` takes `values` for their dtype alone; `rotary(q, k)` returns two results, each of one argument.
-The leaf's code is traced by itself, and values are followed back from each of its results.
+`rotary(values, positions)` takes `values` for their dtype alone; `rotary(q, k)` returns two
+results, each of one argument. The leaf's code is traced by itself, and values are followed back
+from each of its results.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
 
 def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) -> None:
-    """Notes at each leaf of several arguments, without matrices, what its results are computed from."""
+    """Notes at each leaf without matrices what its results are computed from."""
     for call in traced.calls:
         node, arguments = call.result, _node_arguments(call)
         if isinstance(node, fx.Node) and len(arguments) > 1 and _is_plain(root.get_submodule(call.name)):
@@ -34,12 +35,11 @@ def _node_arguments(call: ModuleCall) -> dict[str, fx.Node]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is code of a model's own without matrices: a rotary embedding, a gated norm."""
     return not type(module).__module__.startswith("torch.") and all(p.ndim < 2 for p in module.parameters())
 
 
 def _carriers(call: ModuleCall, root: nn.Module, mode: FakeTensorMode) -> dict[int, list[str]]:
-    """The parameters of a leaf's forward that each of its results is computed from; none where it cannot be traced."""
+    """The parameters of a leaf's forward that each of its results is computed from."""
     arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
     try:
         with mode:

@@ -1,7 +1,8 @@
 """The operations of a traced graph, in one vocabulary.
 
-Models spell one operation in many ways: `a + b`, `a.add(b)`, `torch.add(a, b)` and `a += b` are all `Op.ADD`. Recognisers
-read `Op` only; the names that PyTorch gives to operations stand in this file and nowhere else.
+Models spell one operation in many ways: `a + b`, `a.add(b)`, `torch.add(a, b)` and `a += b` are all
+`Op.ADD`. Recognisers read `Op` only; the names that PyTorch gives to operations stand in this file
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Op(Enum):
 
 LAYOUT = frozenset({Op.RESHAPE, Op.PERMUTE, Op.EXPAND, Op.SPLIT, Op.SELECT, Op.ROLL})
 SCALE = frozenset({Op.MUL, Op.DIV})
-OF_FIRST = frozenset({Op.CAST, Op.RESHAPE, Op.EXPAND})  # other operands tell a dtype, a device or a shape
+# other operands tell a dtype, a device or a shape
+OF_FIRST = frozenset({Op.CAST, Op.RESHAPE, Op.EXPAND})
 
 # By the name of a method, a function or an attribute, without the `_` of in-place variants.
 _NAMES = {
@@ -117,7 +119,7 @@ _FACTS = (torch.device, torch.dtype, torch.layout, torch.Size, int)
 
 
 def name_of(node: fx.Node) -> str:
-    """What PyTorch calls an operation: `add` for `a + b`, `a.add_(b)` and `torch.add(a, b)`; `T` for `x.T`."""
+    """What PyTorch calls an operation: `add` for `a + b` and `a.add_(b)`, `T` for `x.T`."""
     if node.op not in ("call_function", "call_method"):
         return ""
     name = str(node.args[1]) if node.target is getattr else str(getattr(node.target, "__name__", node.target))
@@ -148,7 +150,8 @@ def op_of(node: fx.Node) -> Op:
 def _called(node: fx.Node) -> Op:
     if node.op == "call_function" and node.target in _BY_FUNCTION:
         return _BY_FUNCTION[node.target]
-    if node.target is autograd_function:  # an autograd function of the model's own has nothing but its name
+    # an autograd function of the model's own has nothing but its name
+    if node.target is autograd_function:
         return Op.SOFTMAX if "softmax" in getattr(node.kwargs["function"], "__name__", "").lower() else Op.OTHER
     if node.target is operator.getitem:
         source = example(node.args[0])

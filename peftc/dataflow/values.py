@@ -2,7 +2,8 @@
 
 An operation takes a tensor for its values, or only for its dtype, its device or its shape:
 
-    k.to(q)    x.type_as(y)    x.expand_as(y)    torch.zeros_like(x)    torch.arange(n, device=x.device)
+    k.to(q)    x.type_as(y)    x.expand_as(y)    torch.zeros_like(x)    torch.arange(n,
+    device=x.device)
 
 Every walk through a graph follows values alone.
 """
@@ -18,12 +19,12 @@ from peftc.dataflow.nodes import example, first_input, is_tensor
 from peftc.dataflow.operations import LAYOUT, OF_FIRST, Op, is_in_place, op_of
 from peftc.tracing.operations import new_version
 
-# Keys of a node's meta: the nodes that each part of a module's result is computed from, `WHOLE` for the only result.
+# In a node's meta: what each part of a module's result is computed from; `WHOLE`: the only result.
 CARRIERS, WHOLE = "carriers", -1
 
 
 def upstream(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda _: False) -> Iterator[fx.Node]:
-    """The nodes that `node` is computed from, itself first; nothing behind a node for which `stop` holds."""
+    """The nodes that `node` is computed from, itself first; nothing behind those that `stop`."""
     seen: set[fx.Node] = set()
     stack = [node]
     while stack:
@@ -45,8 +46,8 @@ def reaches(source: fx.Node, node: fx.Node) -> bool:
 def value_operands(node: fx.Node) -> list[fx.Node]:
     """The nodes that the values of `node` are computed from, each once.
 
-    Of a tensor of constants: what is written into it. Of one of several results: what that one is computed from. Of a
-    part of a cache: what the cache was updated with.
+    Of a tensor of constants: what is written into it. Of one of several results: what that one is
+    computed from. Of a part of a cache: what the cache was updated with.
     """
     if (part := _part(node)) is not None:
         return part
@@ -61,7 +62,7 @@ def value_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def value_users(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values are computed from `node`: users of it, and parts of what they return."""
+    """The nodes whose values are computed from `node`: users, and parts of what they return."""
     parts = (part for user in node.users for part in user.users if part.target is operator.getitem)
     users = dict.fromkeys([*node.users, *parts])
     return [user for user in users if op_of(user) is not Op.QUERY and node in value_operands(user)]
@@ -73,7 +74,7 @@ def changes(node: fx.Node, value: fx.Node) -> bool:
 
 
 def cache_update(node: fx.Node) -> fx.Node | None:
-    """The keys or the values that a cache was updated with, where `node` is what it returned for them."""
+    """The keys or the values of a cache's update, where `node` is what it returned for them."""
     source = node.args[0] if op_of(node) is Op.ITEM else None
     if not isinstance(source, fx.Node) or op_of(source) is not Op.CACHE or node.args[1] not in (0, 1):
         return None
@@ -82,7 +83,7 @@ def cache_update(node: fx.Node) -> fx.Node | None:
 
 
 def _part(node: fx.Node) -> list[fx.Node] | None:
-    """What one of several results is computed from, or the only result of a module; None where that is unknown."""
+    """What one of several results, or a module's result, is computed from; None where unknown."""
     if node.op == "call_module":
         return node.meta.get(CARRIERS, {}).get(WHOLE)
     if node.target is not operator.getitem:

@@ -38,7 +38,8 @@ class Analysis:
 def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = None) -> Analysis:
     """Traces a model on fake tensors; no weight is read.
 
-    Args: `sample`: keyword arguments of one forward, for a model that cannot be fed from its config.
+    Args: `sample`: keyword arguments of one forward, for a model that cannot be fed from its
+    config.
     Raises: P501-P507, P511 (the model).
     """
     source = model if isinstance(model, ModelSource) else resolve(model)
@@ -108,8 +109,8 @@ def _untraceable_forwards(model: nn.Module | None) -> list[str]:
 
 
 def _positions(model: nn.Module) -> int | None:
-    """The number of tokens that a model takes, by its configuration: less the rows up to that of padding, where a table of
-    positions has one.
+    """The number of tokens that a model takes, by its configuration: less the rows up to that of
+    padding, where a table of positions has one.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -23,7 +23,7 @@ class Projection:
 
 
 def input_projections(hidden: fx.Node, layer: LayerGraph) -> dict[str, Projection]:
-    """The Linears that compute a hidden activation: `up` alone, or `gate` and `up`; none where they look the same."""
+    """The Linears that compute a hidden activation: `up`, or `gate` and `up`; none if ambiguous."""
     product = layer.stripped(hidden)
     operands = _factors(product, layer)
     while len(fed := {n: sources for n, sources in operands.items() if sources}) == 1 and len(operands) == 2:
@@ -37,7 +37,7 @@ def input_projections(hidden: fx.Node, layer: LayerGraph) -> dict[str, Projectio
 
 
 def _factors(product: fx.Node, layer: LayerGraph) -> dict[fx.Node, list[Source]]:
-    """The two factors of a product, element by element, each with its Linears; none of any other node."""
+    """The two factors of an elementwise product, each with its Linears."""
     factors = product.all_input_nodes if layer.op(product) is Op.MUL else []
     return {n: source_linears(layer, n) for n in factors} if len(factors) == 2 else {}
 

@@ -1,7 +1,8 @@
 """Several residual streams side by side, (batch, tokens, n, d), as hyper-connections carry them.
 
-A sub-layer reads a weighted sum of the streams, and its result is added to each of them times a factor; between sub-layers
-the streams are mixed by small matrices. Weights, factors and matrices are those of a token, the same for all features.
+A sub-layer reads a weighted sum of the streams, and its result is added to each of them times a
+factor; between sub-layers the streams are mixed by small matrices. Weights, factors and matrices
+are those of a token, the same for all features.
 
 Source: Zhu et al. 2024, "Hyper-Connections", arXiv:2409.19606.
 """

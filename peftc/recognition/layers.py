@@ -39,16 +39,19 @@ from peftc.tracing.tracer import RegionTracer
 
 @dataclass
 class LayerType:
-    """All layers of one structure. `root` is one of them; names in `traced` and `subs` are relative to it."""
+    """All layers of one structure. `root` is one of them; names are relative to it."""
 
     name: str
     root: nn.Module
     traced: RegionTrace
     subs: list[SubLayer]
     arguments: dict[str, Any] = field(repr=False)
-    opaque: dict[str, str] = field(default_factory=dict[str, str])  # modules that could not be traced, and why
-    untraced: list[UntracedPart] = field(default_factory=list[UntracedPart])  # those of them that matter
-    states: dict[object, Any] = field(default_factory=dict[object, Any], repr=False)  # of attentions, in all layers
+    # modules that could not be traced, and why
+    opaque: dict[str, str] = field(default_factory=dict[str, str])
+    # those of them that matter
+    untraced: list[UntracedPart] = field(default_factory=list[UntracedPart])
+    # of attentions, in all layers
+    states: dict[object, Any] = field(default_factory=dict[object, Any], repr=False)
 
     @property
     def layer(self) -> LayerGraph:
@@ -62,7 +65,7 @@ class LayerType:
 
 @dataclass
 class Stack:
-    """A list of layers. `name`: the steps that stand before `layer` in the paths of its sites, e.g. `text.decoder`."""
+    """A list of layers. `name` stands before `layer` in the paths of its sites: `text.decoder`."""
 
     name: str
     path: str  # of the list that holds the layers
@@ -72,21 +75,24 @@ class Stack:
 
 @dataclass
 class ModelStructure:
-    """A model's stacks, and what the sample forward showed. `shared`: groups of dotted names that are one module."""
+    """A model's stacks, and its sample forward. `shared`: groups of names that are one module."""
 
     model: nn.Module
     mode: FakeTensorMode
     seen: SampleForward
     stacks: list[Stack]
-    untraced: dict[str, str] = field(default_factory=dict[str, str])  # layers that could not be traced, and why
+    # layers that could not be traced, and why
+    untraced: dict[str, str] = field(default_factory=dict[str, str])
     shared: tuple[tuple[str, ...], ...] = ()
-    flows: dict[str, TokenFlow] = field(default_factory=dict[str, TokenFlow])  # of embedded tokens, on demand
+    # of embedded tokens, on demand
+    flows: dict[str, TokenFlow] = field(default_factory=dict[str, TokenFlow])
 
 
 def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> ModelStructure:
     """Finds and traces the layers of a skeleton (a model of fake tensors).
 
-    Where nothing has a residual stream of tokens, the layers are the blocks of convolutions that the model repeats.
+    Where nothing has a residual stream of tokens, the layers are the blocks of convolutions that
+    the model repeats.
     """
     structure = _structure_of_layers(model, sample, mode, repeated_blocks(model))
     if not structure.stacks and (blocks := convolutional_blocks(model)):
@@ -98,7 +104,8 @@ def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: 
 def _structure_of_layers(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: list[str], bare: bool = False
 ) -> ModelStructure:
-    """The structure whose layers are some blocks or, where these are stages, what is listed in them.
+    """The structure whose layers are some blocks or, where these are stages, what is listed in
+    them.
 
     Args:
         bare: blocks without sub-layers are layers, too.
@@ -150,7 +157,7 @@ def _parameter_shapes(module: nn.Module) -> frozenset[tuple[str, tuple[int, ...]
 
 
 def _stacks(members: Mapping[str, list[tuple[str, LayerType]]], order: Mapping[str, int]) -> list[Stack]:
-    """Stacks in the order in which they run. Lists that differ in a number alone (the stages of a pyramid) are one."""
+    """Stacks as they run. Lists that differ in a number alone (the stages of a pyramid) are one."""
     stages: dict[str, list[str]] = {}
     for path in members:
         stages.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), []).append(path)
@@ -169,8 +176,8 @@ def _numbers(name: str) -> list[int]:
 
 
 def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMode) -> LayerType | str:
-    """Traces a layer with all children inlined that have children, that route, or that alone make a sub-layer; one that
-    cannot be traced stays a leaf.
+    """Traces a layer with all children inlined that have children, that route, or that alone make a
+    sub-layer; one that cannot be traced stays a leaf.
 
     Returns: the reason, where not even the layer's own code can be traced.
     """
@@ -222,13 +229,13 @@ def _layer_type(
 
 
 def _routing_leaves(traced: RegionTrace, layer: nn.Module) -> set[str]:
-    """The leaves with a matrix of their own that return more than a product: the number of an expert, a weight."""
+    """The leaves with a matrix of their own that return more than a tensor: experts, weights."""
     leaves = {str(n.target) for n in traced.graph.nodes if n.op == "call_module" and not is_tensor(n)}
     return {name for name in leaves if any(p.ndim == 2 for p in layer.get_submodule(name).parameters(recurse=False))}
 
 
 def _sole_leaves(layer_type: LayerType) -> Iterator[str]:
-    """The leaves with code and matrices of their own that alone make a sub-layer: only their code tells what it is."""
+    """The leaves with code of their own that alone make a sub-layer: their code tells which."""
     layer = layer_type.layer
     for sub in layer_type.subs:
         if sub.kind in ("ffn", "mixer") and not sub.experts and sub.router is None:
@@ -238,7 +245,7 @@ def _sole_leaves(layer_type: LayerType) -> Iterator[str]:
 
 
 def _has_own_code(node: fx.Node, layer: LayerGraph) -> bool:
-    """Whether a module is none of PyTorch's, nor derived from one, nor a Linear under another name."""
+    """Whether a module is neither one of PyTorch's, nor derived from one, nor a Linear."""
     classes = type(layer.root.get_submodule(str(node.target))).__mro__
     return next(c for c in classes if c.__module__.startswith("torch.")) is nn.Module and not layer.is_linear(node)
 

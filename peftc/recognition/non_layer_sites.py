@@ -98,7 +98,7 @@ def qualified(stack: str | None, steps: Steps) -> Steps:
 
 
 def embeddings(structure: ModelStructure) -> Iterator[Site]:
-    """Token embeddings: the embeddings outside layers of the size of the model's own input embedding."""
+    """Token embeddings: those outside layers of the size of the model's own input embedding."""
     getter = getattr(structure.model, "get_input_embeddings", None)
     try:
         own = getter() if getter else None
@@ -115,8 +115,8 @@ def embeddings(structure: ModelStructure) -> Iterator[Site]:
 def embedded_stacks(names: Sequence[str], own: nn.Embedding, structure: ModelStructure) -> dict[str, str | None]:
     """The stacks of token embeddings.
 
-    Of several without one, each is of the nearest stack. Of several in one stack, one of which is the model's own, the
-    others embed something else that happens to have as many values.
+    Of several without one, each is of the nearest stack. Of several in one stack, one of which is
+    the model's own, the others embed something else that happens to have as many values.
     """
     stacks = {name: stack_of(name, structure) for name in names}
     if list(stacks.values()).count(None) > 1:
@@ -126,7 +126,7 @@ def embedded_stacks(names: Sequence[str], own: nn.Embedding, structure: ModelStr
 
 
 def nearest_stack(name: str, structure: ModelStructure) -> str | None:
-    """The stack whose layers' path has the most steps in common with a module's; None for several."""
+    """The stack whose path has the most steps in common with a module's; None for several."""
     parents = [*enclosing(name)]
     common = {s.name: sum(parent in parents for parent in enclosing(s.path)) for s in structure.stacks}
     nearest = [stack for stack, count in common.items() if count == max(common.values())]
@@ -150,7 +150,9 @@ def final_norms(structure: ModelStructure) -> Iterator[Site]:
 
 
 def _stack_before(norm: str, structure: ModelStructure) -> Stack | None:
-    """The stack that ran before a norm and whose module holds it; of several the innermost, and of these the last."""
+    """The stack that ran before a norm and whose module holds it; of several the innermost, last
+    one.
+    """
     order = {n: i for i, n in enumerate(structure.seen.calls)}
     width = (structure.seen.calls[norm].input_shape or (0,))[-1]
     stacks = [
@@ -181,7 +183,8 @@ def module_infos(structure: ModelStructure) -> tuple[ModuleInfo, ...]:
     """Every module with its own parameters; one that is used under several names once for each."""
     calls, shared = structure.seen.calls, {name for group in structure.shared for name in group}
     first = {name for name, _ in structure.model.named_modules()}
-    called = {id(structure.model.get_submodule(name)) for name in calls}  # under whichever of its names
+    # under whichever of its names
+    called = {id(structure.model.get_submodule(name)) for name in calls}
 
     def width(call: ModuleCall, shape: tuple[int, ...]) -> int | None:
         return shape[-1] if call.count == 1 and len(shape) in (2, 3) else None

@@ -19,7 +19,7 @@ from peftc.tracing.operations import new_version
 
 
 def stream_input(graph: fx.Graph) -> fx.Node | None:
-    """The layer's hidden state: its first floating tensor argument, which may be in `*args` or `**kwargs`."""
+    """The layer's hidden state: its first floating tensor argument."""
     values = [n for n in graph.nodes if n.op == "placeholder" or _is_variadic(n)]
     for node in sorted(values, key=lambda n: n.op != "placeholder"):
         value = example(node)
@@ -49,8 +49,8 @@ class Stream:
         return node.op == "call_module" and node.target in self.opaque and self.reaches(node) and gives_states(node)
 
     def holds(self, node: fx.Node) -> bool:
-        """Whether `node` is the stream itself, but for norms, dropout, casts, limits, constant factors and terms, and a
-        selection of tokens; of several streams, a mixture.
+        """Whether `node` is the stream itself, but for norms, dropout, casts, limits, constant
+        factors and terms, and a selection of tokens; of several streams, a mixture.
         """
         while node not in self.values:
             source = self._source(node)
@@ -70,7 +70,7 @@ class Stream:
         )
 
     def _affine(self, node: fx.Node) -> fx.Node | None:
-        """What a norm reads, what is multiplied by what does not depend on the stream, and what a parameter is added to."""
+        """The operand of a norm, a scale or a bias."""
         inputs = [a for a in node.args if isinstance(a, fx.Node)]
         match self.layer.op(node):
             case Op.NORM:

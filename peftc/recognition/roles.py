@@ -1,10 +1,11 @@
 """Sub-layers of a traced layer and the roles of their Linears, by dataflow alone.
 
-A layer carries a residual stream. Each sum of the stream and of something computed from it, with weights or by mixing
-tokens, is a sub-layer: what is added is its `h`, what it is added to its `res`. A sub-layer with an attention is `attn`
-(`cross` where its keys do not come from the stream), one that mixes tokens in another way is `mixer`, any other is `ffn`. One
-that is computed by a module whose code could not be traced is `untraced`. Two that read one stream and are summed before they
-are added to it (parallel blocks) are two sub-layers.
+A layer carries a residual stream. Each sum of the stream and of something computed from it, with
+weights or by mixing tokens, is a sub-layer: what is added is its `h`, what it is added to its
+`res`. A sub-layer with an attention is `attn` (`cross` where its keys do not come from the stream),
+one that mixes tokens in another way is `mixer`, any other is `ffn`. One that is computed by a
+module whose code could not be traced is `untraced`. Two that read one stream and are summed before
+they are added to it (parallel blocks) are two sub-layers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from peftc.recognition.token_mixing import (
 
 @dataclass
 class SubLayer:
-    """What one sum adds to the residual stream. `body`: the nodes that compute it, back to the stream."""
+    """What one sum adds to the residual stream. `body`: the nodes that compute it."""
 
     kind: Literal["attn", "ffn", "mixer", "untraced"]
     variant: Literal["self", "cross", ""]
@@ -60,7 +61,8 @@ class SubLayer:
     output_norm: fx.Node | None = None  # the post-norm: what `norm(...)` means first
     experts: list[StackedExperts | ExpertModules] = field(default_factory=list["StackedExperts | ExpertModules"])
     router: Router | None = None
-    shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])  # networks beside experts
+    # networks beside experts
+    shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
 
     @property
     def attention(self) -> Attention | None:
@@ -99,7 +101,7 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer
 
 
 def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
-    """The last sub-layer of a layer without a feed-forward one is that, if it mixes but neighbouring tokens."""
+    """A last mixer of neighbouring tokens is the feed-forward part of a layer without another."""
     if mixes_neighbours(sub.body, stream):
         sub.kind = "ffn"
         _set_ffn_roles(sub, stream.layer)
@@ -107,7 +109,7 @@ def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
 
 
 class _Finder:
-    """Follows a residual stream through the graph of a layer; `stream.values` grows by each sum that carries it on."""
+    """Follows a residual stream through a layer; `stream.values` grows by each sum on it."""
 
     def __init__(self, layer: LayerGraph, stream: Stream, inside: list[Attention] | None = None) -> None:
         self.layer, self.stream = layer, stream
@@ -124,8 +126,8 @@ class _Finder:
         return subs
 
     def stream_replacement(self) -> fx.Node | None:
-        """The result of an attention that takes the place of the stream instead of being added to it: the last sum is one
-        of it and of what is computed from it.
+        """The result of an attention that takes the place of the stream instead of being added to
+        it: the last sum is one of it and of what is computed from it.
         """
         for add in reversed(self.sums):
             operands = [a for a in _operands(add) if is_tensor(a)]
@@ -156,8 +158,8 @@ class _Finder:
         return []
 
     def bottleneck_sublayers(self, sub: SubLayer) -> list[SubLayer]:
-        """The sub-layers of an inner stream (a bottleneck); none where it has fewer than two. The inner stream begins with
-        what the first result of an attention is added to.
+        """The sub-layers of an inner stream (a bottleneck); none where it has fewer than two. The
+        inner stream begins with what the first result of an attention is added to.
         """
         if sub.attention is None:
             return []
@@ -178,8 +180,8 @@ class _Finder:
         return subs if len(subs) > 1 else []
 
     def carries_on(self, add: fx.Node) -> bool:
-        """Whether a sum is of the stream and itself, of the stream and a mixture of its copies, or of the stream and what
-        does not depend on it.
+        """Whether a sum is of the stream and itself, of the stream and a mixture of its copies, or
+        of the stream and what does not depend on it.
         """
         operands = _operands(add)
         others = [a for a in operands if not self.stream.holds(a)]
@@ -188,7 +190,7 @@ class _Finder:
         )
 
     def mixes_streams(self, h: fx.Node) -> bool:
-        """Whether a value mixes several streams: weights on the way to it are in its coefficients alone."""
+        """Whether a value mixes several streams: weights are in its coefficients alone."""
         if not is_several(h) or self.stream.holds(h):
             return False
 
@@ -217,7 +219,7 @@ class _Finder:
         return operands if attends[0] != attends[1] else []
 
     def serial_attention_output(self, h: fx.Node) -> fx.Node | None:
-        """The result of an attention, or of convolutions, that only a feed-forward block of the same sub-layer reads."""
+        """The result of an attention, or of convolutions, that only an ffn of one sum reads."""
         body = self.stream.body(h)
         outputs = (self.layer.consumer_linear(a.out, body) for a in self.attentions if a.call in body)
         out = next(outputs, None)
@@ -266,7 +268,7 @@ def _last_of_chain(h: fx.Node, layer: LayerGraph) -> fx.Node:
     return h
 
 
-# Attention -------------------------------------------------------------------------------------------------------------
+# Attention --------------------------------------------------------------------------------------
 
 
 def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
@@ -276,9 +278,11 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
     for role, (value, *others) in values.items():
         linears = [node for node, _ in source_linears(layer, value) if node in sub.body]
         if any(stream.hides(n) for n in upstream(value, layer.is_linear) if n in sub.body):
-            linears = []  # what an opaque module does to a Linear's result, or has instead of it, is unknown
+            # what an opaque module does to a Linear's result, or has instead of it, is unknown
+            linears = []
         last = [n for n in linears if not any(n in _linears_before(other, layer) for other in linears)]
-        nearest[role] = list(filter(stream.reaches, last)) or last  # not those that positions are computed by
+        # not those that positions are computed by
+        nearest[role] = list(filter(stream.reaches, last)) or last
         rows = dict(source_linears(layer, value, *others))
         node = next(iter(nearest[role]), None)
         if node is not None and node in rows:
@@ -302,15 +306,15 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
 
 
 def _entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
-    """The roles whose values are computed by the same several Linears as queries: which of these is whose is unknown.
-    Keys and values may be one value.
+    """The roles whose values are computed by the same several Linears as queries: which of these is
+    whose is unknown. Keys and values may be one value.
     """
     same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
     return {"q", *same} if same else same
 
 
 def _confused(projections: Mapping[str, Projection], attention: Attention) -> list[str]:
-    """The roles that share rows with another one, and have more rows than go there: the rows could not be followed."""
+    """The roles that share rows with another one, and have more rows than arrive there."""
     roles: list[str] = []
     for role, one in projections.items():
         shares = any(_overlap(one, other) for name, other in projections.items() if name != role)
@@ -340,7 +344,7 @@ def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stre
     return source if source is not None and (stream.holds(source) or entry is None) else entry
 
 
-# Feed-forward ----------------------------------------------------------------------------------------------------------
+# Feed-forward -----------------------------------------------------------------------------------
 
 
 def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
@@ -361,11 +365,11 @@ def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
     sub.x = first_input(first.node) if first is not None else sub.x
 
 
-# Norms -----------------------------------------------------------------------------------------------------------------
+# Norms ------------------------------------------------------------------------------------------
 
 
 def _find_norms(sub: SubLayer, layer: LayerGraph, others: set[fx.Node]) -> None:
-    """The norms of a sub-layer: before its Linears, between its last Linear and the sum, and right after the sum."""
+    """The norms of a sub-layer: before its Linears, before the sum, and right after the sum."""
     sub.norms += [n for n in sorted(sub.body) if layer.is_norm(n) and n not in others]
     users = _tensor_users(sub.add)
     while len(users) == 1 and layer.passes_through(users[0]) is not None:

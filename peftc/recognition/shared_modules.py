@@ -12,8 +12,8 @@ from peftc.recognition.layers import ModelStructure
 def shared_modules(structure: ModelStructure) -> tuple[tuple[str, ...], ...]:
     """Groups of dotted names under which one module is used, each in the order of the layers.
 
-    A module in several layers is used in each of them; one that is called outside of the layers, too, is used there. A whole
-    layer with several names is one layer, which runs several times.
+    A module in several layers is used in each of them; one that is called outside of the layers,
+    too, is used there. A whole layer with several names is one layer, which runs several times.
     """
     groups: dict[int, list[str]] = {}
     layers = [name for stack in structure.stacks for name in stack.layers]

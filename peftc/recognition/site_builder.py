@@ -131,7 +131,7 @@ class LayerSites:
         return self.site(steps, self.full(module), states)
 
     def module(self, sub: SubLayer) -> str:
-        """The smallest module that contains a sub-layer's Linears, or whatever else it computes with."""
+        """The smallest module that contains a sub-layer's Linears, or its other parameters."""
         names = [str(p.node.target) for p in sub.projections.values()]
         if names:
             return self.full(common(names))
@@ -162,7 +162,7 @@ class LayerSites:
             inner = ((owner, None),) if owner else ()
             yield self.linear(steps + inner + (("norm", index),), Projection(node), group)
 
-    # Parts -------------------------------------------------------------------------------------------------------
+    # Parts ---------------------------------------------------------------------------------------
 
     def sub_layer_states(self, sub: SubLayer, steps: Steps, last: str) -> dict[str, State]:
         states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}
@@ -207,7 +207,7 @@ class LayerSites:
         return states
 
     def shared_pair(self, sub: SubLayer) -> State | None:
-        """The rows that can be joined to the keys and values of each of several attentions, written out side by side."""
+        """The rows that can be joined to the keys and values of each of several attentions."""
         written = all(a.sort == "written" for a in sub.attentions)
         pairs = {pair_shape(a, width_of(sub, "q"), self.graph) for a in sub.attentions} if written else set()
         first, *others = (a.call for a in sub.attentions)
@@ -221,7 +221,7 @@ class LayerSites:
         return {"norm": self.full(str(norm.target))} if norm is not None else {}
 
     def linear(self, steps: Steps, projection: Projection, group: str = "") -> Site:
-        """A Linear or norm called at `projection.node`; a part of its rows where the Linear is fused."""
+        """A Linear or norm, or a part of the rows of a fused Linear."""
         node, rows = projection.node, projection.rows
         name = self.full(str(node.target))
         states = weight_states(name, self.kind.root.get_submodule(str(node.target)), rows)
@@ -339,7 +339,7 @@ def pair_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> 
 
 
 def named_steps(name: str, reserved: set[str]) -> Steps:
-    """A module's name as the steps of a path: `experts.0.w1` is `experts[0].w1`; none that already means something else."""
+    """A module's name as the steps of a path: `experts.0.w1` is `experts[0].w1`."""
     steps: list[tuple[str, int | None]] = []
     for part in name.split("."):
         if part.isdigit() and steps and steps[-1][1] is None:

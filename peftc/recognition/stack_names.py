@@ -1,5 +1,6 @@
-"""What stacks of layers are called: `encoder`, `decoder`, and in models of several media the tower that they are part of:
-`vision.layer[0]`, `text.layer[0]`, `text.decoder.layer[0]`, `qformer.layer[0]`.
+"""What stacks of layers are called: `encoder`, `decoder`, and in models of several media the tower
+that they are part of: `vision.layer[0]`, `text.layer[0]`, `text.decoder.layer[0]`,
+`qformer.layer[0]`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def name_stacks(structure: ModelStructure) -> None:
 
 
 def _roles(stacks: list[Stack]) -> list[str]:
-    """`encoder` or `decoder`; where several would be the same, the part of their path that tells them apart."""
+    """`encoder` or `decoder`; of several of one kind, the part of the path that differs."""
     roles = ["decoder" if _is_decoder(stack) else "encoder" for stack in stacks]
     if len(set(roles)) == len(roles):
         return roles
@@ -80,11 +81,13 @@ def _joined(path: str) -> str:
     return f"{word}_" if word in SITES else word
 
 
-# Towers --------------------------------------------------------------------------------------------------------------
+# Towers -----------------------------------------------------------------------------------------
 
 
 def _tower(stack: Stack, structure: ModelStructure) -> str:
-    """The medium of a stack: by its section of the configuration, else by its model's input, else by what reaches it."""
+    """The medium of a stack: by its configuration, else by its model's input, else by what reaches
+    it.
+    """
     modules = list(_ancestors(stack.layers[0], structure.model))
     sections = list(sections_of(modules))
     medium = next((medium for name in reversed(sections) if (medium := _medium_of(name))), None)
@@ -100,7 +103,7 @@ def _ancestors(layer: str, model: nn.Module) -> Iterator[nn.Module]:
 
 
 def sections_of(modules: list[nn.Module]) -> Iterator[str]:
-    """The sections of the configuration that lead to the innermost of nested modules, `_config` left out."""
+    """The sections of the configuration that lead to the innermost of nested modules."""
     section: Any = None
     for module in modules:
         own = getattr(module, "config", None)
@@ -114,7 +117,7 @@ def sections_of(modules: list[nn.Module]) -> Iterator[str]:
 
 
 def _section_name(config: Any, part: Any) -> str | None:
-    """The field of a configuration that holds the one of a part: equal to it, or else of its class."""
+    """The field of a configuration that holds the one of a part, or one of its class."""
     if not isinstance(part, PretrainedConfig) or part is config:
         return None
     fields = {n: v for n, v in vars(config).items() if isinstance(v, PretrainedConfig) and type(v) is type(part)}

@@ -1,7 +1,7 @@
 """Stages: modules that a model repeats, each of which holds a list of layers.
 
-A block is a stage where all of its sub-layers are those of the blocks listed in it. A layer with a list of experts, or of
-feed-forward networks, has an attention beside them.
+A block is a stage where all of its sub-layers are those of the blocks listed in it. A layer with a
+list of experts, or of feed-forward networks, has an attention beside them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn
 
 
 def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
-    """Whether all sub-layers of the blocks of one list are those of blocks listed in them; where they have none, whether
-    what is listed in them has parts.
+    """Whether all sub-layers of the blocks of one list are those of blocks listed in them; where
+    they have none, whether what is listed in them has parts.
     """
     listed = [(subs, block, _listed_blocks(block, "")) for subs, block in blocks]
     if not blocks or not all(inside for _, _, inside in listed):
@@ -53,7 +53,7 @@ def _covers(modules: Sequence[str], subs: Sequence[SubLayer]) -> bool:
 
 
 def _is_nested(block: nn.Module) -> bool:
-    """Whether a block has parts with weights that have parts themselves, as an attention has, and no expert."""
+    """Whether a block has parts that have parts with weights, as an attention, and no expert."""
     return any(
         next(child.children(), None) is not None and any(p.ndim >= 2 for p in child.parameters())
         for child in block.children()
@@ -61,7 +61,7 @@ def _is_nested(block: nn.Module) -> bool:
 
 
 def _listed_blocks(model: nn.Module, block: str) -> list[str]:
-    """The elements of the outermost lists of blocks inside of a block, by their names in the model."""
+    """The elements of the outermost lists of blocks in a block, by their names in the model."""
     modules = model.get_submodule(block).named_modules(prefix=block)
     return _elements((name, module) for name, module in modules if name != block and _is_list_of_blocks(module))
 

@@ -1,4 +1,4 @@
-"""Whether a computation mixes tokens: by products of activations, convolutions, scans, Linears along tokens, or in a leaf."""
+"""Whether a computation mixes tokens: by attention, convolutions, scans or Linears along tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, n
 
 
 def is_weighted(node: fx.Node, layer: LayerGraph) -> bool:
-    """Whether a node computes with a parameter of two or more dimensions (those of one entry do not count)."""
+    """Whether a node computes with a parameter of two or more dimensions of several entries."""
     if node.op == "get_attr":
         value = example(node)
         return isinstance(value, nn.Parameter) and sum(n > 1 for n in value.shape) >= 2
@@ -32,7 +32,7 @@ def is_weighted(node: fx.Node, layer: LayerGraph) -> bool:
 
 
 def is_of_weights(node: fx.Node, layer: LayerGraph) -> bool:
-    """Whether a value is a parameter of two or more dimensions, or computed from parameters alone."""
+    """Whether a value is computed from parameters alone, some of them weighted."""
     return not is_activation(node) and any(is_weighted(n, layer) for n in upstream(node))
 
 
@@ -42,7 +42,7 @@ def mixes(body: set[fx.Node], stream: Stream) -> bool:
 
 
 def mixes_neighbours(body: set[fx.Node], stream: Stream) -> bool:
-    """Whether all mixing in a sub-layer is by convolutions and shifts, which a feed-forward part may have, too."""
+    """Whether all mixing is by convolutions and shifts, which a feed-forward part may have, too."""
     nodes = [n for n in body if not stream.holds(n) and mixes_tokens(n, stream.layer)]
     return all(_is_local(n, stream.layer) for n in nodes)
 
@@ -65,7 +65,6 @@ def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
 
 
 def _module_mixes(node: fx.Node, module: nn.Module) -> bool:
-    """A convolution, a shift, or a leaf without weights that is seen to do it (a Fourier transform)."""
     if any(isinstance(m, _CONVOLUTIONS) and _kernel_size(m) != 1 for m in module.modules()):
         return True
     if isinstance(module, _ConstantPadNd):
@@ -76,7 +75,7 @@ def _module_mixes(node: fx.Node, module: nn.Module) -> bool:
 
 
 def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool:
-    """Whether a change of the last token changes what a module without weights returns for the first."""
+    """Whether the result for the first token depends on the last one."""
     if len(sizes) != 3 or sizes[1] < 2:
         return False
     before = torch.ones(sizes).cumsum(-1)
@@ -96,7 +95,8 @@ def _kernel_size(module: nn.Module) -> int:
 def mixed_by_linears(body: set[fx.Node], stream: Stream) -> bool:
     """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d).
 
-    As features are, tokens are numbered, and what the code does to their layout is done to the numbers.
+    As features are, tokens are numbered, and what the code does to their layout is done to the
+    numbers.
     """
     layer, numbers = stream.layer, dict[fx.Node, Any]()
     for node in sorted(body):

@@ -1,7 +1,8 @@
 """Modules of a layer that could not be traced: which of them matter, and what may be in them.
 
-Nothing in such a module has a name, nor has a sub-layer that one computes: it may be an attention, a feed-forward network or
-neither. Whether it attends is seen by running it on its example, operation by operation.
+Nothing in such a module has a name, nor has a sub-layer that one computes: it may be an attention,
+a feed-forward network or neither. Whether it attends is seen by running it on its example,
+operation by operation.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class UntracedPart:
 
 
 def opaque_modules(layer: LayerGraph, untraced: Iterable[str], mode: FakeTensorMode) -> dict[str, bool]:
-    """Of the modules that could not be traced those that have matrices or attend; and whether they attend."""
+    """Of the modules that could not be traced those with matrices or attention; whether they
+    attend.
+    """
     modules: dict[str, bool] = {}
     for node in layer.graph.nodes:
         if node.op == "call_module" and node.target in untraced:
@@ -126,7 +129,7 @@ def _ambiguous_attentions(
 
 
 def _attentions_not_added(subs: list[SubLayer], stream: Stream) -> Iterator[UntracedPart]:
-    """Attentions in no sub-layer whose values a Linear computes: hyper-connections may have a softmax, too."""
+    """Attentions in no sub-layer whose values a Linear computes."""
     inside = {node for sub in subs for node in sub.body}
     others = [a for a in attentions(stream.layer) if a.call not in inside]
     modules = [module_path(a.call) for a in others if stream.layer.linears(stream.body(a.v))]

@@ -2,8 +2,8 @@
 
     softmax(s(q kᵀ)) v   becomes   softmax([s'(q Pₖᵀ), s(q kᵀ)]) [Pᵥ; v]
 
-where s are the steps from the scores to the softmax, and s' those of them that are not about single keys: a scale, a cast;
-not a mask or a position bias, which leave the joined rows visible.
+where s are the steps from the scores to the softmax, and s' those of them that are not about single
+keys: a scale, a cast; not a mask or a position bias, which leave the joined rows visible.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _EFFECTS: dict[Op, Effect] = {
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a node between scores and softmax, which reads `source`, does to joined rows: the same as to the others,
-    nothing, or a change of shape.
+    """What a node between scores and softmax, which reads `source`, does to joined rows: the same
+    as to the others, nothing, or a change of shape.
     """
 
     node: fx.Node
@@ -49,8 +49,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which of batch, heads, tokens, features and blocks of tokens (windows that attend by themselves) each dimension of an
-    operand of a product is. `merged`: batch and heads are one dimension.
+    """Which of batch, heads, tokens, features and blocks of tokens (windows that attend by
+    themselves) each dimension of an operand of a product is. `merged`: batch and heads are one
+    dimension.
     """
 
     order: tuple[int, ...]
@@ -64,7 +65,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Joining:
-    """How rows get into an attention: layouts of its keys and values, the steps of scores and of probabilities."""
+    """How rows get into an attention."""
 
     keys: Layout
     values: Layout
@@ -122,8 +123,8 @@ def _effect(node: fx.Node, source: fx.Node, layer: LayerGraph) -> Effect | None:
 
 
 def _counts_from_the_end(node: fx.Node) -> bool:
-    """Whether a table is cut so that its last entry is that of the last key: it holds differences between keys, and a
-    joined row has none to the others.
+    """Whether a table is cut so that its last entry is that of the last key: it holds differences
+    between keys, and a joined row has none to the others.
     """
     key = node.args[1] if node.target is operator.getitem else ()
     last = key[-1] if isinstance(key, tuple) and len(key) == len(shape(node)) and key else None
@@ -149,7 +150,7 @@ def _operand_layout(product: fx.Node, operand: fx.Node, is_keys: bool, layer: La
 
 
 def _einsum_layout(product: fx.Node, operand: fx.Node, is_keys: bool, layer: LayerGraph) -> Layout | None:
-    """By the labels: features are summed over with the queries, tokens with the probabilities; batch before heads."""
+    """Features are summed over with the queries, tokens with the probabilities."""
     operands = product.args[1] if isinstance(product.args[1], (tuple, list)) else product.args[1:]
     labels, result = expand_labels(str(product.args[0]), [len(shape(n)) for n in operands])
     own = next((text for text, node in zip(labels, operands, strict=False) if node is operand), "")
@@ -170,8 +171,8 @@ def _einsum_layout(product: fx.Node, operand: fx.Node, is_keys: bool, layer: Lay
 
 
 def _heads_dim(dims: Sequence[int], width: int, operand: fx.Node, layer: LayerGraph) -> int | None:
-    """Which of some dimensions of an operand is that of heads, of `width` features each: the one that tells features of a
-    Linear apart, or the only one whose size fits.
+    """Which of some dimensions of an operand is that of heads, of `width` features each: the one
+    that tells features of a Linear apart, or the only one whose size fits.
     """
     heads = dims_of(operand, layer).intersection(dims)
     widths = {rows.width if rows else shape(n)[-1] for n, rows in source_linears(layer, operand)}
@@ -180,7 +181,7 @@ def _heads_dim(dims: Sequence[int], width: int, operand: fx.Node, layer: LayerGr
 
 
 def expand_labels(equation: str, dimensions: list[int]) -> tuple[list[str], str]:
-    """The labels of an einsum's operands and of its result, with digits for what `...` stands for."""
+    """The labels of an einsum's operands and of its result, with digits in the place of `...`."""
     inputs, _, result = equation.replace(" ", "").partition("->")
     texts = inputs.split(",")
     digits = ["0123456789"[: n - len(t.replace("...", ""))] for t, n in zip(texts, dimensions, strict=False)]
@@ -190,8 +191,8 @@ def expand_labels(equation: str, dimensions: list[int]) -> tuple[list[str], str]
 
 
 def visible_value(softmax: fx.Node) -> float | None:
-    """The value that the mask beside the scores has for keys that count, as a softmax of the model's own takes it; None
-    where it has no mask, or an unknown one.
+    """The value that the mask beside the scores has for keys that count, as a softmax of the
+    model's own takes it; None where it has no mask, or an unknown one.
     """
     masks = [i for i, a in enumerate(softmax.args[1:], 1) if is_tensor(a)]
     if softmax.target is not autograd_function or len(masks) != 1:
@@ -212,7 +213,7 @@ def _is_maskable(softmax: fx.Node) -> bool:
 
 
 def joined_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> KeyValue | None:
-    """The shape of rows that can be joined. `q_width`: features of the Linear that computes the queries."""
+    """The shape of rows that can be joined. `q_width`: features of the Linear of the queries."""
     plan = joining(attention, layer)
     if plan is None:
         return None

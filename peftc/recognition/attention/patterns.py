@@ -1,7 +1,9 @@
-"""Attention in a traced layer: through transformers' interface, through PyTorch's function, or written out.
+"""Attention in a traced layer: through transformers' interface, through PyTorch's function, or
+written out.
 
-A written-out attention is a product of two activations (scores), a softmax over them, and a product of that with a third
-activation. What is done to the scores in between (scale, mask, position bias) does not matter for the roles.
+A written-out attention is a product of two activations (scores), a softmax over them, and a product
+of that with a third activation. What is done to the scores in between (scale, mask, position bias)
+does not matter for the roles.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from peftc.tracing.operations import attention
 class Attention:
     """One attention: queries, keys, values and the result.
 
-    `call` is the call of the interface or of PyTorch's function; of a written-out attention its softmax, with `scores` the
-    product of queries and keys.
+    `call` is the call of the interface or of PyTorch's function; of a written-out attention its
+    softmax, with `scores` the product of queries and keys.
     """
 
     sort: Literal["interface", "function", "written"]
@@ -76,7 +78,8 @@ def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
         out, v = mixtures[0]
         inputs = linear_inputs(v, layer)
         related = [n for n in candidates if linear_inputs(compared(n, softmax, layer)[1], layer) & inputs]
-        related += [n for n in candidates if shape(n) == shape(logits)]  # not scores of relative positions
+        # not scores of relative positions
+        related += [n for n in candidates if shape(n) == shape(logits)]
         scores = (related or candidates)[0]
     q, k = compared(scores, softmax, layer)
     return Attention("written", softmax, q, k, v, out, scores)
@@ -124,7 +127,7 @@ def is_scores(node: fx.Node) -> bool:
 
 
 def is_activation(node: object) -> bool:
-    """Whether a value depends on an argument of the layer: it is neither a parameter nor computed from parameters alone."""
+    """Whether a value depends on an argument of the layer, and not on parameters alone."""
     inputs = upstream(node, lambda n: n.op == "placeholder") if isinstance(node, fx.Node) else ()
     return any(n.op == "placeholder" for n in inputs)
 
@@ -136,7 +139,7 @@ def linear_inputs(value: fx.Node, layer: LayerGraph) -> set[fx.Node]:
 
 
 def factors(product: fx.Node) -> tuple[fx.Node, ...]:
-    """The two factors of a product of matrices, the one whose last dimension is summed over first."""
+    """The two factors of a product of matrices; the last dimension of the first is summed over."""
     inputs: list[Any] = [*product.args, *product.kwargs.values()]
     if product.target is torch.einsum:
         inputs = list(inputs[1]) if isinstance(inputs[1], (tuple, list)) else inputs[1:]
@@ -148,8 +151,8 @@ def factors(product: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def compared(scores: fx.Node, softmax: fx.Node, layer: LayerGraph) -> tuple[fx.Node, ...]:
-    """The queries and the keys of a product: the softmax sums over keys, for each query. Where its dimension cannot be
-    followed back, it is the last one.
+    """The queries and the keys of a product: the softmax sums over keys, for each query. Where its
+    dimension cannot be followed back, it is the last one.
     """
     first, second = factors(scores)
     dim = softmax_dim(softmax, scores, layer)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in a layer: which sub-layers have experts, what routes to them, and what stands beside them."""
+"""Mixtures of experts: which sub-layers have experts, what routes to them, what is beside them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
 
     Returns: the modules in which one of these is, whether their code could be traced or not.
 
-    Matrices in one parameter that nothing routes to are no experts: blocks of features may each have one.
+    Matrices in one parameter that nothing routes to are no experts: blocks of features may each
+    have one.
     """
     modules = set[str]()
     for call in _candidates(traced, layer):
@@ -64,14 +65,15 @@ def _add_experts(
     routed = {call.name for call in traced.calls if any(map(_is_index, _argument_nodes(call)))}
     sub.experts.sort(key=lambda one: one.module not in routed)
     inputs = _argument_nodes(call)
-    for values in (list(filter(_is_index, inputs)), inputs):  # indices of experts before what these compute on
+    # indices of experts before what these compute on
+    for values in (list(filter(_is_index, inputs)), inputs):
         sub.router = sub.router or find_router(values, experts.count, sub.body, layer)
     sub.router = sub.router or _router_in_leaf(inputs, experts.count, traced, layer, mode)
 
 
 def _merge_linears(experts: list[Experts], traced: RegionTrace, layer: LayerGraph) -> list[Experts]:
-    """Experts each of whose Linears is in a module of its own, as one: what computes the input of another's `down` is its
-    `up`, or its `gate` and `up`.
+    """Experts each of whose Linears is in a module of its own, as one: what computes the input of
+    another's `down` is its `up`, or its `gate` and `up`.
     """
     calls = {call.name: call for call in traced.calls if isinstance(call.result, fx.Node)}
     single = [e for e in experts if isinstance(e, StackedExperts) and set(e.roles) == {"down"} and e.module in calls]
@@ -118,7 +120,7 @@ def _is_computed_in(sub: SubLayer, module: str) -> bool:
 
 
 def _code_of(call: ModuleCall, layer: LayerGraph, mode: FakeTensorMode) -> LayerGraph | None:
-    """The approximate trace of a call; None where it fails, or attends: then it is more than experts."""
+    """The approximate trace of a call; None where it fails, or has an attention."""
     module = layer.root.get_submodule(call.name)
     arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
     try:

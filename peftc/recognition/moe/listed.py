@@ -1,4 +1,4 @@
-"""Experts that are modules in a list, one of which is called for the tokens that are routed to it."""
+"""Experts that are modules in a list, each of which is called for the tokens routed to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from peftc.recognition.ffn import Projection, input_projections
 
 @dataclass(frozen=True)
 class ExpertModules:
-    """The experts of a layer by their names in it; `roles`: the Linears of each by their names in that expert."""
+    """The experts of a layer; `roles`: the Linears of each by their names in that expert."""
 
     module: str
     members: tuple[str, ...]

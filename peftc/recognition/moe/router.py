@@ -1,4 +1,4 @@
-"""The router of experts: the product whose result decides which experts a token goes to, and with which weights."""
+"""The router of experts: the product whose result decides which experts a token goes to."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from peftc.dataflow.values import upstream, value_users
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """The node of the logits, the node that it reads, and the parameters by their names in the layer.
+    """The node of the logits, the node that it reads, and the parameters by their names in the
+    layer.
 
-    `inside_leaf`: the router is in a module that could not be traced, so that the layer's graph lacks these nodes.
+    `inside_leaf`: the router is in a module that could not be traced, so that the layer's graph
+    lacks these nodes.
     """
 
     logits: fx.Node
@@ -28,8 +30,8 @@ class Router:
 
 
 def find_router(inputs: Iterable[fx.Node], count: int, body: set[fx.Node], layer: LayerGraph) -> Router | None:
-    """The router of `count` experts: the nearest product upstream of their inputs that has a value for each expert and
-    reaches them by a choice among its values.
+    """The router of `count` experts: the nearest product upstream of their inputs that has a value
+    for each expert and reaches them by a choice among its values.
     """
     nodes = (n for node in inputs for n in upstream(node, lambda n: n not in body))
     routers = [r for n in nodes if (r := _router_at(n, layer))]

@@ -1,8 +1,10 @@
-"""Experts whose matrices are the slices of one parameter: which parameter holds `up`, `gate` and `down`, and how.
+"""Experts whose matrices are the slices of one parameter: which parameter holds `up`, `gate` and
+`down`, and how.
 
-The code of experts picks a matrix out of a parameter for each expert, multiplies what is routed to it by that matrix, and
-goes on as any feed-forward network. The products with picked matrices are its Linears, and dataflow gives their roles; it
-also tells which rows of a fused `gate`-and-`up` matrix are which, and whether a matrix is stored (out, in) or (in, out).
+The code of experts picks a matrix out of a parameter for each expert, multiplies what is routed to
+it by that matrix, and goes on as any feed-forward network. The products with picked matrices are
+its Linears, and dataflow gives their roles; it also tells which rows of a fused `gate`-and-`up`
+matrix are which, and whether a matrix is stored (out, in) or (in, out).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from peftc.recognition.ffn import Projection, input_projections
 class StackedParameter:
     """A parameter of `count` equal slices, one an expert; `transposed`: each is stored (in, out).
 
-    `owner` and `reader` are modules by their names in the layer; `d_out`, `d_in` are the features of a whole slice.
+    `owner` and `reader` are modules by their names in the layer; `d_out`, `d_in` are the features
+    of a whole slice.
     """
 
     owner: str
@@ -41,7 +44,7 @@ class StackedParameter:
 
 @dataclass(frozen=True)
 class StackedLinear:
-    """One Linear of every expert: the parameter, the rows of each slice (None: all), and the parameter of its bias."""
+    """One Linear of every expert: its parameter, the rows of each slice (None: all), its bias."""
 
     weight: StackedParameter
     rows: Slice | None = None
@@ -58,14 +61,15 @@ class StackedExperts:
 
 
 class ExpertGraph(LayerGraph):
-    """The approximate trace of the code of experts, in which products with slices of parameters are Linears, too."""
+    """The code of experts, in which products with slices of parameters are Linears, too."""
 
     def is_linear(self, node: object) -> bool:
         return super().is_linear(node) or (isinstance(node, fx.Node) and picked_matrix(node) is not None)
 
 
 def stacked_experts(module: str, code: LayerGraph) -> StackedExperts | None:
-    """The experts that a module's code computes with; None where it picks no matrices out of parameters.
+    """The experts that a module's code computes with; None where it picks no matrices out of
+    parameters.
 
     Args:
         module: its name in the layer.
@@ -82,7 +86,7 @@ def multiplies_slices(code: LayerGraph) -> bool:
 
 
 def _projections(code: ExpertGraph) -> dict[str, Projection]:
-    """The products of one expert in their roles. Experts add to their result in place, up to the output."""
+    """The products of one expert in their roles."""
     downs = [p for p in source_linears(code, output_of(code.graph)) if picked_matrix(p[0]) is not None]
     parameters = {picked.parameter.target for p in downs if (picked := picked_matrix(p[0])) is not None}
     hidden = first_input(downs[0][0]) if len(parameters) == 1 else None
@@ -91,8 +95,8 @@ def _projections(code: ExpertGraph) -> dict[str, Projection]:
 
 @dataclass(frozen=True, eq=False)
 class PickedMatrix:
-    """A slice of a parameter as an operand: the node that reads the parameter, and whether it is transposed against
-    (out, in).
+    """A slice of a parameter as an operand: the node that reads the parameter, and whether it is
+    transposed against (out, in).
     """
 
     parameter: fx.Node
