@@ -152,7 +152,7 @@ def compile(
     own_name = free_name(compiled.specs, name or prefix, default_name(spec))
     seed = torch.initial_seed() if seed is None else checked_seed(seed)
     # Verification is a later stage, which calls this one.
-    check = import_module("peftc.verification").last_step(model) if verify else None
+    check = import_module("peftc.verification").compilation_check(model) if verify else None
     return compiled.add(InstalledSpec(own_name, flat, planned.plan, seed), planned, tasks=names, finish=check)
 
 

@@ -149,7 +149,7 @@ ANALYSIS = ("peftc.tracing", "peftc.observation", "peftc.recognition", "peftc.ex
 
 
 @pytest.mark.parametrize("path", VERIFICATION, ids=name_of)
-def test_the_witness_shares_no_code_with_the_rewriter(path: Path) -> None:
+def test_verification_shares_no_code_with_the_rewriter(path: Path) -> None:
     """Of what rewrites and runs edits, verification reads the record of an installation, and calls what users call."""
     public = set(peftc.__all__)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -25,8 +25,9 @@ from peftc.semantics.expand import expand
 from peftc.semantics.settings import parse_settings
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
+from peftc.verification.preparation import duplicate
 from peftc.verification.report import render_verification
-from peftc.verification.verify import duplicate, verify
+from peftc.verification.verify import verify
 
 
 def run_sites(args: Namespace) -> int:

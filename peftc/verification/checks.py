@@ -1,4 +1,4 @@
-"""The properties of a compiled model as a whole: equal to the spec in every way of calling, and to the base without its edits."""
+"""Checks the whole model: its outputs and gradients, disabled, removed and folded edits."""
 
 from __future__ import annotations
 
@@ -7,286 +7,257 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from peftc.diagnostics import PeftcError
 from peftc.folding import fold
 from peftc.installation.disable import disabled
-from peftc.models.configs import error_summary
-from peftc.planning import ir
-from peftc.verification.batches import Batch
-from peftc.verification.report import Check, Finding
-from peftc.verification.trial import (
+from peftc.verification.comparison import CallResult, Comparison, CompiledModelError, unavailable_on_error
+from peftc.verification.forward_modes import (
     EVALUATION,
     INFERENCE,
     TRAINING,
     WITH_DROPOUT,
     WITH_GRADIENTS,
-    Broken,
-    Mode,
-    Run,
-    Trial,
-    passes,
+    ForwardMode,
+    training_mode,
 )
-from peftc.verification.witness.determinism import training
-from peftc.verification.witness.hooks import Place
-from peftc.verification.witness.locations import Unreachable
-from peftc.verification.witness.outputs import GRADIENT, Difference, difference, results
-from peftc.verification.witness.recorder import Recorder, first_difference, first_output
+from peftc.verification.preparation import Batch
+from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
+from peftc.verification.reference.outputs import GRADIENT_FACTOR, Difference, first_difference, model_outputs
+from peftc.verification.reference.recorder import Recorder, first_differing_input, first_differing_output
+from peftc.verification.report import Check, Finding
+
+NOWHERE = (None, None)
+FOLD_FACTOR = 10.0  # folded weights are rounded
+GRADIENT_FLOOR = {torch.float32: 1e-6, torch.float64: 1e-10}  # relative to the largest gradient; else 1e-3
 
 
 @dataclass
-class Results:
-    """What has been checked so far."""
-
+class CheckResults:
     checks: list[Check] = field(default_factory=list[Check])
     findings: list[Finding] = field(default_factory=list[Finding])
 
     def holds(self, name: str, detail: str = "") -> None:
         self.checks.append(Check(name=name, outcome="holds", detail=detail))
 
-    def skip(self, name: str, why: str) -> None:
-        self.checks.append(Check(name=name, outcome="not checked", detail=why))
+    def skip(self, name: str, reason: str) -> None:
+        self.checks.append(Check(name=name, outcome="not checked", detail=reason))
 
     def fails(self, name: str, *findings: Finding) -> None:
         self.checks.append(Check(name=name, outcome="fails", detail=findings[0].message))
         self.findings += findings
 
-    def equal(self, name: str, code: str, what: str, found: Difference | None) -> None:
-        """Holds where there is no difference."""
-        if found is None:
+    def compare(self, name: str, code: str, context: str, difference: Difference | None) -> None:
+        """Holds if there is no difference."""
+        if difference is None:
             self.holds(name)
         else:
-            self.fails(name, Finding(code=code, message=f"{what}: {found}", size=found.size))
+            self.fails(name, Finding(code=code, message=f"{context}: {difference}", size=difference.size))
 
     @contextmanager
     def attempt(self, name: str, code: str) -> Generator[None]:
-        """A check that cannot be made is named as such, with the reason. It fails where the compiled model alone raises an error."""
+        """A check that fails if the compiled model alone raises, and else is skipped on errors."""
         try:
             yield
-        except Unreachable as reason:
+        except ReferenceUnavailable as reason:
             self.skip(name, str(reason))
-        except Broken as error:
+        except CompiledModelError as error:
             self.fails(name, Finding(code=code, message=f"{name}: {error}"))
         except PeftcError as error:
             self.skip(name, f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
 
 
-# Without edits -------------------------------------------------------------------------------------------------------
+# Without edits ------------------------------------------------------------------------------------
 
 
-def check_base(trial: Trial, batch: Batch, original: nn.Module | None, done: Results) -> None:
+def check_base(comparison: Comparison, batch: Batch, original: nn.Module | None, results: CheckResults) -> None:
     """Disabled and removed edits leave the base, bit for bit."""
-    name, other = "disabled equals the base", "removed equals the base"
+    compiled, name = comparison.compiled, "disabled equals the base"
     with torch.no_grad():
-        base = results(trial.base(**batch))
-        with done.attempt(name, "P607"), disabled(trial.copy):
-            with trial.telling(batch, EVALUATION):
-                off = results(trial.copy(**batch))
-            done.equal(name, "P607", "inside `peftc.disabled`", difference(base, off, 0))
+        base = model_outputs(comparison.base(**batch))
+        with results.attempt(name, "P607"), disabled(compiled):
+            with comparison.own_errors(batch, EVALUATION):
+                outputs = model_outputs(compiled(**batch))
+            results.compare(name, "P607", "inside `peftc.disabled`", first_difference(base, outputs, 0))
         if original is None:
             return
-        with done.attempt(other, "P608"), training(original, False):
-            first = plain(original, batch)
-            found = difference(first, base, 0) or state(original, trial.base)
-            done.equal(other, "P608", "after `peftc.remove`", found)
+        name = "removed equals the base"
+        with results.attempt(name, "P608"), training_mode(original, False):
+            with unavailable_on_error("it does not run: "):
+                outputs = model_outputs(original(**batch))
+            difference = first_difference(outputs, base, 0) or state_difference(original, comparison.base)
+            results.compare(name, "P608", "after `peftc.remove`", difference)
 
 
-def plain(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The results of a model that nobody says anything about. Raises: Unreachable where it does not run."""
-    try:
-        with torch.no_grad():
-            return results(model(**batch))
-    except Exception as error:  # whatever the model's own code raises
-        if passes(error):
-            raise
-        raise Unreachable(f"it does not run: {error_summary(error)}") from error
-
-
-def state(first: nn.Module, second: nn.Module) -> Difference | None:
-    """The first parameter, buffer or class of module that differs."""
+def state_difference(first: nn.Module, second: nn.Module) -> Difference | None:
+    """The first parameter, buffer or module class that differs."""
     classes = {name: type(module) for name, module in first.named_modules()}
     for name, module in second.named_modules():
         if classes.get(name) is not type(module):
             return Difference(name, float("inf"), 0.0, 0.0)
-    return difference(dict(first.state_dict()), dict(second.state_dict()), 0)
+    return first_difference(dict(first.state_dict()), dict(second.state_dict()), 0)
 
 
-# With edits ----------------------------------------------------------------------------------------------------------
+# With edits ---------------------------------------------------------------------------------------
 
 
-def check_equations(trial: Trial, batch: Batch, done: Results) -> bool:
-    """Whether the outputs are what the equations say: with the present parameters, and far from them, in every way of calling."""
-    if trial.unreached:
-        count = len(trial.unreached)
+def check_equations(comparison: Comparison, batch: Batch, results: CheckResults) -> bool:
+    """Compares outputs and gradients: at the present parameters, after noise, in every mode."""
+    if comparison.unavailable:
         for name in ("outputs", "gradients", "ways of calling"):
-            done.skip(f"{name} equal the equations", f"{count} sites could not be witnessed")
+            reason = f"{len(comparison.unavailable)} sites could not be witnessed"
+            results.skip(f"{name} equal the equations", reason)
         return False
-    for name, move in (("outputs equal the equations", False), ("outputs equal the equations, parameters moved", True)):
-        trial.reset()
-        with done.attempt(name, "P602"):
-            if move:
-                trial.randomise(batch)
-            found = difference(trial.expected(batch, EVALUATION).outputs, trial.compiled(batch, EVALUATION).outputs)
-            if found is None:
-                done.holds(name)
+    name = "outputs equal the equations"
+    for check, is_random in ((name, False), (f"{name}, parameters moved", True)):
+        comparison.reset()
+        with results.attempt(check, "P602"):
+            if is_random:
+                comparison.randomize(batch)
+            difference = comparison.output_difference(batch)
+            if difference is None:
+                results.holds(check)
                 continue
-            done.fails(name, located(trial, batch, found))
+            results.fails(check, locate_fault(comparison, batch, difference))
         return False
     for mode in (WITH_GRADIENTS, TRAINING, WITH_DROPOUT, INFERENCE):
-        with done.attempt(f"{mode.name}: outputs", "P610"):
-            check_mode(trial, batch, mode, done)
-        trial.without_gradients()
+        with results.attempt(f"{mode.name}: outputs", "P610"):
+            check_mode(comparison, batch, mode, results)
+        comparison.compiled.zero_grad(set_to_none=True)
     return True
 
 
-def check_mode(trial: Trial, batch: Batch, mode: Mode, done: Results) -> None:
-    """With gradients, in training, or in inference."""
-    warm(trial, batch, mode)
-    want = trial.expected(batch, EVALUATION if mode is INFERENCE else mode)
-    got = trial.compiled(batch, mode)
-    if difference(want.outputs, got.outputs) is not None and is_random(trial, batch, mode, got):
-        done.skip(f"{mode.name}: outputs", "two calls of the model differ, with the same parameters and inputs")
-        return
-    found = difference(want.outputs, got.outputs)
-    if found is None:
-        done.holds(f"{mode.name}: outputs")
-    else:
-        done.fails(f"{mode.name}: outputs", differing(trial, batch, mode, found))
-    if mode.gradients:
-        check_gradients(trial, mode, want, got, done)
-
-
-def differing(trial: Trial, batch: Batch, mode: Mode, found: Difference) -> Finding:
-    """That a way of calling differs, with the first module that does so where it can be seen."""
-    module, place = None, None
-    with suppress(Unreachable, Broken):
-        module, place = first_module(trial, batch, mode)
-    edit, site = place or (None, None)
-    message = f"in {mode.name}: {found}"
-    return Finding(code="P610", message=message, edit=edit, site=site, module=module, size=found.size)
-
-
-def is_random(trial: Trial, batch: Batch, mode: Mode, run: Run) -> bool:
-    """Whether another call gives something else."""
-    return difference(run.outputs, trial.compiled(batch, mode).outputs) is not None
-
-
-def warm(trial: Trial, batch: Batch, mode: Mode) -> None:
-    """One plain call: what is compiled when it is first called is not compiled under a torch function mode."""
+def check_mode(comparison: Comparison, batch: Batch, mode: ForwardMode, results: CheckResults) -> None:
+    """Compares outputs, and gradients if the mode has them."""
+    name = f"{mode.name}: outputs"
     if mode.train:
-        with trial.tasked(), training(trial.copy, True), torch.no_grad(), trial.telling(batch, mode):
-            trial.copy(**batch)
-
-
-def check_gradients(trial: Trial, mode: Mode, want: Run, got: Run, done: Results) -> None:
-    """Every parameter of the edits has the gradient of the equations, and no other parameter has one."""
-    if want.failure or got.failure:
-        done.skip(f"{mode.name}: gradients", want.failure or got.failure)
+        # A function that is compiled at its first call is not compiled under a torch function mode.
+        with (
+            comparison.selected_task(),
+            training_mode(comparison.compiled, True),
+            torch.no_grad(),
+            comparison.own_errors(batch, mode),
+        ):
+            comparison.compiled(**batch)
+    expected = comparison.run_reference(batch, EVALUATION if mode is INFERENCE else mode)
+    actual = comparison.run_compiled(batch, mode)
+    difference = first_difference(expected.outputs, actual.outputs)
+    if difference is None:
+        results.holds(name)
+    elif first_difference(actual.outputs, comparison.run_compiled(batch, mode).outputs) is not None:
+        results.skip(name, "two calls of the model differ, with the same parameters and inputs")
         return
-    floor = max((value.abs().max().item() for value in want.gradients.values() if value.numel()), default=0.0)
-    for name, first in want.gradients.items():
-        found = difference({name: first}, {name: got.gradients[name]}, GRADIENT)
-        if found is not None and found.size > 1e-2 * found.bound / GRADIENT + _floor(first) * floor:
-            edit, site = [*name.split("/"), "", ""][:2]
-            message = f"in {mode.name}, the gradient of {found}"
-            done.fails(
-                f"{mode.name}: gradients", Finding(code="P603", message=message, edit=edit, site=site, size=found.size)
-            )
+    else:
+        module = edit = site = None
+        with suppress(ReferenceUnavailable, CompiledModelError):
+            module, (edit, site) = first_differing_module(comparison, batch, mode)
+        message, size = f"in {mode.name}: {difference}", difference.size
+        results.fails(name, Finding(code="P610", message=message, edit=edit, site=site, module=module, size=size))
+    if mode.gradients:
+        check_gradients(comparison, mode, expected, actual, results)
+
+
+def check_gradients(
+    comparison: Comparison, mode: ForwardMode, expected: CallResult, actual: CallResult, results: CheckResults
+) -> None:
+    """Compares the gradients of the edits' parameters. No other parameter may have one."""
+    name = f"{mode.name}: gradients"
+    if expected.gradient_error or actual.gradient_error:
+        results.skip(name, expected.gradient_error or actual.gradient_error)
+        return
+    largest = max((value.abs().max().item() for value in expected.gradients.values() if value.numel()), default=0.0)
+    for parameter, value in expected.gradients.items():
+        difference = first_difference({parameter: value}, {parameter: actual.gradients[parameter]}, GRADIENT_FACTOR)
+        floor = GRADIENT_FLOOR.get(value.dtype, 1e-3) * largest
+        if difference is not None and difference.size > 1e-2 * difference.bound / GRADIENT_FACTOR + floor:
+            edit, site = [*parameter.split("/"), "", ""][:2]
+            message = f"in {mode.name}, the gradient of {difference}"
+            results.fails(name, Finding(code="P603", message=message, edit=edit, site=site, size=difference.size))
             break
     else:
-        done.holds(f"{mode.name}: gradients", f"{len(want.gradients)} parameters")
-    own = {id(p) for p in trial.own.values()}
-    others = [n for n, p in trial.copy.named_parameters() if id(p) not in own and p.grad is not None]
+        results.holds(name, f"{len(expected.gradients)} parameters")
+    name = f"{mode.name}: the base has no gradients"
+    edited = {id(p) for p in comparison.parameters.values()}
+    parameters = comparison.compiled.named_parameters()
+    others = [n for n, p in parameters if id(p) not in edited and p.grad is not None]
     if others:
         message = f"`{others[0]}` of the base has a gradient" + (f", and {len(others) - 1} more" if others[1:] else "")
-        done.fails(f"{mode.name}: the base has no gradients", Finding(code="P611", message=message, module=others[0]))
+        results.fails(name, Finding(code="P611", message=message, module=others[0]))
     else:
-        done.holds(f"{mode.name}: the base has no gradients")
+        results.holds(name)
 
 
-def _floor(value: Tensor) -> float:
-    return 1e-6 if value.dtype == torch.float32 else 1e-10 if value.dtype == torch.float64 else 1e-3
-
-
-def check_fold(trial: Trial, batch: Batch, done: Results) -> None:
-    """What folds computes the same in the weights. Last: the copy is folded."""
+def check_fold(comparison: Comparison, batch: Batch, results: CheckResults) -> None:
+    """Folded weights compute the same outputs. The last check, since it changes the copy."""
     name = "folded equals unfolded"
-    with done.attempt(name, "P609"), trial.tasked():
-        before = trial.compiled(batch, EVALUATION).outputs
-        report = fold(trial.copy)
+    with results.attempt(name, "P609"), comparison.selected_task():
+        before = comparison.run_compiled(batch, EVALUATION).outputs
+        report = fold(comparison.compiled)
         if not report.folded:
-            done.skip(name, "no edit folds")
+            results.skip(name, "no edit folds")
             return
-        with trial.telling(batch, EVALUATION):
-            after = trial.compiled(batch, EVALUATION).outputs if report.refused else _plain(trial.copy, batch)
-        edits = ", ".join(f"`{one.edit}`" for one in report.folded)
-        done.equal(name, "P609", f"after folding {edits}", difference(before, after, 10.0))
+        with comparison.own_errors(batch, EVALUATION), torch.no_grad():
+            after = model_outputs(comparison.compiled(**batch))
+        edits = ", ".join(f"`{entry.edit}`" for entry in report.folded)
+        results.compare(name, "P609", f"after folding {edits}", first_difference(before, after, FOLD_FACTOR))
 
 
-def _plain(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    with torch.no_grad():
-        return results(model(**batch))
+# The location of a fault --------------------------------------------------------------------------
 
 
-# Where a difference comes from ---------------------------------------------------------------------------------------
+def locate_fault(comparison: Comparison, batch: Batch, difference: Difference) -> Finding:
+    """Names the first site whose parameters alone bring the difference about.
 
-
-def located(trial: Trial, batch: Batch, found: Difference) -> Finding:
-    """The site that makes the difference: the first one whose parameters alone, moved, bring it about; else the last that acts
-    before the first module which takes other values.
+    If there is none, names the last edit before the first module whose inputs differ.
     """
-    moved = trial.values()
-    module, place = first_module(trial, batch, EVALUATION)
-    suspects = _suspects(trial, batch, place)
-    trial.reset(moved)
-    if suspects:
-        place = suspects[0]
-    edit, site = place or (None, None)
-    states = [a.state for p in trial.record.site_edits if (p.edit, p.site.path) == place for a in p.assigns]
-    message = f"the model does not compute what the spec says: {found}"
+    values = comparison.values()
+    module, key = first_differing_module(comparison, batch, EVALUATION)
+    key = _first_wrong_edit(comparison, batch) or key
+    comparison.reset(values)
+    states = [a.state for p in comparison.record.site_edits if key_of(p) == key for a in p.assigns]
     return Finding(
         code="P602",
-        message=message,
-        edit=edit,
-        site=site,
+        message=f"the model does not compute what the spec says: {difference}",
+        edit=key[0],
+        site=key[1],
         state=", ".join(states) or None,
         module=module,
-        size=found.size,
+        size=difference.size,
     )
 
 
-def first_module(trial: Trial, batch: Batch, mode: Mode) -> tuple[str | None, Place | None]:
-    """The first module that takes other values, and the edit that makes them: the one whose own module returns other values before,
-    else the one that acted last.
-    """
-    want, got = Recorder(), Recorder()
-    trial.expected(batch, EVALUATION if mode is INFERENCE else mode, want)
-    trial.compiled(batch, mode, got)
-    first = first_difference(want.events, got.events)
-    if first is None:
-        return None, None
-    # What a module of a generated class returns is seen behind its edits; what others return may be seen before them.
-    rewritten = {name for name, _ in trial.record.regions}
-    at = {(p.edit, p.site.path): p.site.module for p in trial.record.site_edits if p.site.module in rewritten}
-    own = first_output(want.events, got.events, set(at.values()), first[0])
-    places = [place for place in want.places if own is not None and at.get(place) == own.module]
-    return first[0].module or "the model", places[-1] if places else want.place_before(first[0])
+def first_differing_module(
+    comparison: Comparison, batch: Batch, mode: ForwardMode
+) -> tuple[str | None, EditKey | tuple[None, None]]:
+    """The first module whose inputs differ, and the edit that causes it.
+
+    That is an edit of a rewritten module whose outputs differ before, else the last edit that
+    acted."""
+    expected, actual = Recorder(), Recorder()
+    comparison.run_reference(batch, EVALUATION if mode is INFERENCE else mode, expected)
+    comparison.run_compiled(batch, mode, actual)
+    event = first_differing_input(expected.events, actual.events)
+    if event is None:
+        return None, NOWHERE
+    # A hook on a module of a generated class sees its output after the edits; on any other module,
+    # maybe before.
+    rewritten = {name for name, _ in comparison.record.regions}
+    site_edits = [p for p in comparison.record.site_edits if p.site.module in rewritten]
+    modules = {key_of(p): p.site.module for p in site_edits}
+    output = first_differing_output(expected.events, actual.events, set(modules.values()), event)
+    keys = [key for key in expected.edit_positions if output is not None and modules.get(key) == output.module]
+    return event.module or "the model", keys[-1] if keys else expected.last_edit_before(event) or NOWHERE
 
 
-def _suspects(trial: Trial, batch: Batch, place: Place | None) -> list[Place]:
-    """The first site at which the copy answers to a change of parameters in another way than the equations."""
-    trial.reset()
-    if difference(trial.expected(batch, EVALUATION).outputs, trial.compiled(batch, EVALUATION).outputs) is not None:
-        return []  # at the present parameters already: no change tells sites apart
-    for placed in trial.record.site_edits:
-        if wrong_alone(trial, batch, placed) is not None:
-            return [(placed.edit, placed.site.path)]
-    return []
-
-
-def wrong_alone(trial: Trial, batch: Batch, placed: ir.SiteEdit) -> Difference | None:
-    """The difference from the equations with the parameters of one edit at one site moved, and no others."""
-    trial.reset()
-    trial.perturb(trial.parameters_of(placed))
-    return difference(trial.expected(batch, EVALUATION).outputs, trial.compiled(batch, EVALUATION).outputs)
+def _first_wrong_edit(comparison: Comparison, batch: Batch) -> EditKey | None:
+    """The first edit whose parameters, perturbed alone, make the outputs differ."""
+    comparison.reset()
+    if comparison.output_difference(batch) is not None:
+        return None  # the initial values differ already, so no perturbation singles out an edit
+    for site_edit in comparison.record.site_edits:
+        comparison.reset()
+        comparison.perturb(comparison.parameters_of(site_edit))
+        if comparison.output_difference(batch) is not None:
+            return key_of(site_edit)
+    return None

@@ -1,4 +1,4 @@
-"""Decoding with a cache and without one."""
+"""Compares greedy decoding with a cache to decoding without one, and both to the equations."""
 
 from __future__ import annotations
 
@@ -11,112 +11,109 @@ import torch
 from torch import Tensor, nn
 
 from peftc.concurrency.interrupts import shielded
-from peftc.models.configs import error_summary
 from peftc.planning import ir
-from peftc.verification.batches import Batch
-from peftc.verification.checks import Results
-from peftc.verification.trial import EVALUATION, Broken, Trial, passes
-from peftc.verification.witness.locations import Unreachable
-from peftc.verification.witness.outputs import Difference, difference
+from peftc.verification.checks import CheckResults
+from peftc.verification.comparison import Comparison, compiled_model_errors, unavailable_on_error
+from peftc.verification.forward_modes import EVALUATION
+from peftc.verification.preparation import Batch
+from peftc.verification.reference.outputs import Difference, first_difference
 
-NEW = 3  # tokens
-Steps = tuple[Tensor, tuple[Tensor, ...]]  # tokens (batch, length), and the logits of each that is new
-TAKEN = ("input_ids", "attention_mask", "inputs_embeds")
+NEW_TOKENS = 3
+INPUTS = ("input_ids", "attention_mask", "inputs_embeds")
+Logits = tuple[Tensor, ...]  # of each new token
 
 
-def check_decoding(trial: Trial, batch: Batch, done: Results) -> None:
-    """A few tokens, greedily: with a cache as without one, and both as the equations say.
+def check_decoding(comparison: Comparison, batch: Batch, results: CheckResults) -> None:
+    """Decodes a few tokens.
 
-    A form that looks at all tokens of a call is another function with a cache; where the equations differ, the model may.
-    """
+    A form that reads all tokens of a call is another function with a cache: where the equations
+    differ, the model may, too."""
     name = "decoding with a cache equals decoding without"
-    if not generates(trial.base, batch):
-        done.skip(name, "the model does not generate from this batch")
+    if not generates(comparison.base, batch):
+        results.skip(name, "the model does not generate from this batch")
         return
-    with trial.tasked(), EVALUATION.of(trial.copy), done.attempt(name, "P610"):
-        cached, plain = (decoded(trial, batch, cache) for cache in (True, False))
-        apart = compared(plain, cached)
-        if trial.unreached or trial.witness.prompts:
-            if apart is not None and looks_at_all(trial):
-                done.skip(name, "a form looks at all tokens of a call, and nothing says what it should be with a cache")
-            elif (
-                apart is not None and compared(*(own_steps(trial, batch, cache) for cache in (False, True))) is not None
-            ):
-                done.skip(name, "the model without its edits computes something else with a cache")
+    with comparison.selected_task(), EVALUATION.applied_to(comparison.compiled), results.attempt(name, "P610"):
+        cached, plain = (decode_compiled(comparison, batch, cache) for cache in (True, False))
+        difference = logits_difference(plain, cached)
+        if comparison.unavailable or comparison.reference.prompts:
+            if difference is not None and reads_all_tokens(comparison):
+                reason = "a form reads all tokens of a call, and the spec does not define its value with a cache"
+                results.skip(name, reason)
+            elif difference is not None and base_depends_on_cache(comparison, batch):
+                results.skip(name, "the model without its edits computes something else with a cache")
             else:
-                done.equal(name, "P610", "decoding with a cache", apart)
+                results.compare(name, "P610", "decoding with a cache", difference)
             return
-        wrong = compared(expected(trial, batch, cache=True), cached)
-        if wrong is None and apart is not None:
-            wrong = compared(expected(trial, batch, cache=False), plain)
-            name = f"{name}, but for forms that look at all tokens of a call"
-        done.equal(name, "P610", "in decoding", wrong)
+        fault = logits_difference(decode_reference(comparison, batch, cache=True), cached)
+        if fault is None and difference is not None:
+            fault = logits_difference(decode_reference(comparison, batch, cache=False), plain)
+            name = f"{name}, except for forms that read all tokens of a call"
+        results.compare(name, "P610", "in decoding", fault)
 
 
-def looks_at_all(trial: Trial) -> bool:
-    """Whether an equation has a number for each example, which is made of all tokens of a call."""
-    terms = (
-        term for placed in trial.record.site_edits for assign in placed.assigns for term in ir.subterms(assign.value)
-    )
+def reads_all_tokens(comparison: Comparison) -> bool:
+    """Whether an equation has a value for each example, computed from all tokens of a call."""
+    assigns = (assign for site_edit in comparison.record.site_edits for assign in site_edit.assigns)
+    terms = (term for assign in assigns for term in ir.subterms(assign.value))
     return any(getattr(term.shape, "per_example", False) for term in terms)
 
 
-def expected(trial: Trial, batch: Batch, cache: bool) -> Steps:
-    """What the base generates while it computes the equations."""
-    with EVALUATION.of(trial.base), trial.witness.acting():
-        return own_steps(trial, batch, cache)
+def base_depends_on_cache(comparison: Comparison, batch: Batch) -> bool:
+    plain, cached = (decode_base(comparison, batch, cache) for cache in (False, True))
+    return logits_difference(plain, cached) is not None
 
 
-def decoded(trial: Trial, batch: Batch, cache: bool) -> Steps:
-    """What the copy generates. Raises: Unreachable where the base does not generate in this way; Broken where it does, alone."""
-    try:
-        return steps(trial.copy, batch, cache)
-    except Exception as error:  # whatever the model's own code raises
-        if passes(error):
-            raise
-        own_steps(trial, batch, cache)
-        raise Broken(f"the compiled model raises {error_summary(error)}") from error
+def decode_reference(comparison: Comparison, batch: Batch, cache: bool) -> Logits:
+    with EVALUATION.applied_to(comparison.base), comparison.reference.active():
+        return decode_base(comparison, batch, cache)
 
 
-def own_steps(trial: Trial, batch: Batch, cache: bool) -> Steps:
-    """What the base generates. Raises: Unreachable."""
-    try:
-        return steps(trial.base, batch, cache)
-    except Exception as error:  # whatever the model's own code raises
-        if passes(error):
-            raise
-        raise Unreachable(f"the model does not generate so: {error_summary(error)}") from error
+def decode_compiled(comparison: Comparison, batch: Batch, cache: bool) -> Logits:
+    with compiled_model_errors(lambda: decode_base(comparison, batch, cache)):
+        return decode(comparison.compiled, batch, cache)
+
+
+def decode_base(comparison: Comparison, batch: Batch, cache: bool) -> Logits:
+    with unavailable_on_error("the model does not generate in this way: "):
+        return decode(comparison.base, batch, cache)
 
 
 def generates(model: nn.Module, batch: Batch) -> bool:
-    can: Any = getattr(model, "can_generate", lambda: False)
-    return bool(can()) and isinstance(batch.get("input_ids"), Tensor)
+    can_generate: Any = getattr(model, "can_generate", lambda: False)
+    return bool(can_generate()) and isinstance(batch.get("input_ids"), Tensor)
 
 
 @torch.no_grad()
-def steps(model: Any, batch: Batch, cache: bool) -> Steps:
-    """The tokens of a greedy decoding, and the logits of each step."""
-    given = {name: batch[name] for name in TAKEN if name in batch}
-    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 1, "output_logits": True}
+def decode(model: Any, batch: Batch, cache: bool) -> Logits:
+    """The logits of each step of greedy decoding."""
+    inputs = {name: batch[name] for name in INPUTS if name in batch}
     pad = getattr(model.config, "pad_token_id", None)
-    options |= {"return_dict_in_generate": True, "pad_token_id": 0 if pad is None else pad}
-    with quiet():
-        made = model.generate(**given, **options, use_cache=cache)
-    return made.sequences, tuple(made.logits)
+    with without_generation_warnings():
+        return tuple(
+            model.generate(
+                **inputs,
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                num_beams=1,
+                output_logits=True,
+                return_dict_in_generate=True,
+                pad_token_id=0 if pad is None else pad,
+                use_cache=cache,
+            ).logits
+        )
 
 
-def compared(first: Steps, second: Steps) -> Difference | None:
-    """The first step whose logits differ; steps behind another token are another input."""
-    for i, (a, b) in enumerate(zip(first[1], second[1], strict=False)):
-        found = difference({f"logits of token {i}": a}, {f"logits of token {i}": b})
-        if found is not None or not torch.equal(a.argmax(-1), b.argmax(-1)):
-            return found
+def logits_difference(first: Logits, second: Logits) -> Difference | None:
+    """The first step whose logits differ. After another token the steps have other inputs."""
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
+        difference = first_difference({f"logits of token {i}": a}, {f"logits of token {i}": b})
+        if difference is not None or not torch.equal(a.argmax(-1), b.argmax(-1)):
+            return difference
     return None
 
 
 @shielded
-def quiet() -> Generator[None]:
-    """Inside the block, nothing is said of generation settings."""
+def without_generation_warnings() -> Generator[None]:
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""What a verification has shown: plain data, and a table for people."""
+"""The result of a verification as plain data and as a table."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from peftc.planning.report.text import plain_text
 Outcome = Literal["holds", "fails", "not checked"]
 
 
-class _Part(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class NotWitnessed(_Part):
-    """A site whose equation could not be computed on the base, and why."""
+class NotWitnessed(_Record):
+    """A site whose equation could not be evaluated on the base, and the reason."""
 
     site: str
     reason: str
 
 
-class VerifiedEdit(_Part):
-    """One edit. `sites`: all of them; `perturbed`: those whose parameters were changed alone; `inert`: of these, those whose
-    parameters change nothing at present, such as entries that nobody has chosen yet.
-    """
+class VerifiedEdit(_Record):
+    """One edit and the number of its sites.
+
+    `witnessed`: sites whose equations were evaluated on the base. `perturbed`: those whose
+    parameters were changed alone.
+    `inert`: those of them whose parameters have no effect at present, for instance because no
+    entries are selected yet."""
 
     name: str
     sites: int
@@ -40,16 +43,16 @@ class VerifiedEdit(_Part):
     not_witnessed: tuple[NotWitnessed, ...]
 
 
-class Check(_Part):
-    """One property of the whole model. `detail`: the largest difference, or why it was not checked."""
+class Check(_Record):
+    """A property of the whole model. `detail`: a difference, a count, or why it is not checked."""
 
     name: str
     outcome: Outcome
     detail: str
 
 
-class Finding(_Part):
-    """A property that does not hold: the code, and where the first difference is. `size` is absolute."""
+class Finding(_Record):
+    """A property that does not hold, with the place and the absolute size of a difference."""
 
     code: str
     message: str
@@ -60,14 +63,12 @@ class Finding(_Part):
     size: float | None = None
 
     def diagnostic(self) -> Diagnostic:
-        said = [
-            f"edit `{self.edit}` at `{self.site}`, state `{self.state}`" if self.edit else "",
-            f"first seen in what `{self.module}` takes" if self.module else "",
-        ]
-        return Diagnostic(self.code, self.message, notes=tuple(text for text in said if text))
+        notes = [f"edit `{self.edit}` at `{self.site}`, state `{self.state}`"] if self.edit else []
+        notes += [f"first seen in the inputs of `{self.module}`"] if self.module else []
+        return Diagnostic(self.code, self.message, notes=tuple(notes))
 
 
-class Verification(_Part):
+class Verification(_Record):
     """The outcome of `peftc.verify`."""
 
     format_version: Literal["1.0"] = "1.0"
@@ -80,12 +81,11 @@ class Verification(_Part):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
         return not self.findings
 
     @property
     def witnessed(self) -> int:
-        """The sites whose equations were computed on the base."""
+        """The number of sites whose equations were evaluated on the base."""
         return sum(edit.witnessed for edit in self.edits)
 
     @property
@@ -109,15 +109,15 @@ def verification_text(verification: Verification, width: int = 80) -> str:
 
 
 def render_verification(verification: Verification) -> RenderableType:
-    """A header, the sites of every edit, the properties that were checked, and what was found."""
+    """A header, the sites of every edit, the checks, and the findings."""
     parts: list[RenderableType] = [_header(verification), Text(), _edits(verification), Text(), _checks(verification)]
-    reasons = Counter(one.reason for edit in verification.edits for one in edit.not_witnessed)
+    reasons = Counter(site.reason for edit in verification.edits for site in edit.not_witnessed)
     if reasons:
         lines = [f"{count} × {reason}" for reason, count in reasons.items()]
         parts += [Text(), Text("not witnessed", "bold"), Text("\n".join(lines))]
     for finding in verification.findings:
-        found = finding.diagnostic()
-        parts += [Text(), Text.assemble((f"{found.code}: ", "bold red"), "\n  ".join([found.message, *found.notes]))]
+        message = "\n  ".join([finding.message, *finding.diagnostic().notes])
+        parts += [Text(), Text.assemble((f"{finding.code}: ", "bold red"), message)]
     return Group(*parts)
 
 
@@ -138,9 +138,8 @@ def _edits(verification: Verification) -> Table:
 
 def _checks(verification: Verification) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
+    for overflow in ("ellipsis", "fold", "fold"):
+        table.add_column(overflow=overflow)
     for check in verification.checks:
         table.add_row(Text(check.outcome, STYLE[check.outcome]), Text(check.name), Text(check.detail, "dim"))
     return table

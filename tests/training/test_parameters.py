@@ -13,7 +13,7 @@ from torch.func import functional_call
 import peftc
 from peftc.installation.contents import states
 from peftc.installation.record import installation_of
-from peftc.verification.witness.forms import Forms
+from peftc.verification.reference.interpreter import FormModules
 from tests import zoo
 from tests.laws.harness import close, randomise
 from tests.reference import forms
@@ -103,10 +103,10 @@ def test_said_is_one_vector_and_a_factor_for_each_layer(name: str) -> None:
     (scale,) = (p.detach() for key, p in parameters.items() if key.endswith("scale"))
     layers = {site.module for site in peftc.sites(base).sites if site.steps[-1][0] == "layer"}
     record, homes = installation_of(model), dict[str, int]()
-    modules, changes = Forms(model, record), dict[str, Tensor]()
+    modules, changes = FormModules(model, record), dict[str, Tensor]()
     for placed in record.site_edits:
         (instance,), (state,) = placed.instances, placed.site.states
-        module, buffers = placed.site.module, dict(modules.of(placed, instance).named_buffers())
+        module, buffers = placed.site.module, dict(modules.get(placed, instance).named_buffers())
         home = next((layer for layer in layers if f"{module}.".startswith(f"{layer}.")), module)
         factor = scale[homes.setdefault(home, len(homes))]
         key = f"{module}.{ATTRIBUTES[state]}"

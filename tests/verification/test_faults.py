@@ -36,11 +36,11 @@ def verified(spec: str, name: str = "llama", **options: Any) -> Verification:
     return peftc.verify(peftc.compile(spec, model(name, **options), seed=0))
 
 
-def moved(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.Placed], ir.Placed]) -> None:
+def moved(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.SiteEdit], ir.SiteEdit]) -> None:
     """Lets the rewriter, and nobody else, see edits at other places than the plan says."""
     original = reinstall.regions_of
 
-    def regions_of(placed: Iterable[ir.Placed], anatomy: Any) -> Any:
+    def regions_of(placed: Iterable[ir.SiteEdit], anatomy: Any) -> Any:
         return original([change(one) for one in placed], anatomy)
 
     monkeypatch.setattr(reinstall, "regions_of", regions_of)
@@ -173,7 +173,7 @@ def test_an_edit_that_reads_x_in_place_of_h(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_edit_at_another_site(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {site.path: site for site in peftc.sites(model()).sites}
 
-    def change(placed: ir.Placed) -> ir.Placed:
+    def change(placed: ir.SiteEdit) -> ir.SiteEdit:
         other = table[placed.site.path.removesuffix("q") + "v"]
         return replace(placed, site=replace(other, path=placed.site.path, steps=placed.site.steps))
 
@@ -185,7 +185,7 @@ def test_an_edit_at_another_site(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_edit_before_a_dropout_in_place_of_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {site.path: site for site in peftc.sites(model("bert")).sites}
 
-    def change(placed: ir.Placed) -> ir.Placed:
+    def change(placed: ir.SiteEdit) -> ir.SiteEdit:
         states = {**placed.site.states, "h": table[f"{placed.site.path}.down"].states["h"]}
         return replace(placed, site=replace(placed.site, states=states))
 
@@ -287,4 +287,4 @@ def test_what_cannot_be_witnessed_is_not_claimed() -> None:
     assert (found.witnessed, found.sites) == (0, 2)
     outcomes = {check.name: check.outcome for check in found.checks}
     assert outcomes["outputs equal the equations"] == "not checked"
-    assert "2 × its form picks positions" in str(found)
+    assert "2 × its form selects positions" in str(found)

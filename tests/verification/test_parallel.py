@@ -64,7 +64,7 @@ def test_edits_of_both_sub_layers(name: str, kind: str) -> None:
 def test_an_edit_of_the_sum_in_place_of_one_of_the_two_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {site.path: site for site in peftc.sites(model(name)).sites}
 
-    def change(placed: ir.Placed) -> ir.Placed:
+    def change(placed: ir.SiteEdit) -> ir.SiteEdit:
         if "attn" not in placed.site.path:
             return placed
         states = {**placed.site.states, "h": table[f"{placed.site.path}.add"].states["h"]}

@@ -13,8 +13,8 @@ from torch import nn
 import peftc
 from peftc.cli.main import main
 from peftc.planning import ir
+from peftc.verification.reference.recorder import CallEvent, Recorder
 from peftc.verification.report import verification_text
-from peftc.verification.witness.recorder import Event, Recorder
 from tests import zoo
 from tests.laws.harness import Before
 from tests.specs_on_models.pairs import unchanged
@@ -80,7 +80,7 @@ def test_an_attention_that_is_written_out(name: str) -> None:
     assert found.ok, str(found)
     assert found.witnessed == found.sites
     outcomes = {check.name: check.outcome for check in found.checks}
-    assert outcomes["q, k and v arrive as such at the attention"] == "holds"
+    assert outcomes["attn.q, attn.k and attn.v are the operands of the attention"] == "holds"
 
 
 @pytest.mark.parametrize("edit", ["e", "an_edit_of_" + "such_" * 12 + "a_name"])
@@ -136,11 +136,11 @@ def test_the_command_on_weights_and_on_a_configuration(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec, folder = files
-    assert main.main(["verify", spec, "--model", folder]) == 0
+    assert main(["verify", spec, "--model", folder]) == 0
     told = capsys.readouterr().out
     assert "\nits weights; input_ids [2, 5]\n" in told
     assert "holds" in told
-    assert main.main(["verify", spec, "--model", f"{folder}/config.json", "--seed", "3", "--json"]) == 0
+    assert main(["verify", spec, "--model", f"{folder}/config.json", "--seed", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["weights"] == "random weights, seed 3"
     assert found["format_version"] == "1.0"
@@ -153,36 +153,36 @@ def test_findings_are_exit_code_1(
 ) -> None:
     spec, folder = files
     rewritten(monkeypatch, twice)
-    assert main.main(["verify", spec, "--model", folder]) == 1
+    assert main(["verify", spec, "--model", folder]) == 1
     assert "P602" in capsys.readouterr().out
-    assert main.main(["verify", spec, "--model", folder, "--json"]) == 1
+    assert main(["verify", spec, "--model", folder, "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert (finding["code"], finding["site"], finding["state"]) == ("P602", "encoder.layer[0].ffn", "h")
     assert finding["size"] > 0
-    assert main.main(["verify", spec, "--model", folder, "--output-format", "json"]) == 1
+    assert main(["verify", spec, "--model", folder, "--output-format", "json"]) == 1
     assert [record["code"] for record in json.loads(capsys.readouterr().out)] == ["P602"]
 
 
 def test_wrong_usage(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     spec, folder = files
-    assert main.main(["verify", f"{spec}.not", "--model", folder]) == 2
+    assert main(["verify", f"{spec}.not", "--model", folder]) == 2
     with pytest.raises(SystemExit) as ended:
-        main.main(["verify", spec])
+        main(["verify", spec])
     assert ended.value.code == 2
-    assert main.main(["verify", spec, "--model", f"{folder}/nothing"]) == 1
+    assert main(["verify", spec, "--model", f"{folder}/nothing"]) == 1
     capsys.readouterr()
 
 
-def test_the_edit_before_an_event_is_the_last_that_acted() -> None:
-    record = Recorder()
-    first, second = Event("output", "a", 1), Event("output", "b", 1)
-    record.add(first, torch.ones(2))
-    record.mark(("e", "layer[0]"), torch.ones(2))
-    record.mark(("f", "layer[0]"), torch.ones(2))
-    record.add(second, torch.ones(2))
-    record.mark(("e", "layer[1]"), torch.ones(2))
-    assert record.place_before(first) is None
-    assert record.place_before(second) in {("e", "layer[0]"), ("f", "layer[0]")}
+def test_the_last_edit_before_an_event() -> None:
+    recorder = Recorder()
+    first, second = CallEvent("output", "a", 1), CallEvent("output", "b", 1)
+    recorder.record(first, torch.ones(2))
+    recorder.record_edit(("e", "layer[0]"), torch.ones(2))
+    recorder.record_edit(("f", "layer[0]"), torch.ones(2))
+    recorder.record(second, torch.ones(2))
+    recorder.record_edit(("e", "layer[1]"), torch.ones(2))
+    assert recorder.last_edit_before(first) is None
+    assert recorder.last_edit_before(second) in {("e", "layer[0]"), ("f", "layer[0]")}
 
 
 def recomputing(reentrant: bool) -> Any:

@@ -1,0 +1,123 @@
+"""Tensors in the inputs and outputs of modules, and the tolerances by which they are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peftc.forms.module import seeded
+
+# Relative to the largest absolute value of a tensor.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+GRADIENT_FACTOR = 20.0  # a gradient sums more terms than an output
+
+
+def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested dictionaries, tuples and lists by path. Caches are skipped."""
+    if isinstance(value, Tensor):
+        yield path or "result", value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from named_tensors(part, f"{path}.{name}".lstrip("."))
+    elif isinstance(value, tuple | list):
+        for i, part in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            yield from named_tensors(part, f"{path}[{i}]")
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    return next((tensor for _, tensor in named_tensors(value)), None)
+
+
+def with_first_tensor(value: Any, tensor: Tensor | None) -> Any:
+    """A copy of a nested value with its first tensor replaced."""
+    if first_tensor(value) is None:
+        return value
+    if isinstance(value, Tensor):
+        return tensor
+    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value)
+    key, part = next((key, part) for key, part in items if first_tensor(part) is not None)
+    result: Any = list(value) if isinstance(value, tuple) else copy(value)
+    result[key] = with_first_tensor(part, tensor)
+    return tuple(result) if isinstance(value, tuple) else result
+
+
+def floating_tensors(value: Any) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in named_tensors(value) if tensor.is_floating_point()}
+
+
+def model_outputs(result: Any) -> dict[str, Tensor]:
+    """The floating-point tensors that a model returns, without its cache."""
+    return {name: t for name, t in floating_tensors(result).items() if not name.startswith("past_key_values")}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs by more than its tolerance.
+
+    Args:
+        name: of the tensor.
+        size: the largest absolute difference.
+        scale: the largest absolute value.
+        bound: the largest difference that is allowed.
+    """
+
+    name: str
+    size: float
+    scale: float
+    bound: float
+
+    def __str__(self) -> str:
+        return f"`{self.name}` differs by {self.size:.3g} where the largest value is {self.scale:.3g}"
+
+
+def first_difference(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], factor: float = 1.0
+) -> Difference | None:
+    """The first tensor that differs by more than its dtype allows.
+
+    Args:
+        factor: multiplies the tolerance of the dtype; 0 requires equal bits.
+    """
+    for name, first in expected.items():
+        second = actual.get(name)
+        if second is None or second.shape != first.shape:
+            return Difference(name, float("inf"), 0.0, 0.0)
+        if not first.is_floating_point() or not factor:
+            if not torch.equal(first.nan_to_num(), second.nan_to_num()):
+                return Difference(name, max_difference(first, second), max_abs(first), 0.0)
+            continue
+        scale = max_abs(first)
+        bound = factor * TOLERANCE.get(first.dtype, 1e-4) * max(scale, 1e-6)
+        if (size := max_difference(first, second)) > bound or size != size:
+            return Difference(name, size, scale, bound)
+    return None
+
+
+def max_difference(first: Tensor, second: Tensor) -> float:
+    """The largest absolute difference. Entries that are finite in neither tensor are ignored."""
+    a, b = first.detach().double(), second.detach().double()
+    where = a.isfinite() | b.isfinite()
+    return (a - b)[where].abs().max().item() if bool(where.any()) else 0.0
+
+
+def max_abs(value: Tensor) -> float:
+    """The largest absolute value among the finite entries."""
+    values = value.detach().double()
+    values = values[values.isfinite()]
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def random_projection(outputs: Mapping[str, Tensor]) -> Tensor | None:
+    """A fixed random linear function of all outputs, or None if no output requires a gradient."""
+    total: Tensor | None = None
+    for name, value in outputs.items():
+        if value.requires_grad:
+            weights = torch.randn(value.shape, generator=seeded(name)).to(value.device, value.dtype)
+            part = torch.where(value.isfinite(), value * weights, 0.0).sum() / max(1, value.numel()) ** 0.5
+            total = part if total is None else total + part
+    return total
