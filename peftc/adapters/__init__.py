@@ -1,4 +1,4 @@
-"""Saved adapters: writing them, reading them onto their base, starting from one."""
+"""Saved adapters: saving, loading onto a base, and initializing from them."""
 
 from peftc.adapters.fusion import fuse
 from peftc.adapters.loading import load

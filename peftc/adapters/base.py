@@ -1,4 +1,4 @@
-"""The base that an adapter belongs to: how it is written down, and how another model differs from it."""
+"""The base model of an adapter: its description, and how another model differs from it."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from peftc.models import settings
 from peftc.models.identity import VERSION, any_name, fingerprint_of, identity, parameter_count
 from peftc.rewriting.container import CONTAINER, SHARED
 
-_SHOWN = 5  # differences of the configuration
+_LISTED = 5  # differences of the configuration
 
 
 def base_of(model: nn.Module, record: Installation) -> Base:
-    """What identifies the base of a compiled model: nothing that edits added, and no values that `train` changed."""
-    return described(model, record.specs[0].plan.model.id, not_added(model, record), frozenset(record.trained.values()))
+    """Describes the base of a compiled model, without edits and without values of `train`."""
+    trained = frozenset(record.trained.values())
+    return describe_base(model, record.specs[0].plan.model.id, is_base_parameter(model, record), trained)
 
 
-def not_added(model: nn.Module, record: Installation) -> Callable[[str], bool]:
-    """Chooses, by dotted name, the parameters that were there before the edits."""
+def is_base_parameter(model: nn.Module, record: Installation) -> Callable[[str], bool]:
+    """A predicate on dotted names: whether a parameter existed before the edits."""
     regions = {id(model.get_submodule(name)) for name, _ in record.regions}
     names = (name for name, module in model.named_modules(remove_duplicate=False) if id(module) in regions)
     added = (f"{SHARED}.", *(f"{name}.{CONTAINER}.".lstrip(".") for name in names))
     return lambda name: not name.startswith(added)
 
 
-def described(model: nn.Module, id: str, keep: Callable[[str], bool] = any_name, trained: Collection[str] = ()) -> Base:
-    found = identity(model, keep)
+def describe_base(
+    model: nn.Module, id: str, keep: Callable[[str], bool] = any_name, trained: Collection[str] = ()
+) -> Base:
+    facts = identity(model, keep)
     first = {n: p for n, p in model.named_parameters() if keep(n)}
     sample = samples(first, {n: VALUES for n in first if n not in trained})
     every = {n: p for n, p in model.named_parameters(remove_duplicate=False) if keep(n)}
-    configuration = found["configuration"]
+    configuration = facts["configuration"]
     return Base(
         id=id,
-        type=found["type"],
+        type=facts["type"],
         parameters=parameter_count(model, keep),
-        fingerprint=fingerprint_of(found),
+        fingerprint=fingerprint_of(facts),
         fingerprint_version=VERSION,
-        facts=found["facts"],
+        facts=facts["facts"],
         configuration=configuration,
         configured=tuple(sorted(settings.not_default(configuration, settings.defaults(model)))),
-        tied=found["tied"],
+        tied=facts["tied"],
         tensors={
             name: BaseTensor(
                 shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), sample=finite(sample.get(name))
@@ -55,65 +58,66 @@ def described(model: nn.Module, id: str, keep: Callable[[str], bool] = any_name,
 
 
 def differences(base: Base, model: nn.Module) -> list[str]:
-    """What a model, without its edits, differs in from the base that was written down; empty where it is the same
-    architecture.
-    """
-    keep = not_added(model, installation_of(model)) if is_installed(model) else any_name
-    here = identity(model, keep, base.fingerprint_version)
-    if fingerprint_of(here) == base.fingerprint:
+    """How a model without its edits differs from a base; empty for the same architecture."""
+    keep = is_base_parameter(model, installation_of(model)) if is_installed(model) else any_name
+    facts = identity(model, keep, base.fingerprint_version)
+    if fingerprint_of(facts) == base.fingerprint:
         return []
-    found = list[str]()
-    if here["type"] != base.type:
-        found.append(f"it was saved for a model of type {base.type}, this is {here['type']}")
+    if facts["type"] != base.type:
+        notes = [f"it was saved for a model of type {base.type}, this is {facts['type']}"]
     else:
-        found += _configuration(base, here.get("configuration", {}), model)
-    found += _facts(base.facts, here["facts"], {*base.configuration})
-    found += _shapes({n: list(t.shape) for n, t in base.tensors.items()}, here["parameters"])
-    if not found and [list(group) for group in base.tied] != [list(group) for group in here["tied"]]:
-        found.append("other parameters are tied to each other")
-    if not found and base.fingerprint_version == 1:
-        found.append("its fingerprint is another one")
-    return found
+        notes = _configuration_differences(base, facts.get("configuration", {}), model)
+    for name, saved, here in _unequal(base.facts, facts["facts"]):
+        if name not in base.configuration:
+            notes.append(f"`{name}` of the configuration is {saved} there and {here} here")
+    notes += _shape_differences({n: list(t.shape) for n, t in base.tensors.items()}, facts["parameters"])
+    if not notes and [list(group) for group in base.tied] != [list(group) for group in facts["tied"]]:
+        notes.append("other parameters are tied to each other")
+    if not notes and base.fingerprint_version == 1:
+        notes.append("its fingerprint differs")
+    return notes
 
 
-def _configuration(base: Base, here: Mapping[str, settings.Value], model: nn.Module) -> list[str]:
-    """What differs from version 2 on. A newer transformers may have other keys, at the defaults of their classes."""
+def _configuration_differences(base: Base, here: Mapping[str, settings.Value], model: nn.Module) -> list[str]:
+    """The differences from version 2 of the fingerprint on.
+
+    A newer version of transformers may have more keys, at the defaults of their classes.
+    """
     if base.fingerprint_version == 1:
         return []
     keys = settings.differences(base.configuration, frozenset(base.configured), here, settings.defaults(model))
-    found = [f"`{key}` of the configuration is {there} there and {now} here" for key, there, now in keys]
-    more = len(found) - _SHOWN
-    return found[:_SHOWN] + ([f"and {more} more keys of the configuration"] if more > 0 else [])
+    notes = [f"`{key}` of the configuration is {saved} there and {value} here" for key, saved, value in keys]
+    more = len(notes) - _LISTED
+    return notes[:_LISTED] + ([f"and {more} more keys of the configuration"] if more > 0 else [])
 
 
-def _facts(there: Mapping[str, object], here: Mapping[str, object], known: Collection[str]) -> Iterator[str]:
-    for name in {**there, **here}:
-        if name not in known and there.get(name) != here.get(name):
-            yield f"`{name}` of the configuration is {there.get(name)} there and {here.get(name)} here"
+def _unequal(saved: Mapping[str, object], here: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+    values = ((name, saved.get(name), here.get(name)) for name in {**saved, **here})
+    return (value for value in values if value[1] != value[2])
 
 
-def _shapes(there: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> Iterator[str]:
-    lost, more = [n for n in there if n not in here], [n for n in here if n not in there]
-    other = [n for n in there if n in here and there[n] != here[n]]
-    if lost:
-        yield f"{_many(lost)} of the adapter's base {_are(lost)} not here"
-    if more:
-        yield f"{_many(more)} of this model {_are(more)} not in the adapter's base"
-    if other:
-        shapes = f"{there[other[0]]} there and {here[other[0]]} here"
-        yield f"{_many(other)} {'have' if len(other) > 1 else 'has'} another shape: the first is {shapes}"
+def _shape_differences(saved: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> Iterator[str]:
+    missing, added = [n for n in saved if n not in here], [n for n in here if n not in saved]
+    reshaped = [n for n in saved if n in here and saved[n] != here[n]]
+    if missing:
+        yield f"{_list_parameters(missing)} of the adapter's base {_verb(missing, 'is', 'are')} not here"
+    if added:
+        yield f"{_list_parameters(added)} of this model {_verb(added, 'is', 'are')} not in the adapter's base"
+    if reshaped:
+        shapes = f"{saved[reshaped[0]]} there and {here[reshaped[0]]} here"
+        yield f"{_list_parameters(reshaped)} {_verb(reshaped, 'has', 'have')} another shape: the first is {shapes}"
 
 
-def _many(names: list[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:3])
-    return f"{len(names)} parameter{'s' * (len(names) > 1)} ({shown}{', …' if len(names) > 3 else ''})"
+def _list_parameters(names: list[str]) -> str:
+    first = ", ".join(f"`{name}`" for name in names[:3])
+    return f"{len(names)} parameter{'s' * (len(names) > 1)} ({first}{', …' if len(names) > 3 else ''})"
 
 
-def _are(names: list[str]) -> str:
-    return "are" if len(names) > 1 else "is"
+def _verb(names: list[str], singular: str, plural: str) -> str:
+    return plural if len(names) > 1 else singular
 
 
 def distance_from(base: Base, model: nn.Module) -> Distance:
-    """How far the weights of a model, before anything was trained, are from those that were written down."""
-    first = installation_of(model).originals if is_installed(model) else dict[str, Tensor]()
-    return distance(base.tensors, {name: first.get(name, p.detach()) for name, p in model.named_parameters()})
+    """The distance of a model's weights, before any training, from the described ones."""
+    originals = installation_of(model).originals if is_installed(model) else dict[str, Tensor]()
+    return distance(base.tensors, {name: originals.get(name, p.detach()) for name, p in model.named_parameters()})

@@ -1,4 +1,4 @@
-"""The files of an adapter, which are believed only where they agree with each other."""
+"""Reads the files of an adapter, and checks that they agree with each other."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import check_path, open_regular, read_regular
 
 LARGEST = 256_000_000  # bytes of the description
-HEADER = 100_000_000  # bytes that safetensors allows for its own
-_ATTEMPTS = 10  # at reading what is replaced meanwhile
+HEADER = 100_000_000  # bytes that safetensors allows for its header
+_ATTEMPTS = 10  # an adapter may be replaced while it is read
 
 
 def listing(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """Names, shapes and dtypes of tensors."""
     return {
         name: StoredTensor(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
         for name, t in sorted(tensors.items())
@@ -32,32 +31,32 @@ def listing(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
 
 
 def path_of(directory: str | PathLike[str]) -> Path:
-    """Raises: P545 where it is no path, P026 for a character that no path has."""
+    """Raises: P545 for anything but a path, P026 for a character that paths cannot have."""
     if isinstance(directory, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         check_path(directory)
         return Path(directory)
     raise PeftcError(Diagnostic("P545", f"a directory is a path, not {directory!r}", help="give one path, as a text"))
 
 
-# Reading -------------------------------------------------------------------------------------------------------------
-
-
 def read(directory: Path, check: Callable[[Adapter], object] = bool) -> tuple[Adapter, dict[str, Tensor]]:
-    """The description and the tensors (on the CPU) of a saved adapter. It may be replaced while it is read.
+    """The description and the tensors (on the CPU) of a saved adapter, which may be replaced
+    meanwhile.
 
-    Args: `check`: of the description, before anything is read that is as large as it says.
-    Raises: P026 and P027 for what is no regular file, or too large, P520 where one is missing, P521 where they are damaged, P522
-    for a newer format.
+    Args:
+        check: called with the description, before its tensors are read.
+
+    Raises: P026 and P027 (not a regular file, or too large), P520 (a file is missing), P521
+        (damaged), P522 (a newer format).
     """
     text = _description(directory)
     for _ in range(_ATTEMPTS):
         try:
-            return _believed(directory, parse_adapter(text), check)
+            return _read_tensors(directory, parse_adapter(text), check)
         except PeftcError:
             if (again := _description(directory)) == text:
                 raise
             text = again
-    return _believed(directory, parse_adapter(text), check)
+    return _read_tensors(directory, parse_adapter(text), check)
 
 
 def _description(directory: Path) -> str:
@@ -69,49 +68,48 @@ def _description(directory: Path) -> str:
         raise _missing(directory, error) from error
 
 
-def _believed(
+def _read_tensors(
     directory: Path, adapter: Adapter, check: Callable[[Adapter], object]
 ) -> tuple[Adapter, dict[str, Tensor]]:
-    """The tensors that a description names. Raises: P520 where they are missing, P521 where they are others."""
     path = directory / adapter.file
     if adapter.weights_digest and adapter.weights_digest.sha256 != digest_of(adapter.base.tensors).sha256:
-        raise _damaged(f"{METADATA} has other samples of the base than it says", "their digest is another one")
-    limit = largest(adapter)
+        raise _damaged(f"the samples of the base in {METADATA} do not match their digest")
+    limit = size_limit(adapter)
     check(adapter)
     try:
         with open_regular(path, limit) as file:
-            data = file.read()  # once, so that what is hashed is what is loaded
+            data = file.read()  # once: the bytes that are hashed are those that are loaded
         if hashlib.sha256(data).hexdigest() != adapter.sha256:
-            raise _damaged(f"{path.name} is not the file that {METADATA} describes", "its sha256 is another one")
+            raise _damaged(f"{path.name} is not the file that {METADATA} describes", "its sha256 differs")
         tensors = load(data)
     except OSError as error:
         raise _missing(directory, error) from error
     except SafetensorError as error:
         raise _damaged(f"{path.name} is not a safetensors file", f"{error}") from error
     if listing(tensors) != adapter.tensors:
-        raise _damaged(f"{path.name} has other tensors than {METADATA} lists", *_unlike(adapter.tensors, tensors))
+        raise _damaged(f"{path.name} has other tensors than {METADATA} lists", *_unequal(adapter.tensors, tensors))
     return adapter, tensors
 
 
-def largest(adapter: Adapter) -> int:
-    """How many bytes the file of tensors may have: what is listed, and a header. Raises: P521 where no dtype is called so."""
+def size_limit(adapter: Adapter) -> int:
+    """The bytes of the listed tensors and a header. Raises: P521 for an unknown dtype."""
     sizes: list[int] = []
     for name, tensor in adapter.tensors.items():
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise _damaged(f"{METADATA} lists `{name}` of a dtype that there is not", f"`{tensor.dtype}`")
+            raise _damaged(f"{METADATA} lists `{name}` with an unknown dtype", f"`{tensor.dtype}`")
         sizes.append(prod(tensor.shape) * dtype.itemsize)
     return sum(sizes) + HEADER
 
 
 def listed_tensors(adapter: Adapter) -> dict[str, Tensor]:
-    """What a description lists, without values. Raises: P521 for a size that no tensor has."""
+    """The listed tensors without values. Raises: P521 for an impossible size."""
     try:
         return {
             n: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for n, t in adapter.tensors.items()
         }
     except (RuntimeError, OverflowError, TypeError) as error:
-        raise _damaged(f"{METADATA} lists a tensor that cannot be", f"{error}".partition("\n")[0]) from error
+        raise _damaged(f"{METADATA} lists a tensor of an impossible size", f"{error}".partition("\n")[0]) from error
 
 
 def sha256_of(path: Path) -> str:
@@ -123,13 +121,13 @@ def _missing(directory: Path, error: OSError) -> PeftcError:
     return PeftcError(Diagnostic("P520", f"there is no saved adapter at {directory}", notes=(f"{error}",)))
 
 
-def _unlike(listed: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    there = listing(tensors)
-    names = [name for name in {**listed, **there} if listed.get(name) != there.get(name)]
-    return [f"`{name}`: {_said(listed.get(name))} listed, {_said(there.get(name))} there" for name in names[:3]]
+def _unequal(listed: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> list[str]:
+    actual = listing(tensors)
+    names = [name for name in {**listed, **actual} if listed.get(name) != actual.get(name)]
+    return [f"`{name}`: {_shape(listed.get(name))} listed, {_shape(actual.get(name))} there" for name in names[:3]]
 
 
-def _said(tensor: StoredTensor | None) -> str:
+def _shape(tensor: StoredTensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 

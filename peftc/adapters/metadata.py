@@ -1,4 +1,4 @@
-"""What a saved adapter says of itself: `adapter.json`, beside the file of tensors that it names."""
+"""The format of `adapter.json`, which describes a saved adapter and names its file of tensors."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ TENSORS_NAME = r"adapter(-[0-9a-f]{16})?\.safetensors"
 
 
 def tensors_name(sha256: str) -> str:
-    """The name of a file of tensors, after its content: files of two adapters never have one name."""
+    """The name of a file of tensors, which depends on its content."""
     return f"adapter-{sha256[:16]}.safetensors"
 
 
-class _Part(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class StoredTensor(_Part):
+class StoredTensor(_Record):
     shape: tuple[NonNegativeInt, ...]
     dtype: str  # as torch names it: "float32"
 
 
 class BaseTensor(StoredTensor):
-    """A parameter of the base; `sample` are a few of its values, none where they say nothing (trained, quantised)."""
+    """A base parameter. `sample`: a few values, or none if it is trained or quantised."""
 
     sample: tuple[float, ...]
 
 
-class Base(_Part):
-    """The base model: what identifies it, so that what differs can be told. `parameters` counts tied weights once.
+class Base(_Record):
+    """What identifies the base model. `parameters` counts tied weights once.
 
-    `configuration` has the keys that the function depends on, from version 2 of the fingerprint on; those that were not at the
-    defaults of their class are `configured`.
+    From version 2 of the fingerprint on, `configuration` has the keys on which the function of the
+    model depends, and `configured` names those that differ from the defaults of their class.
     """
 
     id: str
@@ -56,21 +56,23 @@ class Base(_Part):
     tensors: dict[str, BaseTensor]
 
 
-class WeightsDigest(_Part):
-    """sha256 over the samples of the base's weights: so many `values` of each floating-point parameter that is neither trained nor
-    quantised, at equal distances from its first to its last value, as float64.
+class WeightsDigest(_Record):
+    """sha256 over the samples of the base's weights.
+
+    A sample has `values` entries in float64, at equal distances, of each floating-point parameter
+    that is neither trained nor quantised.
     """
 
     values: int
     sha256: str
 
 
-class Adapter(_Part):
-    """All of an adapter but its tensors.
+class Adapter(_Record):
+    """An adapter without its tensors.
 
-    `spec` is what the tensors are parameters of: expanded, with collapsed prefixes direct, without expectations. `source` is
-    the expanded spec that was compiled, and `plan` its plan. `tasks` are those of edits `per task`. `file` is the name of the file of
-    tensors, `sha256` is its hash.
+    `spec`: the expanded spec of the saved parameters, in export form and without expectations.
+    `source`: the expanded spec that was compiled, and `plan` its plan. `tasks`: those of edits
+    `per task`. `file`: the name of the file of tensors, and `sha256` its hash.
     """
 
     format_version: Literal["1.0", "1.1"] = FORMAT
@@ -88,7 +90,7 @@ class Adapter(_Part):
 
 
 def parse_adapter(text: str) -> Adapter:
-    """Raises: P521 where the text is not such a description, P522 where it is one of another format."""
+    """Raises: P521 for a malformed description, P522 for another format version."""
     version = _version(text)
     if version not in FORMATS:
         raise PeftcError(
@@ -101,9 +103,9 @@ def parse_adapter(text: str) -> Adapter:
     try:
         return Adapter.model_validate_json(text)
     except ValidationError as error:
-        found = error.errors()
-        notes = tuple(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found[:3])
-        message = f"{METADATA} does not describe an adapter" + (f" ({len(found)} mistakes)" if len(found) > 1 else "")
+        errors = error.errors()
+        notes = tuple(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in errors[:3])
+        message = f"{METADATA} does not describe an adapter" + (f" ({len(errors)} mistakes)" if len(errors) > 1 else "")
         raise PeftcError(Diagnostic("P521", message, notes=notes)) from error
 
 

@@ -1,4 +1,4 @@
-"""Weights that can be read as they are."""
+"""Requires weights that can be read in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peftc.modules.offload import offloaded_error, offloaded_parameters
 
 
 def require_values(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-    """Raises: P527 where a tensor has a shape and no values."""
+    """Raises: P527 for a tensor without values."""
     pairs: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
     missing = [name for name, tensor in pairs if not has_values(tensor)]
     if missing:
@@ -27,7 +27,7 @@ def require_values(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]])
 
 
 def require_base(model: nn.Module) -> None:
-    """Raises: P566 where weights are offloaded, P527 where they have no values."""
+    """Raises: P566 for offloaded weights, P527 for weights without values."""
     if elsewhere := offloaded_parameters(model):
         raise PeftcError(offloaded_error(elsewhere, "weights are changed in the places where they are"))
     require_values(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Saving what was trained, with all that is needed to put it back."""
+"""Saves the trained parameters of a model, with all that is needed to load them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peftc.adapters.export_form import stored_spec, stored_tensors
 from peftc.adapters.files import listing, path_of
 from peftc.adapters.metadata import Adapter, tensors_name
 from peftc.adapters.readable_weights import require_values
-from peftc.adapters.sharded import turn, whole
+from peftc.adapters.sharded import elect_writer, whole
 from peftc.adapters.weight_sample import digest_of
 from peftc.adapters.writing import write
 from peftc.diagnostics import PeftcError
@@ -28,25 +28,30 @@ from peftc.syntax.printer import print_spec
 
 
 def save(model: nn.Module, directory: str | PathLike[str], name: str | None = None) -> Path:
-    """Saves what a compiled model has trained: `adapter.json`, and `adapter-<hash>.safetensors`, which it names. The base is not
-    saved.
+    """Saves the trained parameters of a compiled model, without its base.
 
-    Tensors are named `<edit>/<site>/<form>.<parameter>`, base parameters that `train` unfroze `<edit>/<dotted name>`.
-    Reparametrised prefixes are saved as the rows they make, unless they have `keep=true`. Whatever ends the
-    process, the directory has the new adapter afterwards, or what was there before. Where parameters are sharded (FSDP2) every process calls this, and one of them writes.
+    The files are `adapter.json` and `adapter-<hash>.safetensors`, which it names. Tensors are named
+    `<edit>/<site>/<form>.<parameter>`, base parameters in `train` statements `<edit>/<dotted
+    name>`. Reparametrised prefixes are saved as their rows, unless they have `keep=true`. If the
+    process ends early, the directory has the new adapter or what it had before. With sharded
+    parameters (FSDP2) every process calls this, and rank 0 writes.
 
-    Args: `directory`: a new one, an empty one, or one with an adapter, which is replaced. `name`: of one spec of the model,
-    to save it alone; else all specs are saved, as one.
-    Raises: P410 (not compiled), P413 (no spec of that name), P526 (not there), P527 (no weights), P528 (prefix without rows), P529
-    (switched off), P540, P543 and P544 for edits that are nothing yet: not calibrated, not pruned, without the adapters they mix.
+    Args:
+        directory: a new or empty one, or one with an adapter, which is replaced.
+        name: saves one spec of the model alone; by default all specs are saved as one.
+
+    Raises:
+        P410 (not compiled), P413 (no spec of that name), P526 (cannot be written), P527 (no
+        weights), P528 (prefix without rows), P529 (switched off), P540 (not calibrated), P543 (not
+        pruned), P544 (no adapters to mix).
     """
     target = path_of(directory)
     record = active_installation(model)
     parts = record.selected(name)
-    chosen = parameters(model, name)
-    require_values(chosen)
+    trained = parameters(model, name)
+    require_values(trained)
     for edit in dict.fromkeys(edit for part in parts for edit in part.edits):
-        _require_begun(model, record, edit)
+        _require_initialized(model, record, edit)
     source = joint_spec(part.spec for part in parts)
     spec, base = stored_spec(source), base_of(model, record)
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
@@ -67,14 +72,14 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
             sha256=sha256,
         )
 
-    with turn(chosen.values()) as mine:
-        if mine:
+    with elect_writer(trained.values()) as is_writer:
+        if is_writer:
             write(target, tensors, describe)
     return target
 
 
-def _require_begun(model: nn.Module, record: Installation, edit: str) -> None:
-    """Raises: P540 or P544 where nothing has been chosen for an edit, of no task, or it has none of the adapters that it mixes."""
+def _require_initialized(model: nn.Module, record: Installation, edit: str) -> None:
+    """Raises: P540 or P544 for an edit that has no selection or adapters yet, for any task."""
     missing: PeftcError | None = None
     for place, where in record.form_modules.items():
         for form in model.get_submodule(where).modules() if place.partition("/")[0] == edit else ():
@@ -92,5 +97,5 @@ def _require_begun(model: nn.Module, record: Installation, edit: str) -> None:
             else:
                 return
     if missing is not None:
-        with noted(f"`{edit}` is what it began as: there is nothing to save"):
+        with noted(f"`{edit}` has its initial values: there is nothing to save"):
             raise missing

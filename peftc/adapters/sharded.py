@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a part, as under FSDP2: gathered, and written by one process for all."""
+"""Tensors that are sharded over processes (FSDP2): gathered, and written by one process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor. Where it is sharded, every process has to ask for it, in the same order."""
-    there: Any = tensor
-    return there.full_tensor() if is_sharded(tensor) else tensor
+    """Gathers a sharded tensor. A collective call: every process makes it, in the same order."""
+    dtensor: Any = tensor
+    return dtensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 @contextmanager
-def turn(tensors: Iterable[Tensor]) -> Generator[bool]:
-    """Whether this process is the one that writes; where a tensor is sharded the others wait until it has.
+def elect_writer(tensors: Iterable[Tensor]) -> Generator[bool]:
+    """Yields whether this process writes. If a tensor is sharded, the others wait for rank 0.
 
-    Raises: P526 in the others, where it has not.
+    Raises: P526 in the others if rank 0 fails.
     """
     if not (any(map(is_sharded, tensors)) and dist.is_initialized()):
         yield True

@@ -1,4 +1,4 @@
-"""Beginning with what another training has found."""
+"""Initializes edits of a compiled model from a saved adapter."""
 
 from __future__ import annotations
 
@@ -28,67 +28,80 @@ def warm_start(
     other_weights: bool = False,
     strict: bool = False,
 ) -> tuple[str, ...]:
-    """Gives edits of a compiled model the values that a saved adapter has: a prompt for a new task begins as that of another one (SPoT,
-    Vu et al. 2021, arXiv:2110.07904). The spec of the model stays; everything else of the adapter is left out.
+    """Initializes edits of a compiled model with the values of a saved adapter.
 
-    Args: `edits`: from edits of the model to those of the adapter; without it, all that have the same name. `task`: the task
-    whose parameters begin so, of edits that are `per task` here and not there. `other_weights`, `strict`: as in `load`.
-    Returns: the edits of the model that have new values.
-    Raises: P410 (not compiled), P529 (switched off), P520-P522 (the files), P523 and P524 (another base), P525 (tensors that
-    do not fit), P532 (no such edit), P534 (no such task). After an error the model is as it was.
+    For instance, the prompt of a new task starts as that of another one. The spec of the model
+    stays, and other edits of the adapter are ignored. After an error the model is unchanged.
+
+    Args:
+        edits: from edits of the model to those of the adapter; by default all with the same name.
+        task: the task to initialize, of edits that are `per task` in the model only.
+        other_weights: as in `load`.
+        strict: as in `load`.
+
+    Returns:
+        The edits of the model that have new values.
+
+    Raises:
+        P410 (not compiled), P529 (switched off), P520-P522 (the files), P523 and P524 (another
+        base), P525 (tensors that do not fit), P532 (no such edit), P534 (no such task).
+
+    Source: SPoT, Vu et al. 2021, arXiv:2110.07904.
     """
     record = active_installation(model)
     adapter, tensors = read(path_of(directory))
     check_base(adapter, model, other_weights, strict)
-    own = {edit for part in record.specs for edit in part.edits}
-    there = dict.fromkeys(saved.partition("/")[0] for saved in tensors)
-    pairs = checked_names(edits, own, there) if edits is not None else {name: name for name in there if name in own}
-    if not pairs:
-        message = "the adapter has no edit by the name of one of the model"
-        help_ = (
-            f"the adapter has {join_names(list(there))}, the model {join_names(sorted(own))}: say which with `edits`"
-        )
-        raise PeftcError(Diagnostic("P532", message, help=help_))
-    part = re.compile("(?!)" if task is None else rf"\.tasks\.{re.escape(record.task.of(task))}(?=[./])")
-    wanted: dict[str, list[Tensor]] = {}  # several edits may begin as one
-    for saved, value in {**parameters(model), **states(model)}.items():
-        name, _, rest = saved.partition("/")
-        if name in pairs and task is not None and ".tasks." not in rest:
-            message = f"`{name}` has parts that are common to all tasks, and would change for all of them"
+    own = {edit for spec in record.specs for edit in spec.edits}
+    saved_edits = dict.fromkeys(name.partition("/")[0] for name in tensors)
+    names = check_edit_names(edits, own, saved_edits) if edits is not None else {n: n for n in saved_edits if n in own}
+    if not names:
+        message = "no edit of the adapter has the name of an edit of the model"
+        listing = f"the adapter has {join_names(list(saved_edits))}, the model {join_names(sorted(own))}"
+        raise PeftcError(Diagnostic("P532", message, help=f"{listing}: name pairs with `edits`"))
+    suffix = re.compile("(?!)" if task is None else rf"\.tasks\.{re.escape(record.task.of(task))}(?=[./])")
+    targets: dict[str, list[Tensor]] = {}  # by saved name; several edits may start from one
+    for name, value in {**parameters(model), **states(model)}.items():
+        edit, _, rest = name.partition("/")
+        if edit in names and task is not None and ".tasks." not in rest:
+            message = f"`{edit}` has parts that are common to all tasks, and would change for all of them"
             raise PeftcError(Diagnostic("P525", message, help="leave it out of `edits`"))
-        if name in pairs and (task is None or part.search(rest)):
-            rest = re.sub(rf"^{re.escape(name)}(?=\.[^/]*/)", pairs[name], part.sub("", rest))
-            wanted.setdefault(f"{pairs[name]}/{rest}", []).append(value)
-    found = {saved: tensor for saved, tensor in tensors.items() if saved.partition("/")[0] in pairs.values()}
-    for i in range(max(map(len, wanted.values()), default=1)):
-        shapes = {saved: values[min(i, len(values) - 1)] for saved, values in wanted.items()}
-        alone = task is None and any(".tasks." in n for n in shapes) and not any(".tasks." in n for n in found)
-        help_ = f'say which task begins so: task="{record.task.names[0]}"' if alone else None
-        check_tensors(
-            found, shapes, f"what is saved in {directory} does not fit {join_names(pairs)} of the model", help_
+        if edit in names and (task is None or suffix.search(rest)):
+            rest = re.sub(rf"^{re.escape(edit)}(?=\.[^/]*/)", names[edit], suffix.sub("", rest))
+            targets.setdefault(f"{names[edit]}/{rest}", []).append(value)
+    selected = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] in names.values()}
+    for i in range(max(map(len, targets.values()), default=1)):
+        expected = {name: values[min(i, len(values) - 1)] for name, values in targets.items()}
+        needs_task = (
+            task is None and any(".tasks." in n for n in expected) and not any(".tasks." in n for n in selected)
         )
-    copy_all(((value, found[saved]) for saved, values in wanted.items() for value in values), partial(reload, model))
-    return tuple(pairs)
+        help_ = f'name the task to initialize: task="{record.task.names[0]}"' if needs_task else None
+        message = f"the adapter in {directory} does not fit {join_names(names)} of the model"
+        check_tensors(selected, expected, message, help_)
+    pairs = ((value, selected[name]) for name, values in targets.items() for value in values)
+    copy_all(pairs, partial(_notify_forms, model))
+    return tuple(names)
 
 
-def reload(model: nn.Module) -> None:
-    """Tells forms that their values are others."""
+def _notify_forms(model: nn.Module) -> None:
     for form in model.modules():
         if isinstance(form, FormModule):
             form.loaded()
 
 
-def checked_names(
-    edits: Mapping[str, str], own: Iterable[str], there: Iterable[str] | None = None
+def check_edit_names(
+    edits: Mapping[str, str], own: Iterable[str], saved: Iterable[str] | None = None
 ) -> Mapping[str, str]:
-    """From edits of a model to those of an adapter. Raises: P532 where one of them is not there, P545 for anything else."""
+    """Checks a mapping from edits of a model to those of an adapter; `saved` is None if unknown.
+
+    Raises: P532 for unknown edits, P545 for anything but a mapping.
+    """
     if not isinstance(edits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"`edits` is a dictionary, from edits of the model to those of the adapter; found {edits!r}"
         raise PeftcError(Diagnostic("P545", message, help='edits={"mine": "theirs"}'))
-    theirs = edits.values() if there is None else there  # not known yet
-    for names, known, where in ((edits, tuple(own), "model"), (edits.values(), tuple(theirs), "adapter")):
+    saved = edits.values() if saved is None else saved
+    for names, known, owner in ((edits, tuple(own), "model"), (edits.values(), tuple(saved), "adapter")):
         for name in names:
             if name not in known:
-                help_ = did_you_mean(name, known) or f"the {where} has {join_names(sorted(known))}"
-                raise PeftcError(Diagnostic("P532", f"the {where} has no edit `{name}`", help=help_))
+                help_ = did_you_mean(name, known) or f"the {owner} has {join_names(sorted(known))}"
+                raise PeftcError(Diagnostic("P532", f"the {owner} has no edit `{name}`", help=help_))
     return edits

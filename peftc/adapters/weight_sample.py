@@ -1,4 +1,4 @@
-"""A sample of the values of the base: what is written down of it, its digest, and how far another base is from it."""
+"""Samples of the base's weights: their digest, and the distance of another base from them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from peftc.adapters.metadata import BaseTensor, WeightsDigest
 from peftc.adapters.sharded import whole
 from peftc.forms.module import has_values
 
-VALUES = 16  # of each parameter that are written down, at equal distances from the first to the last
-_HALF = 2.0**-7  # what float16 and bfloat16 of one number differ by at most, relatively
+VALUES = 16  # of each parameter, at equal distances from the first to the last
+_HALF = 2.0**-7  # the largest relative difference between float16 and bfloat16 of one number
 
 Sample = tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far the weights of a model are from those that were written down.
+    """The distance of a model's weights from saved samples.
 
-    `changed`, `unreadable`: parameters whose values are others, and those that have no plain values here (quantised). `compared`:
-    how many could be compared. `relative`: ‖here − there‖ / ‖there‖ over the samples of all, `farthest` the parameter where that is
-    largest, with its own.
+    Args:
+        changed: parameters with other values.
+        unreadable: parameters that cannot be compared, since they are quantised.
+        compared: the number of parameters that were compared.
+        relative: ‖here − there‖ / ‖there‖ over all samples.
+        farthest: the parameter with the largest relative distance, and this distance.
     """
 
     changed: tuple[str, ...]
@@ -38,10 +41,11 @@ class Distance:
 
 
 def samples(parameters: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Sample | None]:
-    """So many values of each parameter, in its order of storage as text has it; None of those that are quantised, fake or no
-    floats. One copy for each device and dtype.
+    """As many values of each parameter as `counts` says, in row-major order.
+
+    Quantised, fake and integer parameters have None. Values are copied once per device and dtype.
     """
-    found: dict[str, Sample | None] = dict.fromkeys(counts)
+    result: dict[str, Sample | None] = dict.fromkeys(counts)
     pieces: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, count in counts.items():
         values = whole(parameters[name].detach())
@@ -53,9 +57,9 @@ def samples(parameters: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict
         flat: list[float] = torch.cat(list(group.values())).cpu().double().tolist()
         start = 0
         for name, piece in group.items():
-            found[name] = tuple(flat[start : start + piece.numel()])
+            result[name] = tuple(flat[start : start + piece.numel()])
             start += piece.numel()
-    return found
+    return result
 
 
 def _is_plain(parameter: Tensor, values: Tensor) -> bool:
@@ -64,12 +68,12 @@ def _is_plain(parameter: Tensor, values: Tensor) -> bool:
 
 
 def finite(sample: Sample | None) -> Sample:
-    """A sample as it is written down: nothing where a value says nothing."""
+    """The sample, or nothing if it is missing or a value is not finite."""
     return sample if sample is not None and all(map(math.isfinite, sample)) else ()
 
 
 def digest_of(tensors: Mapping[str, BaseTensor]) -> WeightsDigest:
-    """sha256 over names and samples: one for one base in one dtype."""
+    """sha256 over names and samples. It depends on the dtype of the base."""
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         if tensor.sample:
@@ -78,38 +82,39 @@ def digest_of(tensors: Mapping[str, BaseTensor]) -> WeightsDigest:
 
 
 def distance(tensors: Mapping[str, BaseTensor], parameters: Mapping[str, Tensor]) -> Distance:
-    """Compares what was written down with what is here, allowing for a cast to another dtype."""
+    """Compares samples to parameters, up to a cast to another dtype."""
     counts = {name: len(t.sample) for name, t in tensors.items() if t.sample and name in parameters}
     changed, unreadable = list[str](), list[str]()
-    apart, norm, farthest = 0.0, 0.0, ("", 0.0)
+    total, norm, farthest = 0.0, 0.0, ("", 0.0)
     for name, here in samples(parameters, counts).items():
-        there = tensors[name]
+        saved = tensors[name]
         if here is None:
             unreadable.append(name)
             continue
-        size = math.fsum(value * value for value in there.sample)
+        size = math.fsum(value * value for value in saved.sample)
         norm += size
-        if not _same(there, here, parameters[name].dtype):
+        if not _is_same(saved, here, parameters[name].dtype):
             changed.append(name)
-            square = sum((a - b) ** 2 for a, b in zip(here, there.sample, strict=True))
-            apart += square
+            square = sum((a - b) ** 2 for a, b in zip(here, saved.sample, strict=True))
+            total += square
             farthest = max(farthest, (name, _ratio(square, size)), key=lambda pair: pair[1])
-    return Distance(tuple(changed), tuple(unreadable), len(counts) - len(unreadable), _ratio(apart, norm), farthest)
+    return Distance(tuple(changed), tuple(unreadable), len(counts) - len(unreadable), _ratio(total, norm), farthest)
 
 
 def _ratio(square: float, norm: float) -> float:
-    """√(square / norm); infinite where there is nothing to divide by, or values are not finite."""
+    """√(square / norm), or infinity if the norm is 0 or values are not finite."""
     if not math.isfinite(square) or not norm:
         return math.inf if square else 0.0
     return math.sqrt(square / norm)
 
 
-def _same(there: BaseTensor, here: Sample, now: torch.dtype) -> bool:
-    """Equal, or one of the two rounded to the other's dtype."""
-    then = getattr(torch, there.dtype, None)
-    if here == there.sample or not isinstance(then, torch.dtype) or then == now:
-        return here == there.sample
-    one, two = torch.tensor(there.sample, dtype=torch.float64), torch.tensor(here, dtype=torch.float64)
-    if torch.equal(one.to(now).double(), two) or torch.equal(two.to(then).double(), one):
+def _is_same(saved: BaseTensor, here: Sample, dtype: torch.dtype) -> bool:
+    """Whether two samples are equal, or one of them is the other rounded to its dtype."""
+    saved_dtype = getattr(torch, saved.dtype, None)
+    if here == saved.sample or not isinstance(saved_dtype, torch.dtype) or saved_dtype == dtype:
+        return here == saved.sample
+    a, b = torch.tensor(saved.sample, dtype=torch.float64), torch.tensor(here, dtype=torch.float64)
+    if torch.equal(a.to(dtype).double(), b) or torch.equal(b.to(saved_dtype).double(), a):
         return True
-    return {then, now} == {torch.float16, torch.bfloat16} and torch.allclose(one, two, rtol=_HALF, atol=2.0**-24)
+    is_half = {saved_dtype, dtype} == {torch.float16, torch.bfloat16}
+    return is_half and torch.allclose(a, b, rtol=_HALF, atol=2.0**-24)

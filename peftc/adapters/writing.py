@@ -1,4 +1,4 @@
-"""Writing an adapter: its tensors under a name of their own, then `adapter.json`, which is the switch from the old to the new one."""
+"""Writes an adapter: first its tensors under a new name, then `adapter.json`, which names them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,22 @@ from peftc.filesystem.atomic import (
 from peftc.filesystem.bounded_read import read_regular
 
 OLD = f"old-{METADATA}"
-RECENT = 3600.0  # seconds; where folders cannot be locked, younger files may belong to a writer that is at work
+RECENT = 3600.0  # seconds; without a lock, younger files may belong to a running writer
 _OURS = (re.compile(TENSORS_NAME), re.compile(rf"(old-)?{re.escape(METADATA)}|old-{re.escape(TENSORS)}"))
-_WRITTEN = (*_OURS, re.compile(r"\.tmp[A-Za-z0-9]{6}"))  # the last is what safetensors writes into
+_WRITTEN = (*_OURS, re.compile(r"\.tmp[A-Za-z0-9]{6}"))  # the last is a temporary file of safetensors
 
 
 def write(target: Path, tensors: Mapping[str, Tensor], describe: Callable[[str], Adapter]) -> None:
-    """Writes an adapter into a new or empty directory, or over another one. `describe` is given the tensors' sha256.
+    """Writes an adapter into a new or empty directory, or replaces another adapter.
 
-    At every moment the directory loads as what was there before or as the new adapter, whatever ends the process. What a
-    killed writer has left is removed after the switch.
+    At every moment the directory loads as the old or the new adapter, even if the process is
+    killed. Files of killed writers are removed afterwards.
 
-    Raises: P526 for any other directory, or where the file system refuses; then what was there is there.
+    Args:
+        describe: makes the description from the sha256 of the tensors.
+
+    Raises: P526 for any other directory, or if the file system refuses; then the directory is
+        unchanged.
     """
     _check_target(target)
     try:
@@ -66,19 +70,18 @@ def _check_target(target: Path) -> None:
         if not target.exists() or (target.is_dir() and (_is_adapter(target) or _is_unfinished(target))):
             return
     except OSError as error:
-        raise PeftcError(Diagnostic("P526", f"{target} cannot be looked at", notes=(f"{error}",))) from error
-    what = "is a directory of other things" if target.is_dir() else "is a file"
-    raise PeftcError(Diagnostic("P526", f"{target} {what}", help="name a new directory, or remove this one"))
+        raise PeftcError(Diagnostic("P526", f"{target} cannot be read", notes=(f"{error}",))) from error
+    kind = "is a directory of other things" if target.is_dir() else "is a file"
+    raise PeftcError(Diagnostic("P526", f"{target} {kind}", help="name a new directory, or remove this one"))
 
 
 def _is_adapter(target: Path) -> bool:
-    """Whether peftc saved an adapter here, of whatever version."""
-    data = _json(target / METADATA)
-    return {"format_version", "peftc", "sha256"} <= data.keys()
+    """Whether any version of peftc saved an adapter here."""
+    return {"format_version", "peftc", "sha256"} <= _json(target / METADATA).keys()
 
 
 def _is_unfinished(target: Path) -> bool:
-    """Whether a directory is empty, or has nothing but what a writer has left that was killed before its switch."""
+    """Whether a directory is empty, or has only files of a writer that was killed."""
     paths = list(target.iterdir())
     interrupted = any(map(is_workspace, paths))
     return all(
@@ -89,7 +92,7 @@ def _is_unfinished(target: Path) -> bool:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """What a description says; nothing where there is none."""
+    """The content of a JSON file, or an empty dictionary if it cannot be read."""
     try:
         data = json.loads(read_regular(path, LARGEST))
     except (PeftcError, OSError, ValueError, RecursionError):
@@ -98,9 +101,9 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _publish(work: Path, target: Path, name: str) -> None:
-    """Puts the new tensors beside the old ones, then the new description over the old one."""
+    """Adds the new tensors, then replaces the description."""
     if (target / METADATA).exists():
-        shutil.copyfile(target / METADATA, work / OLD)  # which vouches for the old tensors until they are removed
+        shutil.copyfile(target / METADATA, work / OLD)  # names the old tensors until they are removed
     try:
         os.replace(work / name, target / name)
         flush(target)
@@ -114,8 +117,9 @@ def _publish(work: Path, target: Path, name: str) -> None:
 
 
 def _clean(target: Path, work: Path, held: bool) -> None:
-    """Removes what no description names any more, where it is certain that a writer of adapters wrote it. What cannot be
-    removed is left to the next one.
+    """Removes files that no description names, if peftc certainly wrote them.
+
+    Files that cannot be removed are left to the next writer.
     """
     with suppress(OSError):
         dead = list(dead_workspaces(target)) if held else []
@@ -127,7 +131,7 @@ def _clean(target: Path, work: Path, held: bool) -> None:
 
 
 def _unused(target: Path, workspaces: list[Path]) -> Iterator[Path]:
-    """Files of tensors that no description names, and that have the sha256 in their own name or in a description that was replaced."""
+    """Unnamed files of tensors whose sha256 is in their name or a replaced description."""
     descriptions = [_json(path) for work in workspaces for path in sorted(work.rglob(f"*{METADATA}"))]
     replaced = {str(data.get("sha256")) for data in descriptions}
     named = _json(target / METADATA).get("file", TENSORS)

@@ -1,4 +1,4 @@
-"""Choosing what selective edits train, from data."""
+"""Selects what selective edits train, from data."""
 
 from __future__ import annotations
 
@@ -26,177 +26,206 @@ from peftc.planning import ir
 from peftc.rewriting.container import SHARED
 
 Batch = Mapping[str, Any]
-CHOOSERS = (SparseValues, Lines, MaskedSites)
+SELECTORS = (SparseValues, Lines, MaskedSites)
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 def calibrate(
     model: nn.Module, data: Iterable[Batch] = (), *, loss: Loss | None = None, lr: float = 1e-4, name: str | None = None
 ) -> dict[str, int]:
-    """Chooses what is trained: the entries of every `sparse` edit, among those of all its sites at once; the rows (columns) of every
-    `lines`, at each site. Their values begin with zero. And what of every `sparse_adapter` is not pruned, among all its sites; it
-    begins with what it was drawn with. And what is kept of every `masked` of what it has trained, the largest |z Δ| among all its
-    sites; training may go on with these.
+    """Selects what the selective edits of a model train.
 
-    `select=fisher`: of the largest Σ (∂loss)² over the batches (Sung et al. 2021, Eq. 3, with the labels of the data). `change`:
-    of the largest |θ₁ − θ₀|, θ₁ after one pass of AdamW over the batches (Ansell et al. 2022), which is undone. `magnitude`:
-    of the largest |θ|. `snip`: of the largest |θ · Σ ∂loss| (Lee et al. 2019). Rows have the sums of theirs (Vucetic et al. 2022).
-    `random` edits have been chosen already. The base, gradients, modes and `requires_grad` are as before.
+    - `sparse`: the entries of all sites together; `lines`: the rows (columns) of each site. Their
+      values start at zero.
+    - `sparse_adapter`: the entries of all sites that are not pruned, which keep their initial
+      values.
+    - `masked`: the largest |z Δ| of all sites, after training, which may continue with them.
 
-    Args: `data`: batches, keyword arguments of a forward. `loss`: of the model and a batch; the `loss` of its result without
-    it. `lr`: of AdamW. `name`: of one spec. Edits `per task` choose for the task that is present (`peftc.task`); without
-    one, for all of them where no batch is run (`magnitude`, `masked`).
-    Returns: how many entries (rows, columns) were chosen, by edit.
-    Raises: P410 (not compiled), P413, P529, P533 where batches are run and none of several tasks is present, P541 where
-    there is nothing to choose or the batches give no gradients, P542 for weights of the base that are quantised.
+    Entries are ranked by `select`: `fisher` by Σ (∂loss)² over the batches; `change` by |θ₁ − θ₀|,
+    with θ₁ after one pass of AdamW, which is undone; `magnitude` by |θ|; `snip` by |θ · Σ ∂loss|.
+    Rows are ranked by the sum of their entries. `random` edits are selected already. The base, its
+    gradients, modes and `requires_grad` are as before.
+
+    Args:
+        data: batches, each the keyword arguments of a forward.
+        loss: a function of the model and a batch; by default the `loss` of the model's result.
+        lr: the learning rate of AdamW.
+        name: of one spec. Edits `per task` select for the current task (`peftc.task`); without one,
+            for all tasks, if no batch is run (`magnitude`, `masked`).
+
+    Returns:
+        The number of selected entries (rows, columns) by edit.
+
+    Raises:
+        P410 (not compiled), P413 (no spec of that name), P529 (switched off), P533 (batches without
+        a task), P541 (nothing to select, or no gradients), P542 (quantised weights).
+
+    Source:
+        Sung et al. 2021, Eq. 3 (fisher); Ansell et al. 2022 (change); Lee et al. 2019 (snip);
+        Vucetic et al. 2022 (rows).
     """
     record = active_installation(model)
-    edits = {edit for part in record.selected(name) for edit in part.edits}
-    found = [choice for choice in choices_of(model, record) if choice.edit in edits]
-    if not found:
-        raise PeftcError(Diagnostic("P541", "the model has no edit of which something is to be chosen"))
-    batches = _batches(data)
-    if not isinstance(lr, int | float) or not 0 < lr < inf:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
-        message = f"`lr` is {lr!r}, and the steps of AdamW are of a positive, finite size"
-        raise PeftcError(Diagnostic("P541", message, help="leave it out for 1e-4"))
-    if loss is not None and not callable(loss):
-        message = f"`loss` is a {type(loss).__name__}, and nothing that can be called"
-        raise PeftcError(Diagnostic("P541", message, help="loss=lambda model, batch: …"))
-    ways = {choice.module.way for choice in found}
-    if not batches and ways - {"magnitude", "value"}:
-        raise PeftcError(Diagnostic("P541", "there are no batches to choose from", help="calibrate(model, batches)"))
-    if ways - {"magnitude", "value"} and len(record.task.names) > 1 and record.task.present is None:
-        help_ = (
-            f'with peftc.task(model, "{record.task.names[0]}"): peftc.calibrate(model, batches), and so for each task'
-        )
-        raise PeftcError(Diagnostic("P533", "batches are of one task each, and none is chosen", help=help_))
-    places: list[Tensor] = []
-    scores = {w: SCORES[w](model, leaves_of(found, w), batches, loss or own_loss, lr) for w in sorted(ways - {"value"})}
-    for choice in found:
-        units = choice.units(scores.get(choice.module.way, {}))
-        if not bool(torch.isfinite(units).all()) or not bool(units.any()):
-            raise PeftcError(_alike(choice.edit, not bool(torch.isfinite(units).all())))
-        places.append(units.topk(choice.module.count)[1])
-    chosen = Counter[str]()
-    with Deferral():
-        for choice, where in zip(found, places, strict=True):  # all of them, or none
-            choice.module.choose(where)
-            chosen[choice.edit] += len(where)
-    return dict(chosen)
+    edits = {edit for spec in record.selected(name) for edit in spec.edits}
+    selectors = [selector for selector in selectors_of(model, record) if selector.edit in edits]
+    if not selectors:
+        raise PeftcError(Diagnostic("P541", "the model has no edit that selects what it trains"))
+    batches = _check_arguments(data, loss, lr)
+    criteria = {selector.module.way for selector in selectors}
+    if criteria - {"magnitude", "value"}:
+        if not batches:
+            help_ = "calibrate(model, batches)"
+            raise PeftcError(Diagnostic("P541", "there are no batches to select by", help=help_))
+        if len(record.task.names) > 1 and record.task.present is None:
+            block = f'with peftc.task(model, "{record.task.names[0]}"): peftc.calibrate(model, batches)'
+            message = "a batch is of one task, and no task is selected"
+            raise PeftcError(Diagnostic("P533", message, help=f"{block}, and so for each task"))
+    loss = loss or model_loss
+    scores = {c: SCORES[c](model, leaves_of(selectors, c), batches, loss, lr) for c in sorted(criteria - {"value"})}
+    selections: list[Tensor] = []
+    for selector in selectors:
+        units = selector.units(scores.get(selector.module.way, {}))
+        is_finite = bool(torch.isfinite(units).all())
+        if not is_finite or not bool(units.any()):
+            raise PeftcError(_no_ranking(selector.edit, is_finite))
+        selections.append(units.topk(selector.module.count)[1])
+    counts = Counter[str]()
+    with Deferral():  # selects for all edits or for none
+        for selector, selection in zip(selectors, selections, strict=True):
+            selector.module.choose(selection)
+            counts[selector.edit] += len(selection)
+    return dict(counts)
 
 
-def _alike(edit: str, infinite: bool) -> Diagnostic:
-    """What is said where no entry has a larger score than another."""
-    message = f"`{edit}`: nothing tells some of it from the rest"
-    if infinite:
+def _no_ranking(edit: str, is_finite: bool) -> Diagnostic:
+    message = f"`{edit}`: the scores do not rank its entries"
+    if not is_finite:
         help_ = "the loss of each batch, and its gradients, must be finite"
         return Diagnostic("P541", message, notes=("scores are NaN or infinite",), help=help_)
     help_ = (
-        "write `w += …`: the change begins with zero, and as a factor it hides what it multiplies. Or the loss of these batches does "
-        "not depend on the sites"
+        "write `w += …`: the change starts at zero, and as a factor it hides what it multiplies. Or the "
+        "loss of these batches does not depend on the sites"
     )
     return Diagnostic("P541", message, notes=("all scores are zero",), help=help_)
 
 
-def _batches(data: Iterable[Batch]) -> list[Batch]:
-    """Raises: P541 for one batch, and for what is none."""
-    if isinstance(data, Iterable) and not isinstance(data, Mapping | str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
-        return list(data)
-    message = f"the batches are a list or a loader of them, not a {type(data).__name__}"
-    raise PeftcError(Diagnostic("P541", message, help="calibrate(model, [batch, …])"))
+def _check_arguments(data: Iterable[Batch], loss: Loss | None, lr: float) -> list[Batch]:
+    """Raises: P541 for anything but batches, a function and a positive number."""
+    if not isinstance(data, Iterable) or isinstance(data, Mapping | str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        message = f"the batches are a list or a loader of them, not a {type(data).__name__}"
+        raise PeftcError(Diagnostic("P541", message, help="calibrate(model, [batch, …])"))
+    batches = list(data)
+    if not isinstance(lr, int | float) or not 0 < lr < inf:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        message = f"`lr` is {lr!r}, but a learning rate is positive and finite"
+        raise PeftcError(Diagnostic("P541", message, help="leave it out for 1e-4"))
+    if loss is not None and not callable(loss):
+        message = f"`loss` is a {type(loss).__name__}, not a function"
+        raise PeftcError(Diagnostic("P541", message, help="loss=lambda model, batch: …"))
+    return batches
 
 
-def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The `loss` that a model gives with labels."""
+def model_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The `loss` of a model's result."""
     if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"a batch is a dictionary of the forward's arguments, not a {type(batch).__name__}"
         raise PeftcError(Diagnostic("P541", message, help='write {"input_ids": …, "labels": …}, or pass `loss=`'))
-    found = getattr(model(**batch), "loss", None)
-    if isinstance(found, Tensor):
-        return found
-    raise PeftcError(Diagnostic("P541", "the model gives no `loss` for a batch", help="add labels, or pass `loss=`"))
+    loss = getattr(model(**batch), "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    raise PeftcError(Diagnostic("P541", "the model returns no `loss` for a batch", help="add labels, or pass `loss=`"))
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What `module` trains of `own`, weights and biases in the order in which sites are counted; chosen by the scores of `refs`. One
-    that prunes what is its own has neither. `edit`, `place`: the first edit of theirs, the name of the module.
+class Selector:
+    """A form module that selects what it trains.
+
+    Args:
+        edit: the first edit that uses it.
+        name: its dotted name.
+        module: the form module.
+        weights: the weights and biases of which it trains entries, in the order of its sites.
+        scored: those by whose scores it selects. A module that prunes its own values has neither.
     """
 
     edit: str
-    place: str
+    name: str
     module: SparseValues | Lines | MaskedSites
-    own: list[WeightRef] = field(default_factory=list[WeightRef])
-    refs: list[WeightRef] = field(default_factory=list[WeightRef])
+    weights: list[WeightRef] = field(default_factory=list[WeightRef])
+    scored: list[WeightRef] = field(default_factory=list[WeightRef])
 
     def units(self, scores: Mapping[str, Tensor]) -> Tensor:
         if isinstance(self.module, MaskedSites):
             return self.module.flat().abs()
         if isinstance(self.module, PrunedValues):
-            return scores[self.place]
-        return self.module.units([view_of(scores[key(ref)], ref) for ref in self.refs])
+            return scores[self.name]
+        return self.module.units([view_of(scores[key(ref)], ref) for ref in self.scored])
 
 
-def choices_of(model: nn.Module, record: Installation) -> list[Choice]:
-    """What is to be chosen, but at random; of the present task alone where one is."""
-    found: dict[str, Choice] = {}
-    for placed in record.site_edits:
-        for assign, one in applied(placed):
-            for task, tail in one.task_suffixes():
+def selectors_of(model: nn.Module, record: Installation) -> list[Selector]:
+    """All selectors but the random ones; of the current task alone if there is one."""
+    selectors: dict[str, Selector] = {}
+    for site_edit in record.site_edits:
+        for assign, instance in form_calls(site_edit):
+            for task, suffix in instance.task_suffixes():
                 if not record.task.concerns(task):
                     continue
-                place = chooser(model, record, placed, one, task, tail)
-                module = None if place is None else model.get_submodule(place)
-                if place is None or not isinstance(module, CHOOSERS) or module.way == "random":
+                name = selector_name(model, record, site_edit, instance, task, suffix)
+                module = None if name is None else model.get_submodule(name)
+                if name is None or not isinstance(module, SELECTORS) or module.way == "random":
                     continue
-                choice = found.setdefault(place, Choice(placed.edit, place, module))
-                own = placed.site.states[assign.state].weight
-                if own is not None and not isinstance(module, PrunedValues | MaskedSites):
-                    ref = placed.site.states[leading(placed, assign)].weight if isinstance(module, Lines) else own
-                    choice.own.append(own)
-                    choice.refs.append(ref or own)
-    return list(found.values())
+                selector = selectors.setdefault(name, Selector(site_edit.edit, name, module))
+                weight = site_edit.site.states[assign.state].weight
+                if weight is not None and not isinstance(module, PrunedValues | MaskedSites):
+                    state = ranked_state(site_edit, assign) if isinstance(module, Lines) else assign.state
+                    selector.weights.append(weight)
+                    selector.scored.append(site_edit.site.states[state].weight or weight)
+    return list(selectors.values())
 
 
-def applied(placed: ir.SiteEdit) -> Iterator[tuple[ir.Assign, ir.FormInstance]]:
-    """The forms of an edit at a site, and where each stands first."""
+def form_calls(site_edit: ir.SiteEdit) -> Iterator[tuple[ir.Assign, ir.FormInstance]]:
+    """The form instances of an edit at a site, with the first equation that uses each."""
     seen = set[int]()
-    for assign in placed.assigns:
+    for assign in site_edit.assigns:
         for term in ir.subterms(assign.value):
             if isinstance(term, ir.FormCall) and id(term.instance) not in seen:
                 seen.add(id(term.instance))
                 yield assign, term.instance
 
 
-def leading(placed: ir.SiteEdit, assign: ir.Assign) -> str:
-    """The state whose rows are compared: those of a bias follow those of the weight, where the edit has rows of it, too."""
-    rows = (a.state for a, one in applied(placed) if one.form.name == "lines" and one.args["by"] == "row")
+def ranked_state(site_edit: ir.SiteEdit, assign: ir.Assign) -> str:
+    """The state whose rows are ranked: entries of a bias follow the rows of the weight."""
+    calls = form_calls(site_edit)
+    rows = (a.state for a, one in calls if one.form.name == "lines" and one.args["by"] == "row")
     return "w" if assign.state == "b" and "w" in rows else assign.state
 
 
-def chooser(
-    model: nn.Module, record: Installation, placed: ir.SiteEdit, one: ir.FormInstance, task: str | None, tail: str
+def selector_name(
+    model: nn.Module,
+    record: Installation,
+    site_edit: ir.SiteEdit,
+    instance: ir.FormInstance,
+    task: str | None,
+    suffix: str,
 ) -> str | None:
-    """The name of the module that knows what of a form is trained, where there is such a choice."""
-    owner = one.owner_of(task)
-    name = f"{placed.edit}/{placed.site.path}/{one.key}"
-    places = [f"{record.form_modules[name]}{tail}"] if one.has_site_parameters else []
-    places += [f"{SHARED}.{identifier(owner)}"] if owner is not None else []
-    return next((place for place in places if isinstance(model.get_submodule(place), CHOOSERS)), None)
+    """The dotted name of the module that selects for a form instance, if there is one."""
+    owner = instance.owner_of(task)
+    place = f"{site_edit.edit}/{site_edit.site.path}/{instance.key}"
+    names = [f"{record.form_modules[place]}{suffix}"] if instance.has_site_parameters else []
+    names += [f"{SHARED}.{identifier(owner)}"] if owner is not None else []
+    return next((name for name in names if isinstance(model.get_submodule(name), SELECTORS)), None)
 
 
 @dataclass(frozen=True)
 class Leaves:
-    """What is scored in one way: parameters of the base, and all entries of what is pruned, by name."""
+    """The tensors that one criterion scores: base parameters, and values to prune, by name."""
 
     base: tuple[str, ...]
     pruned: Mapping[str, PrunedValues]
 
 
-def leaves_of(choices: Iterable[Choice], way: str) -> Leaves:
-    found = [choice for choice in choices if choice.module.way == way]
-    base = dict.fromkeys(key(ref) for choice in found for ref in (*choice.own, *choice.refs))
-    pruned = {choice.place: choice.module for choice in found if isinstance(choice.module, PrunedValues)}
+def leaves_of(selectors: Iterable[Selector], criterion: str) -> Leaves:
+    scored = [selector for selector in selectors if selector.module.way == criterion]
+    base = dict.fromkeys(key(ref) for selector in scored for ref in (*selector.weights, *selector.scored))
+    pruned = {selector.name: selector.module for selector in scored if isinstance(selector.module, PrunedValues)}
     return Leaves(tuple(base), pruned)
 
 
@@ -208,8 +237,10 @@ def key(ref: WeightRef) -> str:
 def differentiable(
     model: nn.Module, leaves: Leaves, training: bool, values: dict[str, Tensor] | None = None
 ) -> Generator[dict[str, Tensor]]:
-    """What is scored, with gradients of its own, and the model as it was afterwards. Nothing is pruned meanwhile. `values`: gets
-    copies of those of now, which are put back.
+    """Yields the leaves with gradients and without pruning, and restores the model afterwards.
+
+    Args:
+        values: receives copies of the leaves, whose values are restored, too.
     """
     parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in leaves.base}
     refuse_quantised(parameters, leaves.base)
@@ -222,7 +253,7 @@ def differentiable(
     model.train(training)
     for module in model.modules():
         if isinstance(module, FormModule):
-            module.training = False  # nothing has been chosen yet
+            module.training = False  # a form refuses to train before its selection
     for name, parameter in model.named_parameters():
         parameter.grad = None
         parameter.requires_grad_(name in parameters)
@@ -245,24 +276,24 @@ def differentiable(
             module.training = modes[name]
 
 
-def backward(found: Tensor) -> None:
-    """Raises: P541 where the loss does not depend on what is scored, or is no loss."""
-    if not isinstance(found, Tensor) or found.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
-        said = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
-        message = f"the loss of a batch is one number that was computed by torch, not {said}"
+def backward(loss: Tensor) -> None:
+    """Raises: P541 for anything but a scalar with a gradient."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        kind = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
+        message = f"the loss of a batch is one number that was computed by torch, not {kind}"
         raise PeftcError(Diagnostic("P541", message, help="`loss=` returns a tensor with one entry"))
-    if not found.requires_grad:
+    if not loss.requires_grad:
         message = "the loss of a batch has no gradient"
         raise PeftcError(
             Diagnostic("P541", message, help="give the loss as it was computed, outside of inference mode")
         )
-    found.backward()
+    loss.backward()
 
 
 def gradients(
     model: nn.Module, parameters: Mapping[str, Tensor], batches: list[Batch], loss: Loss
 ) -> Iterator[dict[str, Tensor]]:
-    """The gradients of each batch in turn, in float32; zero where there are none."""
+    """The gradients of each batch in float32, or zeros."""
     for batch in batches:
         for parameter in parameters.values():
             parameter.grad = None
@@ -274,8 +305,8 @@ def fisher(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, l
     """Σ (∂loss)² over the batches, in evaluation mode."""
     with differentiable(model, leaves, training=False) as parameters:
         total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
-        for found in gradients(model, parameters, batches, loss):
-            for name, gradient in found.items():
+        for batch_gradients in gradients(model, parameters, batches, loss):
+            for name, gradient in batch_gradients.items():
                 total[name] += gradient.square()
         return total
 
@@ -284,8 +315,8 @@ def snip(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr:
     """|θ · Σ ∂loss| over the batches, in evaluation mode."""
     with differentiable(model, leaves, training=False) as parameters:
         total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
-        for found in gradients(model, parameters, batches, loss):
-            for name, gradient in found.items():
+        for batch_gradients in gradients(model, parameters, batches, loss):
+            for name, gradient in batch_gradients.items():
                 total[name] += gradient
         return {name: (p.detach().float() * total[name]).abs() for name, p in parameters.items()}
 

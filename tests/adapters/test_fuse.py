@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(
 
 def test_what_is_not_there_is_refused(fused: Any, directories: list[Path], tmp_path: Path) -> None:
     model = fused
-    refused(model, directories[:1], "P544", "mixes 2 adapters, and 1 are given")
+    refused(model, directories[:1], "P544", "mixes 2 adapters, but there are 1 directories")
     refused(model, directories, "P532", "the model has no edit `fn`", edits={"fn": "ffn"})
     refused(model, directories, "P534", "`s`", task="s")
     refused(model, [directories[0], tmp_path], "P520", str(tmp_path))

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlavaConfig
 
 import peftc
-from peftc.adapters.base import described, differences
+from peftc.adapters.base import describe_base, differences
 from peftc.adapters.metadata import METADATA
 from peftc.adapters.weight_sample import VALUES, digest_of, samples
 from peftc.models import settings
@@ -83,14 +83,14 @@ SAME_FUNCTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", OTHER_FUNCTIONS)
 def test_another_function_is_another_fingerprint(case: str) -> None:
-    base = described(llama(), "a")
+    base = describe_base(llama(), "a")
     other = llama(**OTHER_FUNCTIONS[case])
     assert fingerprint(other) != base.fingerprint
     (key,) = OTHER_FUNCTIONS[case]
     notes = differences(base, other)
     assert notes
     assert all(f"`{key}" in note for note in notes)
-    assert differences(described(other, "b"), llama()), "from the other side, too"
+    assert differences(describe_base(other, "b"), llama()), "from the other side, too"
     assert (
         fingerprint_of(identity(other, version=1)) == fingerprint_of(identity(llama(), version=1))
         or case == "activation"
@@ -106,20 +106,20 @@ def test_the_same_function_is_the_same_fingerprint(case: str) -> None:
 def test_parts_of_a_model_have_configurations_of_their_own() -> None:
     one, two = Plain(LlavaConfig()), Plain(LlavaConfig())
     two.config.vision_config.layer_norm_eps = 1e-3
-    (note,) = differences(described(one, "a"), two)
+    (note,) = differences(describe_base(one, "a"), two)
     assert note == "`vision_config.layer_norm_eps` of the configuration is 1e-05 there and 0.001 here"
     two.config = LlavaConfig()
     two.config.text_config.use_cache = False
-    assert differences(described(one, "a"), two) == []
+    assert differences(describe_base(one, "a"), two) == []
 
 
 @pytest.mark.parametrize("config", [None, object(), {"d": 3}], ids=["none", "object", "dictionary"])
 def test_without_a_configuration_the_structure_is_compared(config: object) -> None:
     assert settings.settings(Plain(config)) == {}
-    assert differences(described(Plain(config), "a"), Plain(config, seed=1)) == []
+    assert differences(describe_base(Plain(config), "a"), Plain(config, seed=1)) == []
     wider = Plain(config)
     wider.weight = nn.Parameter(torch.zeros(41, 3))
-    assert differences(described(Plain(config), "a"), wider)
+    assert differences(describe_base(Plain(config), "a"), wider)
 
 
 # Another version of transformers -------------------------------------------------------------------------------------
@@ -141,15 +141,15 @@ def newer(**values: Any) -> Plain:
 def test_keys_that_a_newer_version_has_added_may_be_at_their_defaults() -> None:
     old, new = llama(), newer()
     assert fingerprint(old) != fingerprint(new)
-    assert differences(described(old, "a"), new) == []
-    assert differences(described(new, "a"), old) == []
+    assert differences(describe_base(old, "a"), new) == []
+    assert differences(describe_base(new, "a"), old) == []
 
 
 @pytest.mark.parametrize("values", [{"attention_sinks": 4}, {"router": {"top": 2}}], ids=str)
 def test_and_other_values_of_them_are_told(values: dict[str, Any]) -> None:
     (key,) = values
     for one, other in ((llama(), newer(**values)), (newer(**values), llama())):
-        (note,) = differences(described(one, "a"), other)
+        (note,) = differences(describe_base(one, "a"), other)
         assert f"`{key}" in note
         assert "not set" in note
 
@@ -165,9 +165,9 @@ class Unasked(LlamaConfig):
 def test_where_defaults_are_not_known_keys_of_one_side_pass() -> None:
     one, two = (Plain(Unasked(3, hidden_size=32, num_attention_heads=4, **values)) for values in ({}, {"more": 1}))
     assert settings.defaults(one) == {}
-    assert differences(described(one, "a"), two) == []
+    assert differences(describe_base(one, "a"), two) == []
     two.config.depth = 4
-    (note,) = differences(described(one, "a"), two)
+    (note,) = differences(describe_base(one, "a"), two)
     assert "`depth` of the configuration is 3 there and 4 here" in note
 
 
@@ -312,7 +312,7 @@ def test_samples_are_values_at_equal_distances() -> None:
 
 
 def test_the_digest_is_of_names_and_values() -> None:
-    one, two = described(Plain(), "a").tensors, described(Plain(seed=1), "a").tensors
-    assert digest_of(one) == digest_of(described(Plain(), "b").tensors)
+    one, two = describe_base(Plain(), "a").tensors, describe_base(Plain(seed=1), "a").tensors
+    assert digest_of(one) == digest_of(describe_base(Plain(), "b").tensors)
     assert digest_of(one).sha256 != digest_of(two).sha256
     assert digest_of({"other": one["weight"]}).sha256 != digest_of(one).sha256

@@ -399,9 +399,9 @@ def reshaped_norm(tensors: dict[str, torch.Tensor]) -> None:
     ("change", "said"),
     [
         (lost, "1 are missing, such as `k/s/lora.A`"),
-        (added, "1 belong nowhere, such as `k/t/lora.A`"),
-        (turned, "`k/s/lora.A` is [32, 2], but [2, 32] is wanted"),
-        (reshaped_norm, "is [5], but [32] is wanted"),
+        (added, "1 are unknown, such as `k/t/lora.A`"),
+        (turned, "`k/s/lora.A` is [32, 2], expected [2, 32]"),
+        (reshaped_norm, "is [5], expected [32]"),
     ],
 )
 def test_tensors_that_do_not_fit_the_spec(change: Callable[[Any], None], said: str, folder: Path) -> None:

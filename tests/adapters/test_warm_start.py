@@ -51,7 +51,7 @@ def test_of_the_same_name_or_of_another(spec: str, tmp_path: Path) -> None:
 def test_one_task_of_several(tmp_path: Path) -> None:
     first = saved(ADAPTERS.replace(" per task", ""), tmp_path)
     model = compiled(ADAPTERS, seed=1, tasks=("a", "b"))
-    with pytest.raises(peftc.PeftcError, match=r"P525[^$]*say which task begins so"):
+    with pytest.raises(peftc.PeftcError, match=r"P525[^$]*name the task to initialize"):
         peftc.warm_start(model, tmp_path)
     with peftc.task(model, "a"):
         before = logits(model)

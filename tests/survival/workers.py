@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import peftc
-from peftc.adapters.sharded import turn
+from peftc.adapters.sharded import elect_writer
 from tests.survival.harness import freshly_compiled, given, layers
 
 STEPS, BATCH = 3, 4
@@ -81,7 +81,7 @@ def take_turns(rank: int, world: int, directory: str) -> None:
     told: list[str] = []
     for full in (False, True):
         try:
-            with turn([cast(Tensor, Sharded())]) as mine:
+            with elect_writer([cast(Tensor, Sharded())]) as mine:
                 told.append("writes" if mine else "waits")
                 if mine and full:
                     raise peftc.PeftcError(peftc.Diagnostic("P526", "the disk is full"))
