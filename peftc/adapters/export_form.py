@@ -2,7 +2,8 @@
 
 Some forms are saved in an export form: a reparametrised prefix or prompt as its rows, a mixture of
 adapters as their mean, a masked change as its sparse entries. The saved spec has a direct prefix,
-an adapter or a sparse change in their place."""
+an adapter or a sparse change in their place.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +89,6 @@ def stored_spec(spec: ast.Spec) -> str:
 
 
 def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
-    """The forms of an edit at a site that have an export form, for each task."""
     names = _saved_names(site_edit)
     for instance in site_edit.instances:
         form = instance.form.collapses(instance.form.fill(instance.args))
@@ -117,7 +117,6 @@ def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
 
 
 def _is_shared(form: str) -> bool:
-    """Whether a form is saved once for all sites of an edit."""
     return FORMS[form].common_count is not None and FORMS[form].common(FORMS[form].fill({})) is not None
 
 
@@ -134,7 +133,6 @@ def _saved_names(site_edit: SiteEdit) -> dict[str, str]:
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """The name of a tensor whose form has another saved name."""
     place, _, last = name.rpartition("/")
     key, _, tensor = last.partition(".")
     form = names.get(f"{place}/{key}")
@@ -149,7 +147,6 @@ def _bound_form(let: ast.Let) -> ast.Expr:
 
 
 def _export_form(value: ast.Expr) -> str | None:
-    """The name of the export form of a call, if it has one."""
     form = FORMS.get(value.function) if isinstance(value, ast.Call) else None
     if form is None or not isinstance(value, ast.Call):
         return None

@@ -97,7 +97,6 @@ def fusions(record: Installation) -> Iterator[tuple[ir.SiteEdit, ir.FormInstance
 def fusion_modules(
     record: Installation, site_edit: ir.SiteEdit, instance: ir.FormInstance, task: str | None
 ) -> Iterator[str]:
-    """The dotted names of the modules of a fusion at a site: of one task, or of all."""
     for name, suffix in instance.task_suffixes():
         if task in (None, name):
             owner = instance.owner_of(name)
@@ -129,8 +128,6 @@ class Target:
 
 
 class Source:
-    """A saved adapter, planned on the model."""
-
     def __init__(self, directory: Path, compiled: CompiledModel, other_weights: bool, strict: bool) -> None:
         adapter, self.tensors = read(directory)
         self.directory = directory
@@ -146,7 +143,6 @@ class Source:
                     self.owners.setdefault(one.owner, f"{site_edit.edit}/{one.owner}/{one.key}")
 
     def check_sites(self, expected: set[tuple[str, str]]) -> None:
-        """Raises: P525 if an edit has other sites than its fusion."""
         edits = {edit for edit, _ in expected}
         other = sorted(expected ^ {key for key in self.site_edits if key[0] in edits})
         if other:

@@ -93,6 +93,11 @@ def load(
 def _fill(model: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
     for saved, tensor in {**parameters(model, name), **states(model, name)}.items():
         tensor.copy_(tensors[saved])
+    notify_forms(model)
+
+
+def notify_forms(model: nn.Module) -> None:
+    """Tells the forms of a model that their values have changed."""
     for form in model.modules():
         if isinstance(form, FormModule):
             form.loaded()
@@ -160,7 +165,6 @@ def check_tensors(
 
 
 def _is_same_kind(tensor: Tensor, like: Tensor) -> bool:
-    """Whether values can be copied: between floating-point dtypes, else within one dtype."""
     return tensor.dtype == like.dtype or (tensor.is_floating_point() and like.is_floating_point())
 
 

@@ -10,10 +10,9 @@ from os import PathLike
 from torch import Tensor, nn
 
 from peftc.adapters.files import path_of, read
-from peftc.adapters.loading import check_base, check_tensors
+from peftc.adapters.loading import check_base, check_tensors, notify_forms
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.forms.module import FormModule
 from peftc.installation.contents import parameters, states
 from peftc.installation.journal import copy_all
 from peftc.installation.presence import active_installation
@@ -78,14 +77,8 @@ def warm_start(
         message = f"the adapter in {directory} does not fit {join_names(names)} of the model"
         check_tensors(selected, expected, message, help_)
     pairs = ((value, selected[name]) for name, values in targets.items() for value in values)
-    copy_all(pairs, partial(_notify_forms, model))
+    copy_all(pairs, partial(notify_forms, model))
     return tuple(names)
-
-
-def _notify_forms(model: nn.Module) -> None:
-    for form in model.modules():
-        if isinstance(form, FormModule):
-            form.loaded()
 
 
 def check_edit_names(

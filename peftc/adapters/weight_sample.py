@@ -68,7 +68,6 @@ def _is_plain(parameter: Tensor, values: Tensor) -> bool:
 
 
 def finite(sample: Sample | None) -> Sample:
-    """The sample, or nothing if it is missing or a value is not finite."""
     return sample if sample is not None and all(map(math.isfinite, sample)) else ()
 
 
@@ -102,14 +101,12 @@ def distance(tensors: Mapping[str, BaseTensor], parameters: Mapping[str, Tensor]
 
 
 def _ratio(square: float, norm: float) -> float:
-    """√(square / norm), or infinity if the norm is 0 or values are not finite."""
     if not math.isfinite(square) or not norm:
         return math.inf if square else 0.0
     return math.sqrt(square / norm)
 
 
 def _is_same(saved: BaseTensor, here: Sample, dtype: torch.dtype) -> bool:
-    """Whether two samples are equal, or one of them is the other rounded to its dtype."""
     saved_dtype = getattr(torch, saved.dtype, None)
     if here == saved.sample or not isinstance(saved_dtype, torch.dtype) or saved_dtype == dtype:
         return here == saved.sample

@@ -76,7 +76,6 @@ def _check_target(target: Path) -> None:
 
 
 def _is_adapter(target: Path) -> bool:
-    """Whether any version of peftc saved an adapter here."""
     return {"format_version", "peftc", "sha256"} <= _json(target / METADATA).keys()
 
 
@@ -92,7 +91,6 @@ def _is_unfinished(target: Path) -> bool:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file, or an empty dictionary if it cannot be read."""
     try:
         data = json.loads(read_regular(path, LARGEST))
     except (PeftcError, OSError, ValueError, RecursionError):
@@ -101,7 +99,6 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _publish(work: Path, target: Path, name: str) -> None:
-    """Adds the new tensors, then replaces the description."""
     if (target / METADATA).exists():
         shutil.copyfile(target / METADATA, work / OLD)  # names the old tensors until they are removed
     try:

@@ -109,7 +109,6 @@ def _no_ranking(edit: str, is_finite: bool) -> Diagnostic:
 
 
 def _check_arguments(data: Iterable[Batch], loss: Loss | None, lr: float) -> list[Batch]:
-    """Raises: P541 for anything but batches, a function and a positive number."""
     if not isinstance(data, Iterable) or isinstance(data, Mapping | str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"the batches are a list or a loader of them, not a {type(data).__name__}"
         raise PeftcError(Diagnostic("P541", message, help="calibrate(model, [batch, …])"))
@@ -124,7 +123,6 @@ def _check_arguments(data: Iterable[Batch], loss: Loss | None, lr: float) -> lis
 
 
 def model_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The `loss` of a model's result."""
     if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"a batch is a dictionary of the forward's arguments, not a {type(batch).__name__}"
         raise PeftcError(Diagnostic("P541", message, help='write {"input_ids": …, "labels": …}, or pass `loss=`'))
@@ -182,7 +180,6 @@ def selectors_of(model: nn.Module, record: Installation) -> list[Selector]:
 
 
 def form_calls(site_edit: ir.SiteEdit) -> Iterator[tuple[ir.Assign, ir.FormInstance]]:
-    """The form instances of an edit at a site, with the first equation that uses each."""
     seen = set[int]()
     for assign in site_edit.assigns:
         for term in ir.subterms(assign.value):
@@ -206,7 +203,6 @@ def selector_name(
     task: str | None,
     suffix: str,
 ) -> str | None:
-    """The dotted name of the module that selects for a form instance, if there is one."""
     owner = instance.owner_of(task)
     place = f"{site_edit.edit}/{site_edit.site.path}/{instance.key}"
     names = [f"{record.form_modules[place]}{suffix}"] if instance.has_site_parameters else []
@@ -293,7 +289,6 @@ def backward(loss: Tensor) -> None:
 def gradients(
     model: nn.Module, parameters: Mapping[str, Tensor], batches: list[Batch], loss: Loss
 ) -> Iterator[dict[str, Tensor]]:
-    """The gradients of each batch in float32, or zeros."""
     for batch in batches:
         for parameter in parameters.values():
             parameter.grad = None

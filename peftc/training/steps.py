@@ -69,7 +69,6 @@ def step(model: nn.Module, step: int) -> None:
 
 
 def _step_number(step: int) -> int:
-    """Raises: P545 for anything but a whole number from 0 on."""
     number = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else index(step)
     if number < 0:
         message = f"a training step is a whole number from 0 on, not {step!r}"
@@ -140,7 +139,6 @@ def another_route(mixtures: list[Mixture]) -> Generator[None]:
 
 
 def _check_forward(inputs: Mapping[str, Any] | None, logits: Tensor | None) -> None:
-    """Raises: P545 for anything but the arguments of a forward and its logits."""
     if inputs is not None and not isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"`inputs` is a dictionary of the forward's arguments, not a {type(inputs).__name__}"
         raise PeftcError(Diagnostic("P545", message))
@@ -200,7 +198,6 @@ def is_of_current_task(name: str, record: Installation) -> bool:
 
 
 def task_of(name: str, record: Installation) -> str | None:
-    """The task of a form, from its saved name."""
     place, _, key = name.rpartition("/")
     task = key.partition(".tasks.")[2] or place.rpartition(".tasks.")[2]  # the latter for a shared form
     return task if task in record.task.names else None
@@ -242,7 +239,6 @@ def allocate(forms: list[SVD], step: int) -> None:
 
 
 def is_finished(forms: list[SVD]) -> bool:
-    """Whether at most `target` ranks per site remain."""
     return sum(int(form.get_buffer("kept").sum()) for form in forms) <= integer(forms[0].form_args, "target") * len(
         forms
     )

@@ -1,7 +1,8 @@
 """Checks queries, keys and values at the attention.
 
 Noise in the rows of `attn.q` must change all queries that reach the attention, and no keys or
-values; likewise for `attn.k` and `attn.v`."""
+values; likewise for `attn.k` and `attn.v`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,6 @@ class _AllObserved(Exception):
 
 
 def check_roles(comparison: Comparison, batch: Batch, all_sites: bool, results: CheckResults) -> None:
-    """Checks the q, k and v that edits name."""
     name = "attn.q, attn.k and attn.v are the operands of the attention"
     edits: dict[str, tuple[str, Site]] = {}
     for site_edit in sample_of(comparison.record.site_edits, all_sites):
@@ -104,8 +104,6 @@ def attention_operands(
 
 
 def _noise_hook(reference: ReferenceModel, location: Location, rows: Slice | None) -> Callable[..., Any]:
-    """A forward hook that adds noise to the rows of a module's output in calls within its layer."""
-
     def add_noise(_: nn.Module, args: Any, result: Any) -> Any:
         value = first_tensor(result)
         if not reference.depth[location.root] or value is None:

@@ -49,7 +49,6 @@ class CheckResults:
         self.findings += findings
 
     def compare(self, name: str, code: str, context: str, difference: Difference | None) -> None:
-        """Holds if there is no difference."""
         if difference is None:
             self.holds(name)
         else:
@@ -129,7 +128,6 @@ def check_equations(comparison: Comparison, batch: Batch, results: CheckResults)
 
 
 def check_mode(comparison: Comparison, batch: Batch, mode: ForwardMode, results: CheckResults) -> None:
-    """Compares outputs, and gradients if the mode has them."""
     name = f"{mode.name}: outputs"
     if mode.train:
         # A function that is compiled at its first call is not compiled under a torch function mode.
@@ -233,7 +231,8 @@ def first_differing_module(
     """The first module whose inputs differ, and the edit that causes it.
 
     That is an edit of a rewritten module whose outputs differ before, else the last edit that
-    acted."""
+    acted.
+    """
     expected, actual = Recorder(), Recorder()
     comparison.run_reference(batch, EVALUATION if mode is INFERENCE else mode, expected)
     comparison.run_compiled(batch, mode, actual)
@@ -251,7 +250,6 @@ def first_differing_module(
 
 
 def _first_wrong_edit(comparison: Comparison, batch: Batch) -> EditKey | None:
-    """The first edit whose parameters, perturbed alone, make the outputs differ."""
     comparison.reset()
     if comparison.output_difference(batch) is not None:
         return None  # the initial values differ already, so no perturbation singles out an edit

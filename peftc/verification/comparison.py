@@ -106,7 +106,8 @@ class Comparison:
         Without a recorder it has no hooks, since hooks may disable fast paths of the model's code.
 
         Raises: CompiledModelError; ReferenceUnavailable if the base does not run in this mode,
-        either."""
+        either.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.selected_task())
             stack.enter_context(mode.applied_to(self.compiled))
@@ -116,8 +117,6 @@ class Comparison:
             return self._result(model_outputs(self.compiled(**batch)), mode)
 
     def own_errors(self, batch: Batch, mode: ForwardMode) -> AbstractContextManager[None]:
-        """See `compiled_model_errors`, for a call in a forward mode."""
-
         def call_base() -> None:
             with unavailable_on_error("the model without its edits does not run: "), mode.applied_to(self.base):
                 self.base(**batch)
@@ -128,7 +127,8 @@ class Comparison:
         """Evaluates the spec on the base.
 
         Raises: ReferenceUnavailable if an equation has no values to read, or the base does not run
-        with hooks."""
+        with hooks.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.selected_task())
             stack.callback(self.compiled.eval)
@@ -161,7 +161,6 @@ class Comparison:
         return result
 
     def output_difference(self, batch: Batch) -> Difference | None:
-        """The difference between the outputs in evaluation mode."""
         expected = self.run_reference(batch, EVALUATION)
         return first_difference(expected.outputs, self.run_compiled(batch, EVALUATION).outputs)
 
@@ -172,7 +171,6 @@ class Comparison:
 
     @torch.no_grad()
     def reset(self, values: Mapping[str, Tensor] | None = None) -> None:
-        """Sets the parameters to these values, or to their initial ones."""
         for name, value in (values or self.initial_values).items():
             self.parameters[name].copy_(value)
 

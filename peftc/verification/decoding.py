@@ -27,7 +27,8 @@ def check_decoding(comparison: Comparison, batch: Batch, results: CheckResults) 
     """Decodes a few tokens.
 
     A form that reads all tokens of a call is another function with a cache: where the equations
-    differ, the model may, too."""
+    differ, the model may, too.
+    """
     name = "decoding with a cache equals decoding without"
     if not generates(comparison.base, batch):
         results.skip(name, "the model does not generate from this batch")
@@ -85,7 +86,6 @@ def generates(model: nn.Module, batch: Batch) -> bool:
 
 @torch.no_grad()
 def decode(model: Any, batch: Batch, cache: bool) -> Logits:
-    """The logits of each step of greedy decoding."""
     inputs = {name: batch[name] for name in INPUTS if name in batch}
     pad = getattr(model.config, "pad_token_id", None)
     with without_generation_warnings():

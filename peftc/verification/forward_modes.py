@@ -99,7 +99,8 @@ def without_checkpointing() -> Generator[None]:
     """Inside the block `torch.utils.checkpoint` recomputes nothing.
 
     A reentrant checkpoint passes gradients only to its arguments, not to the parameters that hooks
-    use."""
+    use.
+    """
 
     class CheckpointFunction:
         @staticmethod
@@ -120,7 +121,6 @@ def without_checkpointing() -> Generator[None]:
 
 @shielded
 def training_mode(model: nn.Module, train: bool) -> Generator[None]:
-    """Inside the block all modules are in training mode, or all in evaluation mode."""
     modes = {module: module.training for module in model.modules()}
     model.train(train)
     try:

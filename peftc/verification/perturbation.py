@@ -38,7 +38,6 @@ def sample_of(site_edits: Sequence[ir.SiteEdit], all_sites: bool) -> list[ir.Sit
 def check_perturbations(
     comparison: Comparison, batch: Batch, all_sites: bool, results: CheckResults
 ) -> PerturbationCounts:
-    """Perturbs edits one by one, with the other parameters unchanged."""
     counts, name = PerturbationCounts(), "each edit alone moves the output, and nothing before it"
     with results.attempt(name, "P602"):
         findings = list(_perturb_each(comparison, batch, all_sites, counts))

@@ -155,7 +155,6 @@ def fill_forms(model: nn.Module, batch: Batch) -> None:
 
 
 def _training_refusal(model: nn.Module, batch: Batch) -> str | None:
-    """The code with which a call in training mode is refused, if it is one of the two."""
     try:
         with training_mode(model, True), torch.no_grad():
             model(**batch)
@@ -171,7 +170,6 @@ def _training_refusal(model: nn.Module, batch: Batch) -> str | None:
 
 
 def _calibrate(model: nn.Module, batch: Batch) -> None:
-    """Raises: P509 if the model has no gradients on the batch."""
     try:
         calibrate(model, [batch], loss=_loss)
     except (PeftcError, MemoryError, torch.OutOfMemoryError):

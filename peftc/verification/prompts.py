@@ -36,7 +36,6 @@ class Prompts:
             self._prepend(site_edit)
 
     def _prepend(self, site_edit: ir.SiteEdit) -> None:
-        """Puts the rows of one edit before the tokens of its stack."""
         stack = "decoder" if self.is_encoder_decoder and site_edit.site.path.startswith("decoder.") else ""
         ids, embeds, mask = STACKS[stack]
         visible = self.arguments.get(mask)

@@ -33,7 +33,8 @@ class VerifiedEdit(_Record):
     `witnessed`: sites whose equations were evaluated on the base. `perturbed`: those whose
     parameters were changed alone.
     `inert`: those of them whose parameters have no effect at present, for instance because no
-    entries are selected yet."""
+    entries are selected yet.
+    """
 
     name: str
     sites: int
@@ -69,8 +70,6 @@ class Finding(_Record):
 
 
 class Verification(_Record):
-    """The outcome of `peftc.verify`."""
-
     format_version: Literal["1.0"] = "1.0"
     model: str
     weights: str
@@ -104,7 +103,6 @@ STYLE = {"holds": "green", "fails": "bold red", "not checked": "yellow"}
 
 
 def verification_text(verification: Verification, width: int = 80) -> str:
-    """The verification as plain text without colours."""
     return plain_text(render_verification(verification), width)
 
 

@@ -53,18 +53,18 @@ def verify(
     output, and nothing before its site. Without its edits the model must equal the base, bit for
     bit; folded, it must equal itself. The model is not touched.
 
-    Args: batch: the keyword arguments of one forward. By default the sample that the model was
-        compiled with, or random inputs. sites: those whose parameters are perturbed alone: the
-        first, a middle and the last of each kind ("sample"), or "all". base: the model before it
-        was compiled, which the model without its edits must equal. weights: where the weights are
-        from, for the report.
+    Args:
+        batch: arguments of one forward; by default those of the compilation, or random ones.
+        sites: those perturbed alone: "all", or the first, a middle and the last of each kind.
+        base: the model before it was compiled, to compare the model without its edits.
+        weights: the origin of the weights, for the report.
 
     Returns:
         The checks. A fault of the model is not raised: it is one of the `findings`, P602-P611.
 
-    Raises: P410 (not compiled), P436 (an edited module was replaced), P507 (no inputs), P509 (the
-        base does not run on the batch), P545 (no batch), P601 (no weights, or the model cannot be
-        copied).
+    Raises:
+        P410 (not compiled), P436 (an edited module was replaced), P507 (no inputs), P509 (the base
+        does not run on the batch), P545 (no batch), P601 (no weights, or it cannot be copied).
     """
     record = installation_of(model)
     parameters(model)  # raises P436
@@ -135,7 +135,6 @@ def run_checks(
 
 
 def find_unreached_sites(comparison: Comparison, batch: Batch) -> None:
-    """Calls the reference model once and notes the sites whose states it does not reach."""
     keys = [key_of(site_edit) for site_edit in comparison.record.site_edits]
     try:
         comparison.run_reference(batch, EVALUATION)

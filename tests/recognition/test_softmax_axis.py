@@ -88,7 +88,7 @@ def test_queries_are_what_the_softmax_does_not_compare(attend: Attend) -> None:
 
 
 @pytest.mark.parametrize("attend", WRITTEN[1:])
-def test_the_witness_notices_roles_that_are_exchanged(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_notices_roles_that_are_exchanged(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     right = patterns.compared
     monkeypatch.setattr(patterns, "compared", lambda *args: right(*args)[::-1])
     torch.manual_seed(0)

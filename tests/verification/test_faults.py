@@ -1,4 +1,4 @@
-"""Every fault that was planted is found, and told where it is."""
+"""Every planted fault is reported, with its edit and site."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def model(name: str = "llama", **options: Any) -> nn.Module:
     return zoo.build(name, torch.float64, **({"num_hidden_layers": 2} if name in ("llama", "bert") else {}), **options)
 
 
-def codes(found: Verification) -> set[str]:
-    return {finding.code for finding in found.findings}
+def codes(report: Verification) -> set[str]:
+    return {finding.code for finding in report.findings}
 
 
 def verified(spec: str, name: str = "llama", **options: Any) -> Verification:
@@ -40,8 +40,8 @@ def moved(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.SiteEdit], ir.Si
     """Lets the rewriter, and nobody else, see edits at other places than the plan says."""
     original = reinstall.regions_of
 
-    def regions_of(placed: Iterable[ir.SiteEdit], anatomy: Any) -> Any:
-        return original([change(one) for one in placed], anatomy)
+    def regions_of(site_edit: Iterable[ir.SiteEdit], anatomy: Any) -> Any:
+        return original([change(one) for one in site_edit], anatomy)
 
     monkeypatch.setattr(reinstall, "regions_of", regions_of)
 
@@ -58,9 +58,9 @@ def rewritten(monkeypatch: pytest.MonkeyPatch, term: Callable[[Any, Any, Any], A
 
 def test_nothing_is_found_without_a_fault() -> None:
     for spec, name in ((QV, "llama"), (SCALED, "bert"), (Q, "gpt2")):
-        found = verified(spec, name)
-        assert found.ok, str(found)
-        assert found.witnessed == found.sites
+        report = verified(spec, name)
+        assert report.ok, str(report)
+        assert report.witnessed == report.sites
 
 
 # What is done to a model after it was compiled ----------------------------------------------------------------------
@@ -74,13 +74,13 @@ def test_a_forward_of_an_instance_bypasses_the_edit(name: str, layer: str) -> No
     vars(linear)["forward"] = functools.partial(
         nn.Linear.forward, linear
     )  # an assignment would be followed by the edit
-    found = peftc.verify(compiled)
-    assert {"P602", "P604"} <= codes(found)
-    for finding in found.findings:
+    report = peftc.verify(compiled)
+    assert {"P602", "P604"} <= codes(report)
+    for finding in report.findings:
         assert (finding.edit, finding.site, finding.state) == ("e", "decoder.layer[1].attn.self.v", "h")
-    assert found.findings[0].size
-    assert found.findings[0].size > 1e-6
-    assert "`logits` differs by" in found.findings[0].message
+    assert report.findings[0].size
+    assert report.findings[0].size > 1e-6
+    assert "`logits` differs by" in report.findings[0].message
 
 
 def test_a_fast_path_without_gradients_bypasses_the_edit() -> None:
@@ -88,9 +88,9 @@ def test_a_fast_path_without_gradients_bypasses_the_edit() -> None:
     compiled: Any = peftc.compile(QV, model(), seed=0)
     linear = compiled.model.layers[0].self_attn.q_proj
     vars(linear)["forward"] = functools.partial(fast, linear)
-    found = peftc.verify(compiled)
-    assert codes(found) >= {"P602"}
-    assert found.findings[0].site == "decoder.layer[0].attn.self.q"
+    report = peftc.verify(compiled)
+    assert codes(report) >= {"P602"}
+    assert report.findings[0].site == "decoder.layer[0].attn.self.q"
 
 
 def fast(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -100,18 +100,18 @@ def fast(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 def test_a_module_that_stands_in_two_layers() -> None:
     compiled: Any = peftc.compile(Q, model(), seed=0)
     compiled.model.layers[1].self_attn.q_proj = compiled.model.layers[0].self_attn.q_proj
-    found = peftc.verify(compiled)
-    assert "P602" in codes(found)
-    assert found.findings[0].site == "decoder.layer[0].attn.self.q"
-    assert str(found.findings[0].module).startswith("model.layers.1")
+    report = peftc.verify(compiled)
+    assert "P602" in codes(report)
+    assert report.findings[0].site == "decoder.layer[0].attn.self.q"
+    assert str(report.findings[0].module).startswith("model.layers.1")
 
 
 def test_a_parameter_of_the_base_that_is_not_frozen() -> None:
     compiled: Any = peftc.compile(QV, model(), seed=0)
     compiled.lm_head.weight.requires_grad_(True)
-    found = peftc.verify(compiled)
-    assert codes(found) == {"P611"}
-    assert found.findings[0].module == "lm_head.weight"
+    report = peftc.verify(compiled)
+    assert codes(report) == {"P611"}
+    assert report.findings[0].module == "lm_head.weight"
 
 
 def test_an_edit_that_acts_before_its_site() -> None:
@@ -119,10 +119,10 @@ def test_an_edit_that_acts_before_its_site() -> None:
     first = compiled.model.layers[0]
     vars(first)["later"] = compiled.model.layers[1]
     first.mlp.register_forward_hook(functools.partial(ahead, first))
-    found = peftc.verify(compiled)
-    assert "P605" in codes(found)
-    told = next(finding for finding in found.findings if finding.code == "P605")
-    assert (told.site, told.module) == ("decoder.layer[1].attn.self.q", "model.layers.0.mlp")
+    report = peftc.verify(compiled)
+    assert "P605" in codes(report)
+    outcome = next(finding for finding in report.findings if finding.code == "P605")
+    assert (outcome.site, outcome.module) == ("decoder.layer[1].attn.self.q", "model.layers.0.mlp")
 
 
 def ahead(layer: Any, module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
@@ -134,25 +134,25 @@ def ahead(layer: Any, module: nn.Module, args: Any, result: torch.Tensor) -> tor
 
 
 def test_an_edit_that_is_scaled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewritten(monkeypatch, lambda _, made, t: made(t) ** 2 if isinstance(t, ir.Constant) else made(t))
-    found = verified(SCALED, "bert")
-    assert codes(found) == {"P602"}
-    assert (found.findings[0].site, found.findings[0].state) == ("encoder.layer[0].ffn", "h")
+    rewritten(monkeypatch, lambda _, rewrite, t: rewrite(t) ** 2 if isinstance(t, ir.Constant) else rewrite(t))
+    report = verified(SCALED, "bert")
+    assert codes(report) == {"P602"}
+    assert (report.findings[0].site, report.findings[0].state) == ("encoder.layer[0].ffn", "h")
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_an_edit_that_is_wrong_from_the_beginning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named by what differs first behind it."""
-    rewritten(monkeypatch, lambda _, made, t: made(t) ** 2 if isinstance(t, ir.Constant) else made(t))
+    rewritten(monkeypatch, lambda _, rewrite, t: rewrite(t) ** 2 if isinstance(t, ir.Constant) else rewrite(t))
     for step in ("layer[0].ffn", "layer[1].attn.heads"):
-        found = verified(f"peft 1\nedit e at layer[*].attn.o {{ h += 0 * h }}\nedit f at {step} {{ h *= 3 }}\n", name)
-        (finding,) = [one for one in found.findings if one.code == "P602"]
+        report = verified(f"peft 1\nedit e at layer[*].attn.o {{ h += 0 * h }}\nedit f at {step} {{ h *= 3 }}\n", name)
+        (finding,) = [one for one in report.findings if one.code == "P602"]
         site = str(finding.site).partition(".")[2].replace(".self", "")
         assert (finding.edit, site, finding.state) == ("f", step, "h")
 
 
 def test_an_edit_without_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewritten(monkeypatch, lambda _, made, t: 1.0 if isinstance(t, ir.Constant) else made(t))
+    rewritten(monkeypatch, lambda _, rewrite, t: 1.0 if isinstance(t, ir.Constant) else rewrite(t))
     assert codes(verified(SCALED, "bert")) == {"P602"}
 
 
@@ -160,49 +160,49 @@ def test_an_edit_that_reads_x_in_place_of_h(monkeypatch: pytest.MonkeyPatch) -> 
     spec = "peft 1\nedit e at layer[*].ffn { h += adapter(h, r=4) + vector(init=0) * x }\n"
     assert verified(spec, "bert").ok
 
-    def swap(_: Any, made: Any, t: Any) -> Any:
+    def swap(_: Any, rewrite: Any, t: Any) -> Any:
         reads = isinstance(t, ir.FormCall) and isinstance(t.input, ir.Read)
-        return made(replace(t, input=replace(t.input, state="x"))) if reads else made(t)
+        return rewrite(replace(t, input=replace(t.input, state="x"))) if reads else rewrite(t)
 
     rewritten(monkeypatch, swap)
-    found = verified(spec, "bert")
-    assert codes(found) == {"P602"}
-    assert found.findings[0].site == "encoder.layer[0].ffn"
+    report = verified(spec, "bert")
+    assert codes(report) == {"P602"}
+    assert report.findings[0].site == "encoder.layer[0].ffn"
 
 
 def test_an_edit_at_another_site(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {site.path: site for site in peftc.sites(model()).sites}
 
-    def change(placed: ir.SiteEdit) -> ir.SiteEdit:
-        other = table[placed.site.path.removesuffix("q") + "v"]
-        return replace(placed, site=replace(other, path=placed.site.path, steps=placed.site.steps))
+    def change(site_edit: ir.SiteEdit) -> ir.SiteEdit:
+        other = table[site_edit.site.path.removesuffix("q") + "v"]
+        return replace(site_edit, site=replace(other, path=site_edit.site.path, steps=site_edit.site.steps))
 
     moved(monkeypatch, change)
-    found = verified("peft 1\nedit e at layer[*].attn.q { h *= scalar(init=2) }\n")
-    assert codes(found) >= {"P602"}
+    report = verified("peft 1\nedit e at layer[*].attn.q { h *= scalar(init=2) }\n")
+    assert codes(report) >= {"P602"}
 
 
 def test_an_edit_before_a_dropout_in_place_of_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {site.path: site for site in peftc.sites(model("bert")).sites}
 
-    def change(placed: ir.SiteEdit) -> ir.SiteEdit:
-        states = {**placed.site.states, "h": table[f"{placed.site.path}.down"].states["h"]}
-        return replace(placed, site=replace(placed.site, states=states))
+    def change(site_edit: ir.SiteEdit) -> ir.SiteEdit:
+        states = {**site_edit.site.states, "h": table[f"{site_edit.site.path}.down"].states["h"]}
+        return replace(site_edit, site=replace(site_edit.site, states=states))
 
     assert verified(SCALED, "bert", dropout=0.3).ok
     moved(monkeypatch, change)
-    found = verified(SCALED, "bert", dropout=0.3)
-    assert codes(found) == {"P610"}
-    assert "dropout as a factor" in found.findings[0].message
+    report = verified(SCALED, "bert", dropout=0.3)
+    assert codes(report) == {"P610"}
+    assert "dropout as a factor" in report.findings[0].message
 
 
 def test_a_value_that_lets_no_gradient_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    def detached(self: Any, made: Any, t: Any) -> Any:
-        return self.method("detach", made(t)) if isinstance(t, ir.FormCall) and t.input is not None else made(t)
+    def detached(self: Any, rewrite: Any, t: Any) -> Any:
+        return self.method("detach", rewrite(t)) if isinstance(t, ir.FormCall) and t.input is not None else rewrite(t)
 
     rewritten(monkeypatch, detached)
-    found = verified("peft 1\nedit e at layer[*].ffn { h += scalar(init=1) * adapter(h, r=4, act=gelu) }\n", "bert")
-    assert codes(found) == {"P603"}
+    report = verified("peft 1\nedit e at layer[*].ffn { h += scalar(init=1) * adapter(h, r=4, act=gelu) }\n", "bert")
+    assert codes(report) == {"P603"}
 
 
 @pytest.mark.parametrize("role", ["q", "k", "v"])
@@ -212,10 +212,10 @@ def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> Non
     original = compiled_model.analyse_base
 
     def analyse_base(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        sites = {site.path: site for site in found.table.sites}
-        found.table = replace(found.table, sites=tuple(wrong(site, sites) for site in found.table.sites))
-        return found
+        report = original(*args, **kwargs)
+        sites = {site.path: site for site in report.table.sites}
+        report.table = replace(report.table, sites=tuple(wrong(site, sites) for site in report.table.sites))
+        return report
 
     def wrong(site: Site, sites: dict[str, Site]) -> Site:
         return (
@@ -225,9 +225,9 @@ def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> Non
         )
 
     monkeypatch.setattr(compiled_model, "analyse_base", analyse_base)
-    found = verified(f"peft 1\nedit e at layer[*].attn.{role} {{ h += lora(x, r=2) }}\n", "gpt2")
-    assert codes(found) == {"P606"}
-    assert found.findings[0].site == f"decoder.layer[0].attn.self.{role}"
+    report = verified(f"peft 1\nedit e at layer[*].attn.{role} {{ h += lora(x, r=2) }}\n", "gpt2")
+    assert codes(report) == {"P606"}
+    assert report.findings[0].site == f"decoder.layer[0].attn.self.{role}"
 
 
 # Without edits, and in the weights ----------------------------------------------------------------------------------
@@ -282,9 +282,9 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
 
 def test_what_cannot_be_witnessed_is_not_claimed() -> None:
     """Where tokens stand in their sequences, the model's stack tells the form."""
-    found = verified("peft 1\nedit e at layer[*] { h += reft(h, r=2, first=2) }\n")
-    assert found.ok
-    assert (found.witnessed, found.sites) == (0, 2)
-    outcomes = {check.name: check.outcome for check in found.checks}
+    report = verified("peft 1\nedit e at layer[*] { h += reft(h, r=2, first=2) }\n")
+    assert report.ok
+    assert (report.witnessed, report.sites) == (0, 2)
+    outcomes = {check.name: check.outcome for check in report.checks}
     assert outcomes["outputs equal the equations"] == "not checked"
-    assert "2 × its form selects positions" in str(found)
+    assert "2 × its form selects positions" in str(report)

@@ -1,4 +1,4 @@
-"""What a model's own code raises in one of the ways of calling is told; it is no error of the verification."""
+"""Errors that a model raises itself in one of the modes are reported as checks that were not rewrite."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def verified(fault: Callable[[nn.Module, Tensor], Tensor], spec: str = SPEC) -> 
     return peftc.verify(peftc.compile(spec, model, seed=0, sample={"x": x}))
 
 
-def outcomes(found: Verification) -> dict[str, str]:
-    return {check.name: f"{check.outcome}: {check.detail}" for check in found.checks}
+def outcomes(report: Verification) -> dict[str, str]:
+    return {check.name: f"{check.outcome}: {check.detail}" for check in report.checks}
 
 
 @pytest.mark.parametrize(
@@ -82,18 +82,18 @@ def outcomes(found: Verification) -> dict[str, str]:
     ],
 )
 def test_a_way_of_calling_that_the_model_does_not_take(fault: Any, check: str, why: str) -> None:
-    found = verified(fault)
-    assert found.ok, str(found)
-    told = outcomes(found)
-    assert told[check].startswith("not checked")
-    assert why in told[check]
-    assert told["outputs equal the equations, parameters moved"].startswith("holds")
-    assert told["each edit alone moves the output, and nothing before it"].startswith("holds")
+    report = verified(fault)
+    assert report.ok, str(report)
+    outcome = outcomes(report)
+    assert outcome[check].startswith("not checked")
+    assert why in outcome[check]
+    assert outcome["outputs equal the equations, parameters moved"].startswith("holds")
+    assert outcome["each edit alone moves the output, and nothing before it"].startswith("holds")
 
 
 def test_results_without_gradients_are_compared() -> None:
-    found = verified(no_gradients)
-    assert "P602" not in codes(found)
+    report = verified(no_gradients)
+    assert "P602" not in codes(report)
 
 
 def test_an_error_of_the_compiled_model_alone_is_found() -> None:
@@ -107,9 +107,9 @@ def test_an_error_of_the_compiled_model_alone_is_found() -> None:
     model, x = Model(no_edits).double().eval(), torch.randn(2, 3, 8, dtype=torch.float64)
     peftc.compile(SPEC, model, seed=0, sample={"x": x})
     compiled.append(True)
-    found = peftc.verify(model)
-    assert codes(found) == {"P602", "P607"}
-    assert "the compiled model raises RuntimeError: what is edited does not run" in str(found.diagnostics)
+    report = peftc.verify(model)
+    assert codes(report) == {"P602", "P607"}
+    assert "the compiled model raises RuntimeError: what is edited does not run" in str(report.diagnostics)
 
 
 def test_entries_that_no_batch_can_choose() -> None:
@@ -118,7 +118,7 @@ def test_entries_that_no_batch_can_choose() -> None:
 
 
 def test_a_model_of_two_towers() -> None:
-    """It has no embedding of its own, and those of its text are found."""
+    """It has no embedding of its own, and those of its text model are used."""
     size: dict[str, Any] = {
         "hidden_size": 16,
         "num_hidden_layers": 2,
@@ -137,19 +137,19 @@ def test_a_model_of_two_towers() -> None:
     )
     model = transformers.CLIPModel(config).eval()
     spec = "peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2, alpha=4) }\n"
-    found = peftc.verify(peftc.compile(spec, model, seed=0, verify=True))
-    assert found.ok, str(found)
-    assert found.witnessed == found.sites == 4
+    report = peftc.verify(peftc.compile(spec, model, seed=0, verify=True))
+    assert report.ok, str(report)
+    assert report.witnessed == report.sites == 4
 
 
 def test_values_that_a_model_overwrites_in_its_backward_pass() -> None:
     torch.manual_seed(0)
     config = transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
     spec = "peft 1\nedit t at input.embed { h = concat(prompt(len=3), h) }\n"
-    found = peftc.verify(peftc.compile(spec, transformers.RwkvForCausalLM(config).eval(), seed=0))
-    told = outcomes(found)
-    assert told["eval, with gradients: gradients"].startswith("not checked: RuntimeError: one of the variables")
-    assert told["outputs equal the equations, parameters moved"].startswith("holds")
+    report = peftc.verify(peftc.compile(spec, transformers.RwkvForCausalLM(config).eval(), seed=0))
+    outcome = outcomes(report)
+    assert outcome["eval, with gradients: gradients"].startswith("not checked: RuntimeError: one of the variables")
+    assert outcome["outputs equal the equations, parameters moved"].startswith("holds")
 
 
 def test_a_cache_that_the_base_uses_otherwise() -> None:

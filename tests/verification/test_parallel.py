@@ -53,10 +53,10 @@ def verified(name: str, kind: str, **options: Any) -> Verification:
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("name", MODELS)
 def test_edits_of_both_sub_layers(name: str, kind: str) -> None:
-    found = verified(name, kind)
-    assert found.ok, str(found)
-    assert found.witnessed == found.sites == 4
-    outcomes = {check.name: check.outcome for check in found.checks}
+    report = verified(name, kind)
+    assert report.ok, str(report)
+    assert report.witnessed == report.sites == 4
+    outcomes = {check.name: check.outcome for check in report.checks}
     assert outcomes["outputs equal the equations, parameters moved"] == "holds"
 
 
@@ -64,22 +64,22 @@ def test_edits_of_both_sub_layers(name: str, kind: str) -> None:
 def test_an_edit_of_the_sum_in_place_of_one_of_the_two_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {site.path: site for site in peftc.sites(model(name)).sites}
 
-    def change(placed: ir.SiteEdit) -> ir.SiteEdit:
-        if "attn" not in placed.site.path:
-            return placed
-        states = {**placed.site.states, "h": table[f"{placed.site.path}.add"].states["h"]}
-        return replace(placed, site=replace(placed.site, states=states))
+    def change(site_edit: ir.SiteEdit) -> ir.SiteEdit:
+        if "attn" not in site_edit.site.path:
+            return site_edit
+        states = {**site_edit.site.states, "h": table[f"{site_edit.site.path}.add"].states["h"]}
+        return replace(site_edit, site=replace(site_edit.site, states=states))
 
     moved(monkeypatch, change)
-    found = verified(name, "results")
-    assert "P602" in {finding.code for finding in found.findings}
+    report = verified(name, "results")
+    assert "P602" in {finding.code for finding in report.findings}
 
 
 def test_a_dropout_between_the_sum_and_the_residual_that_is_read() -> None:
     """An equation that reads the residual waits for it, and is not witnessed where its sum is another value by then."""
-    found = verified("falcon", "residual", hidden_dropout=0.2)
-    assert found.ok, str(found)
-    told = {check.name: check for check in found.checks}
-    assert told["train, dropout 0: outputs"].outcome == "holds"
-    assert told["train, dropout as a factor: outputs"].outcome == "not checked"
+    report = verified("falcon", "residual", hidden_dropout=0.2)
+    assert report.ok, str(report)
+    outcome = {check.name: check for check in report.checks}
+    assert outcome["train, dropout 0: outputs"].outcome == "holds"
+    assert outcome["train, dropout as a factor: outputs"].outcome == "not checked"
     assert verified("falcon", "results", hidden_dropout=0.2).ok

@@ -11,10 +11,10 @@ from tests.verification.pairs import RECIPES, chosen, compiled
 
 @pytest.mark.parametrize(("recipe", "name"), chosen())
 def test_a_recipe_computes_its_equations(recipe: str, name: str) -> None:
-    found = peftc.verify(compiled(recipe, name))
-    assert found.ok, str(found)
-    assert found.witnessed == found.sites > 0, str(found)
-    checked = {check.name for check in found.checks if check.outcome == "holds"}
+    report = peftc.verify(compiled(recipe, name))
+    assert report.ok, str(report)
+    assert report.witnessed == report.sites > 0, str(report)
+    checked = {check.name for check in report.checks if check.outcome == "holds"}
     assert {"disabled equals the base", "outputs equal the equations, parameters moved"} <= checked
 
 

@@ -23,8 +23,8 @@ from tests.verification.test_faults import QV, SCALED, model, rewritten
 TASKS = "peft 1\nedit e at layer[*].ffn per task { h += adapter(h, r=4, act=gelu) }\n"
 
 
-def twice(_: Any, made: Any, t: Any) -> Any:
-    return made(t) ** 2 if isinstance(t, ir.Constant) else made(t)
+def twice(_: Any, rewrite: Any, t: Any) -> Any:
+    return rewrite(t) ** 2 if isinstance(t, ir.Constant) else rewrite(t)
 
 
 def test_the_model_of_the_user_is_left_alone() -> None:
@@ -39,16 +39,16 @@ def test_the_model_of_the_user_is_left_alone() -> None:
 
 def test_a_batch_of_the_user() -> None:
     compiled = peftc.compile(QV, model(), seed=0)
-    found = peftc.verify(compiled, zoo.inputs("llama", compiled, padding="right", labels=True))
-    assert found.ok, str(found)
-    assert found.batch == {"input_ids": (2, 7), "attention_mask": (2, 7), "labels": (2, 7)}
+    report = peftc.verify(compiled, zoo.inputs("llama", compiled, padding="right", labels=True))
+    assert report.ok, str(report)
+    assert report.batch == {"input_ids": (2, 7), "attention_mask": (2, 7), "labels": (2, 7)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tolerances_are_those_of_the_dtype(dtype: torch.dtype) -> None:
     spec = QV + "edit f at layer[*].ffn { h += adapter(x, r=4) }\n"
-    found = peftc.verify(peftc.compile(spec, zoo.build("llama", dtype), seed=0))
-    assert found.ok, str(found)
+    report = peftc.verify(peftc.compile(spec, zoo.build("llama", dtype), seed=0))
+    assert report.ok, str(report)
 
 
 def test_all_sites_where_they_are_asked_for() -> None:
@@ -59,16 +59,16 @@ def test_all_sites_where_they_are_asked_for() -> None:
 
 def test_each_task_is_compared() -> None:
     compiled = peftc.compile(TASKS, model(), seed=0, tasks=["a", "b"])
-    found = peftc.verify(compiled)
-    assert found.ok, str(found)
-    assert [check.name for check in found.checks].count("outputs equal the equations") == 2
+    report = peftc.verify(compiled)
+    assert report.ok, str(report)
+    assert [check.name for check in report.checks].count("outputs equal the equations") == 2
 
 
 def test_several_specs_are_one() -> None:
     compiled = peftc.compile(SCALED, peftc.compile(QV, model(), seed=0, prefix="a"), seed=0, prefix="b")
-    found = peftc.verify(compiled)
-    assert found.ok, str(found)
-    assert [edit.name for edit in found.edits] == ["a.e", "b.e"]
+    report = peftc.verify(compiled)
+    assert report.ok, str(report)
+    assert [edit.name for edit in report.edits] == ["a.e", "b.e"]
 
 
 @pytest.mark.parametrize("name", ["bart", "gpt2", "bert"])
@@ -76,19 +76,19 @@ def test_an_attention_that_is_written_out(name: str) -> None:
     """Under `eager`, matrix products and a softmax are what shows queries, keys and values."""
     spec = QV + "edit p at layer[*].attn { kv = concat(prefix(len=3), kv) }\n"
     spec += "edit h at layer[*].attn.heads { h += bottleneck(q, r=2) }\n"
-    found = peftc.verify(peftc.compile(spec, model(name, attn_implementation="eager"), seed=0))
-    assert found.ok, str(found)
-    assert found.witnessed == found.sites
-    outcomes = {check.name: check.outcome for check in found.checks}
+    report = peftc.verify(peftc.compile(spec, model(name, attn_implementation="eager"), seed=0))
+    assert report.ok, str(report)
+    assert report.witnessed == report.sites
+    outcomes = {check.name: check.outcome for check in report.checks}
     assert outcomes["attn.q, attn.k and attn.v are the operands of the attention"] == "holds"
 
 
 @pytest.mark.parametrize("edit", ["e", "an_edit_of_" + "such_" * 12 + "a_name"])
 def test_a_text_is_not_folded_where_it_fits(edit: str) -> None:
-    found = peftc.verify(peftc.compile(QV.replace("edit e", f"edit {edit}"), model(), seed=0))
-    wide = verification_text(found, 300)
+    report = peftc.verify(peftc.compile(QV.replace("edit e", f"edit {edit}"), model(), seed=0))
+    wide = verification_text(report, 300)
     assert edit in wide
-    assert verification_text(found, max(map(len, wide.splitlines()))) == wide
+    assert verification_text(report, max(map(len, wide.splitlines()))) == wide
 
 
 def test_wrong_arguments_have_codes() -> None:
@@ -137,15 +137,15 @@ def test_the_command_on_weights_and_on_a_configuration(
 ) -> None:
     spec, folder = files
     assert main(["verify", spec, "--model", folder]) == 0
-    told = capsys.readouterr().out
-    assert "\nits weights; input_ids [2, 5]\n" in told
-    assert "holds" in told
+    outcome = capsys.readouterr().out
+    assert "\nits weights; input_ids [2, 5]\n" in outcome
+    assert "holds" in outcome
     assert main(["verify", spec, "--model", f"{folder}/config.json", "--seed", "3", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["weights"] == "random weights, seed 3"
-    assert found["format_version"] == "1.0"
-    assert {check["outcome"] for check in found["checks"]} <= {"holds", "not checked"}
-    assert [edit["witnessed"] for edit in found["edits"]] == [2]
+    report = json.loads(capsys.readouterr().out)
+    assert report["weights"] == "random weights, seed 3"
+    assert report["format_version"] == "1.0"
+    assert {check["outcome"] for check in report["checks"]} <= {"holds", "not checked"}
+    assert [edit["witnessed"] for edit in report["edits"]] == [2]
 
 
 def test_findings_are_exit_code_1(
@@ -195,17 +195,17 @@ def recomputing(reentrant: bool) -> Any:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradients_through_checkpoints(reentrant: bool) -> None:
-    found = peftc.verify(peftc.compile(QV, recomputing(reentrant), seed=0))
-    assert found.ok, str(found)
-    assert {c.outcome for c in found.checks if "gradients" in c.name} == {"holds"}
+    report = peftc.verify(peftc.compile(QV, recomputing(reentrant), seed=0))
+    assert report.ok, str(report)
+    assert {c.outcome for c in report.checks if "gradients" in c.name} == {"holds"}
 
 
 def test_autocast_is_off_inside() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         compiled = peftc.compile(QV, zoo.build("llama"), seed=0, verify=True)
-        found = peftc.verify(compiled)
+        report = peftc.verify(compiled)
         assert torch.is_autocast_enabled("cpu")
-    assert found.ok, str(found)
+    assert report.ok, str(report)
 
 
 def test_what_is_no_base_is_refused() -> None:

@@ -58,7 +58,8 @@ class KeyValues:
     """Keys and values of an attention, and the rows that are concatenated to them.
 
     Shapes: key, value: (batch, heads, tokens, d_head); each of `rows`: a pair of (batch, kv_heads,
-    rows, d_head)."""
+    rows, d_head).
+    """
 
     key: Tensor
     value: Tensor
@@ -94,7 +95,6 @@ class Interpreter:
         return value
 
     def evaluate(self, site_edit: ir.SiteEdit, term: ir.Term, current: Any) -> Any:
-        """The value of a term, computed once per call of the layer."""
         key = (id(site_edit), id(term))
         if key not in self.memo:
             self.memo[key] = self._evaluate(site_edit, term, current)
@@ -121,7 +121,6 @@ class Interpreter:
 
 
 def calculate(op: str, left: Any, right: Any) -> Any:
-    """An arithmetic operation, also between keys and values and a single value."""
     function = OPERATORS[op]
     for many, single, reflected in ((left, right, False), (right, left, True)):
         if isinstance(many, KeyValues | tuple) and not isinstance(single, KeyValues | tuple):
@@ -146,12 +145,10 @@ def concatenated(parts: Sequence[Any]) -> KeyValues:
 
 
 def features(rows: Slice | None, value: Tensor, dim: int = -1) -> Tensor:
-    """The features of a site along a dimension."""
     return value if rows is None else value.index_select(dim, _index(rows, value.device))
 
 
 def with_features(rows: Slice | None, value: Tensor, new: Tensor, dim: int = -1) -> Tensor:
-    """The value with the features of a site replaced."""
     return new if rows is None else value.index_copy(dim, _index(rows, value.device), new.to(value.dtype))
 
 

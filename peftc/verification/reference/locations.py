@@ -49,7 +49,6 @@ class Locator:
     sites: Mapping[str, Site]
 
     def location(self, site: Site, name: str) -> Location:
-        """Raises: ReferenceUnavailable."""
         state = site.states[name]
         if state.weight is not None:
             return Location("weight", state.weight.module, site.root)
@@ -123,7 +122,6 @@ class Locator:
         return child if child is not None and self.is_module(child) else None
 
     def is_module(self, site: Site) -> bool:
-        """Whether a site is one module with a weight, such as a Linear or a norm."""
         weight = site.states["w"].weight if "w" in site.states else None
         return weight is not None and weight.module == site.module and weight.stacked_slice is None
 
@@ -138,7 +136,6 @@ def key_of(site_edit: ir.SiteEdit) -> EditKey:
 
 
 def states_of(site_edit: ir.SiteEdit) -> list[str]:
-    """The states that an edit writes or reads at a site."""
     roots = [assign.value for assign in site_edit.assigns] + [term for _, term in site_edit.lets]
     reads = [part.state for root in roots for part in ir.subterms(root) if isinstance(part, ir.Read)]
     return list(dict.fromkeys([*(assign.state for assign in site_edit.assigns), *reads]))

@@ -39,8 +39,6 @@ from peftc.verification.reference.outputs import first_tensor, with_first_tensor
 
 @dataclass(frozen=True)
 class ObservedState:
-    """A state of a site that is observed at a location."""
-
     site: Site
     state: str
     rows: Slice | None
@@ -66,9 +64,10 @@ class ReferenceModel:
     Args:
         trained: values of the base parameters that `train` names, by dotted name.
 
-    Attributes: unavailable: why an edit is not evaluated at a site. on_operand: called with the
-        operands of each attention in `watched`: the path of the sub-layer, `q`, `k` or `v`,
-            and the value.
+    Attributes:
+        unavailable: why an edit is not evaluated at a site.
+        on_operand: called with an operand of an attention in `watched`: the path of the sub-layer,
+            `q`, `k` or `v`, and the value.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class ReferenceModel:
             self.sub_layer_results |= dict.fromkeys(self.locator.sub_layer_results(root))
 
     def _bind(self, site_edit: ir.SiteEdit) -> None:
-        """Binds the states of an edit at a site to locations."""
         if any(instance.form.picks(instance.form.fill(instance.args)) for instance in site_edit.instances):
             self.unavailable[key_of(site_edit)] = "its form selects positions, which it receives from the model's stack"
             return
@@ -135,9 +133,9 @@ class ReferenceModel:
     def active(self, on_edit: Callable[[EditKey, Any], None] = ignore_edit) -> Generator[None]:
         """Inside the block the base computes what the spec says.
 
-        Args: on_edit: called with an edit and the value it changes, before it acts at a site; and
-            with None before the module
-                whose result it changes returns.
+        Args:
+            on_edit: called with an edit and a value before the edit changes it, and with None before
+                the module returns whose result it changes.
         """
         self.on_edit, self.reached = on_edit, set()
         with ExitStack() as stack:
@@ -148,7 +146,6 @@ class ReferenceModel:
             yield
 
     def unreached_writes(self) -> list[StateWrite]:
-        """The writes at locations that the last call did not reach."""
         return [w for location, writes in self.writes.items() if location not in self.reached for w in writes]
 
     def _all_locations(self) -> Collection[Location]:
@@ -319,5 +316,4 @@ class ReferenceModel:
 
 
 def _is_flattened(value: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether batch and tokens are one dimension."""
     return len(shape) == 2 and value.ndim == 2 and len(value) == prod(shape)

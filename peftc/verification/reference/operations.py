@@ -2,7 +2,8 @@
 whose queries it computes.
 
 Tensors are labelled, and an operation passes the labels of its operands to its result, until the
-operation that is searched for is reached."""
+operation that is searched for is reached.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class OperationInterceptor(TorchFunctionMode):
     """Propagates labels through torch functions.
 
     With `identify_roles`, attention scores require gradients, by which queries and keys are told
-    apart."""
+    apart.
+    """
 
     def __init__(self, handler: OperationHandler) -> None:
         super().__init__()
@@ -87,7 +89,6 @@ class OperationInterceptor(TorchFunctionMode):
             self.references.append(tensor)
 
     def drop(self, owners: Iterable[str]) -> None:
-        """Deactivates the labels of these sub-layers."""
         names = set(owners)
         self.active = {label for label in self.active if label.owner not in names}
         if not self.active:
@@ -110,7 +111,6 @@ class OperationInterceptor(TorchFunctionMode):
         return result
 
     def _call(self, func: Function, args: Args, kwargs: Kwargs, labels: Labels) -> tuple[Any, Labels]:
-        """The result of an operation and its labels."""
         name = getattr(func, "__name__", "")
         if func is F.scaled_dot_product_attention:
             for label in labels:
@@ -213,7 +213,6 @@ class OperationInterceptor(TorchFunctionMode):
         return self.handler.edit("heads", [owner], result.transpose(1, 2)).transpose(1, 2)
 
     def _attention(self, label: Label, args: Args, kwargs: Kwargs) -> Tensor:
-        """`scaled_dot_product_attention` with edited operands."""
         self.active.discard(label)
         arguments = {**dict(zip(ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
         for state, name in zip("qkv", ATTENTION_ARGUMENTS, strict=False):
@@ -233,7 +232,6 @@ class OperationInterceptor(TorchFunctionMode):
         return self._edit_heads(label.owner, F.scaled_dot_product_attention(**arguments))
 
     def _product(self, func: Function, args: Args, kwargs: Kwargs, labels: Labels) -> tuple[Any, Labels] | None:
-        """Queries by keys, or probabilities by values, in attention written as matrix products."""
         places = [i for i, value in enumerate(args) if isinstance(value, Tensor)][-2:]
         if len(places) < 2 or any(isinstance(args[i], nn.Parameter) for i in places):
             return None
@@ -281,7 +279,6 @@ class OperationInterceptor(TorchFunctionMode):
             self.handler.observe_operand(owner, "k", key)
 
     def _weighted_values(self, func: Function, label: Label, place: int, args: Args, kwargs: Kwargs) -> Tensor:
-        """The product of probabilities with the values, which are the argument at `place`."""
         self.active.discard(label)
         self.handler.observe_operand(label.owner, "v", args[place])
         operands = list(args)

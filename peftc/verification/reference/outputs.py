@@ -34,7 +34,6 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def with_first_tensor(value: Any, tensor: Tensor | None) -> Any:
-    """A copy of a nested value with its first tensor replaced."""
     if first_tensor(value) is None:
         return value
     if isinstance(value, Tensor):
@@ -106,7 +105,6 @@ def max_difference(first: Tensor, second: Tensor) -> float:
 
 
 def max_abs(value: Tensor) -> float:
-    """The largest absolute value among the finite entries."""
     values = value.detach().double()
     values = values[values.isfinite()]
     return values.abs().max().item() if values.numel() else 0.0

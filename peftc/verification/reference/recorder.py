@@ -29,7 +29,8 @@ class Recorder:
     """Copies of module inputs and outputs, by event.
 
     `edit_positions`: the number of events before an edit first acts at a site. `edit_inputs`: the
-    tensors that it changes."""
+    tensors that it changes.
+    """
 
     def __init__(self) -> None:
         self.events: dict[CallEvent, dict[str, Tensor]] = {}
@@ -51,7 +52,8 @@ class Recorder:
         """The events before the first of these edits acts.
 
         Events of the tensors that the edits change are left out: the module that returns such a
-        tensor may be the one that was rewritten."""
+        tensor may be the one that was rewritten.
+        """
         end = min((self.edit_positions[key] for key in keys if key in self.edit_positions), default=0)
         changed = {value.data_ptr() for key in keys for value in self.edit_inputs.get(key, ())}
         return [e for e in list(self.events)[:end] if not any(t.data_ptr() in changed for t in self.tensors[e])]
@@ -63,7 +65,6 @@ class Recorder:
 
     @contextmanager
     def recording(self, model: nn.Module, names: Collection[str]) -> Generator[None]:
-        """Records the calls of the named modules inside the block."""
         calls: Counter[tuple[str, str]] = Counter()
         with ExitStack() as stack:
             for name, module in model.named_modules():
