@@ -116,11 +116,11 @@ def test_the_penalty_of_a_shared_fusion_is_that_of_the_present_task() -> None:
     spec = "peft 1\nlet s = shared(fusion(n=2, r=2))\nedit ffn at layer[*].ffn per task { h += s(h) }"
     model = compiled(spec, tasks=("a", "b"))
     randomise(peftc.parameters(model))
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for task in "ab":
         with peftc.task(model, task):
-            found.append(peftc.losses(model)["ffn.identity"])
-    torch.testing.assert_close(found[0] + found[1], peftc.losses(model)["ffn.identity"])
+            result.append(peftc.losses(model)["ffn.identity"])
+    torch.testing.assert_close(result[0] + result[1], peftc.losses(model)["ffn.identity"])
 
 
 def test_tasks_have_fusions_of_their_own(fused: Any, directories: list[Path]) -> None:
@@ -161,11 +161,11 @@ def test_of_other_names_and_of_adapters_that_sites_share(tmp_path: Path) -> None
     )
 
 
-def refused(model: Any, directories: Sequence[Path], code: str, said: str, **options: Any) -> None:
+def refused(model: Any, directories: Sequence[Path], code: str, message: str, **options: Any) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(peftc.PeftcError, match=code) as found:
+    with pytest.raises(peftc.PeftcError, match=code) as result:
         peftc.fuse(model, directories, **options)
-    assert said in str(found.value)
+    assert message in str(result.value)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -202,10 +202,10 @@ def test_without_adapters_it_does_nothing_and_is_neither_trained_nor_saved(fused
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(
-    adapter: str, code: str, said: str, fused: Any, directories: list[Path], tmp_path: Path
+    adapter: str, code: str, message: str, fused: Any, directories: list[Path], tmp_path: Path
 ) -> None:
     peftc.save(compiled(adapter), tmp_path)
-    refused(fused, [directories[0], tmp_path], code, said)
+    refused(fused, [directories[0], tmp_path], code, message)
 
 
 def test_what_is_not_there_is_refused(fused: Any, directories: list[Path], tmp_path: Path) -> None:

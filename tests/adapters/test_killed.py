@@ -41,8 +41,8 @@ class Saved:
     def is_in(self, folder: Path) -> bool:
         return self.equals(read(folder)[1])
 
-    def equals(self, there: dict[str, torch.Tensor]) -> bool:
-        return there.keys() == self.tensors.keys() and all(torch.equal(t, self.tensors[k]) for k, t in there.items())
+    def equals(self, target: dict[str, torch.Tensor]) -> bool:
+        return target.keys() == self.tensors.keys() and all(torch.equal(t, self.tensors[k]) for k, t in target.items())
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def assert_clean(folder: Path, *others: str) -> None:
 
 def old_layout(folder: Path) -> None:
     """Makes of an adapter what version 1.0 of the format was: one name for all files of tensors."""
-    said = json.loads((folder / METADATA).read_text())
-    (folder / said.pop("file")).rename(folder / TENSORS)
-    (folder / METADATA).write_text(json.dumps(said | {"format_version": "1.0"}))
+    message = json.loads((folder / METADATA).read_text())
+    (folder / message.pop("file")).rename(folder / TENSORS)
+    (folder / METADATA).write_text(json.dumps(message | {"format_version": "1.0"}))
 
 
 @pytest.mark.parametrize("layout", ["new", "1.0", "nothing"])
@@ -125,15 +125,15 @@ def test_what_an_earlier_version_left_is_replaced(moved: str, adapters: tuple[Sa
     new.save(fresh)
     old_layout(folder)
     old_layout(fresh)
-    made = folder / ".peftc-ab12cd_4" / "adapter"
-    made.mkdir(parents=True)
+    output = folder / ".peftc-ab12cd_4" / "adapter"
+    output.mkdir(parents=True)
     for name in (METADATA, TENSORS):
-        shutil.copyfile(fresh / name, made / name)
-    (folder / METADATA).rename(made / f"old-{METADATA}")
+        shutil.copyfile(fresh / name, output / name)
+    (folder / METADATA).rename(output / f"old-{METADATA}")
     if moved != "adapter.json":
-        (folder / TENSORS).rename(made / f"old-{TENSORS}")
+        (folder / TENSORS).rename(output / f"old-{TENSORS}")
     if moved == "tensors are new":
-        (made / TENSORS).rename(folder / TENSORS)
+        (output / TENSORS).rename(folder / TENSORS)
     new.save(folder)
     assert new.is_in(folder)
     assert_clean(folder)
@@ -180,8 +180,8 @@ def test_two_processes_save_into_one_folder(
     adapters[0].save(tmp_path)
     waiting = [fork(saver(tmp_path, adapter, 15)) for adapter in adapters]
     while waiting:
-        there = read(tmp_path)[1]
-        assert any(adapter.equals(there) for adapter in adapters)
+        target = read(tmp_path)[1]
+        assert any(adapter.equals(target) for adapter in adapters)
         for process in list(waiting):
             ended, status = os.waitpid(process, os.WNOHANG)
             if ended:
@@ -210,10 +210,10 @@ def test_a_writer_that_is_stuck_is_not_waited_for_for_ever(
 # What a file system refuses ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_limit_on_the_size_of_files(there: bool, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_limit_on_the_size_of_files(exists: bool, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
     folder = tmp_path / "new" / "a"
-    if there:
+    if exists:
         adapters[0].save(folder)
 
     def act() -> None:
@@ -221,7 +221,7 @@ def test_a_limit_on_the_size_of_files(there: bool, adapters: tuple[Saved, Saved]
         adapters[1].save(folder)
 
     assert end_of(fork(act, "P526")) == REFUSED
-    if there:
+    if exists:
         assert adapters[0].is_in(folder)
         assert_clean(folder)
     else:

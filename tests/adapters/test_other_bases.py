@@ -55,8 +55,8 @@ def description(folder: Path) -> dict[str, Any]:
 def diagnostic_of(action: Callable[[], object]) -> peftc.Diagnostic:
     with pytest.raises(peftc.PeftcError) as caught:
         action()
-    (found,) = caught.value.diagnostics
-    return found
+    (result,) = caught.value.diagnostics
+    return result
 
 
 # What the fingerprint covers -----------------------------------------------------------------------------------------
@@ -175,14 +175,14 @@ def test_where_defaults_are_not_known_keys_of_one_side_pass() -> None:
 
 
 def test_what_is_written_down(folder: Path) -> None:
-    said = description(folder)
-    base = said["base"]
-    assert base["fingerprint_version"] == said["plan"]["model"]["fingerprint_version"] == 2
-    assert base["fingerprint"] == said["plan"]["model"]["fingerprint"]
+    text = description(folder)
+    base = text["base"]
+    assert base["fingerprint_version"] == text["plan"]["model"]["fingerprint_version"] == 2
+    assert base["fingerprint"] == text["plan"]["model"]["fingerprint"]
     assert base["configuration"]["rope_parameters.rope_theta"] == 10000
     assert "pad_token_id" not in base["configuration"]
-    assert said["weights_digest"]["values"] == VALUES
-    assert len(said["weights_digest"]["sha256"]) == 64
+    assert text["weights_digest"]["values"] == VALUES
+    assert len(text["weights_digest"]["sha256"]) == 64
     trained = [name for name, tensor in base["tensors"].items() if not tensor["sample"]]
     assert trained
     assert all("norm" in name for name in trained)
@@ -192,25 +192,25 @@ def test_what_is_written_down(folder: Path) -> None:
 def test_another_function_is_refused(folder: Path) -> None:
     model = zoo.build("llama", rms_norm_eps=1e-2)
     before = Before.of(model)
-    found = diagnostic_of(lambda: peftc.load(folder, model, other_weights=True))
-    assert found.code == "P523"
-    assert found.notes == ("`rms_norm_eps` of the configuration is 1e-06 there and 0.01 here",)
+    result = diagnostic_of(lambda: peftc.load(folder, model, other_weights=True))
+    assert result.code == "P523"
+    assert result.notes == ("`rms_norm_eps` of the configuration is 1e-06 there and 0.01 here",)
     before.assert_same(model)
 
 
-def first_version(folder: Path, there: Path) -> Path:
+def first_version(folder: Path, target: Path) -> Path:
     """The same adapter as the first version of fingerprints has it."""
-    said, model = description(folder), zoo.build("llama")
+    text, model = description(folder), zoo.build("llama")
     for name in ("configuration", "configured", "fingerprint_version"):
-        del said["base"][name]
-    del said["weights_digest"], said["plan"]["model"]["fingerprint_version"]
-    said["base"]["fingerprint"] = said["plan"]["model"]["fingerprint"] = fingerprint_of(identity(model, version=1))
-    for tensor in said["base"]["tensors"].values():
+        del text["base"][name]
+    del text["weights_digest"], text["plan"]["model"]["fingerprint_version"]
+    text["base"]["fingerprint"] = text["plan"]["model"]["fingerprint"] = fingerprint_of(identity(model, version=1))
+    for tensor in text["base"]["tensors"].values():
         tensor["sample"] = []
-    there.mkdir()
-    (there / METADATA).write_text(json.dumps(said))
-    (there / said["file"]).write_bytes((folder / said["file"]).read_bytes())
-    return there
+    target.mkdir()
+    (target / METADATA).write_text(json.dumps(text))
+    (target / text["file"]).write_bytes((folder / text["file"]).read_bytes())
+    return target
 
 
 def test_version_1_is_compared_by_its_own_rule(folder: Path, tmp_path: Path) -> None:
@@ -236,14 +236,14 @@ def test_other_weights_are_warned_of_with_their_distance(folder: Path) -> None:
     model = scaled(1.001)
     with pytest.warns(peftc.PeftcWarning) as caught:
         peftc.load(folder, model)
-    (warning,) = caught
-    told = warning.message
-    assert isinstance(told, peftc.PeftcWarning)
-    assert told.code == told.diagnostic.code == "P524"
-    assert told.diagnostic.severity == "warning"
-    assert f"1 of 24 parameters differ, such as `{PROJECTION}`" in str(told)
-    assert f"the largest 0.001, in `{PROJECTION}`" in str(told)
-    assert warning.filename == __file__, "the line of the caller"
+    (record,) = caught
+    warning = record.message
+    assert isinstance(warning, peftc.PeftcWarning)
+    assert warning.code == warning.diagnostic.code == "P524"
+    assert warning.diagnostic.severity == "warning"
+    assert f"1 of 24 parameters differ, such as `{PROJECTION}`" in str(warning)
+    assert f"the largest 0.001, in `{PROJECTION}`" in str(warning)
+    assert record.filename == __file__, "the line of the caller"
     assert "e" in peftc.specs(model) or peftc.parameters(model)
 
 
@@ -276,9 +276,9 @@ def test_strict_refuses_what_it_cannot_compare(folder: Path) -> None:
     model = zoo.build("llama")
     owner = model.get_submodule(PROJECTION.removesuffix(".weight"))
     owner.weight = nn.Parameter(owner.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    found = diagnostic_of(lambda: peftc.load(folder, model, strict=True))
-    assert found.code == "P524"
-    assert "1 parameters cannot be compared" in found.notes[0]
+    result = diagnostic_of(lambda: peftc.load(folder, model, strict=True))
+    assert result.code == "P524"
+    assert "1 parameters cannot be compared" in result.notes[0]
 
 
 def test_warm_start_has_the_same_rule(folder: Path) -> None:
@@ -303,12 +303,12 @@ def test_samples_are_values_at_equal_distances() -> None:
         "meta": values.to("meta"),
         "empty": values[:0],
     }
-    found = samples(parameters, dict.fromkeys(parameters, 4))
-    assert found["whole"] == (0, 15, 30, 45)
-    assert found["transposed"] == tuple(values.reshape(2, 23).T.flatten()[[0, 15, 30, 45]].tolist())
-    assert found["short"] == (0, 0, 0, 1)
-    assert found["one"] == (3, 3, 3, 3)
-    assert [found[name] for name in ("integers", "meta", "empty")] == [None, None, None]
+    result = samples(parameters, dict.fromkeys(parameters, 4))
+    assert result["whole"] == (0, 15, 30, 45)
+    assert result["transposed"] == tuple(values.reshape(2, 23).T.flatten()[[0, 15, 30, 45]].tolist())
+    assert result["short"] == (0, 0, 0, 1)
+    assert result["one"] == (3, 3, 3, 3)
+    assert [result[name] for name in ("integers", "meta", "empty")] == [None, None, None]
 
 
 def test_the_digest_is_of_names_and_values() -> None:

@@ -70,9 +70,9 @@ def refused(folder: Path, model: nn.Module, code: str, **kwargs: Any) -> peftc.D
     with pytest.raises(peftc.PeftcError) as caught:
         peftc.load(folder, model, **kwargs)
     before.assert_same(model)
-    (found,) = caught.value.diagnostics
-    assert found.code == code, found
-    return found
+    (result,) = caught.value.diagnostics
+    assert result.code == code, result
+    return result
 
 
 # There and back ------------------------------------------------------------------------------------------------------
@@ -86,9 +86,9 @@ def test_what_is_saved_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) 
     again = zoo.build(name, dtype)
     before = Before.of(again)
     assert peftc.load(str(tmp_path / "a"), again) is again
-    there, here = peftc.parameters(model), peftc.parameters(again)
-    assert list(there) == list(here)
-    assert all(torch.equal(here[k], v) and here[k].dtype == v.dtype for k, v in there.items())
+    trained, here = peftc.parameters(model), peftc.parameters(again)
+    assert list(trained) == list(here)
+    assert all(torch.equal(here[k], v) and here[k].dtype == v.dtype for k, v in trained.items())
     assert {p.requires_grad for p in here.values()} == {True}
     assert torch.equal(logits(name, model), logits(name, again))
     peftc.remove(again)
@@ -98,24 +98,24 @@ def test_what_is_saved_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) 
 def test_names_and_description(tmp_path: Path) -> None:
     model = compiled("bart")
     peftc.save(model, tmp_path)
-    tensors, said = load_file(tensors_of(tmp_path)), description(tmp_path)
+    tensors, excerpt = load_file(tensors_of(tmp_path)), description(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([METADATA, tensors_of(tmp_path).name])
     assert set(tensors) == set(peftc.parameters(model))
     assert "enc.q/encoder.layer[0].attn.self.q/lora.A" in tensors
     assert "k/s/lora.B" in tensors
     assert "n/model.encoder.layers.0.self_attn_layer_norm.weight" in tensors
-    assert said["format_version"] == "1.1"
-    assert said["file"] == f"adapter-{said['sha256'][:16]}.safetensors"
-    assert said["seed"] == 3
-    assert said["peftc"] == peftc.__version__
-    assert said["plan"]["totals"]["stored"] == sum(t.numel() for t in tensors.values())
-    assert said["base"]["type"] == "bart"
-    assert said["base"]["fingerprint"] == said["plan"]["model"]["fingerprint"]
-    assert not [name for name in said["base"]["tensors"] if "peftc" in name]
-    assert said["sha256"] == hashlib.sha256(tensors_of(tmp_path).read_bytes()).hexdigest()
-    peftc.parse(said["spec"])
-    peftc.parse(said["source"])
-    assert "expect" in said["source"]
+    assert excerpt["format_version"] == "1.1"
+    assert excerpt["file"] == f"adapter-{excerpt['sha256'][:16]}.safetensors"
+    assert excerpt["seed"] == 3
+    assert excerpt["peftc"] == peftc.__version__
+    assert excerpt["plan"]["totals"]["stored"] == sum(t.numel() for t in tensors.values())
+    assert excerpt["base"]["type"] == "bart"
+    assert excerpt["base"]["fingerprint"] == excerpt["plan"]["model"]["fingerprint"]
+    assert not [name for name in excerpt["base"]["tensors"] if "peftc" in name]
+    assert excerpt["sha256"] == hashlib.sha256(tensors_of(tmp_path).read_bytes()).hexdigest()
+    peftc.parse(excerpt["spec"])
+    peftc.parse(excerpt["source"])
+    assert "expect" in excerpt["source"]
 
 
 def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -136,10 +136,10 @@ def test_a_base_in_another_dtype(saved: torch.dtype, loaded: torch.dtype, tmp_pa
     model = compiled("bert", SPEC, saved)
     peftc.save(model, tmp_path)
     again = peftc.load(tmp_path, zoo.build("bert").to(torch.bfloat16).to(loaded))
-    there = peftc.parameters(model)
+    trained = peftc.parameters(model)
     for key, p in peftc.parameters(again).items():
         assert p.dtype == (loaded if key.startswith("n/") else torch.float32)
-        assert torch.equal(p, there[key].to(p.dtype))
+        assert torch.equal(p, trained[key].to(p.dtype))
 
 
 def test_float64_bases_make_float64_parameters(tmp_path: Path) -> None:
@@ -154,8 +154,8 @@ def test_after_a_partial_fold_the_rest_belongs_to_the_folded_base(tmp_path: Path
     peftc.fold(model)
     peftc.save(model, tmp_path)
     assert {name.partition("/")[0] for name in load_file(tensors_of(tmp_path))} == {"p"}
-    found = refused(tmp_path, zoo.build("llama"), "P524", strict=True)
-    assert "q_proj" in found.notes[0]
+    result = refused(tmp_path, zoo.build("llama"), "P524", strict=True)
+    assert "q_proj" in result.notes[0]
     folded = peftc.remove(model)
     peftc.load(tmp_path, folded)
     torch.testing.assert_close(logits("llama", folded), want)
@@ -225,8 +225,8 @@ def test_an_adapter_replaces_an_adapter_and_leaves_other_files(tmp_path: Path) -
 @pytest.mark.parametrize("lacks", [None, "format_version", "peftc", "sha256"])
 def test_a_description_of_any_format_is_replaced(lacks: str | None, tmp_path: Path) -> None:
     """Later formats may have other keys; what says no version, or has no hash, is not ours."""
-    said = {"format_version": "9.0", "peftc": "9.0", "sha256": "0" * 64}
-    text = json.dumps({key: value for key, value in said.items() if key != lacks})
+    excerpt = {"format_version": "9.0", "peftc": "9.0", "sha256": "0" * 64}
+    text = json.dumps({key: value for key, value in excerpt.items() if key != lacks})
     (tmp_path / METADATA).write_text(text)
     model = compiled("bert", PREFIX)
     if lacks is None:
@@ -246,10 +246,10 @@ def test_anything_else_is_left_alone(what: str, tmp_path: Path) -> None:
     else:
         target.mkdir()
         (target / ("notes.txt" if what == "other" else METADATA)).write_text('{"r": 8}')
-    there = sorted(str(p) for p in tmp_path.rglob("*"))
+    files = sorted(str(p) for p in tmp_path.rglob("*"))
     with pytest.raises(peftc.PeftcError, match="P526"):
         peftc.save(compiled("bert", PREFIX), target)
-    assert sorted(str(p) for p in tmp_path.rglob("*")) == there
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == files
 
 
 @pytest.mark.parametrize("fails_at", range(1, 3))
@@ -258,7 +258,7 @@ def test_a_failure_while_writing_leaves_the_old_adapter(
 ) -> None:
     old = compiled("bert", PREFIX)
     peftc.save(old, tmp_path / "a")
-    there = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     count, replace = iter(range(1, 100)), os.replace
 
     def failing(source: Any, target: Any) -> None:
@@ -270,7 +270,7 @@ def test_a_failure_while_writing_leaves_the_old_adapter(
         patch.setattr(os, "replace", failing)
         with pytest.raises(peftc.PeftcError, match="no space left"):
             peftc.save(compiled("bert"), tmp_path / "a")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == there
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == files
 
 
 def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,10 +360,10 @@ def test_a_damaged_description_is_refused(case: str, folder: Path) -> None:
 @pytest.mark.parametrize("keys", [("base",), ("base", "seed"), ("base", "seed", "plan", "spec")], ids=len)
 def test_all_mistakes_in_a_description_are_counted(keys: tuple[str, ...], folder: Path) -> None:
     (folder / METADATA).write_text(json.dumps({k: v for k, v in description(folder).items() if k not in keys}))
-    found = refused(folder, zoo.build("bert"), "P521")
-    assert found.message.endswith(f" ({len(keys)} mistakes)" if len(keys) > 1 else "an adapter")
-    assert {note.partition(":")[0] for note in found.notes} <= set(keys)
-    assert len(found.notes) == min(3, len(keys))
+    result = refused(folder, zoo.build("bert"), "P521")
+    assert result.message.endswith(f" ({len(keys)} mistakes)" if len(keys) > 1 else "an adapter")
+    assert {note.partition(":")[0] for note in result.notes} <= set(keys)
+    assert len(result.notes) == min(3, len(keys))
 
 
 def test_a_newer_format_is_refused(folder: Path) -> None:
@@ -396,7 +396,7 @@ def reshaped_norm(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "excerpt"),
     [
         (lost, "1 are missing, such as `k/s/lora.A`"),
         (added, "1 are unknown, such as `k/t/lora.A`"),
@@ -404,11 +404,11 @@ def reshaped_norm(tensors: dict[str, torch.Tensor]) -> None:
         (reshaped_norm, "is [5], expected [32]"),
     ],
 )
-def test_tensors_that_do_not_fit_the_spec(change: Callable[[Any], None], said: str, folder: Path) -> None:
+def test_tensors_that_do_not_fit_the_spec(change: Callable[[Any], None], excerpt: str, folder: Path) -> None:
     tensors = load_file(tensors_of(folder))
     change(tensors)
     retensor(folder, tensors)
-    assert said in "\n".join(refused(folder, zoo.build("bert"), "P525").notes)
+    assert excerpt in "\n".join(refused(folder, zoo.build("bert"), "P525").notes)
 
 
 def test_tensors_other_than_those_listed(folder: Path) -> None:
@@ -419,24 +419,24 @@ def test_tensors_other_than_those_listed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "excerpt"),
     [
         ("peft 1\nedit e at layer[*].nothing { h += lora(x, r=2) }", "P20"),
         ("peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2000) }", "P311"),
         ("__import__('os').abort()", "P0"),
     ],
 )
-def test_a_spec_that_cannot_be_planned(spec: str, said: str, folder: Path) -> None:
+def test_a_spec_that_cannot_be_planned(spec: str, excerpt: str, folder: Path) -> None:
     describe(folder, spec=spec)
-    found = refused(folder, zoo.build("bert"), "P525")
-    assert said in found.notes[0]
+    result = refused(folder, zoo.build("bert"), "P525")
+    assert excerpt in result.notes[0]
 
 
 # Other bases ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "excerpt"),
     [
         ("bert", {"num_hidden_layers": 2}, "16 parameters (`bert.encoder.layer.2."),
         ("bert", {"num_hidden_layers": 4}, "16 parameters (`bert.encoder.layer.3."),
@@ -447,10 +447,10 @@ def test_a_spec_that_cannot_be_planned(spec: str, said: str, folder: Path) -> No
         ("roberta", {}, "it was saved for a model of type bert, this is roberta"),
     ],
 )
-def test_another_base_is_refused_with_what_differs(name: str, change: Any, said: str, folder: Path) -> None:
-    found = refused(folder, zoo.build(name, **change), "P523")
-    assert said in "\n".join(found.notes), found
-    assert "bert" in found.message
+def test_another_base_is_refused_with_what_differs(name: str, change: Any, excerpt: str, folder: Path) -> None:
+    result = refused(folder, zoo.build(name, **change), "P523")
+    assert excerpt in "\n".join(result.notes), result
+    assert "bert" in result.message
 
 
 def test_values_that_train_replaces_may_differ(folder: Path) -> None:
@@ -484,9 +484,9 @@ def test_a_failure_while_loading_leaves_the_model(folder: Path, monkeypatch: pyt
     before = Before.of(model)
 
     def short(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
-        found = peftc.parameters(model, name)
-        found["k/missing"] = nn.Parameter(torch.zeros(1))
-        return found
+        result = peftc.parameters(model, name)
+        result["k/missing"] = nn.Parameter(torch.zeros(1))
+        return result
 
     with monkeypatch.context() as patch:
         patch.setattr(loading, "parameters", short)

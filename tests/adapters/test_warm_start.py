@@ -75,14 +75,14 @@ def test_one_task_of_several(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(
-    spec: str, options: dict[str, Any], code: str, said: str, tmp_path: Path
+    spec: str, options: dict[str, Any], code: str, message: str, tmp_path: Path
 ) -> None:
     saved(PROMPT, tmp_path)
     model = compiled(spec, seed=1)
     before = {key: p.detach().clone() for key, p in peftc.parameters(model).items()}
-    with pytest.raises(peftc.PeftcError, match=code) as found:
+    with pytest.raises(peftc.PeftcError, match=code) as result:
         peftc.warm_start(model, tmp_path, **options)
-    assert said in str(found.value)
+    assert message in str(result.value)
     assert all(torch.equal(p, before[key]) for key, p in peftc.parameters(model).items())
 
 
@@ -91,7 +91,7 @@ def test_two_edits_begin_as_one(tmp_path: Path) -> None:
     first = saved(f"peft 1\n{lora.format('lora')}", tmp_path)
     model = compiled(f"peft 1\n{lora.format('a')}\n{lora.format('b')}", 1)
     assert peftc.warm_start(model, tmp_path, edits={"a": "lora", "b": "lora"}) == ("a", "b")
-    wanted, found = peftc.parameters(first), peftc.parameters(model)
-    for key, value in wanted.items():
-        assert torch.equal(found[key.replace("lora", "a", 1)], value)
-        assert torch.equal(found[key.replace("lora", "b", 1)], value)
+    expected, result = peftc.parameters(first), peftc.parameters(model)
+    for key, value in expected.items():
+        assert torch.equal(result[key.replace("lora", "a", 1)], value)
+        assert torch.equal(result[key.replace("lora", "b", 1)], value)

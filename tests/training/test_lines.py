@@ -27,8 +27,8 @@ def batches(name: str, model: nn.Module) -> list[dict[str, Tensor]]:
 
 def linears(name: str) -> dict[str, str]:
     """The ffn's Linears: the module of each site."""
-    found = peftc.sites(zoo.build(name)).sites
-    return {site.path: site.module for site in found if site.path.endswith((".ffn.up", ".ffn.down"))}
+    result = peftc.sites(zoo.build(name)).sites
+    return {site.path: site.module for site in result if site.path.endswith((".ffn.up", ".ffn.down"))}
 
 
 def compiled(name: str, text: str, **how: Any) -> Any:
@@ -70,32 +70,32 @@ def test_the_rows_are_those_that_change_most_and_biases_follow(name: str) -> Non
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_only_they_are_trained_and_folded(name: str, tmp_path: Path) -> None:
     model, base = compiled(name, FAR.format("")), zoo.build(name, torch.float64)
-    given = batches(name, model)[0]
-    plain = base.eval()(**given).logits
-    assert torch.equal(model.eval()(**given).logits, plain)
+    arguments = batches(name, model)[0]
+    plain = base.eval()(**arguments).logits
+    assert torch.equal(model.eval()(**arguments).logits, plain)
     with pytest.raises(peftc.PeftcError, match="P540"):
-        model.train()(**given)
+        model.train()(**arguments)
     with pytest.raises(peftc.PeftcError, match=r"P540[^$]*`m` is what it began as"):
         peftc.save(model, tmp_path / "a")
     peftc.calibrate(model, batches(name, model), lr=LR)
     optimizer = torch.optim.SGD(peftc.parameters(model).values(), lr=0.5)
     for _ in range(3):
         optimizer.zero_grad()
-        model.train()(**given).loss.backward()
+        model.train()(**arguments).loss.backward()
         optimizer.step()
     model.eval()
     assert all(bool((values != 0).any()) for values in peftc.parameters(model).values())
-    want = model(**given).logits
+    want = model(**arguments).logits
     assert not torch.allclose(want, plain)
     peftc.save(model, tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build(name, torch.float64)).eval()
-    assert torch.equal(loaded(**given).logits, want)
-    loaded.train()(**given)
+    assert torch.equal(loaded(**arguments).logits, want)
+    loaded.train()(**arguments)
     twin = compiled(name, FAR.format("")).eval()
     twin.load_state_dict(model.state_dict())
-    assert torch.equal(twin(**given).logits, want)
+    assert torch.equal(twin(**arguments).logits, want)
     peftc.fold(model)
-    close(model(**given).logits, want, "folded")
+    close(model(**arguments).logits, want, "folded")
     places = states(loaded)
     for path, module in linears(name).items():
         for part, form in (("weight", "lines"), ("bias", "lines_2")):

@@ -40,7 +40,7 @@ def compiled(name: str, more: str = "", moved: bool = True) -> Any:
 
 def values(model: nn.Module, u: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """z ⊙ Δ of every site by hand, from the draws `u`, or as it is without."""
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     parameters = peftc.parameters(model)
     for key, delta in parameters.items():
         if key.endswith("delta"):
@@ -49,26 +49,26 @@ def values(model: nn.Module, u: dict[str, Tensor] | None = None) -> dict[str, Te
                 if (a := parameters.get(key.replace("delta", name))) is not None:
                     noise = 0.0 if u is None else torch.logit(u[key.replace("delta", name)].clamp(1e-4, 1 - 1e-4))
                     value = value * (3 * torch.sigmoid(noise + a) - 1.5).clamp(0, 1)
-            found[key.removesuffix(".delta")] = value
-    return found
+            result[key.removesuffix(".delta")] = value
+    return result
 
 
-def llama_with(changes: dict[str, Tensor], given: dict[str, Tensor], base: nn.Module) -> Tensor:
+def llama_with(changes: dict[str, Tensor], arguments: dict[str, Tensor], base: nn.Module) -> Tensor:
     """The logits of the base with these changes of its weights."""
     modules = {site.path: site.module for site in peftc.sites(zoo.build("llama")).sites}
     weights = {f"{modules[k.split('/')[1]]}.weight": v for k, v in changes.items()}
     moved = {k: base.get_parameter(k).detach() + v for k, v in weights.items()}
-    return functional_call(base, moved, args=(), kwargs=given).logits
+    return functional_call(base, moved, args=(), kwargs=arguments).logits
 
 
 @pytest.mark.parametrize("more", ["", ", structured=false"])
 def test_equals_the_paper_with_and_without_draws(more: str) -> None:
     model, base = compiled("llama", more), zoo.build("llama", torch.float64)
-    given = zoo.inputs("llama", model)
+    arguments = zoo.inputs("llama", model)
     parameters = peftc.parameters(model)
-    close(model.eval()(**given).logits, llama_with(values(model), given, base.eval()), "without draws")
+    close(model.eval()(**arguments).logits, llama_with(values(model), arguments, base.eval()), "without draws")
     torch.manual_seed(3)
-    got = model.train()(**given).logits
+    got = model.train()(**arguments).logits
     torch.manual_seed(3)
     u: dict[str, Tensor] = {}
     for i in range(base.config.num_hidden_layers):  # in the order in which the weights are used
@@ -76,7 +76,7 @@ def test_equals_the_paper_with_and_without_draws(more: str) -> None:
             for name in ("alpha", "group"):
                 if (key := f"m/{path}/masked.{name}") in parameters:
                     u[key] = torch.rand_like(parameters[key])
-    want = llama_with(values(model, u), given, base.train())
+    want = llama_with(values(model, u), arguments, base.train())
     close(got, want, "drawn")
     grads = [torch.autograd.grad(x.sin().sum(), list(parameters.values()), allow_unused=True) for x in (got, want)]
     moved = set[str]()  # a gate of a whole weight may be closed at some site, or open
@@ -95,10 +95,10 @@ def test_the_penalty_is_the_expected_number_of_entries() -> None:
     for key, alpha in parameters.items():
         if key.endswith(".alpha"):
             want += 0.5 * alpha.sigmoid().sum() * parameters[key.replace("alpha", "group")].sigmoid()[0]
-    found = peftc.losses(model)
-    assert set(found) == {"m.l0"}
-    close(found["m.l0"], want, "l0")
-    found["m.l0"].backward()
+    result = peftc.losses(model)
+    assert set(result) == {"m.l0"}
+    close(result["m.l0"], want, "l0")
+    result["m.l0"].backward()
     assert all((p.grad is not None) == (not k.endswith("delta")) for k, p in parameters.items())
     narrow = peftc.compile(
         "peft 1\nedit m at layer[0].attn.q { w += masked(density=1%, lower=-0.1, upper=1.1) }", zoo.build("llama")
@@ -113,10 +113,10 @@ def test_the_penalty_is_the_expected_number_of_entries() -> None:
 @pytest.mark.parametrize("name", SITES)
 def test_the_largest_are_kept_saved_trained_on_and_folded(name: str, tmp_path: Path) -> None:
     fresh, base = compiled(name, moved=False), zoo.build(name, torch.float64).eval()
-    given = zoo.inputs(name, base, labels=True)
-    plain = base(**given).logits
+    arguments = zoo.inputs(name, base, labels=True)
+    plain = base(**arguments).logits
     for training in (False, True):
-        assert torch.equal(fresh.train(training)(**given).logits, plain)
+        assert torch.equal(fresh.train(training)(**arguments).logits, plain)
     with pytest.raises(peftc.PeftcError, match="P541"):
         peftc.calibrate(fresh)
     model = compiled(name)
@@ -130,13 +130,13 @@ def test_the_largest_are_kept_saved_trained_on_and_folded(name: str, tmp_path: P
     optimizer = torch.optim.AdamW(peftc.parameters(model).values(), lr=1e-2, weight_decay=20.0)
     for _ in range(2):
         optimizer.zero_grad()
-        model.train()(**given).loss.backward()
+        model.train()(**arguments).loss.backward()
         optimizer.step()
-    want = model.eval()(**given).logits
-    assert torch.equal(model.train()(**given).logits, want)  # nothing is drawn any more
+    want = model.eval()(**arguments).logits
+    assert torch.equal(model.train()(**arguments).logits, want)  # nothing is drawn any more
     peftc.save(model.eval(), tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build(name, torch.float64)).eval()
-    assert torch.equal(loaded(**given).logits, want)
+    assert torch.equal(loaded(**arguments).logits, want)
     ((key, places),) = states(loaded).items()
     assert key == "m/m.sparse/sparse.places"
     assert set(places.tolist()) == set(dense.abs().topk(count)[1].tolist())
@@ -144,29 +144,29 @@ def test_the_largest_are_kept_saved_trained_on_and_folded(name: str, tmp_path: P
     assert plan.totals.stored == count == sum(p.numel() for p in peftc.parameters(loaded).values())
     assert plan.totals.trained == sum(p.numel() for p in peftc.parameters(model).values())
     assert plan.totals.trained == 2 * len(dense) + len(values(model))
-    loaded.train()(**given).loss.backward()
+    loaded.train()(**arguments).loss.backward()
     again = copy.deepcopy(model)
     peftc.fold(model.train())
-    close(model.eval()(**given).logits, want, "folded")
+    close(model.eval()(**arguments).logits, want, "folded")
     twin = compiled(name, moved=False)
     twin.load_state_dict(again.state_dict())
-    assert torch.equal(twin.eval()(**given).logits, want)
+    assert torch.equal(twin.eval()(**arguments).logits, want)
     peftc.save(twin, tmp_path / "b")
 
 
 def test_everything_is_kept_where_training_goes_on(tmp_path: Path) -> None:
     model = compiled("llama", ", keep=true")
-    given = zoo.inputs("llama", model)
+    arguments = zoo.inputs("llama", model)
     peftc.save(model, tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64))
-    assert torch.equal(loaded.eval()(**given).logits, model.eval()(**given).logits)
+    assert torch.equal(loaded.eval()(**arguments).logits, model.eval()(**arguments).logits)
     close(peftc.losses(loaded)["m.l0"], peftc.losses(model)["m.l0"], "l0")
     plan = peftc.plan(spec("llama", ", keep=true"), zoo.build("llama"))
     assert plan.totals.stored == sum(p.numel() for p in peftc.parameters(loaded).values())
 
 
 def test_checkpointing_draws_what_the_forward_drew() -> None:
-    found: list[list[Tensor]] = []
+    result: list[list[Tensor]] = []
     for checkpointing in (False, True):
         model = compiled("llama").train()
         if checkpointing:
@@ -174,8 +174,8 @@ def test_checkpointing_draws_what_the_forward_drew() -> None:
             enable({"use_reentrant": False})
         torch.manual_seed(7)
         model(**zoo.inputs("llama", model, labels=True), use_cache=False).loss.backward()
-        found.append([p.grad for p in peftc.parameters(model).values()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        result.append([p.grad for p in peftc.parameters(model).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*result, strict=True))
 
 
 def test_each_task_prunes_and_pays_for_its_own(tmp_path: Path) -> None:
@@ -196,10 +196,10 @@ def test_each_task_prunes_and_pays_for_its_own(tmp_path: Path) -> None:
     peftc.save(model.eval(), tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
     assert plan.totals.stored == sum(p.numel() for p in peftc.parameters(loaded).values())
-    given = zoo.inputs("llama", model)
+    arguments = zoo.inputs("llama", model)
     for task in "ab":
         with peftc.task(model, task), peftc.task(loaded, task), torch.no_grad():
-            assert torch.equal(model(**given).logits, loaded(**given).logits)
+            assert torch.equal(model(**arguments).logits, loaded(**arguments).logits)
 
 
 def test_what_is_shared_stays_shared(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_what_is_shared_stays_shared(tmp_path: Path) -> None:
     peftc.calibrate(model)
     peftc.save(model.eval(), tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
-    given = zoo.inputs("llama", model)
-    assert torch.equal(loaded(**given).logits, model(**given).logits)
+    arguments = zoo.inputs("llama", model)
+    assert torch.equal(loaded(**arguments).logits, model(**arguments).logits)
     assert len(peftc.parameters(loaded)) == 1
     assert peftc.plan(text, zoo.build("llama")).totals.stored == len(next(iter(peftc.parameters(loaded).values())))

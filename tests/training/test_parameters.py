@@ -36,26 +36,26 @@ def base_of(name: str) -> Any:
 def places(name: str, form: str, base: nn.Module) -> list[tuple[str, nn.Parameter, bool]]:
     """Each parameter under the first of its names in the plan, in that order; whether it is stored (in, out)."""
     parameters = dict(base.named_parameters(remove_duplicate=False))
-    found: dict[int, tuple[str, nn.Parameter, bool]] = {}
+    result: dict[int, tuple[str, nn.Parameter, bool]] = {}
     for site in peftc.plan(ALL.format(form), zoo.build(name)).edits[0].sites:
         attribute = ATTRIBUTES[site.path.rpartition(".")[2]]
         parameter, key = parameters[f"{site.module}.{attribute}"], f"{site.module}.{attribute}"
         transposed = attribute == "weight" and type(base.get_submodule(site.module)).__name__ == "Conv1D"
-        found.setdefault(id(parameter), (key, parameter, transposed))
-    return list(found.values())
+        result.setdefault(id(parameter), (key, parameter, transposed))
+    return list(result.values())
 
 
-def logits(base: nn.Module, changes: dict[str, Tensor], given: dict[str, Tensor]) -> Tensor:
+def logits(base: nn.Module, changes: dict[str, Tensor], arguments: dict[str, Tensor]) -> Tensor:
     parameters = dict(base.named_parameters(remove_duplicate=False))
     moved = {key: parameters[key].detach() + change for key, change in changes.items()}
-    return functional_call(base, moved, args=(), kwargs=given, tie_weights=True).logits
+    return functional_call(base, moved, args=(), kwargs=arguments, tie_weights=True).logits
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_parameters_are_places_once(name: str) -> None:
     base = base_of(name)
-    there = {key for key, _, _ in places(name, "sparse(density=100%, select=magnitude)", base)}
-    names = {id(p): key for key, p in base.named_parameters(remove_duplicate=False) if key in there}
+    target = {key for key, _, _ in places(name, "sparse(density=100%, select=magnitude)", base)}
+    names = {id(p): key for key, p in base.named_parameters(remove_duplicate=False) if key in target}
     missing = [key for key, p in base.named_parameters() if id(p) not in names]
     images = [
         "vit.embeddings." + key for key in ("cls_token", "position_embeddings", "patch_embeddings.projection.weight")
@@ -64,7 +64,7 @@ def test_all_parameters_are_places_once(name: str) -> None:
     total = sum(p.numel() for key, p in base.named_parameters() if key not in missing)
     plan = peftc.plan(ALL.format("sparse(density=10%, select=magnitude)"), zoo.build(name))
     assert plan.totals.trained == round(0.1 * total)
-    assert len(plan.edits[0].sites) >= len(there) == len(names)
+    assert len(plan.edits[0].sites) >= len(target) == len(names)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,7 +72,7 @@ def test_equals_a_model_with_other_parameters(name: str, tmp_path: Path) -> None
     """One vector of values, cut into the parameters in the order of the plan."""
     form = "sparse(density=100%, select=magnitude)"
     model, base = compiled(name, form), base_of(name)
-    given = zoo.inputs(name, model)
+    arguments = zoo.inputs(name, model)
     peftc.calibrate(model)
     randomise(peftc.parameters(model))
     (values,) = (p.detach() for p in peftc.parameters(model).values())
@@ -82,12 +82,12 @@ def test_equals_a_model_with_other_parameters(name: str, tmp_path: Path) -> None
         changes[key] = part.view(parameter.shape[::-1]).t() if transposed else part.view(parameter.shape)
     assert len(values) == 0
     with torch.no_grad():
-        want = logits(base, changes, given)
-        close(model(**given).logits, want, "compiled")
+        want = logits(base, changes, arguments)
+        close(model(**arguments).logits, want, "compiled")
         peftc.save(model, tmp_path)
-        close(peftc.load(tmp_path, base_of(name)).eval()(**given).logits, want, "loaded")
+        close(peftc.load(tmp_path, base_of(name)).eval()(**arguments).logits, want, "loaded")
         assert [folded.edit for folded in peftc.fold(model).folded] == ["m"]
-        close(model(**given).logits, want, "folded")
+        close(model(**arguments).logits, want, "folded")
     own = dict(model.named_parameters(remove_duplicate=False))
     for key, change in changes.items():
         close(own[key], dict(base.named_parameters(remove_duplicate=False))[key] + change, key)
@@ -104,9 +104,9 @@ def test_said_is_one_vector_and_a_factor_for_each_layer(name: str) -> None:
     layers = {site.module for site in peftc.sites(base).sites if site.steps[-1][0] == "layer"}
     record, homes = installation_of(model), dict[str, int]()
     modules, changes = FormModules(model, record), dict[str, Tensor]()
-    for placed in record.site_edits:
-        (instance,), (state,) = placed.instances, placed.site.states
-        module, buffers = placed.site.module, dict(modules.get(placed, instance).named_buffers())
+    for site_edit in record.site_edits:
+        (instance,), (state,) = site_edit.instances, site_edit.site.states
+        module, buffers = site_edit.site.module, dict(modules.get(site_edit, instance).named_buffers())
         home = next((layer for layer in layers if f"{module}.".startswith(f"{layer}.")), module)
         factor = scale[homes.setdefault(home, len(homes))]
         key = f"{module}.{ATTRIBUTES[state]}"
@@ -116,21 +116,21 @@ def test_said_is_one_vector_and_a_factor_for_each_layer(name: str) -> None:
         change = factor * forms.fastfood(buffers | {"theta": theta}, tuple(size))
         changes[key] = change.t() if transposed else change
     assert len(homes) == len(scale) == d - len(theta)
-    given = zoo.inputs(name, model)
+    arguments = zoo.inputs(name, model)
     with torch.no_grad():
-        close(model(**given).logits, logits(base, changes, given), "said")
+        close(model(**arguments).logits, logits(base, changes, arguments), "said")
 
 
 def test_entries_compete_in_one_budget() -> None:
     """The largest scores of all weights and biases together, a tied one with the gradient of both its uses."""
     name = "gpt2"
     model, base = peftc.compile(ALL.format("sparse(density=3%)"), zoo.build(name, torch.float64), seed=0), base_of(name)
-    given = zoo.inputs(name, model, labels=True)
-    base(**given).loss.backward()
+    arguments = zoo.inputs(name, model, labels=True)
+    base(**arguments).loss.backward()
     scores = [p.grad.t() if transposed else p.grad for _, p, transposed in places(name, "sparse(density=3%)", base)]
     every = torch.cat([score.reshape(-1) ** 2 for score in scores])
     count = round(0.03 * len(every))
-    assert peftc.calibrate(model, [given]) == {"m": count}
+    assert peftc.calibrate(model, [arguments]) == {"m": count}
     ((_, chosen),) = states(model).items()
     assert set(chosen.tolist()) == set(every.topk(count)[1].tolist())
 
@@ -141,14 +141,14 @@ def test_edits_that_share_a_form_have_one_budget() -> None:
         edit a at layer[*].attn.o { w += s() }
         edit b at layer[*].ffn.up { wb += s() }"""
     model, base = peftc.compile(text, zoo.build("gpt2", torch.float64), seed=0), base_of("gpt2")
-    given = zoo.inputs("gpt2", model, labels=True)
-    base(**given).loss.backward()
+    arguments = zoo.inputs("gpt2", model, labels=True)
+    base(**arguments).loss.backward()
     blocks: Any = base.transformer.h
     grads = [b.attn.c_proj.weight.grad.t() for b in blocks]
     grads += [g for b in blocks for g in (b.mlp.c_fc.weight.grad.t(), b.mlp.c_fc.bias.grad)]
     every = torch.cat([g.reshape(-1) ** 2 for g in grads])
     count = round(0.03 * len(every))
-    assert peftc.plan(text, base).totals.trained == sum(peftc.calibrate(model, [given]).values()) == count
+    assert peftc.plan(text, base).totals.trained == sum(peftc.calibrate(model, [arguments]).values()) == count
     ((_, chosen),) = states(model).items()
     assert set(chosen.tolist()) == set(every.topk(count)[1].tolist())
 
@@ -158,16 +158,16 @@ def test_what_a_tied_weight_owns_is_there_once(name: str, tmp_path: Path) -> Non
     model = compiled(name, "masked(density=2%, keep=true)")
     keys = [key for key in peftc.parameters(model) if ".embed.w/" in key or "head.w/" in key]
     assert len(keys) == 3  # delta, alpha, group: of the first use
-    given = zoo.inputs(name, model)
+    arguments = zoo.inputs(name, model)
     with torch.no_grad():
-        want = model(**given).logits
+        want = model(**arguments).logits
         peftc.save(model, tmp_path)
-        close(peftc.load(tmp_path, base_of(name)).eval()(**given).logits, want, "loaded")
+        close(peftc.load(tmp_path, base_of(name)).eval()(**arguments).logits, want, "loaded")
         twin = compiled(name, "masked(density=2%, keep=true)")
         twin.load_state_dict(model.state_dict())
-        close(twin(**given).logits, want, "state dict")
+        close(twin(**arguments).logits, want, "state dict")
         peftc.remove(model)
-        assert torch.equal(model(**given).logits, base_of(name)(**given).logits)
+        assert torch.equal(model(**arguments).logits, base_of(name)(**arguments).logits)
 
 
 def test_only_one_use_of_a_tied_weight_is_not_folded() -> None:
@@ -183,17 +183,17 @@ def test_only_one_use_of_a_tied_weight_is_not_folded() -> None:
         ("gpt2", "layer[*].ffn", "no weight and no bias of its own"),
     ],
 )
-def test_places_without_parameters_are_refused(name: str, at: str, said: str) -> None:
-    with pytest.raises(peftc.PeftcError, match="P205") as found:
+def test_places_without_parameters_are_refused(name: str, at: str, message: str) -> None:
+    with pytest.raises(peftc.PeftcError, match="P205") as result:
         peftc.plan(f"peft 1\nedit m at {at} {{ wb += sparse(density=1%) }}", zoo.build(name))
-    assert said in str(found.value)
-    assert found.value.diagnostics[0].span is not None
+    assert message in str(result.value)
+    assert result.value.diagnostics[0].span is not None
 
 
 def test_more_factors_than_numbers_are_refused() -> None:
-    with pytest.raises(peftc.PeftcError, match="P316") as found:
+    with pytest.raises(peftc.PeftcError, match="P316") as result:
         peftc.plan(ALL.format("fastfood(d=6, scaled=true)"), zoo.build("gpt2"))
-    assert found.value.diagnostics[0].help == "use d > 6"
+    assert result.value.diagnostics[0].help == "use d > 6"
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_equations_of_all_parameters(equation: str) -> None:
     with torch.no_grad():
         for p in peftc.parameters(model).values():
             p.fill_(1.5)
-        given = zoo.inputs("gpt2", model)
+        arguments = zoo.inputs("gpt2", model)
         changes = {key: 0.5 * p.detach() for key, p, _ in places("gpt2", "sparse(density=1%)", base)}
-        close(model.eval()(**given).logits, logits(base, changes, given), "scaled")
+        close(model.eval()(**arguments).logits, logits(base, changes, arguments), "scaled")
     (design,) = peftc.design(text, base)
     assert design.modified == "w/b"

@@ -35,7 +35,7 @@ def compiled(name: str, select: str) -> Any:
 
 def views(name: str, model: nn.Module, of: dict[str, Tensor]) -> list[Tensor]:
     """A tensor of the size of each site's weight, out of tensors of the size of the parameters."""
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     fused = {"q": 0, "k": 1, "v": 2}
     arms = [arm.rpartition(".")[2] for arm in SITES[name].split(" | ")]
     for site in peftc.sites(zoo.build(name)).sites:
@@ -45,11 +45,11 @@ def views(name: str, model: nn.Module, of: dict[str, Tensor]) -> list[Tensor]:
                 tensor = tensor.t()
                 role = site.path.rpartition(".")[2]
                 tensor = tensor.chunk(3)[fused[role]] if role in fused else tensor
-            found.append(tensor)
-    return found
+            result.append(tensor)
+    return result
 
 
-def wanted(name: str, select: str) -> tuple[Tensor, list[tuple[int, ...]]]:
+def expected(name: str, select: str) -> tuple[Tensor, list[tuple[int, ...]]]:
     """The scores of all entries by hand, one site after the other, and the sizes of the sites."""
     base = zoo.build(name, torch.float64).eval()
     scores = {n: torch.zeros_like(p) for n, p in base.named_parameters()}
@@ -61,8 +61,8 @@ def wanted(name: str, select: str) -> tuple[Tensor, list[tuple[int, ...]]]:
             base(**batch).loss.backward()
             for n, p in base.named_parameters():
                 scores[n] += p.grad.square() if p.grad is not None else 0.0
-    found = views(name, base, scores)
-    return torch.cat([v.reshape(-1) for v in found]), [tuple(v.shape) for v in found]
+    result = views(name, base, scores)
+    return torch.cat([v.reshape(-1) for v in result]), [tuple(v.shape) for v in result]
 
 
 @pytest.mark.parametrize("select", ["fisher", "magnitude"])
@@ -71,7 +71,7 @@ def test_the_entries_are_those_with_the_largest_scores(name: str, select: str) -
     model = compiled(name, select)
     before = Before.of(model)
     chosen = peftc.calibrate(model, batches(name, model))
-    scores, _ = wanted(name, select)
+    scores, _ = expected(name, select)
     count = round(0.02 * len(scores))
     assert chosen == {"m": count}
     ((_, places),) = states(model).items()
@@ -84,28 +84,28 @@ def test_the_entries_are_those_with_the_largest_scores(name: str, select: str) -
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_only_they_are_trained_and_folded(name: str, tmp_path: Path) -> None:
     model, base = compiled(name, "fisher"), zoo.build(name, torch.float64)
-    given = batches(name, model)[0]
-    plain = base.eval()(**given).logits
+    arguments = batches(name, model)[0]
+    plain = base.eval()(**arguments).logits
     peftc.calibrate(model, batches(name, model))
-    assert torch.equal(model.eval()(**given).logits, plain)
+    assert torch.equal(model.eval()(**arguments).logits, plain)
     optimizer = torch.optim.SGD(peftc.parameters(model).values(), lr=0.5)
     for _ in range(3):
         optimizer.zero_grad()
-        model.train()(**given).loss.backward()
+        model.train()(**arguments).loss.backward()
         optimizer.step()
     model.eval()
     ((_, values),) = peftc.parameters(model).items()
     assert bool((values != 0).all())
-    want = model(**given).logits
+    want = model(**arguments).logits
     assert not torch.allclose(want, plain)
     peftc.save(model, tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build(name, torch.float64)).eval()
-    assert torch.equal(loaded(**given).logits, want)
+    assert torch.equal(loaded(**arguments).logits, want)
     twin = peftc.compile(spec(name, "fisher"), zoo.build(name, torch.float64), seed=5).eval()
     twin.load_state_dict(model.state_dict())
-    assert torch.equal(twin(**given).logits, want)
+    assert torch.equal(twin(**arguments).logits, want)
     peftc.fold(model)
-    close(model(**given).logits, want, "folded")
+    close(model(**arguments).logits, want, "folded")
     ((_, places),) = states(loaded).items()
     new, old = (views(name, m, dict(m.named_parameters())) for m in (model, base))
     moved = torch.cat([(a != b).reshape(-1) for a, b in zip(new, old, strict=True)])
@@ -128,7 +128,7 @@ def test_the_first_fine_tuning_is_undone() -> None:
 
 
 def test_random_entries_come_from_the_seed_of_the_text() -> None:
-    found = [
+    result = [
         next(iter(states(peftc.compile(text, zoo.build("llama"), seed=seed)).values())).tolist()
         for text, seed in (
             (spec("llama", "random"), 0),
@@ -136,23 +136,23 @@ def test_random_entries_come_from_the_seed_of_the_text() -> None:
             (spec("llama", "random, seed=4"), 0),
         )
     ]
-    assert found[0] == found[1] != found[2]
-    assert len(set(found[0])) == len(found[0])
+    assert result[0] == result[1] != result[2]
+    assert len(set(result[0])) == len(result[0])
 
 
 def test_refusals() -> None:
     model = compiled("llama", "fisher")
-    given = batches("llama", model)[0]
-    model.eval()(**given)
+    arguments = batches("llama", model)[0]
+    model.eval()(**arguments)
     with pytest.raises(peftc.PeftcError, match="P540"):
-        model.train()(**given)
-    for data in ((), [{"input_ids": given["input_ids"]}]):
+        model.train()(**arguments)
+    for data in ((), [{"input_ids": arguments["input_ids"]}]):
         with pytest.raises(peftc.PeftcError, match="P541"):
             peftc.calibrate(model, data)
     with pytest.raises(peftc.PeftcError, match="P541"):
-        peftc.calibrate(model, [given], loss=lambda model, batch: model(**batch).logits.sum() * 0.0)
+        peftc.calibrate(model, [arguments], loss=lambda model, batch: model(**batch).logits.sum() * 0.0)
     with pytest.raises(peftc.PeftcError, match="P541"):
-        peftc.calibrate(compiled("llama", "random"), [given])
+        peftc.calibrate(compiled("llama", "random"), [arguments])
     with pytest.raises(peftc.PeftcError, match="P310"):
         peftc.compile("peft 1\nedit m at layer[*].ffn { h += sparse(density=0.1) }", zoo.build("llama"))
 
@@ -184,11 +184,11 @@ def test_each_task_chooses_its_own(tmp_path: Path) -> None:
 
 
 def test_gradients_are_asked_for_where_they_are_off() -> None:
-    model, alike = compiled("llama", "fisher"), compiled("llama", "fisher")
+    model, second = compiled("llama", "fisher"), compiled("llama", "fisher")
     with torch.no_grad():
         peftc.calibrate(model, batches("llama", model))
-    peftc.calibrate(alike, batches("llama", alike))
-    for key, value in alike.named_buffers():
+    peftc.calibrate(second, batches("llama", second))
+    for key, value in second.named_buffers():
         assert torch.equal(model.get_buffer(key), value)
 
 

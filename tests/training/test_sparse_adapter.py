@@ -28,8 +28,8 @@ def compiled(name: str, select: str, **how: Any) -> Any:
 
 
 def owner(model: nn.Module) -> PrunedValues:
-    (found,) = [m for m in model.modules() if isinstance(m, PrunedValues)]
-    return found
+    (result,) = [m for m in model.modules() if isinstance(m, PrunedValues)]
+    return result
 
 
 def dense(name: str, entries: Tensor) -> tuple[Any, list[str]]:
@@ -52,13 +52,13 @@ def test_what_is_kept_has_the_largest_scores_of_dense_adapters(name: str, select
     model = compiled(name, select)
     before, first, data = Before.of(model), owner(model).first(), batches(name, model)
     other, names = dense(name, first)
-    kept = peftc.calibrate(model, data if select == "snip" else ())
+    remaining = peftc.calibrate(model, data if select == "snip" else ())
     for batch in data:
         other(**batch).loss.backward()
-    found = [peftc.parameters(other)[n] for n in names]
-    scores = torch.cat([(p * p.grad if select == "snip" else p).detach().abs().float().flatten() for p in found])
+    result = [peftc.parameters(other)[n] for n in names]
+    scores = torch.cat([(p * p.grad if select == "snip" else p).detach().abs().float().flatten() for p in result])
     count = round(0.3 * len(first))
-    assert kept == {"m": count}
+    assert remaining == {"m": count}
     places = owner(model).get_buffer("places")
     assert set(places.tolist()) == set(scores.topk(count)[1].tolist())
     assert torch.equal(owner(model).values, first[places])
@@ -73,9 +73,9 @@ def test_what_is_kept_has_the_largest_scores_of_dense_adapters(name: str, select
 
 def test_trained_saved_and_pruned_stays_pruned(tmp_path: Path) -> None:
     model = compiled("llama", "snip")
-    given = batches("llama", model)[0]
+    arguments = batches("llama", model)[0]
     with pytest.raises(peftc.PeftcError, match="P540"):
-        model.train()(**given)
+        model.train()(**arguments)
     with pytest.raises(peftc.PeftcError, match="P540"):
         peftc.save(model, tmp_path / "a")
     with pytest.raises(peftc.PeftcError, match="P541"):
@@ -84,10 +84,10 @@ def test_trained_saved_and_pruned_stays_pruned(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(peftc.parameters(model).values(), lr=0.5)
     for _ in range(2):
         optimizer.zero_grad()
-        model.train()(**given).loss.backward()
+        model.train()(**arguments).loss.backward()
         assert all(bool((p.grad != 0).any()) for p in peftc.parameters(model).values())
         optimizer.step()
-    want = model.eval()(**given).logits
+    want = model.eval()(**arguments).logits
     places, values = owner(model).get_buffer("places"), owner(model).values.detach()
     whole = values.new_zeros(owner(model).total).index_put((places,), values)
     other, _ = dense("llama", whole)
@@ -95,23 +95,23 @@ def test_trained_saved_and_pruned_stays_pruned(tmp_path: Path) -> None:
         for key, parameter in peftc.parameters(other).items():
             if key.endswith("_bias"):
                 parameter.copy_(peftc.parameters(model)[key.replace("/adapter.", "/sparse_adapter.")])
-    close(other(**given).logits, want, "by hand")
+    close(other(**arguments).logits, want, "by hand")
     peftc.save(model, tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
-    assert torch.equal(loaded(**given).logits, want)
-    loaded.train()(**given)
+    assert torch.equal(loaded(**arguments).logits, want)
+    loaded.train()(**arguments)
     twin = compiled("llama", "snip", seed=4).eval()
     twin.load_state_dict(model.state_dict())
-    assert torch.equal(twin(**given).logits, want)
+    assert torch.equal(twin(**arguments).logits, want)
 
 
 def test_a_pruned_adapter_without_activation_folds() -> None:
     text = "peft 1\nedit m at layer[*].attn.q | layer[*].ffn.down { h += sparse_adapter(x, r=4, density=0.5, select=random, act=none) }"
     model = peftc.compile(text, zoo.build("gpt2", torch.float64), seed=0).eval()
-    given = batches("gpt2", model)[0]
-    want = model(**given).logits
+    arguments = batches("gpt2", model)[0]
+    want = model(**arguments).logits
     assert [f.edit for f in peftc.fold(model).folded] == ["m"]
-    close(model(**given).logits, want, "folded")
+    close(model(**arguments).logits, want, "folded")
 
 
 def test_random_places_are_the_texts_and_first_values_the_compilations() -> None:

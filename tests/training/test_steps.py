@@ -39,7 +39,7 @@ def adalora(name: str) -> tuple[Any, Any, dict[str, torch.nn.Parameter]]:
         target_modules=list(modules.values()),
     )
     theirs: Any = peft.get_peft_model(zoo.build(name, torch.float64), config).double()
-    found: dict[str, torch.nn.Parameter] = {}
+    result: dict[str, torch.nn.Parameter] = {}
     with torch.no_grad():
         for path, module in modules.items():
             layer: Any = theirs.get_submodule(f"base_model.model.{module}")
@@ -48,40 +48,40 @@ def adalora(name: str) -> tuple[Any, Any, dict[str, torch.nn.Parameter]]:
                 mine = peftc.parameters(ours)[saved]
                 if key == "values":
                     mine.copy_(
-                        torch.linspace(0.1, 0.4, 4) * (1 + len(found))
+                        torch.linspace(0.1, 0.4, 4) * (1 + len(result))
                     )  # what is zero has no gradient for the rest
                 parameter["default"].copy_(mine.view(parameter["default"].shape))
-                found[saved] = parameter["default"]
-    return ours.train(), theirs.train(), found
+                result[saved] = parameter["default"]
+    return ours.train(), theirs.train(), result
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_ranks_are_given_up_as_peft_gives_them_up(name: str) -> None:
-    ours, theirs, found = adalora(name)
-    given = zoo.inputs(name, ours)
+    ours, theirs, result = adalora(name)
+    batch = zoo.inputs(name, ours)
     generator = torch.Generator().manual_seed(3)
     alive: list[int] = []
     for step in range(TOTAL + 2):
-        direction = torch.randn(ours(**given).logits.shape, generator=generator, dtype=torch.float64)
+        direction = torch.randn(ours(**batch).logits.shape, generator=generator, dtype=torch.float64)
         for model in (ours, theirs):
             model.zero_grad()
-            (model(**given).logits * direction).sum().backward()
+            (model(**batch).logits * direction).sum().backward()
         with torch.no_grad():
-            for parameters in (peftc.parameters(ours), found):
+            for parameters in (peftc.parameters(ours), result):
                 for parameter in parameters.values():
                     parameter -= 1e-3 * parameter.grad  # type: ignore[operator]
         peftc.step(ours, step)
         theirs.base_model.update_and_allocate(step)
         for key, parameter in peftc.parameters(ours).items():
-            close(parameter, found[key].view(parameter.shape), f"{key} after step {step}")
+            close(parameter, result[key].view(parameter.shape), f"{key} after step {step}")
         alive.append(sum(int((p != 0).sum()) for key, p in peftc.parameters(ours).items() if key.endswith("values")))
-    sites = len(found) // 3
+    sites = len(result) // 3
     assert alive[0] == 4 * sites
     assert alive[-1] == 2 * sites
     want = theirs.peft_config["default"].orth_reg_weight
-    norms = [torch.linalg.matrix_norm(p @ p.T - torch.eye(4)) for k, p in found.items() if k.endswith("Q")]
-    norms += [torch.linalg.matrix_norm(p.T @ p - torch.eye(4)) for k, p in found.items() if k.endswith("P")]
+    norms = [torch.linalg.matrix_norm(p @ p.T - torch.eye(4)) for k, p in result.items() if k.endswith("Q")]
+    norms += [torch.linalg.matrix_norm(p.T @ p - torch.eye(4)) for k, p in result.items() if k.endswith("P")]
     close(peftc.losses(ours)["e.orthogonality"], want * torch.stack(norms).mean(), "orthogonality")
 
 
@@ -89,10 +89,10 @@ def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
     """What has been given up, and how important everything was, is saved: the rest of the run is the same."""
 
     def run(model: Any, steps: range) -> dict[str, Tensor]:
-        given = zoo.inputs("llama", model)
+        batch = zoo.inputs("llama", model)
         for step in steps:
             model.zero_grad()
-            model(**given).logits.pow(2).sum().backward()
+            model(**batch).logits.pow(2).sum().backward()
             with torch.no_grad():
                 for parameter in peftc.parameters(model).values():
                     parameter -= 1e-4 * parameter.grad
@@ -112,7 +112,7 @@ def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
 
 def test_each_task_gives_up_ranks_in_the_steps_that_it_is_in() -> None:
     """As a model of its own that is trained in those steps; one that comes after the last round still ends."""
-    tasks, given = ("even", "odd", "late"), zoo.inputs("llama", zoo.build("llama"))
+    tasks, batch = ("even", "odd", "late"), zoo.inputs("llama", zoo.build("llama"))
     model = peftc.compile(ADALORA.replace(" {", " per task {"), zoo.build("llama", torch.float64), seed=0, tasks=tasks)
     alone = {task: peftc.compile(ADALORA, zoo.build("llama", torch.float64), seed=0) for task in tasks}
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_each_task_gives_up_ranks_in_the_steps_that_it_is_in() -> None:
             one.zero_grad(set_to_none=step % 3 == 0)
             with peftc.task(model, task):
                 extra = sum(peftc.losses(one).values())
-                (one(**given).logits.pow(2).sum() + extra).backward()
+                (one(**batch).logits.pow(2).sum() + extra).backward()
             with torch.no_grad():
                 for parameter in peftc.parameters(one).values():
                     if parameter.grad is not None:
@@ -144,7 +144,7 @@ def test_what_a_task_has_given_up_stays_zero_though_the_optimizer_moves_it() -> 
     """After its last round nothing of a task is needed for that: momentum moves it in batches of other tasks, too."""
     tasks, last = ("a", "b"), TOTAL - 3
     model = peftc.compile(ADALORA.replace(" {", " per task {"), zoo.build("llama", torch.float64), seed=0, tasks=tasks)
-    given, weights = zoo.inputs("llama", model), peftc.parameters(model)
+    batch, weights = zoo.inputs("llama", model), peftc.parameters(model)
     values = [p for key, p in weights.items() if key.endswith(".tasks.a.values")]
     for step, task in ((0, "a"), (last, "a"), (last + 1, "b")):
         with torch.no_grad():
@@ -152,7 +152,7 @@ def test_what_a_task_has_given_up_stays_zero_though_the_optimizer_moves_it() -> 
                 parameter += 0.1
         model.zero_grad()
         with peftc.task(model, task):
-            model(**given).logits.pow(2).sum().backward()
+            model(**batch).logits.pow(2).sum().backward()
         peftc.step(model, step)
         assert sum(int((p == 0).sum()) for p in values) == (2 * len(values) if step >= last else 0)
 
@@ -174,8 +174,8 @@ def test_adamix_keeps_its_routes_where_training_goes_on(tmp_path: Path) -> None:
         for parameter in peftc.parameters(model).values():
             parameter.normal_()
     again = peftc.load(peftc.save(model, tmp_path / "a"), zoo.build("llama"))
-    kept = peftc.parameters(again)
-    assert all(torch.equal(kept[key], parameter) for key, parameter in peftc.parameters(model).items())
+    remaining = peftc.parameters(again)
+    assert all(torch.equal(remaining[key], parameter) for key, parameter in peftc.parameters(model).items())
 
 
 def test_adamix_takes_one_down_projection_and_the_up_projection_of_all() -> None:
@@ -184,7 +184,7 @@ def test_adamix_takes_one_down_projection_and_the_up_projection_of_all() -> None
     with torch.no_grad():
         for parameter in weights.values():
             parameter.normal_()
-    given, seen = zoo.inputs("bert", model), set[int]()
+    batch, seen = zoo.inputs("bert", model), set[int]()
     for step in range(4):
         peftc.step(model, step)
         layers = enumerate(mixtures(model))
@@ -192,7 +192,7 @@ def test_adamix_takes_one_down_projection_and_the_up_projection_of_all() -> None
         seen |= set(routes.values())
         ref = Reference("bert", zoo.build("bert", torch.float64))
         mixture("mixture", "gelu", routes)(ref, weights)
-        close(model.train()(**given).logits, ref.model(**given).logits, "a route")
+        close(model.train()(**batch).logits, ref.model(**batch).logits, "a route")
     assert len(seen) > 1
     shapes = {key.rpartition(".")[2]: tuple(parameter.shape[:1]) for key, parameter in weights.items()}
     assert shapes == {"down": (4,), "down_bias": (4,), "up": (1,), "up_bias": (1,)}
@@ -200,7 +200,7 @@ def test_adamix_takes_one_down_projection_and_the_up_projection_of_all() -> None
 
 def test_a_mixture_trains_one_route_and_is_the_mean_of_all(tmp_path: Path) -> None:
     model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0)
-    given = zoo.inputs("llama", model)
+    batch = zoo.inputs("llama", model)
     seen: set[tuple[int, ...]] = set()
     for step in range(8):
         peftc.step(model, step)
@@ -208,8 +208,8 @@ def test_a_mixture_trains_one_route_and_is_the_mean_of_all(tmp_path: Path) -> No
         routes = [tuple(form.get_buffer("route").tolist()) for form in forms]
         seen |= set(routes)
         model.zero_grad()
-        first = model.train()(**given).logits
-        assert torch.equal(first, model(**given).logits)
+        first = model.train()(**batch).logits
+        assert torch.equal(first, model(**batch).logits)
         first.sum().backward()
         for form, (i, j) in zip(forms, routes, strict=True):
             moved = [form.down.grad.abs().sum((1, 2)) > 0, form.up.grad.abs().sum((1, 2)) > 0]
@@ -223,7 +223,7 @@ def test_a_mixture_trains_one_route_and_is_the_mean_of_all(tmp_path: Path) -> No
     model.eval()
     peftc.save(model, tmp_path / "a")
     merged = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
-    close(merged(**given).logits, model(**given).logits, "mean")
+    close(merged(**batch).logits, model(**batch).logits, "mean")
     assert all("/adapter." in key for key in peftc.parameters(merged))
     plan = peftc.plan(MIXTURE, zoo.build("llama"))
     assert plan.totals.stored == sum(p.numel() for p in peftc.parameters(merged).values())
@@ -232,27 +232,27 @@ def test_a_mixture_trains_one_route_and_is_the_mean_of_all(tmp_path: Path) -> No
 
 def test_routes_are_drawn_anew_where_no_step_sets_them() -> None:
     model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0).train()
-    given = zoo.inputs("llama", model)
+    batch = zoo.inputs("llama", model)
     torch.manual_seed(0)
-    assert len({float(model(**given).logits.detach().sum()) for _ in range(6)}) > 2
+    assert len({float(model(**batch).logits.detach().sum()) for _ in range(6)}) > 2
 
 
 def test_consistency() -> None:
     model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0).train()
-    given = zoo.inputs("llama", model)
+    batch = zoo.inputs("llama", model)
     peftc.step(model, 1)
-    logits = model(**given).logits
+    logits = model(**batch).logits
     assert peftc.losses(model) == {}
     torch.manual_seed(1)
-    found = peftc.losses(model, inputs=given, logits=logits)["consistency"]
+    result = peftc.losses(model, inputs=batch, logits=logits)["consistency"]
     torch.manual_seed(1)
     for form in mixtures(model):
         form.get_buffer("route").fill_(-1)
-    p, q = (x.softmax(-1).flatten(0, -2) for x in (logits, model(**given).logits))
+    p, q = (x.softmax(-1).flatten(0, -2) for x in (logits, model(**batch).logits))
     want = ((p * (p / q).log()).sum(-1) + (q * (q / p).log()).sum(-1)).mean() / 2
-    close(found, want, "consistency")
+    close(result, want, "consistency")
     assert float(consistency(logits, logits).detach()) == pytest.approx(0.0, abs=1e-12)
-    found.backward()
+    result.backward()
     assert any(form.down.grad is not None for form in mixtures(model))
 
 
@@ -273,23 +273,23 @@ def test_the_trainer_calls_it(tmp_path: Path) -> None:
 def test_the_second_forward_of_a_consistency_leaves_the_routes_of_the_first() -> None:
     """Recomputation in the backward pass runs the first forward again: it must take the route that was taken."""
     model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0).train()
-    given = zoo.inputs("llama", model)
+    batch = zoo.inputs("llama", model)
     for step in range(3):
         peftc.step(model, step)
         routes = [form.get_buffer("route").clone() for form in mixtures(model)]
-        logits = model(**given).logits
-        peftc.losses(model, inputs=given, logits=logits)
+        logits = model(**batch).logits
+        peftc.losses(model, inputs=batch, logits=logits)
         assert all(torch.equal(form.get_buffer("route"), r) for form, r in zip(mixtures(model), routes, strict=True))
-        assert torch.equal(model(**given).logits, logits)
+        assert torch.equal(model(**batch).logits, logits)
         with pytest.raises(IndexError):  # and after an error
-            peftc.losses(model, inputs={**given, "input_ids": given["input_ids"] + 10**6}, logits=logits)
+            peftc.losses(model, inputs={**batch, "input_ids": batch["input_ids"] + 10**6}, logits=logits)
         assert all(torch.equal(form.get_buffer("route"), r) for form, r in zip(mixtures(model), routes, strict=True))
 
 
 def test_the_ranks_that_are_left_are_those_of_the_budget() -> None:
     """Each round keeps exactly as many triplets as the schedule says, and what was given up stays zero after the last one."""
     model = peftc.compile(ADALORA, zoo.build("llama", torch.float64), seed=0).train()
-    given = zoo.inputs("llama", model)
+    batch = zoo.inputs("llama", model)
     optimizer = torch.optim.SGD(peftc.parameters(model).values(), lr=0.05)
     forms = [form for form in model.modules() if isinstance(form, SVD)]
     with torch.no_grad():
@@ -297,12 +297,12 @@ def test_the_ranks_that_are_left_are_those_of_the_budget() -> None:
             form.values.normal_()
     for step in range(TOTAL + 3):
         optimizer.zero_grad()
-        model(**given, labels=given["input_ids"]).loss.backward()
+        model(**batch, labels=batch["input_ids"]).loss.backward()
         optimizer.step()
         peftc.step(model, step)
         dead = sum(int((form.values == 0).sum()) for form in forms)
-        kept = sum(int(form.get_buffer("kept").sum()) for form in forms)
+        remaining = sum(int(form.get_buffer("kept").sum()) for form in forms)
         left = max(1 - (step - 2) / (TOTAL - 3 - 2), 0.0)  # of the time between warmup and cooldown
         if step > 2 and (step % 2 == 0 or step >= TOTAL - 3):
-            assert kept == int(2 * len(forms) * left**3 + 2 * len(forms))
-            assert kept + dead == 4 * len(forms)
+            assert remaining == int(2 * len(forms) * left**3 + 2 * len(forms))
+            assert remaining + dead == 4 * len(forms)
