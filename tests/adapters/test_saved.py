@@ -98,24 +98,24 @@ def test_what_is_saved_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) 
 def test_names_and_description(tmp_path: Path) -> None:
     model = compiled("bart")
     peftc.save(model, tmp_path)
-    tensors, excerpt = load_file(tensors_of(tmp_path)), description(tmp_path)
+    tensors, metadata = load_file(tensors_of(tmp_path)), description(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([METADATA, tensors_of(tmp_path).name])
     assert set(tensors) == set(peftc.parameters(model))
     assert "enc.q/encoder.layer[0].attn.self.q/lora.A" in tensors
     assert "k/s/lora.B" in tensors
     assert "n/model.encoder.layers.0.self_attn_layer_norm.weight" in tensors
-    assert excerpt["format_version"] == "1.1"
-    assert excerpt["file"] == f"adapter-{excerpt['sha256'][:16]}.safetensors"
-    assert excerpt["seed"] == 3
-    assert excerpt["peftc"] == peftc.__version__
-    assert excerpt["plan"]["totals"]["stored"] == sum(t.numel() for t in tensors.values())
-    assert excerpt["base"]["type"] == "bart"
-    assert excerpt["base"]["fingerprint"] == excerpt["plan"]["model"]["fingerprint"]
-    assert not [name for name in excerpt["base"]["tensors"] if "peftc" in name]
-    assert excerpt["sha256"] == hashlib.sha256(tensors_of(tmp_path).read_bytes()).hexdigest()
-    peftc.parse(excerpt["spec"])
-    peftc.parse(excerpt["source"])
-    assert "expect" in excerpt["source"]
+    assert metadata["format_version"] == "1.1"
+    assert metadata["file"] == f"adapter-{metadata['sha256'][:16]}.safetensors"
+    assert metadata["seed"] == 3
+    assert metadata["peftc"] == peftc.__version__
+    assert metadata["plan"]["totals"]["stored"] == sum(t.numel() for t in tensors.values())
+    assert metadata["base"]["type"] == "bart"
+    assert metadata["base"]["fingerprint"] == metadata["plan"]["model"]["fingerprint"]
+    assert not [name for name in metadata["base"]["tensors"] if "peftc" in name]
+    assert metadata["sha256"] == hashlib.sha256(tensors_of(tmp_path).read_bytes()).hexdigest()
+    peftc.parse(metadata["spec"])
+    peftc.parse(metadata["source"])
+    assert "expect" in metadata["source"]
 
 
 def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
