@@ -164,7 +164,7 @@ def test_a_step_without_gradients_is_refused() -> None:
 
 
 def mixtures(model: Any) -> list[Any]:
-    return [form for _, form in forms_of(model, peftc.installation.record.installed(model))]
+    return [form for _, form in forms_of(model, peftc.installation.record.installation_of(model))]
 
 
 def test_adamix_keeps_its_routes_where_training_goes_on(tmp_path: Path) -> None:
