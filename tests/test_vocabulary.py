@@ -28,7 +28,7 @@ VOCABULARY = {
     "peftc/tracing/patches.py": "functions that a trace patches",
     "peftc/tracing/context_managers.py": "context managers that a trace keeps",
     "peftc/specialization/code_printer.py": "how operators are printed",
-    "peftc/verification/witness/determinism.py": "functions that draw numbers; the witness shares no code with the rewriter",
+    "peftc/verification/forward_modes.py": "functions that draw numbers; verification shares no code with the rewriter",
 }
 LEAST = 3  # operations side by side are a table
 
