@@ -181,7 +181,7 @@ def test_without_adapters_it_does_nothing_and_is_neither_trained_nor_saved(fused
 
 
 @pytest.mark.parametrize(
-    ("adapter", "code", "said"),
+    ("adapter", "code", "message"),
     [
         (ADAPTER.replace("r=3", "r=4"), "P525", "[3, 32]"),
         (ADAPTER.replace("r=3", "r=5"), "P525", "does not fit the fusion: `ffn` has other sizes"),

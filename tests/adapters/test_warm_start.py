@@ -63,7 +63,7 @@ def test_one_task_of_several(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "options", "code", "said"),
+    ("spec", "options", "code", "message"),
     [
         (PROMPT.replace("len=3", "len=4"), {}, "P525", "[3, 32]"),
         (PROMPT.replace("len=3", "len=2"), {}, "P525", "does not fit `tokens` of the model"),

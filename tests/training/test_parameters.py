@@ -177,7 +177,7 @@ def test_only_one_use_of_a_tied_weight_is_not_folded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "said"),
+    ("name", "at", "message"),
     [
         ("mixtral", "**", "no weight and no bias of its own"),
         ("gpt2", "layer[*].ffn", "no weight and no bias of its own"),
