@@ -23,7 +23,9 @@ from peftc.rewriting.regions import LayerRegions
 from peftc.rewriting.states import node_of
 from peftc.semantics.load import Include
 from peftc.semantics.spec_argument import Settings, SpecLike, flat_spec
-from peftc.specialization.code_printer import Emitter, Names, function
+from peftc.specialization.code_layout import function
+from peftc.specialization.code_printer import function_body
+from peftc.specialization.names import GlobalNames
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.tracing.module_calls import forward_signature
@@ -170,4 +172,4 @@ def code_of(graph: fx.Graph, kind: LayerType) -> str:
     copied = fx.Graph()
     result = copied.graph_copy(graph, {})
     copied.output(result)
-    return function("forward", signature, Emitter(copied, Names(), signature).body())
+    return function("forward", signature, function_body(copied, GlobalNames(), signature))

@@ -1,8 +1,11 @@
-"""What `peftc compile -o DIR` writes: the generated forwards, the plan, the expanded spec, and how to use them."""
+"""What `peftc compile -o DIR` writes: generated forwards, their diffs, plan, spec and README."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -21,9 +24,11 @@ from peftc.installation.task_names import require_tasks, task_names
 from peftc.planning.counts import percent
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import ModelLike
+from peftc.runtime import respecialize
 from peftc.semantics.load import Include
 from peftc.semantics.spec_argument import Settings, SpecLike, default_name, flat_spec
 from peftc.specialization.generated_class import GeneratedClass
+from peftc.specialization.variants import captions
 
 PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
 
@@ -66,40 +71,54 @@ def compile_skeleton(
 
 
 def forwards(model: nn.Module) -> dict[str, str]:
-    """The generated code, one file for each kind of region."""
+    """The generated code and its diff from the model's code, for each kind of region."""
     groups: dict[int, tuple[GeneratedClass, list[str]]] = {}
     for name, kind in installation_of(model).regions:
         groups.setdefault(id(kind), (kind, []))[1].append(name)
     files: dict[str, str] = {}
     for kind, modules in groups.values():
-        stem = "forward_" + snake_case(kind.name)
+        stem = base = "forward_" + snake_case(kind.name)
         n = 1
-        while (name := f"{stem}.py" if n == 1 else f"{stem}_{n}.py") in files:
+        while f"{stem}.py" in files:
             n += 1
-        files[name] = kind_source(kind, modules)
+            stem = f"{base}_{n}"
+        files[f"{stem}.py"] = forward_file(kind, modules)
+        if difference := forward_diff(kind, f"{stem}.py"):
+            files[f"{stem}.diff"] = difference
     return files
 
 
 def snake_case(name: str) -> str:
-    """A part of a file name: words of a class's name, without what file systems or readers trip over."""
+    """A class's name as part of a file name, safe for any file system."""
     return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()[:100]
 
 
-def kind_source(kind: GeneratedClass, modules: list[str]) -> str:
+def forward_file(kind: GeneratedClass, modules: list[str]) -> str:
     edits = dict.fromkeys(f"{e.edit} at {e.slug.replace('_', '.')}" for e in kind.edits)
-    named = modules if len(modules) <= 6 else [*modules[:3], f"… ({len(modules)} in all)", modules[-1]]
-    note = [f"{kind.name}, as rewritten by peftc.", "", "Edits: " + ", ".join(edits) + ".", "Modules:"]
-    note += [f"    {m}" for m in named]
-    note += ["", "Generated: for reading; `peftc.compile` makes it again from the spec.", ""]
-    imports = sorted(dict.fromkeys(kind.names.imports.values()), key=lambda line: (line.startswith("from"), line))
-    unseen = ["from peftc.runtime.guards import respecialize as unseen"] if kind.inline else []
-    return "\n".join([docstring(note), "", *imports, *unseen, "", "", kind.source, ""])
+    listed = modules if len(modules) <= 6 else [*modules[:3], f"… ({len(modules)} in all)", modules[-1]]
+    lines = [f"{kind.name}, as rewritten by peftc.", "", "Edits: " + ", ".join(edits) + ".", "Modules:"]
+    lines += [f"    {m}" for m in listed]
+    lines += ["", "Generated: for reading; `peftc.compile` makes it again from the spec.", ""]
+    escaped = (line.replace("\\", r"\\").replace('"', r"\"") for line in lines)  # none ends the docstring, or its line
+    docstring = '"""' + "\n".join(map(printable_path, escaped)) + '"""'
+    if kind.inline:
+        kind.names.of(respecialize)
+    return "\n".join([docstring, "", *kind.names.lines(), "", "", kind.source, ""])
 
 
-def docstring(lines: list[str]) -> str:
-    """Lines of text as a docstring, whatever characters they have: none of them ends it, or the line."""
-    escaped = (line.replace("\\", r"\\").replace('"', r"\"") for line in lines)
-    return '"""' + "\n".join(map(printable_path, escaped)) + '"""'
+def forward_diff(kind: GeneratedClass, file: str) -> str:
+    """A unified diff from the model's own forward to each variant; empty without its source."""
+    forward = inspect.unwrap(kind.base.forward)
+    try:
+        own = textwrap.dedent(inspect.getsource(forward)).splitlines()
+    except (OSError, TypeError):
+        return ""
+    before = f"{forward.__module__}.{forward.__qualname__}"
+    lines: list[str] = []
+    for caption, variant in zip(captions(kind.variants), kind.variants, strict=True):
+        after = f"{file} {variant.name} ({caption})"
+        lines += difflib.unified_diff(own, variant.source.splitlines(), before, after, lineterm="", n=len(own))
+    return "\n".join(map(printable_path, lines)) + "\n"
 
 
 def readme(part: InstalledSpec, tasks: Sequence[str]) -> str:
@@ -123,7 +142,8 @@ Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the bas
 
 * `{SPEC}`: the spec, expanded: nothing is left to a default.
 * `{PLAN}`: the plan, with every site.
-* `forward_*.py`: the generated forwards, one file for each kind of region.
+* `forward_*.py`: the generated forwards, one file for each kind of region. Each edit stands under its equation.
+* `forward_*.diff`: what they change, as a diff against the model's own forward.
 """
 
 

@@ -29,7 +29,7 @@ from peftc.filesystem.atomic import (
 
 MARKER = ".peftc.json"
 _MAX_BYTES = 2**20  # of a marker
-_WORKSPACE_FILES = (re.compile(r"\.peftc\.json|plan\.json|spec\.peft|README\.md|forward_\w+\.py"),)
+_WORKSPACE_FILES = (re.compile(r"\.peftc\.json|plan\.json|spec\.peft|README\.md|forward_\w+\.(?:py|diff)"),)
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[^/\\\x00.][^/\\\x00]*$")]
 _Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

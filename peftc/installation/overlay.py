@@ -19,7 +19,7 @@ from peftc.concurrency.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.presence import ORIGINALS, PRESENCE, VIEW, Presence, refuse_loss, refuse_loss_of
 from peftc.installation.record import Installation, installation_of, is_installed
-from peftc.specialization.derived_classes import exchanged, rebased
+from peftc.specialization.derived_classes import replace_base
 
 _UNDER = "_peftc_under"
 _saving: ContextVar[bool] = ContextVar("peftc_saving", default=False)
@@ -70,7 +70,7 @@ def uncover(model: nn.Module) -> None:
     vars(model).pop(PRESENCE, None)
     for module in model.modules():
         while (own := _made_here(type(module))) is not None:
-            module.__class__ = exchanged(type(module), own, vars(own)[_UNDER])
+            module.__class__ = replace_base(type(module), own, vars(own)[_UNDER])
         if vars(module).pop(ORIGINALS, None) is not None and not hasattr(type(module), "_peftc_kind"):
             vars(module).pop(CHOICE, None)
 
@@ -149,7 +149,7 @@ def _reduce(self: Any, protocol: Any) -> Any:
 def _blank(under: Any, names: tuple[str, ...], saves: bool, root: bool = False, derived: Any = None) -> nn.Module:
     cls = over(under if isinstance(under, type) else under.cls, names, saves, root)
     if derived is not None:
-        cls = rebased(derived, _made_here(derived) or cls, cls)
+        cls = replace_base(derived, _made_here(derived) or cls, cls)
     return cls.__new__(cls)
 
 

@@ -29,9 +29,9 @@ from peftc.rewriting.insert import layout
 from peftc.rewriting.legality.preconditions import check_forwards, no_values, refuse_half
 from peftc.rewriting.positions import SEQUENCE, picks
 from peftc.runtime.parameters import dense, is_quantised, rows_of, stacked_slice
-from peftc.specialization.derived_classes import exchanged
+from peftc.specialization.derived_classes import replace_base
 from peftc.specialization.generated_class import GeneratedClass
-from peftc.specialization.precompile import prepare
+from peftc.specialization.precompile import precompile
 
 
 class Surgery:
@@ -304,13 +304,13 @@ def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
 def install_class(module: nn.Module, kind: GeneratedClass) -> None:
     """The edited code in the place of a module's own, also where a hook of the instance calls it."""
     if kind.cls not in type(module).__mro__:
-        module.__class__ = exchanged(type(module), unpatched_class(kind.base), kind.cls)
+        module.__class__ = replace_base(type(module), unpatched_class(kind.base), kind.cls)
     rebind_forward(module, kind.cls.forward)
 
 
 def restore(module: nn.Module, kind: GeneratedClass) -> None:
     if kind.cls in type(module).__mro__:
-        module.__class__ = exchanged(type(module), kind.cls, unpatched_class(kind.base))
+        module.__class__ = replace_base(type(module), kind.cls, unpatched_class(kind.base))
         rebind_forward(module, kind.base.forward)
     vars(module)["_modules"].pop(CONTAINER, None)
     vars(module).pop(CHOICE, None)
@@ -349,4 +349,4 @@ def strip(model: nn.Module, requires_grad: Mapping[str, bool] | None = None) -> 
 def warm(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
     """Makes the variants of ordinary calls ahead of time."""
     if any(kind.inline for _, kind in installation_of(model).regions):
-        prepare(model, sample)
+        precompile(model, sample)

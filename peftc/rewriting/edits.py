@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
 
 from peftc.addressing.sites import Slice, WeightRef
+from peftc.diagnostics.diagnostic import printable
 from peftc.forms.shapes import KeyValue, Scalar
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
+from peftc.syntax.printer import print_statement
 
 _PLAIN = nn.Module()
+EQUATIONS = "equations"  # in a node's meta: the comments above its line
 STREAM = "<stream>"  # the layer's input, used only for its batch and tokens
 
 
@@ -78,6 +81,11 @@ class Region:
     edits: list[RegionEdit]
     site_edits: list[ir.SiteEdit] = field(default_factory=list[ir.SiteEdit])
     serves: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (edit, site) that it tells positions
+
+
+def equation_comment(edit: str, assign: ir.Assign) -> str:
+    """`edit ffn: h += adapter(x, r=512)`, printed from the syntax tree on one line."""
+    return printable(f"edit {edit}: {print_statement(replace(assign.source, leading=(), trailing=None))}")
 
 
 def describe(assign: ir.Assign) -> object:

@@ -19,7 +19,16 @@ from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import Called, Written
 from peftc.rewriting.base_call import base_call
 from peftc.rewriting.container import CONTAINER
-from peftc.rewriting.edits import STREAM, Bound, RegionEdit, contains_state, heads_of, rows
+from peftc.rewriting.edits import (
+    EQUATIONS,
+    STREAM,
+    Bound,
+    RegionEdit,
+    contains_state,
+    equation_comment,
+    heads_of,
+    rows,
+)
 from peftc.rewriting.overwritten import STANDS_FOR, copy_of, keep_reads
 from peftc.rewriting.positions import located_call, tells
 from peftc.rewriting.prompts import prompted_call, set_tokens
@@ -51,7 +60,7 @@ class Inserter:
     def insert(self, edit: RegionEdit) -> None:
         memo: dict[int, Any] = {}
         if tells(edit):
-            located_call(self.graph)
+            located_call(self.graph).meta[EQUATIONS] = ("tells the edits inside the positions of the tokens",)
         for i, assign in enumerate(edit.assigns):
             lets = [term for at, term in edit.lets if at == i]
             _Assignment(self, edit, assign, memo, lets).run()
@@ -79,6 +88,7 @@ class _Assignment:
     ) -> None:
         self.inserter, self.edit, self.assign = inserter, edit, assign
         self.graph = inserter.graph
+        self.comment = equation_comment(edit.edit, assign)
         self.made: list[fx.Node] = []
         self.memo = memo  # of the whole edit: what `let` bound is computed once
         self.lets = lets
@@ -118,6 +128,7 @@ class _Assignment:
     def write_tokens(self, anchor: Anchor) -> None:
         """Tokens before those that a stack takes, or before those that it attends to."""
         call = prompted_call(self.graph)
+        self.explain(call)
         assert isinstance(self.assign.value, ir.Concat)
         if anchor.kind == "context":
             set_tokens(call, context=rows(self.assign.value))
@@ -130,6 +141,7 @@ class _Assignment:
 
     def write_argument(self, anchor: Anchor) -> None:
         call, name = self.attention_call(anchor)
+        self.explain(call)
         self.start_before(call)
         for let in self.lets:
             self.term(let)
@@ -352,11 +364,16 @@ class _Assignment:
 
     def add(self, node: fx.Node) -> fx.Node:
         node.meta["origin"] = (EDIT, self.inserter.made, 0)
+        self.explain(node)
         self.inserter.made += 1
         self.point.append(node)
         self.point = node
         self.made.append(node)
         return node
+
+    def explain(self, node: fx.Node) -> None:
+        """The equation is printed above a node that it adds or changes."""
+        node.meta[EQUATIONS] = tuple(dict.fromkeys([*node.meta.get(EQUATIONS, ()), self.comment]))
 
     def function(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         return self.add(self.graph.call_function(target, args))

@@ -110,7 +110,7 @@ def tells(edit: RegionEdit) -> bool:
     return any(bound.anchor is not None and bound.anchor.kind == KIND for bound in edit.states.values())
 
 
-def located_call(graph: fx.Graph) -> None:
+def located_call(graph: fx.Graph) -> fx.Node:
     """The call of a stack's own forward, as one whose forms know the positions."""
     call = next(n for n in graph.nodes if n.target is base_call)
     base, *given = call.args
@@ -121,3 +121,4 @@ def located_call(graph: fx.Graph) -> None:
         made = graph.call_function(forward_with_positions, (base, graph.get_attr("_self"), named, others))
     call.replace_all_uses_with(made)
     graph.erase_node(call)
+    return made

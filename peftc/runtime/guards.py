@@ -9,6 +9,15 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 
+# Keywords that the stacks of transformers pass to every layer, and that most layers only forward.
+PASSTHROUGH = frozenset(
+    {
+        *("use_cache", "cache_position", "position_ids", "output_attentions", "output_hidden_states", "return_dict"),
+        *("output_router_logits", "num_items_in_batch", "logits_to_keep", "seq_idx"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    }
+)
+
 
 def recheck_guard(value: Any, kind: str, expected: Any) -> None:
     """Re-evaluates a guard at the point where the model's code takes the branch.
@@ -44,4 +53,4 @@ def untraced(reason: str) -> PeftcError:
 def respecialize(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs a call that no variant holds for: the generated class traces it and adds a variant."""
     cls: Any = type(module)
-    return cls._peftc_kind.unseen(module, *args, **kwargs)
+    return cls._peftc_kind.respecialize(module, *args, **kwargs)

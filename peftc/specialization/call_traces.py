@@ -1,4 +1,4 @@
-"""The traces of one call of a region."""
+"""The traces of one call of a region, along each path through its branches."""
 
 from __future__ import annotations
 
@@ -14,30 +14,36 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_copy, new_mode
 from peftc.models.configs import error_summary
 from peftc.rewriting.container import CONTAINER
-from peftc.specialization.derived_classes import exchanged
-from peftc.specialization.forwarded_kwargs import open_rest
-from peftc.specialization.guarded_tracer import GuardedTracer, plain_arguments
-from peftc.specialization.passthrough_arguments import Call, compared_with_none, passthrough_arguments, same, unlooked
+from peftc.specialization.derived_classes import replace_base
+from peftc.specialization.guarded_tracer import GuardedTracer, constant_arguments
+from peftc.specialization.passthrough_arguments import (
+    compared_with_none,
+    forwarded_kwargs,
+    passthrough_arguments,
+    without_identity_tests,
+)
+from peftc.specialization.trace_comparison import Call, agree
 from peftc.tracing.bytecode import compares_identity
 from peftc.tracing.code_positions import Origin
 from peftc.tracing.errors import NoneAccess, TraceError
 
 
 class ArgumentInspected(Exception):
-    """One path through the code looked at what others do not: they are to be traced again."""
+    """One path inspects an argument that the others pass through: all paths are traced again."""
 
 
 class Raised(Exception):
-    """The model's own code raised `error`; `call` is what it did before."""
+    """The model's own code raised `error`; `call` is the trace up to there."""
 
     def __init__(self, error: Exception, call: Call) -> None:
         super().__init__(str(error))
         self.error, self.call = error, call
 
 
-class Calls:
-    """Traces one call as often as asked, on copies without data, so that nothing happens to the model, its caches or the
-    random state.
+class CallTraces:
+    """Traces one call any number of times, on copies without data.
+
+    `passthrough` and `keywords` are known once the first path has been traced.
     """
 
     def __init__(
@@ -51,138 +57,140 @@ class Calls:
     ) -> None:
         self.base, self.inline, self.signature = base, inline, signature
         self.module, self.arguments, self.likely = module, arguments, likely
-        self.rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-        self.values = plain_arguments(signature, arguments)
-        self.handed = frozenset[str]()  # known once the first path has been traced
-        self.keys: frozenset[str] | None = None  # the keywords that the rest may have, where it is handed on as a whole
-        self.looked_at = False
-        self.made: dict[object, Call] = {}
-        self.beforehand = set[Origin]()  # decisions on sizes, one way of which this call cannot go
-        self.nones = set[Origin]()  # parts of results that the code must get as None where they are None
+        parameters = signature.parameters.values()
+        self.var_keyword = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+        self.constants = constant_arguments(signature, arguments)
+        self.passthrough = frozenset[str]()
+        self.keywords: frozenset[str] | None = None  # that `**` may have, where it is forwarded as a whole
+        self.all_constant = False
+        self.cache: dict[object, Call] = {}
+        self.size_guards = set[Origin]()  # decisions on sizes inside, one outcome of which this call cannot have
+        self.nones = set[Origin]()  # parts of results that the code must see as None where they are None
+        entered = [type(m) for n, m in module.named_modules() if n and n in inline]
+        self.identity_tests = any(compares_identity(inspect.unwrap(cls.forward), cls) for cls in {base, *entered})
 
     def along(self, script: tuple[bool, ...]) -> Call:
-        """The trace along one path, in which arguments that are only handed on are left open.
+        """The trace along one path, in which passthrough arguments are symbolic.
 
-        Raises: LookedAt where another path hands on what this one looks at, or raises; from then on nothing is left open.
+        Raises: ArgumentInspected where another path inspects what the first one passes through, or
+        raises; from then on all arguments are constants.
         """
         try:
-            plain = self.remembered(script)
+            plain = self.cached(script)
         except Raised:
-            if script and not self.looked_at and (self.handed or self.keys is not None):
-                self.close()
+            if script and not self.all_constant and (self.passthrough or self.keywords is not None):
+                self._restart_with_constants()
             raise
-        if self.looked_at:
+        if self.all_constant:
             return plain
+        if not script and not self.identity_tests:
+            tested = compared_with_none(inspect.unwrap(self.base.forward))
+            trace = partial(self.cached, script)
+            self.passthrough = passthrough_arguments(trace, plain, self.constants, tested, self.likely)
+        forwarded = self._forwarded(script)
         if not script:
-            compared = compared_with_none(inspect.unwrap(self.base.forward))
-            trace = partial(self.remembered, script)
-            if not self.by_identity():
-                self.handed = passthrough_arguments(trace, plain, self.values, compared, self.likely)
-        opened = self.opened(script)
-        if not script:
-            self.keys = opened[1] if opened else None
-        elif not self.agrees(script, plain, opened):
-            self.close()
-        return opened[0] if opened else self.remembered(script, self.handed)
+            self.keywords = forwarded[1] if forwarded else None
+        elif not self._same_passthrough(script, plain, forwarded):
+            self._restart_with_constants()
+        return forwarded[0] if forwarded else self.cached(script, self.passthrough)
 
-    def close(self) -> NoReturn:
-        self.handed, self.keys, self.looked_at = frozenset(), None, True
-        self.made.clear()  # what has been returned has been rewritten
-        raise ArgumentInspected
+    def guard_sizes(self, decision: fx.Node) -> None:
+        """Makes a decision on sizes inside a guard on the arguments.
 
-    def ask_beforehand(self, decision: fx.Node) -> None:
-        """Raises LookedAt, once for each decision: where it is one on sizes, traces have it as a guard from then on."""
-        if decision.meta["origin"] not in self.beforehand:
-            self.beforehand.add(decision.meta["origin"])
-            self.made.clear()
+        Raises: ArgumentInspected, the first time for each decision.
+        """
+        if decision.meta["origin"] not in self.size_guards:
+            self.size_guards.add(decision.meta["origin"])
+            self.cache.clear()
             raise ArgumentInspected
 
-    def by_identity(self) -> bool:
-        """Whether code that is entered may tell truths apart where nobody notices."""
-        entered = (m for n, m in self.module.named_modules() if n and n in self.inline)
-        return any(compares_identity(inspect.unwrap(cls.forward), cls) for cls in {self.base, *map(type, entered)})
+    def _restart_with_constants(self) -> NoReturn:
+        self.passthrough, self.keywords, self.all_constant = frozenset(), None, True
+        self.cache.clear()  # edits have been inserted into the graphs
+        raise ArgumentInspected
 
-    def opened(self, script: tuple[bool, ...]) -> tuple[Call, frozenset[str]] | None:
-        """The trace for whatever keywords are handed on; None where the code may tell them apart."""
-        if self.by_identity():
+    def _forwarded(self, script: tuple[bool, ...]) -> tuple[Call, frozenset[str]] | None:
+        """The trace for any forwarded keywords; None where the code may inspect them."""
+        if self.identity_tests:
             return None
-        return open_rest(partial(self.with_keywords, script), self.signature, self.handed, self.rests())
 
-    def agrees(self, script: tuple[bool, ...], plain: Call, opened: tuple[Call, frozenset[str]] | None) -> bool:
-        """Whether a path hands on what the first one did."""
-        constants = {n: v for n, v in self.values.items() if n in self.handed}
-        trace = partial(self.remembered, script)
-        tensors = self.handed.difference(constants)
+        def trace(symbolic: frozenset[str], keywords: Mapping[str, Any]) -> Call:
+            if not keywords and not self._given_keywords():
+                return self.cached(script, symbolic)
+            return self.trace(script, symbolic, {**self.arguments, self.var_keyword: keywords})
+
+        return forwarded_kwargs(trace, self.signature, self.passthrough, self._given_keywords())
+
+    def _same_passthrough(
+        self, script: tuple[bool, ...], plain: Call, forwarded: tuple[Call, frozenset[str]] | None
+    ) -> bool:
+        """Whether a path passes through what the first one does."""
+        constants = {n: v for n, v in self.constants.items() if n in self.passthrough}
+        tensors = self.passthrough.difference(constants)
+        names = frozenset(constants)
         return (
-            (opened[1] if opened else None) == self.keys
-            and same(plain, self.remembered(script, self.handed), constants)
-            and unlooked(trace, plain, frozenset(constants), self.values, tensors) == self.handed
+            (forwarded[1] if forwarded else None) == self.keywords
+            and agree(plain, self.cached(script, self.passthrough), constants)
+            and without_identity_tests(partial(self.cached, script), plain, names, self.constants, tensors)
+            == self.passthrough
         )
 
-    def with_keywords(self, script: tuple[bool, ...], symbolic: frozenset[str], keywords: Mapping[str, Any]) -> Call:
-        if not keywords and not self.rests():
-            return self.remembered(script, symbolic)
-        return self.trace(script, symbolic, {**self.arguments, self.rest: keywords})
+    def _given_keywords(self) -> Mapping[str, Any]:
+        return self.arguments.get(self.var_keyword, {})
 
-    def remembered(
+    def cached(
         self,
         script: tuple[bool, ...],
         symbolic: frozenset[str] = frozenset(),
         changed: Mapping[str, Any] | None = None,
     ) -> Call:
-        key = (script, symbolic & set(self.values), tuple((changed or {}).items()))
-        if key not in self.made:
-            self.made[key] = self.trace(script, symbolic, self.replaced(changed or {}))
-        return self.made[key]
+        """A trace with some arguments symbolic, and others replaced (`**key` for a keyword)."""
+        changed = changed or {}
+        key = (script, symbolic & set(self.constants), tuple(changed.items()))
+        if key not in self.cache:
+            arguments = {**self.arguments, **{n: v for n, v in changed.items() if not n.startswith("**")}}
+            keywords = {n[2:]: v for n, v in changed.items() if n.startswith("**")}
+            if keywords:
+                arguments[self.var_keyword] = {**self._given_keywords(), **keywords}
+            self.cache[key] = self.trace(script, symbolic, arguments)
+        return self.cache[key]
 
     def trace(self, script: tuple[bool, ...], symbolic: frozenset[str], arguments: Mapping[str, Any]) -> Call:
-        """The region's graph for these arguments, along one path; plain ones in `symbolic` are no constants.
+        """The region's graph along one path. Constants in `symbolic` are proxies.
 
         Raises: P407 for code that cannot be traced; Raised for what the code raises itself.
         """
         mode = new_mode()
         copy = fake_copy(self.module, mode)
         generated: Any = getattr(type(copy), "_peftc_kind", None)
-        copy.__class__ = self.base if generated is None else exchanged(type(copy), generated.cls, self.base)
+        copy.__class__ = self.base if generated is None else replace_base(type(copy), generated.cls, self.base)
         vars(copy)["_modules"].pop(CONTAINER, None)
         tracer = GuardedTracer(lambda name: name in self.inline, script, symbolic)
         tracer.optional_results |= self.nones
-        tracer.beforehand |= self.beforehand
-        given = self.without_data(arguments, mode)
+        tracer.size_guards |= self.size_guards
+        fakes = self._without_data(arguments, mode)
         try:
             with mode:
-                return tracer.trace_region(copy, given), tracer
+                return tracer.trace_region(copy, fakes), tracer
         except NoneAccess as error:
             if error.origin in self.nones:
                 raise
             self.nones.add(error.origin)
             return self.trace(script, symbolic, arguments)
         except (TraceError, DataDependentOutputException) as error:
-            raise PeftcError(
-                Diagnostic(
-                    "P407",
-                    f"a call of {self.base.__name__} cannot be traced: {error}",
-                    notes=(f"in the code of {tracer.call_stack[-1]}",) if tracer.call_stack else (),
-                    help="edit a smaller part of the layer, so that this code is not entered",
-                )
-            ) from error
+            message = f"a call of {self.base.__name__} cannot be traced: {error}"
+            notes = (f"in the code of {tracer.call_stack[-1]}",) if tracer.call_stack else ()
+            help_ = "edit a smaller part of the layer, so that this code is not entered"
+            raise PeftcError(Diagnostic("P407", message, notes=notes, help=help_)) from error
         except PeftcError:
             raise
         except Exception as error:
             raise Raised(error, (tracer.snapshot(), tracer)) from error
 
-    def without_data(self, arguments: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any]:
+    def _without_data(self, arguments: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any]:
         """Raises: P407 for arguments that no fake tensor can stand for, such as nested tensors."""
         try:
             return fake_copy(dict(arguments), mode)
         except Exception as error:  # whatever copying an object or a kind of tensor raises
             message = f"a call of {self.base.__name__} has an argument that cannot be copied without its data"
             raise PeftcError(Diagnostic("P407", message, notes=(error_summary(error),))) from error
-
-    def rests(self) -> Mapping[str, Any]:
-        return self.arguments.get(self.rest, {})
-
-    def replaced(self, changed: Mapping[str, Any]) -> dict[str, Any]:
-        own = {n: v for n, v in changed.items() if not n.startswith("**")}
-        rest = {n[2:]: v for n, v in changed.items() if n.startswith("**")}
-        return {**self.arguments, **own, **({self.rest: {**self.rests(), **rest}} if rest else {})}

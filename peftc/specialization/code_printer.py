@@ -1,382 +1,323 @@
-"""Prints a graph as the Python function it is: readable, and free of anything from the text of a spec."""
+"""Prints a graph as the Python function it is, close to the model's own source."""
 
 from __future__ import annotations
 
 import inspect
-import keyword
-import math
 import operator
-import re
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
+from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import is_size
 from peftc.diagnostics import PeftcError
 from peftc.rewriting.base_call import base_call
-from peftc.runtime.guards import untraced
-from peftc.specialization.code_layout import wrapped
-from peftc.specialization.loop_blocks import Loop, late, loops_of
+from peftc.rewriting.edits import EQUATIONS
+from peftc.rewriting.overwritten import STANDS_FOR
+from peftc.runtime import untraced
+from peftc.specialization.code_layout import indented, wrapped
+from peftc.specialization.expressions import INFIX, PREFIX, Expressions
+from peftc.specialization.names import GlobalNames, LocalNames, unpacked_count
 from peftc.tracing.in_place import AUGMENTED
-from peftc.tracing.operations import branch, end_loop, enter_context, exit_context, new_version
+from peftc.tracing.operations import branch, collect, end_loop, enter_context, exit_context, new_version, segment
+from peftc.tracing.variable_names import variable_of
 
-INFIX = {
-    operator.add: "+",
-    operator.sub: "-",
-    operator.mul: "*",
-    operator.truediv: "/",
-    operator.floordiv: "//",
-    operator.mod: "%",
-    operator.pow: "**",
-    operator.matmul: "@",
-    operator.eq: "==",
-    operator.ne: "!=",
-    operator.lt: "<",
-    operator.le: "<=",
-    operator.gt: ">",
-    operator.ge: ">=",
-    operator.and_: "&",
-    operator.or_: "|",
-    operator.xor: "^",
-}
-PREFIX = {operator.neg: "-", operator.invert: "~", operator.not_: "not "}
 TORCH = Path(torch.__file__).parent
-REST = "rest"  # in the meta of a call: the `**` parameter that is handed on to it
+NESTED = 88  # characters of an expression that others are nested into
+COPY = "a copy for an edit: later code changes the value in place"
+# Their operands get lines of their own: they are no expressions, or run in another order.
+SEPARATE = (
+    *AUGMENTED,
+    operator.setitem,
+    operator.contains,
+    base_call,
+    new_version,
+    branch,
+    enter_context,
+    exit_context,
+    end_loop,
+    collect,
+    segment,
+)
+
+OtherPath: TypeAlias = "tuple[fx.Graph, Mapping[int, OtherPath | Exception]]"
+"""The graph of a branch's other outcome, with the other paths at its branches."""
 
 
-class Names:
-    """The globals that emitted functions use: qualified names, and the objects to run them with."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {"torch": torch}
-        self.imports: dict[str, str] = {"torch": "import torch"}
-        self.constants: dict[str, frozenset[str]] = {}
-
-    def constant(self, base: str, value: frozenset[str]) -> str:
-        """The name of a set of words, the same for the same set."""
-        for name, known in self.constants.items():
-            if known == value:
-                return name
-        name = base if base not in self.values else f"{base}_{len(self.constants) + 1}"
-        self.constants[name] = self.values[name] = value
-        return name
-
-    def constant_lines(self) -> list[str]:
-        """The definitions of all constants."""
-        lines: list[str] = []
-        for name, value in self.constants.items():
-            lines += [f"{name} = frozenset({{", *(f"    {word!r}," for word in sorted(value)), "})"]
-        return lines
-
-    def of(self, value: Any) -> str:
-        """The text by which emitted code refers to a function or class."""
-        public = public_torch_name(value)
-        if public is not None:
-            return public
-        module, name = value.__module__, value.__qualname__
-        if module == "builtins":
-            return name
-        base = short = name.replace("<", "").replace(">", "").replace(".", "_")
-        n = 1
-        while short in self.values and self.values[short] is not value:
-            n += 1
-            short = f"{base}_{n}"
-        self.values[short] = value
-        self.imports[short] = f"from {module} import {name}" + (f" as {short}" if short != name else "")
-        return short
+def function_body(
+    graph: fx.Graph,
+    names: GlobalNames,
+    signature: inspect.Signature,
+    others: Mapping[int, OtherPath | Exception] | None = None,
+) -> list[str]:
+    """The lines of a function. Printed twice: local names must differ from all globals in use."""
+    remove_dead(graph)
+    GraphPrinter(graph, names, signature, others).lines()
+    return GraphPrinter(graph, names, signature, others).lines()
 
 
-def public_torch_name(value: Any) -> str | None:
-    name = getattr(value, "__name__", "")
-    for prefix, owner in (
-        ("torch", torch),
-        ("torch.nn.functional", torch.nn.functional),
-        ("torch.Tensor", torch.Tensor),
-    ):
-        if getattr(owner, name, None) is value:
-            return f"{prefix}.{name}"
-    return None
+class GraphPrinter:
+    """Prints one graph.
 
-
-Others: TypeAlias = "tuple[fx.Graph, Mapping[int, Others | Exception]]"  # a way from a branch on, and the other ways at its own branches
-
-
-class Emitter:
-    """Prints one graph. Reads of attributes and sizes are written where they are used, everything else on its own line."""
+    A value with a name in the model's source, or with several users, gets its own line; any other
+    is nested into the expression that uses it, as long as everything runs in the order of the
+    graph. `computed`: the texts of what the path before this one has computed, by origin; `skip`:
+    how many branches it has passed.
+    """
 
     def __init__(
         self,
         graph: fx.Graph,
-        names: Names,
+        names: GlobalNames,
         signature: inspect.Signature,
-        others: Mapping[int, Others | Exception] | None = None,
+        others: Mapping[int, OtherPath | Exception] | None = None,
+        skip: int = 0,
+        computed: Mapping[object, str] | None = None,
     ) -> None:
         self.graph, self.names, self.signature = graph, names, signature
-        self.others = others or {}
-        self.texts: dict[fx.Node, str] = {}
-        self.skip = 0  # branches that have been printed already, by the path this one leaves
-        self.known: dict[object, str] = {}  # what that path has computed so far, by origin
-
-    def body(self) -> list[str]:
-        """The lines of the function. Made twice: local names must differ from all the globals in use."""
-        remove_dead(self.graph)
-        self.lines()
-        self.texts.clear()
-        return self.lines()
-
-    def local(self, node: fx.Node) -> str:
-        name = node.name
-        taken = set(self.known.values())
-        if not name.isidentifier():  # of a module whose name ends in a new line
-            name = re.sub(r"\W", "_", name)
-            taken |= {other.name for other in self.graph.nodes}
-        while name in self.names.values or name in self.signature.parameters or name in taken:
-            name += "_"
-        return name
+        self.others, self.skip, self.computed = others or {}, skip, computed or {}
+        self.expressions = Expressions(names, signature)
+        self.texts = self.expressions.texts
+        self.loops = loops_of(graph)
+        nodes = list(graph.nodes)
+        self.straight = 1 + max((i for i, n in enumerate(nodes) if n.target is branch), default=-1)
+        reserved = {*names.values, *self.computed.values()}
+        self.locals = LocalNames(graph, signature, reserved, self.texts, not self.loops and not self.straight)
+        self.pending: list[fx.Node] = []  # printed, to be nested into a later expression
+        self.output: list[str] = []
+        self.equations: tuple[str, ...] = ()  # of the last statement
 
     def lines(self) -> list[str]:
-        lines: list[str] = []
-        around: list[tuple[str, list[str]]] = []  # the head of each open block, and the lines before it
+        open_blocks: list[tuple[str, list[str]]] = []  # the head of each block, and the lines before it
         passed = 0
-        loops, end = loops_of(self.graph), None
+        end = None  # of a loop that the path before this one has run
         for node in self.graph.nodes:
-            if end is not None:  # of a loop that has been printed already
+            if end is not None:
                 end = None if node is end else end
-            elif node in loops and passed < self.skip:
-                end = loops[node].end
+            elif node in self.loops and passed < self.skip:
+                end = self.loops[node].end
             elif node.target is end_loop:
-                (head, before), inside = around.pop(), [*lines, *self.ended(loops[node])]
-                lines = [*before, head, *(f"    {line}" for line in inside)]
-            elif node in loops:
-                around.append((self.turn(loops[node]), [*lines, *(f"{self.arg(n)} = []" for n in loops[node].made)]))
-                lines = []
-            elif node in self.texts:  # printed with its loop
+                self.flush()
+                self.output += self.loop_end(self.loops[node])
+                self.close(*open_blocks.pop())
+            elif node in self.loops:
+                self.flush()
+                open_blocks.append(self.loop_head(self.loops[node]))
+                self.output = []
+            elif node in self.texts:  # printed with its loop, or with the tuple that it is unpacked from
                 continue
             elif node.target is branch:
-                lines += self.fork(node, passed) if passed >= self.skip else []
+                if passed >= self.skip:
+                    self.output += self.other_path(node, passed)
                 passed += 1
             elif node.target is enter_context:
-                around.append((f"with {self.names.of(node.args[0])}({self.given(node, node.args[1:])}):", lines))
-                lines = []
+                self.flush()
+                head = f"with {self.names.of(node.args[0])}({self.expressions.arguments(node, node.args[1:])}):"
+                open_blocks.append((head, self.output))
+                self.output = []
             elif node.target is exit_context:
-                (head, before), inside = around.pop(), lines
-                lines = [*before, head, *(f"    {line}" for line in inside)] if inside else before
-            elif passed < self.skip and node.meta.get("origin") in self.known:
-                self.texts[node] = self.known[node.meta["origin"]]
+                self.flush()
+                self.close(*open_blocks.pop())
+            elif passed < self.skip and node.meta.get("origin") in self.computed:
+                self.texts[node] = self.computed[node.meta["origin"]]
             else:
-                lines += self.statement(node)
-        return lines
+                self.node(node)
+        return self.output
 
-    def turn(self, loop: Loop) -> str:
-        """The head of a loop."""
-        self.texts |= {node: self.local(node) for node in (*loop.pieces, *loop.made)}
+    def close(self, head: str, before: list[str]) -> None:
+        self.output = [*before, head, *indented(self.output)] if self.output else before
+
+    def loop_head(self, loop: Loop) -> tuple[str, list[str]]:
+        for node in (*loop.pieces, *loop.results):
+            self.texts[node] = self.locals.bind(node, node)[0]
         variables = ", ".join(self.texts[p] for p in loop.pieces)
-        sources = [self.arg(p.args[0]) for p in loop.pieces]
-        together = f"zip({', '.join(sources)})"
-        return f"for {variables} in {sources[0] if len(sources) == 1 else together}:"
+        sources = [self.expressions.value(p.args[0]) for p in loop.pieces]
+        iterated = sources[0] if len(sources) == 1 else f"zip({', '.join(sources)})"
+        return f"for {variables} in {iterated}:", [*self.output, *(f"{self.texts[n]} = []" for n in loop.results)]
 
-    def ended(self, loop: Loop) -> list[str]:
-        """The last lines of a loop, behind which only its lists are known."""
-        lines = [f"{self.texts[n]}.append({self.arg(n.args[0])})" for n in loop.made]
+    def loop_end(self, loop: Loop) -> list[str]:
+        """Appends to the lists, which are all that is known behind the loop."""
+        lines = [f"{self.texts[n]}.append({self.expressions.value(n.args[0])})" for n in loop.results]
         for node in loop.nodes:
             self.texts.pop(node, None)
         return lines
 
-    def statement(self, node: fx.Node) -> list[str]:
-        """The lines of one node; none where it is written where it is used."""
-        if node.op == "placeholder":
-            self.texts[node] = str(node.target).lstrip("*")
-            return []
-        if node.op == "output":
-            return [f"return {self.arg(node.args[0])}"]
-        if node.target is operator.setitem:
-            target, key, value = node.args
-            self.texts[node] = self.arg(target)
-            return [f"{self.arg(target)}[{self.index(key)}] = {self.arg(value)}"]
-        if node.target is new_version:
-            self.texts[node] = self.arg(node.args[0])
-            return []
-        target: Any = node.target
-        if target in AUGMENTED and (name := self.operand(node.args[0])).isidentifier():
-            self.texts[node] = name
-            return [f"{name} {AUGMENTED[target]} {self.arg(node.args[1])}"]
-        text = self.expression(node)
-        if node.op == "get_attr" or (is_size(node) and self.stable(node)):
-            self.texts[node] = text
-            return []
-        self.texts[node] = self.local(node)
-        return wrapped(f"{self.texts[node]} = {text}" if node.users else text)
+    # Statements -----------------------------------------------------------------------------------
 
-    def fork(self, marker: fx.Node, index: int) -> list[str]:
-        """The other way at a branch, which ends by returning, or in an error; this way goes on behind it."""
+    def node(self, node: fx.Node) -> None:
+        target: Any = node.target
+        value = self.expressions.value
+        if node.op == "placeholder":
+            self.texts[node] = str(target).lstrip("*")
+            self.locals.read(node, self.texts[node])
+        elif node.op == "output":
+            text = self.nested(node, lambda: f"return {value(node.args[0])}")
+            self.flush()
+            self.write(node, [text])
+        elif target is new_version:
+            self.same(node)
+        elif target is operator.setitem:
+            self.same(node)
+            self.write(node, [f"{self.texts[node]}[{self.expressions.index(node.args[1])}] = {value(node.args[2])}"])
+        elif node.op == "get_attr":
+            self.texts[node] = self.expressions.of(node)
+        elif is_size(node) and len(node.users) <= 2:
+            self.flush()
+            self.texts[node] = self.expressions.of(node)
+            self.locals.read(node, node.args[0])
+        elif target in AUGMENTED and value(node.args[0]).isidentifier():
+            self.same(node)
+            self.write(node, [f"{self.texts[node]} {AUGMENTED[target]} {value(node.args[1])}"])
+        elif target is operator.getitem and (parts := self.unpacked(node.args[0])):
+            self.flush()
+            self.unpack(parts, value(node.args[0]), node, True)
+        elif self.nests(node):
+            self.texts[node] = self.nested(node)
+            self.pending.append(node)
+        else:
+            text = self.nested(node)
+            self.flush()
+            self.assign(node, text)
+
+    def same(self, node: fx.Node) -> None:
+        """`node` stands for its first operand, which has been changed in place."""
+        self.flush()
+        self.texts[node] = self.expressions.value(node.args[0])
+        self.locals.read(node, node.args[0])
+
+    def assign(self, node: fx.Node, text: str, last: bool = True) -> None:
+        if not node.users:
+            self.write(node, wrapped(text))
+        elif parts := self.unpacked(node):
+            self.unpack(parts, text, node, last)
+        else:
+            self.texts[node], before = self.locals.bind(node, node, last)
+            self.output += before
+            self.write(node, wrapped(f"{self.texts[node]} = {text}"))
+
+    def unpack(self, parts: list[fx.Node | None], text: str, at: fx.Node, last: bool) -> None:
+        for part in filter(None, parts):
+            self.texts[part], before = self.locals.bind(part, at, last)
+            self.output += before
+        names = ("_" if part is None else self.texts[part] for part in parts)
+        self.write(at, wrapped(f"{', '.join(names)} = {text}"))
+
+    def write(self, node: fx.Node, lines: list[str]) -> None:
+        """Writes a statement, the first one of an equation under a comment."""
+        equations: tuple[str, ...] = node.meta.get(EQUATIONS, (COPY,) if is_edit(node) else ())
+        if equations != self.equations:
+            self.output += [f"# {equation}" for equation in equations]
+        self.equations = equations
+        self.output += lines
+
+    def other_path(self, marker: fx.Node, index: int) -> list[str]:
+        """The other outcome of a branch, which returns or raises; this path goes on behind it."""
         other = self.others[index]
         condition, outcome = marker.args
-        test = f"not {self.operand(condition)}" if outcome else self.arg(condition)
-        lines = [raised(other, self.names)] if isinstance(other, Exception) else self.way(other, index)
-        return [f"if {test}:", *(f"    {line}" for line in lines)]
-
-    def way(self, other: Others, index: int) -> list[str]:
+        test = f"not {self.expressions.operand(condition)}" if outcome else self.expressions.value(condition)
+        if isinstance(other, Exception):
+            return [f"if {test}:", f"    {raised(other, self.names)}"]
         graph, others = other
-        emitter = Emitter(graph, self.names, self.signature, others)
-        emitter.skip = index + 1
-        emitter.known = {n.meta["origin"]: t for n, t in self.texts.items() if "origin" in n.meta}
+        computed = {n.meta["origin"]: text for n, text in self.texts.items() if "origin" in n.meta}
         remove_dead(graph)
-        return emitter.lines()
+        printer = GraphPrinter(graph, self.names, self.signature, others, index + 1, computed)
+        return [f"if {test}:", *indented(printer.lines())]
 
-    def stable(self, node: fx.Node) -> bool:
-        """Sizes are read where they are used, unless many use them."""
-        return len(node.users) <= 2
+    # Nesting --------------------------------------------------------------------------------------
 
-    def expression(self, node: fx.Node) -> str:
-        """The Python expression of one node."""
-        if node.op == "get_attr":
-            return attribute_path(str(node.target))
-        if node.op == "call_module":
-            return f"{attribute_path(str(node.target))}({self.given(node, node.args)})"
-        if node.op == "call_method":
-            return f"{self.operand(node.args[0])}.{node.target}({self.given(node, node.args[1:])})"
-        return self.call(node)
+    def nests(self, node: fx.Node) -> bool:
+        """Whether a value is nested: it has one user, and no name in the model's source."""
+        if len(node.users) != 1 or self.locals.order[node] < self.straight:
+            return False
+        (user,) = node.users
+        if user.target in SEPARATE or is_size(user) or user.meta.get(EQUATIONS) != node.meta.get(EQUATIONS):
+            return False
+        one_statement = STANDS_FOR not in node.meta and is_edit(user) == is_edit(node) and not variable_of(node)
+        return one_statement and reads(user, node) == 1 and not self.unpacked(node)
 
-    def call(self, node: fx.Node) -> str:
-        target: Any = node.target
-        args = node.args
-        if target is getattr:
-            return f"{self.operand(args[0])}.{args[1]}"
-        if target is operator.getitem:
-            return f"{self.operand(args[0])}[{self.index(args[1])}]"
-        if target in INFIX and len(args) == 2:
-            return f"{self.operand(args[0])} {INFIX[target]} {self.operand(args[1])}"
-        if target in PREFIX:
-            return f"{PREFIX[target]}{self.operand(args[0])}"
-        if target is operator.contains:
-            return f"{self.operand(args[1])} in {self.operand(args[0])}"
-        if target is base_call:
-            own = self.arg(node.kwargs["own"]) if node.kwargs else "self"
-            return f"{self.names.of(args[0])}.forward({passed_on(self.signature, [own, *map(self.arg, args[1:])])})"
-        return f"{self.names.of(target)}({self.given(node, args)})"
+    def nested(self, node: fx.Node, text: Callable[[], str] | None = None) -> str:
+        """The text of a node, with its pending operands if they fit and stay in order."""
+        text = text or (lambda: self.expressions.of(node))
+        operands = [n for n in node.all_input_nodes if n in self.pending]
+        line = text() if operands == self.pending[len(self.pending) - len(operands) :] else ""
+        if operands and not 0 < len(line) <= NESTED:
+            self.flush()
+            return text()
+        del self.pending[len(self.pending) - len(operands) :]
+        return line or text()
 
-    def guard(self, node: fx.Node) -> str:
-        """A node as one nested expression of the placeholders."""
-        if node.op == "placeholder":
-            return str(node.target).lstrip("*")
-        inner = Emitter(self.graph, self.names, self.signature)
-        for source in node.all_input_nodes:
-            inner.texts[source] = self.guard(source)
-        text = inner.expression(node)
-        return (
-            f"({text})" if node.target in INFIX or node.target in PREFIX or node.target is operator.contains else text
-        )
+    def flush(self) -> None:
+        """Gives each pending value a line of its own."""
+        while self.pending:
+            node = self.pending.pop(0)
+            self.assign(node, self.texts[node], last=False)
 
-    # Arguments ---------------------------------------------------------------------------------------------------
-
-    def given(self, node: fx.Node, args: Iterable[Any]) -> str:
-        """The arguments of a call, the rest of the keywords last."""
-        rest = [f"**{node.meta[REST]}"] if REST in node.meta else []
-        return ", ".join([*filter(None, [self.arguments(args, node.kwargs)]), *rest])
-
-    def arguments(self, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
-        return ", ".join([*map(self.arg, args), *(f"{k}={self.arg(v)}" for k, v in kwargs.items())])
-
-    def operand(self, value: Any) -> str:
-        text = self.arg(value)
-        simple = isinstance(value, (fx.Node, str, bool)) or (isinstance(value, (int, float)) and value >= 0)
-        return text if simple else f"({text})"
-
-    def index(self, key: Any) -> str:
-        if isinstance(key, tuple) and key:
-            return ", ".join(map(self.index, key))
-        if isinstance(key, slice):
-            parts = ["" if v is None else self.arg(v) for v in (key.start, key.stop)]
-            return ":".join(parts) + (f":{self.arg(key.step)}" if key.step is not None else "")
-        return self.arg(key)
-
-    def arg(self, value: Any) -> str:
-        if isinstance(value, fx.Node):
-            if value not in self.texts:
-                raise late(value)
-            return self.texts[value]
-        if isinstance(value, tuple):
-            return f"({', '.join(map(self.arg, value))}{',' if len(value) == 1 else ''})"
-        if isinstance(value, list):
-            return f"[{', '.join(map(self.arg, value))}]"
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{k!r}: {self.arg(v)}" for k, v in value.items()) + "}"
-        if isinstance(value, slice):
-            return f"slice({', '.join(self.arg(v) for v in (value.start, value.stop, value.step))})"
-        if value is ...:
-            return "..."
-        if isinstance(value, float) and not math.isfinite(value):
-            return f'float("{value}")'
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return repr(value)
-        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            return str(value)
-        if isinstance(value, torch.device):
-            return f"torch.{value!r}"
-        return self.names.of(value)
+    def unpacked(self, node: object) -> list[fx.Node | None]:
+        """The parts of a tuple that code only unpacks; None for an unused part."""
+        assert isinstance(node, fx.Node)
+        counts = {unpacked_count(user) for user in node.users}
+        if len(counts) != 1 or 0 in counts or self.locals.order[node] < self.straight or "_" in self.locals.nodes:
+            return []
+        parts: list[fx.Node | None] = [None] * counts.pop()
+        for user in node.users:
+            index = user.args[1]
+            if not isinstance(index, int) or not 0 <= index < len(parts) or parts[index] is not None:
+                return []
+            parts[index] = user
+        return parts
 
 
-def raised(error: Exception, names: Names) -> str:
-    """The statement that ends a way: with what the model's own code raises there, or by saying that it was not traced."""
+def reads(user: fx.Node, node: fx.Node) -> int:
+    """How often an expression reads a value."""
+    operands: list[fx.Node] = []
+    map_arg((user.args, user.kwargs), operands.append)
+    return operands.count(node)
+
+
+def raised(error: Exception, names: GlobalNames) -> str:
+    """The statement that ends a path: the model's own error, or P417."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     own = (last.line or "").startswith(("raise", "assert")) and not Path(last.filename).is_relative_to(TORCH)
-    if not own or isinstance(error, PeftcError):  # an operation did not take the values of this call: others may do
+    if not own or isinstance(error, PeftcError):  # an operation refused the values of this call: others may pass
         return f"raise {names.of(untraced)}({str(error)!r})"
     kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
     return f"raise {kind.__name__}({str(error)!r})"
 
 
-def attribute_path(target: str) -> str:
-    """`layer.0.dropout` as code: `getattr(self.layer, "0").dropout`, which holds for lists, dictionaries and modules."""
-    text = "self"
-    for part in () if target == "_self" else target.split("."):
-        plain = part.isidentifier() and not keyword.iskeyword(part)
-        text = f"{text}.{part}" if plain else f"getattr({text}, {part!r})"
-    return text
-
-
 def remove_dead(graph: fx.Graph) -> None:
-    """Removes unused nodes that only look: everything that may act stays."""
-    looks = (getattr, operator.getitem, operator.contains, new_version, *INFIX, *PREFIX)
+    """Removes unused nodes without side effects."""
+    pure = (getattr, operator.getitem, operator.contains, new_version, *INFIX, *PREFIX)
     for node in reversed(list(graph.nodes)):
-        looking = node.op == "get_attr" or is_size(node) or node.target in (*looks, "get")
-        if looking and not node.users:
+        if not node.users and (node.op == "get_attr" or is_size(node) or node.target in (*pure, "get")):
             graph.erase_node(node)
 
 
-def parameters(signature: inspect.Signature) -> str:
-    """A forward's parameters as code; defaults that are not plain constants become None."""
-    texts: list[str] = []
-    starred = False
-    for p in signature.parameters.values():
-        if p.kind is p.VAR_POSITIONAL:
-            texts.append(f"*{p.name}")
-            starred = True
-        elif p.kind is p.VAR_KEYWORD:
-            texts.append(f"**{p.name}")
-        else:
-            if p.kind is p.KEYWORD_ONLY and not starred:
-                texts.append("*")
-                starred = True
-            plain = isinstance(p.default, (bool, int, float, str))
-            texts.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}" if plain else f"{p.name}=None")
-    return ", ".join(texts)
+@dataclass(frozen=True)
+class Loop:
+    """`pieces`: its variables; `nodes`: its body; `results`: its lists; `end`: its last node."""
+
+    pieces: list[fx.Node]
+    nodes: list[fx.Node]
+    results: list[fx.Node]
+    end: fx.Node
 
 
-def passed_on(signature: inspect.Signature, values: Iterable[str] | None = None) -> str:
-    """The arguments of a call that hands on all of a forward's own parameters, or these values in their places."""
-    texts: list[str] = []
-    for p, value in zip(signature.parameters.values(), values or signature.parameters, strict=True):
-        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-        texts.append(f"{p.name}={value}" if p.kind is p.KEYWORD_ONLY else star + value)
-    return ", ".join(texts)
-
-
-def function(name: str, signature: inspect.Signature, lines: list[str], doc: str = "") -> str:
-    """The source of a function of `signature` with these body lines."""
-    documented = [f'"""{doc}"""'] if doc else []
-    return "\n".join([f"def {name}({parameters(signature)}):", *(f"    {line}" for line in [*documented, *lines])])
+def loops_of(graph: fx.Graph) -> dict[fx.Node, Loop]:
+    """The loops of a graph by their first and last nodes."""
+    loops: dict[fx.Node, Loop] = {}
+    nodes: list[fx.Node] = []  # since the first variable of a loop
+    for node in graph.nodes:
+        if node.target is end_loop:
+            pieces = [n for n in nodes if n.target is segment]
+            results = [user for n in nodes for user in n.users if user.target is collect]
+            loops[nodes[0]] = loops[node] = Loop(pieces, nodes, results, node)
+            nodes = []
+        elif nodes or node.target is segment:
+            nodes.append(node)
+    return loops

@@ -7,7 +7,6 @@ import linecache
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,54 +21,40 @@ from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.container import own_children, own_length
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.insert import Inserter
-from peftc.runtime.guards import recheck_guard
-from peftc.specialization import code_printer, guards
-from peftc.specialization.call_traces import ArgumentInspected, Calls, Raised
-from peftc.specialization.code_layout import all_of, decided
-from peftc.specialization.derived_classes import followed, rebased
-from peftc.specialization.guarded_tracer import GuardedTracer
-from peftc.specialization.passthrough_arguments import quiet
+from peftc.specialization.call_paths import CallPaths
+from peftc.specialization.call_traces import CallTraces
+from peftc.specialization.code_layout import call_arguments, conjunction, dispatched, function
+from peftc.specialization.code_printer import OtherPath, function_body
+from peftc.specialization.derived_classes import replace_base, with_generated_forward
+from peftc.specialization.names import GlobalNames
+from peftc.specialization.variants import Variant, captions
 from peftc.tracing.module_calls import bind_arguments
-from peftc.tracing.operations import branch
 from peftc.tracing.region_trace import RegionTrace
 from peftc.tracing.tracer_base import is_tracing
 
-MOST_WAYS = 32  # through the code of one call, before it is refused
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One specialisation of a forward: when it holds, its graph, and its code."""
-
-    name: str
-    conditions: tuple[str, ...]
-    graph: fx.Graph
-    source: str
-    holds: Callable[..., bool]
-    passthrough: frozenset[str]  # arguments that it hands on only
-
 
 def uncompiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """A function outside whatever `torch.compile` makes: where a whole graph is asked for, that ends with the reason."""
+    """A function that graphs of `torch.compile` leave out; `fullgraph=True` shows the reason."""
     options: dict[str, Any] = {}
     if "reason" in inspect.signature(torch.compiler.disable).parameters:
         options["reason"] = f"peftc meets this {what} for the first time: make it once without torch.compile"
     return torch.compiler.disable(function, **options)
 
 
-_preparing = ContextVar("preparing", default=False)
+_both_modes = ContextVar("both_modes", default=False)
 
 
 @shielded
-def preparing() -> Generator[None]:
-    """Inside the block, a call pattern that comes up is made ready for training as well as for evaluation, whichever the
-    module is in. For copies only: their flags are touched.
+def specializing_both_modes() -> Generator[None]:
+    """Inside the block a new call pattern gets a variant for training and one for evaluation.
+
+    For copies only: their flags are changed meanwhile.
     """
-    token = _preparing.set(True)
+    token = _both_modes.set(True)
     try:
         yield
     finally:
-        _preparing.reset(token)
+        _both_modes.reset(token)
 
 
 def base_forward(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -79,9 +64,12 @@ def base_forward(cls: type[nn.Module]) -> Callable[..., Any]:
 class GeneratedClass:
     """Owns the generated class of a region and the variants of its forward.
 
-    A region that is only touched at its boundary has one forward for all calls. Another has a variant for each call
-    pattern that its Python code can tell apart; an unseen one is traced when it first comes up. `absent`: the children and
-    parameters that are None in all its modules. `entered`: the classes of the children whose code is entered.
+    A region that is only edited at its boundary has one forward for all calls. Another has a
+    variant for each call pattern that its Python code can tell apart; a new pattern is traced when
+    it first comes up.
+
+    Args: `absent`: the children and parameters that are None in all its modules; `entered`: the
+    classes of the children whose code is entered.
     """
 
     def __init__(
@@ -96,14 +84,17 @@ class GeneratedClass:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
         self.entered = entered
         self.signature = with_self(inspect.signature(base_forward(base)))
-        self.names = code_printer.Names()
+        self.names = GlobalNames()
         self.variants: list[Variant] = []
         self.lock = threading.RLock()
-        self.not_known = uncompiled(self.unseen, "call")
-        self.not_made = uncompiled(self.make_without, "choice")
-        self.dispatch: Callable[..., Any] = self.not_known
+        self._respecialize = uncompiled(self.respecialize, "call")
+        self._make_without = uncompiled(self.make_without, "choice")
+        self.dispatch: Callable[..., Any] = self._respecialize
         self.cls = make_class(self)
-        self.prepare()
+        if not inline:  # only arguments and result are edited: the model's own forward, in between
+            traced = boundary_graph(base, self.signature, edits)
+            self.rewrite(traced)
+            self.add(self.variant(traced.graph))
 
     def __deepcopy__(self, memo: object) -> GeneratedClass:
         return self
@@ -111,65 +102,60 @@ class GeneratedClass:
     def __reduce__(self) -> Any:
         return (GeneratedClass, (self.base, self.inline, self.edits, self.name, self.absent, self.entered))
 
-    # Choices -----------------------------------------------------------------------------------------------------
+    # Choices --------------------------------------------------------------------------------------
 
-    def acting(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward of the edits that act in the present context."""
+    def active_forward(self, module: nn.Module) -> Callable[..., Any]:
+        """The forward with the edits that are active in the present context."""
         off = cast(ChoiceVar, module.peftc_choice).off
         return self.without(off).dispatch if off else self.dispatch
 
-    def without(self, off: str) -> GeneratedClass | Base:
-        """The kind without the edits in `off`, the key of a choice."""
+    def without(self, off: str) -> GeneratedClass | Unedited:
+        """The class without the edits in `off`, the key of a choice."""
         other = getattr(self, f"without {off}", None)  # no dictionary: dynamo would guard on all of its keys
-        return self.not_made(off) if other is None else other
+        return self._make_without(off) if other is None else other
 
-    def make_without(self, off: str) -> GeneratedClass | Base:
+    def make_without(self, off: str) -> GeneratedClass | Unedited:
         with self.lock:
             names = off.split(" ")
-            left = () if off == ALL else tuple(edit for edit in self.edits if edit.edit not in names)
-            own = (
-                GeneratedClass(self.base, self.inline, left, self.name, self.absent, self.entered)
-                if left
-                else Base(self.base)
-            )
-            other = self if len(left) == len(self.edits) and off != ALL else own
+            edits = () if off == ALL else tuple(edit for edit in self.edits if edit.edit not in names)
+            arguments = (self.base, self.inline, edits, self.name, self.absent, self.entered)
+            other = GeneratedClass(*arguments) if edits else Unedited(self.base)
+            other = self if len(edits) == len(self.edits) and off != ALL else other
             return vars(self).setdefault(f"without {off}", other)
 
-    # Variants ----------------------------------------------------------------------------------------------------
+    # Variants -------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """The forward of a region of which only arguments and result are touched: the model's own, in between."""
-        if not self.inline and not self.variants:
-            traced = boundary_graph(self.base, self.signature, self.edits)
-            self.rewrite(traced)
-            self.add(self.variant(traced.graph, {}, (), frozenset()))
+    def respecialize(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs a call that no variant holds for: traces it, inserts the edits, adds the variant.
 
-    def unseen(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A call pattern that no variant holds for: traced, rewritten, added and run. Within a trace of another region only the
-        shapes of the result count, which are those of the base: a variant is made when such a call really comes.
+        Within the trace of another region only the shapes of the result count, which are those of
+        the base.
         """
         if is_tracing():
             return cast("Any", self.base).forward(module, *args, **kwargs)
         with self.lock:
-            variant = self.known(module, *args, **kwargs)  # another thread may have been first
-            variant = variant or self.learn(module, args, kwargs)
-            if _preparing.get():
+            variant = self.variant_for(module, *args, **kwargs)  # another thread may have been first
+            variant = variant or self.specialize(module, args, kwargs)
+            if _both_modes.get():
                 module.train(not module.training)
-                if self.known(module, *args, **kwargs) is None:
-                    self.learn(module, args, kwargs, variant.passthrough)
+                if self.variant_for(module, *args, **kwargs) is None:
+                    self.specialize(module, args, kwargs, variant.passthrough)
                 module.train(not module.training)
             forward = self.functions[variant.name]
         return forward(module, *args, **kwargs)
 
-    def known(self, module: nn.Module, *args: Any, **kwargs: Any) -> Variant | None:
+    def variant_for(self, module: nn.Module, *args: Any, **kwargs: Any) -> Variant | None:
         return next((v for v in self.variants if v.holds(module, *args, **kwargs)), None)
 
-    def learn(
+    def specialize(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], likely: frozenset[str] | None = None
     ) -> Variant:
-        """Makes the variant for a call, which it does not run. `likely`: which arguments are only handed on."""
+        """Adds the variant of a call. `likely`: its probable passthrough arguments."""
         arguments = bind_arguments(self.base.forward, module, args, kwargs)
-        variant = self.specialised(Calls(self.base, self.inline, self.signature, module, arguments, likely))
+        traces = CallTraces(self.base, self.inline, self.signature, module, arguments, likely)
+        paths = CallPaths(self.name, traces, self.names, self.rewrite)
+        paths.follow()
+        variant = self.variant(paths.graph, paths.others, tuple(paths.conditions), traces.passthrough, paths.traits)
         if not variant.holds(module, *args, **kwargs):
             raise PeftcError(
                 Diagnostic(
@@ -181,82 +167,26 @@ class GeneratedClass:
             )
         return self.add(variant)
 
+    def variant(
+        self,
+        graph: fx.Graph,
+        others: Mapping[int, OtherPath | Exception] | None = None,
+        conditions: tuple[str, ...] = (),
+        passthrough: frozenset[str] = frozenset(),
+        traits: Mapping[str, str] | None = None,
+    ) -> Variant:
+        name = f"variant_{len(self.variants) + 1}"
+        source = function(name, self.signature, function_body(graph, self.names, self.signature, others))
+        predicate = function("holds", self.signature, conjunction("return ", conditions))
+        namespace = dict(self.names.values)
+        exec(compile(predicate, f"<peftc {self.name} {name}>", "exec"), namespace)
+        return Variant(name, conditions, graph, source, namespace["holds"], passthrough, traits or {})
+
     def add(self, variant: Variant) -> Variant:
         with Deferral():
             self.variants.append(variant)
             self.link()
         return variant
-
-    def specialised(self, calls: Calls) -> Variant:
-        """The rewritten forward of one call pattern, with both ways at every branch on what is only known inside."""
-        while True:
-            try:
-                graph, others, conditions = self.ways(calls)
-                break
-            except ArgumentInspected:  # on another path than the first
-                pass
-        return self.variant(graph, others, conditions, calls.handed)
-
-    def ways(self, calls: Calls) -> tuple[fx.Graph, Mapping[int, code_printer.Others | Exception], tuple[str, ...]]:
-        """The first way, the others at its branches, and when they hold. A way ends where the model's own code raises, or where
-        there is nothing to edit.
-        """
-        conditions: dict[str, None] = {}
-        found = 0
-
-        def way(script: tuple[bool, ...]) -> code_printer.Others:
-            nonlocal found
-            found += 1
-            traced, tracer = calls.along(script)
-            if found > MOST_WAYS:
-                raise PeftcError(too_many_ways(self.name))
-            conditions.update(dict.fromkeys(self.conditions(traced, tracer, calls)))
-            decisions = [cast(fx.Node, n.args[0]) for n in traced.graph.nodes if n.target is branch]
-            self.rewrite(traced)
-            at = range(len(script), len(traced.outcomes))
-            return traced.graph, {i: other((*traced.outcomes[:i], not traced.outcomes[i]), decisions[i]) for i in at}
-
-        def other(script: tuple[bool, ...], decision: fx.Node) -> code_printer.Others | Exception:
-            try:
-                with quiet():
-                    return way(script)
-            except Raised as ended:
-                calls.ask_beforehand(decision)
-                conditions.update(dict.fromkeys(self.conditions(*ended.call, calls)))
-                return ended.error
-            except PeftcError as error:
-                if error.diagnostics[0].code != "P403":  # a call that goes where there is nothing to edit is told
-                    raise
-                calls.ask_beforehand(decision)
-                return error
-
-        try:
-            graph, others = way(())
-        except Raised as ended:
-            raise ended.error from None
-        return graph, others, tuple(conditions)
-
-    def variant(
-        self,
-        graph: fx.Graph,
-        others: Mapping[int, code_printer.Others | Exception],
-        conditions: tuple[str, ...],
-        handed: frozenset[str],
-    ) -> Variant:
-        name = f"variant_{len(self.variants) + 1}"
-        body = code_printer.Emitter(graph, self.names, self.signature, others).body()
-        source = code_printer.function(name, self.signature, body)
-        return Variant(name, conditions, graph, source, self.predicate(name, conditions), handed)
-
-    def conditions(self, traced: RegionTrace, tracer: GuardedTracer, calls: Calls) -> list[str]:
-        """When a graph is the right one; what may change while it runs is asked again where the model asks."""
-        found = guards.conditions(
-            traced, tracer, calls.handed, calls.keys, code_printer.Emitter(traced.graph, self.names, self.signature)
-        )
-        for guard in guards.late(traced):
-            with traced.graph.inserting_after(guard.node):
-                traced.graph.call_function(recheck_guard, (guard.node, guard.kind, guard.value))
-        return found
 
     def rewrite(self, traced: RegionTrace) -> None:
         inserter = Inserter(traced, self.base)
@@ -264,82 +194,63 @@ class GeneratedClass:
         for edit in self.edits:
             inserter.insert(edit)
 
-    # Code --------------------------------------------------------------------------------------------------------
-
     @property
     def source(self) -> str:
         """The generated functions as readable Python."""
-        parts = [v.source for v in self.variants]
+        labels = captions(self.variants) if self.inline else ["every call"]
+        parts = [f"# {label}\n{v.source}" for label, v in zip(labels, self.variants, strict=True)]
         if self.inline:
-            parts = [*filter(None, ["\n".join(self.names.constant_lines())]), *parts, self.dispatch_source()]
+            passed = call_arguments(self.signature)
+            lines = dispatched([(v.conditions, f"return {v.name}({passed})") for v in self.variants])
+            parts.append(function("dispatch", self.signature, [*lines, f"return respecialize({passed})"]))
         return "\n\n\n".join(parts)
-
-    def predicate(self, name: str, conditions: tuple[str, ...]) -> Callable[..., bool]:
-        """Whether a variant is the one for a call."""
-        source = code_printer.function("holds", self.signature, all_of("return ", conditions))
-        namespace = dict(self.names.values)
-        exec(compile(source, f"<peftc {self.name} {name}>", "exec"), namespace)
-        return namespace["holds"]
-
-    def dispatch_source(self) -> str:
-        passed = code_printer.passed_on(self.signature)
-        lines = decided([(v.conditions, f"return {v.name}({passed})") for v in self.variants])
-        return code_printer.function("dispatch", self.signature, [*lines, f"return unseen({passed})"])
 
     def link(self) -> None:
         """Compiles the generated source and lets the class run it."""
         filename = f"<peftc {self.name} {id(self):x}>"
         source = self.source
-        namespace = dict(self.names.values) | {"unseen": self.not_known}
+        namespace = dict(self.names.values) | {"respecialize": self._respecialize}
         exec(compile(source, filename, "exec"), namespace)
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         self.functions = namespace
         self.dispatch = namespace["dispatch"] if self.inline else namespace["variant_1"]
 
 
-class Base:
-    """Stands for a kind whose edits are all switched off: the forward is that of the region's own class."""
+class Unedited:
+    """Stands for a class whose edits are all disabled: the region's own forward."""
 
     def __init__(self, cls: type[nn.Module]) -> None:
         self.dispatch: Callable[..., Any] = cls.forward
 
 
-def too_many_ways(name: str) -> Diagnostic:
-    return Diagnostic(
-        "P406",
-        f"the code of {name} has more than {MOST_WAYS} ways, which depend on values that are only known while it runs",
-        help="edit a smaller part of the layer, so that this code is not entered",
-    )
-
-
 def with_self(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with its first parameter under the name that generated code uses."""
+    """The signature with `self` as its first parameter, as in generated code."""
     first, *others = signature.parameters.values()
     named = first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
     return signature.replace(parameters=[first.replace(name="self"), *others]) if named else signature
 
 
+# Arguments are passed as they came: decorators of a forward tell positional from keyword ones.
+# A bound method may outlive the edits.
+FORWARD_SOURCE = """\
+def forward(self, *args, **kwargs):
+    if getattr(type(self), '_peftc_kind', None) is not kind:
+        return type(self).forward(self, *args, **kwargs)
+    return kind.active_forward(self)(self, *args, **kwargs)
+"""
+
+
 def make_class(kind: GeneratedClass) -> type[nn.Module]:
-    """A subclass of the region's own class under the same names, so that everything that asks for the class still works."""
+    """A subclass of the region's own class under the same names."""
     preserve_choices()
-    # Arguments are given as they came: decorators of a base's forward tell positional ones and keywords apart.
-    lines = ["def forward(self, *args, **kwargs):"]
-    lines += [
-        "    if getattr(type(self), '_peftc_kind', None) is not kind:"
-    ]  # a bound method of it may outlive the edits
-    lines += [
-        "        return type(self).forward(self, *args, **kwargs)",
-        "    return kind.acting(self)(self, *args, **kwargs)",
-    ]
-    source = "\n".join(lines)
     namespace: dict[str, Any] = {"kind": kind}
-    exec(compile(source, f"<peftc {kind.name}>", "exec"), namespace)
+    exec(compile(FORWARD_SOURCE, f"<peftc {kind.name}>", "exec"), namespace)
     forward = namespace["forward"]
     forward.__signature__ = kind.signature
     setattr(forward, GENERATED, True)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        kind.base.__setattr__(self, name, followed(self, value) if name == FORWARD else value)
+        kind.base.__setattr__(self, name, with_generated_forward(self, value) if name == FORWARD else value)
 
     members: dict[str, Any] = {
         "forward": forward,
@@ -354,8 +265,8 @@ def make_class(kind: GeneratedClass) -> type[nn.Module]:
     }
     if issubclass(kind.base, nn.Sequential):
         members |= {"__iter__": own_children, "__len__": own_length}
-    made: Any = type(kind.base.__name__, (kind.base,), members)
-    return made
+    cls: Any = type(kind.base.__name__, (kind.base,), members)
+    return cls
 
 
 def replicate(self: Any) -> Any:
@@ -366,7 +277,7 @@ def replicate(self: Any) -> Any:
 
 
 def reduce(self: Any, protocol: Any) -> Any:
-    """Copies and pickles a module of a generated class by its kind, and by the class that others have derived from it."""
+    """Copies and pickles a module by its `GeneratedClass`, and a derived class."""
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     cls = type(self)
     kind: GeneratedClass = cls._peftc_kind
@@ -374,5 +285,5 @@ def reduce(self: Any, protocol: Any) -> Any:
 
 
 def blank(kind: GeneratedClass, derived: Any = None) -> nn.Module:
-    cls = kind.cls if derived is None else rebased(derived, derived._peftc_kind.cls, kind.cls)
+    cls = kind.cls if derived is None else replace_base(derived, derived._peftc_kind.cls, kind.cls)
     return cls.__new__(cls)

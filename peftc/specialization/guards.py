@@ -1,4 +1,4 @@
-"""The conditions under which a traced forward is the right one, as Python expressions of its arguments."""
+"""The conditions under which a traced forward is the right one, as expressions of its arguments."""
 
 from __future__ import annotations
 
@@ -8,33 +8,41 @@ from typing import Any
 
 import torch
 from torch import fx
+from transformers import Cache
 
 from peftc.dataflow.nodes import ancestors
 from peftc.dataflow.operations import has_side_effects
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.specialization.code_printer import Emitter, attribute_path
+from peftc.specialization.expressions import Expressions, attribute_path
 from peftc.specialization.guarded_tracer import GuardedTracer
 from peftc.tracing.module_calls import is_constant
 from peftc.tracing.operations import attention
 from peftc.tracing.region_trace import Guard, RegionTrace, getitem_root
 
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
+
 
 def conditions(
-    traced: RegionTrace, tracer: GuardedTracer, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
+    traced: RegionTrace,
+    tracer: GuardedTracer,
+    passthrough: frozenset[str],
+    keywords: frozenset[str] | None,
+    expressions: Expressions,
 ) -> list[str]:
-    """Everything that must hold of a call, cheapest first; all of it is asked before anything has happened.
+    """Everything that must hold of a call, cheapest first, tested before the forward runs.
 
-    Nothing need hold of arguments that are `handed` on only; `keys`: the keywords that are, as a whole.
+    Args: `passthrough`: arguments of which nothing need hold; `keywords`: those that `**` may have,
+    if it is forwarded as a whole.
     """
-    found = [*training(traced), *arguments(traced, tracer, handed, keys, emitter), *facts(traced, tracer)]
-    found += surroundings(tracer)
+    found = [*_training(traced), *_arguments(traced, tracer, passthrough, keywords, expressions)]
+    found += [*_facts(traced, tracer), *_surroundings(tracer)]
     if traced.depends_on_dtype:
-        found += dtypes(traced, tracer, handed)
-    found += [asked(guard, emitter) for guard in traced.guards if not only_inside(guard)]
+        found += _dtypes(traced, tracer, passthrough)
+    found += [_computed(guard, expressions) for guard in traced.guards if not _only_inside(guard)]
     return list(dict.fromkeys(found))
 
 
-def training(traced: RegionTrace) -> Iterator[str]:
+def _training(traced: RegionTrace) -> Iterator[str]:
     """Whether modules are trained: what tells most variants apart."""
     for (owner, name), value in traced.attribute_guards.items():
         if name == "training":
@@ -42,173 +50,193 @@ def training(traced: RegionTrace) -> Iterator[str]:
             yield path if value else f"not {path}"
 
 
-def only_inside(guard: Guard) -> bool:
-    """Whether the question is about what a child gave: its type, which is what it was; or whether it is None."""
-    return (guard.kind == "type" and has_side_effects(guard.node)) or (
-        guard.kind == "is" and given_by_child(guard.node)
-    )
-
-
-def given_by_child(node: fx.Node) -> bool:
-    """Whether a value is what a child, or an attention, has given, or a part of it."""
-    return getitem_root(node).op == "call_module" or getitem_root(node).target is attention
-
-
-def facts(traced: RegionTrace, tracer: GuardedTracer) -> Iterator[str]:
+def _facts(traced: RegionTrace, tracer: GuardedTracer) -> Iterator[str]:
     """What Python read from modules and configs and decided on."""
-    for (owner, name), value in traced.attribute_guards.items():
-        path = attribute_path(f"{owner}.{name}".lstrip("."))
+    paths = {f"{owner}.{name}".lstrip("."): value for (owner, name), value in traced.attribute_guards.items()}
+    for name, value in paths.items():
+        path = attribute_path(name)
         if value is True or value is False:
             yield path if value else f"not {path}"
         else:
             yield f"{path} is None" if value is None else f"{path} == {value!r}"
-    decided = {f"{owner}.{name}".lstrip(".") for owner, name in traced.attribute_guards}
     for name in tracer.numbers:
-        if name not in decided:
+        if name not in paths:
             yield f"{attribute_path(name)} is not None"
 
 
-def surroundings(tracer: GuardedTracer) -> Iterator[str]:
-    """What the code asked torch about the block that it runs in."""
+def _surroundings(tracer: GuardedTracer) -> Iterator[str]:
+    """What the code asked torch about autocast and gradients."""
     for (name, args), value in tracer.global_state.items():
         text = f"torch.{name}({', '.join(map(repr, args))})"
         yield f"{text} == {value}" if not isinstance(value, bool) else text if value else f"not {text}"
 
 
-def arguments(
-    traced: RegionTrace, tracer: GuardedTracer, handed: frozenset[str], keys: frozenset[str] | None, emitter: Emitter
+def _arguments(
+    traced: RegionTrace,
+    tracer: GuardedTracer,
+    passthrough: frozenset[str],
+    keywords: frozenset[str] | None,
+    expressions: Expressions,
 ) -> Iterator[str]:
     for node in traced.graph.nodes:
-        if node.op != "placeholder" or str(node.target) in handed:
+        if node.op != "placeholder" or str(node.target) in passthrough:
             continue
         target, value = str(node.target), node.meta["example"]
-        if target.startswith("**") and keys is not None:
-            yield f"(not {target[2:]} or {target[2:]}.keys() <= {emitter.names.constant('HANDED_ON', keys)})"
+        if target.startswith("**") and keywords is not None:
+            name = target[2:]
+            yield f"(not {name} or {name}.keys() <= {expressions.names.passthrough(keywords)})"
         elif target.startswith("**"):
-            yield from keywords(target[2:], node, tracer, handed, emitter)
+            yield from _keywords(target[2:], node, tracer, passthrough, expressions)
         elif target.startswith("*"):
             yield f"len({target[1:]}) == {len(value)}"
         else:
-            yield from argument(target, value, emitter, used=bool(node.users), typed=node in tracer.typed)
+            yield from _argument(target, value, expressions, used=bool(node.users), typed=node in tracer.typed)
 
 
-def keywords(
-    name: str, holder: fx.Node, tracer: GuardedTracer, handed: frozenset[str], emitter: Emitter
+def _keywords(
+    name: str, holder: fx.Node, tracer: GuardedTracer, passthrough: frozenset[str], expressions: Expressions
 ) -> Iterator[str]:
     values: dict[str, Any] = holder.meta["example"]
     yield f"len({name}) == {len(values)}" if values else f"not {name}"
     parts = {n.args[1]: n for n in holder.users if n.target is operator.getitem}
     for key, value in values.items():
         yield f"{key!r} in {name}"
-        if f"**{key}" not in handed:
+        if f"**{key}" not in passthrough:
             part = parts.get(key)
             used = part is not None and bool(part.users)
-            yield from argument(f"{name}[{key!r}]", value, emitter, used=used, typed=part in tracer.typed)
+            yield from _argument(f"{name}[{key!r}]", value, expressions, used=used, typed=part in tracer.typed)
 
 
-def argument(text: str, value: Any, emitter: Emitter, used: bool, typed: bool) -> Iterator[str]:
-    """What must hold of one argument. The class of an object counts where it was asked for, else its base."""
+def _argument(text: str, value: Any, expressions: Expressions, used: bool, typed: bool) -> Iterator[str]:
+    """The conditions of one argument; of an object its class if tested, else its base."""
     if value is None:
         yield f"{text} is None"
     elif isinstance(value, bool):
         yield f"{text} is {value}"
-    elif isinstance(value, (int, float)):  # 1 is True, and a tensor may be 1
+    elif isinstance(value, (int, float)):  # 1 == True, and a tensor may equal 1
         yield f"type({text}) is {type(value).__name__}"
-        yield f"{text} == {emitter.arg(value)}"
+        yield f"{text} == {expressions.value(value)}"
     elif is_constant(value):
-        yield f"{text} == {emitter.arg(value)}"
-    elif isinstance(value, torch.Tensor):  # used or not: its dimensions may have been asked for
+        yield f"{text} == {expressions.value(value)}"
+    elif isinstance(value, torch.Tensor):  # used or not: its dimensions may have been read
         yield f"isinstance({text}, torch.Tensor)"
         yield f"{text}.ndim == {value.ndim}"
     elif not used and not typed:
         yield f"{text} is not None"
     elif typed or isinstance(value, (tuple, list, dict)):
-        yield f"type({text}) is {emitter.names.of(type(value))}"
+        yield f"type({text}) is {expressions.names.of(type(value))}"
     else:
-        yield f"isinstance({text}, {emitter.names.of(type(value).__mro__[-2])})"
+        yield f"isinstance({text}, {expressions.names.of(type(value).__mro__[-2])})"
 
 
-def dtypes(traced: RegionTrace, tracer: GuardedTracer, handed: frozenset[str]) -> Iterator[str]:
-    """Dtypes inside a region follow from those of its arguments and parameters, and from autocast."""
-    inputs = [n for n in traced.graph.nodes if n.op == "placeholder" and str(n.target) not in handed]
+def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[str]) -> Iterator[str]:
+    """Dtypes inside follow from those of arguments and parameters, and from autocast."""
+    inputs = [n for n in traced.graph.nodes if n.op == "placeholder" and str(n.target) not in passthrough]
     tensors = [n for n in inputs if isinstance(n.meta["example"], torch.Tensor)]
     for node in tensors:
         if node.users:
             yield f"{node.target}.dtype == {node.meta['example'].dtype}"
     if tensors:
-        yield from autocast(str(tensors[0].target), tensors[0].meta["example"].device.type)
+        yield from _autocast(str(tensors[0].target), tensors[0].meta["example"].device.type)
     read = dict(tracer.dtypes) if traced.parameter_dtype is None else dict([traced.parameter_dtype], **tracer.dtypes)
     for name, dtype in read.items():
         yield f"{attribute_path(name)}.dtype == {dtype}"
 
 
-def autocast(tensor: str, device: str) -> Iterator[str]:
-    """That autocast is on or off for the device of a tensor. The device "meta" knows none."""
-    asked = f"torch.is_autocast_enabled({tensor}.device.type)"
+def _autocast(tensor: str, device: str) -> Iterator[str]:
+    """Whether autocast is on for the device of a tensor. The device "meta" has none."""
+    enabled = f"torch.is_autocast_enabled({tensor}.device.type)"
     if device == "meta" or not torch.is_autocast_enabled(device):
-        yield f"({tensor}.is_meta or not {asked})"
+        yield f"({tensor}.is_meta or not {enabled})"
     else:
         yield f"not {tensor}.is_meta"
-        yield asked
+        yield enabled
         yield f"torch.get_autocast_dtype({tensor}.device.type) == {torch.get_autocast_dtype(device)}"
 
 
-def asked(guard: Guard, emitter: Emitter) -> str:
-    """What Python asked of a computed value, as an expression of the arguments."""
-    check_pure(guard.node)
-    text = emitter.guard(guard.node)
-    if guard.kind == "type":
-        return f"isinstance({text}, {emitter.names.of(guard.value)})"
-    return answer(guard, text)
+def _computed(guard: Guard, expressions: Expressions) -> str:
+    """A decision on a value computed from the arguments.
 
-
-def answer(guard: Guard, text: str) -> str:
-    if guard.kind == "bool":
-        return text if guard.value else f"not {text}"
-    if guard.kind == "len":
-        return f"len({text}) == {guard.value}"
-    if guard.kind == "keys":
-        return f"[*{text}] == {guard.value!r}"
-    if guard.kind == "given" and guard.value is not None:
-        return f"isinstance({text}, torch.Tensor) and {text}.ndim == {guard.value}"
-    if guard.kind == "given":
-        return f"{text} is not None"
-    if guard.kind == "is" and guard.value is None:
-        return f"{text} is None"
-    return f"{text} == {guard.value!r}"
-
-
-def check_pure(node: fx.Node) -> None:
-    """Raises P406 where the value cannot be known before the region has run."""
-    acting = next((n for n in ancestors(node) if has_side_effects(n)), None)
+    Raises: P406 where the value cannot be known before the region has run.
+    """
+    acting = next((n for n in ancestors(guard.node) if has_side_effects(n)), None)
     if acting is not None:
+        origin = acting.meta.get("origin", ("?",))[0] or "the region"
         raise PeftcError(
             Diagnostic(
                 "P406",
                 "the forward takes a Python decision on a value that is only known while it runs",
-                notes=(
-                    f"the value depends on `{acting.target}` of `{acting.meta.get('origin', ('?',))[0] or 'the region'}`",
-                ),
+                notes=(f"the value depends on `{acting.target}` of `{origin}`",),
                 help="edit a smaller part of the layer, so that this code is not entered",
             )
         )
+    text, value = expressions.of_arguments(guard.node), guard.value
+    match guard.kind:
+        case "type":
+            return f"isinstance({text}, {expressions.names.of(value)})"
+        case "bool":
+            return text if value else f"not {text}"
+        case "len":
+            return f"len({text}) == {value}"
+        case "keys":
+            return f"[*{text}] == {value!r}"
+        case "given":
+            tensor = f"isinstance({text}, torch.Tensor) and {text}.ndim == {value}"
+            return f"{text} is not None" if value is None else tensor
+        case _:
+            return f"{text} is None" if guard.kind == "is" and value is None else f"{text} == {value!r}"
 
 
-def late(traced: RegionTrace) -> list[Guard]:
-    """Guards whose question may have another answer by the time the code asks it: something has acted before on what
-    they look at, or a child has given it. They are asked again there.
+def _only_inside(guard: Guard) -> bool:
+    return (guard.kind == "type" and has_side_effects(guard.node)) or (
+        guard.kind == "is" and _is_child_result(guard.node)
+    )
+
+
+def _is_child_result(node: fx.Node) -> bool:
+    return getitem_root(node).op == "call_module" or getitem_root(node).target is attention
+
+
+def mutable_guards(traced: RegionTrace) -> list[Guard]:
+    """Guards that may fail by the time the code takes the decision.
+
+    Something with side effects may have changed what they read (a cache), or a child computes it.
     """
     found: list[Guard] = []
     for guard in traced.guards:
-        roots = objects(guard.node)
+        roots = _objects(guard.node)
         before = [n for n in traced.graph.nodes if has_side_effects(n) and n.op != "call_module" and n < guard.node]
-        if any(objects(n) & roots for n in before) or (guard.kind == "is" and given_by_child(guard.node)):
+        if any(_objects(n) & roots for n in before) or (guard.kind == "is" and _is_child_result(guard.node)):
             found.append(guard)
     return found
 
 
-def objects(node: fx.Node) -> set[fx.Node]:
+def _objects(node: fx.Node) -> set[fx.Node]:
     """The arguments that are no tensors (caches) among what a node is computed from."""
     if node.op == "placeholder":
         return set() if isinstance(node.meta["example"], torch.Tensor) else {node}
-    return {root for source in node.all_input_nodes for root in objects(source)}
+    return {root for source in node.all_input_nodes for root in _objects(source)}
+
+
+def traits(traced: RegionTrace, passthrough: frozenset[str]) -> dict[str, str]:
+    """What the conditions mean, by subject: mode, cache, optional arguments, dtypes."""
+    modes = {value for (_, name), value in traced.attribute_guards.items() if name == "training"}
+    found = (
+        {"mode": "training" if all(modes) else "evaluation" if not any(modes) else "partly training"} if modes else {}
+    )
+    for node in traced.graph.nodes:
+        name, value = str(node.target), node.meta.get("example")
+        if node.op != "placeholder" or name in passthrough or name.startswith("*"):
+            continue
+        if isinstance(value, Cache) or (value is None and name in CACHES):
+            found["cache"] = "without a cache" if value is None else "with a cache"
+        elif isinstance(value, torch.Tensor):
+            found[name] = f"with {name}"
+            found[f"{name}.ndim"] = f"{name} of {value.ndim} dimensions"
+            if traced.depends_on_dtype:
+                found[f"{name}.dtype"] = str(value.dtype).removeprefix("torch.")
+        elif value is None:
+            found[name] = f"without {name}"
+        else:
+            found[name] = f"{name}={value!r}" if is_constant(value) else f"with {name}"
+    return found

@@ -1,4 +1,4 @@
-"""Makes the variants of ordinary calls before the first call, by running a copy of the model that has no data."""
+"""Makes the variants of ordinary calls ahead of the first call, by running a copy without data."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from peftc.models.tower_samples import run_on_sample, tower_calls
 from peftc.observation.layer_candidates import repeated_blocks
 from peftc.observation.layer_keys import structure_key
 from peftc.observation.repeated_layers import skip_repeated
-from peftc.specialization.generated_class import preparing
+from peftc.specialization.generated_class import specializing_both_modes
 
-SIZE = 32  # of static caches: more tokens than the sample has
+STATIC_LENGTH = 32  # of static caches: more tokens than the sample has
 
 
-def prepare(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
-    """Runs what a model is ordinarily asked: with and without mask and cache, and the next token. Each layer that is like
-    one that has run is left out, so the time does not depend on depth; what is learnt in evaluation is learnt for training.
+def precompile(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
+    """Runs ordinary calls: with and without mask and cache, and the next token.
 
-    A model whose own code looks at values cannot be run so: then variants are made when they first come up.
+    Of layers with the same code only one runs, so the time does not depend on depth. Each call
+    makes a variant for evaluation and one for training. A model whose own code branches on values
+    cannot be run so: its variants are made when calls come up.
+
     Raises: P409 for an edited model whose plain call fails.
     """
     fake = fake_copy(model, whole=True).eval()
-    ran: set[str] = set()
+    reached: set[str] = set()
     try:
-        inputs, out = run_on_sample(fake, sample, lambda given: run(fake, lambda: fake(**given), ran))
+        inputs, out = run_on_sample(fake, sample, lambda inputs: run(fake, lambda: fake(**inputs), reached))
     except (DataDependentOutputException, DynamicOutputShapeException):
         return
     except PeftcError:
@@ -43,67 +45,59 @@ def prepare(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
     except Exception as error:  # whatever the model's own code raises
         message = f"the edited {type(model).__name__} does not run: {type(error).__name__}"
         raise PeftcError(Diagnostic("P409", message, notes=(str(error).partition("\n")[0],))) from error
-    for more in patterns(fake, dict(inputs), out):
-        attempt(fake, more, ran)
-    for more in of_fixed_size(fake, dict(inputs), out):
-        attempt(fake, more, ran, training=False)
-    run_parts(fake, inputs, ran)
+    for calls, training in ((ordinary_calls, True), (static_cache_calls, False)):
+        for call in calls(fake, dict(inputs), out):
+            with contextlib.suppress(Exception):  # not every model takes each of these calls
+                run(fake, lambda call=call: fake(**call), reached, training)
+    run_towers(fake, inputs, reached)
 
 
-def attempt(fake: nn.Module, inputs: Mapping[str, Any], ran: set[str], training: bool = True) -> None:
-    with contextlib.suppress(Exception):  # not every model takes each of these calls
-        run(fake, lambda: fake(**inputs), ran, training)
+def run_towers(fake: nn.Module, inputs: Mapping[str, Any], reached: set[str]) -> None:
+    """Runs parts of the model, for layers that the calls of the whole do not reach.
 
-
-def run_parts(fake: nn.Module, inputs: Mapping[str, Any], ran: set[str]) -> None:
-    """Calls that reach the layers which these inputs do not reach, where there are such calls.
-
-    Raises: what an edit there is refused for.
+    Raises: the error of an edit in a layer that no call reaches.
     """
-    layers, refused = set(repeated_blocks(fake)), list[PeftcError]()
-    for call in tower_calls(fake, inputs, lambda name: any(n.startswith(name + ".") for n in layers - ran)):
-        if layers <= ran:
+    layers, errors = set(repeated_blocks(fake)), list[PeftcError]()
+    for call in tower_calls(fake, inputs, lambda name: any(n.startswith(name + ".") for n in layers - reached)):
+        if layers <= reached:
             return
         try:
-            run(fake, call, ran)
+            run(fake, call, reached)
         except PeftcError as error:
-            refused.append(error)
-        except Exception:  # what was tried is not what this part takes
+            errors.append(error)
+        except Exception:  # the part does not take these inputs
             continue
-    if refused and not layers <= ran:
-        raise refused[0]
+    if errors and not layers <= reached:
+        raise errors[0]
 
 
-def run(fake: nn.Module, call: Callable[[], Any], ran: set[str], training: bool = True) -> Any:
-    """One call without data, of one layer of each kind. `ran`: the names of the layers that have run, added to.
-
-    `training`: what is learnt is learnt for training, too.
-    """
+def run(fake: nn.Module, call: Callable[[], Any], reached: set[str], training: bool = True) -> Any:
+    """Runs one call without data, of one layer of each kind. Adds layers to `reached`."""
     names = {id(m): n for n, m in fake.named_modules()}
     layers = [fake.get_submodule(n) for n in repeated_blocks(fake)]
-    done = [layer.register_forward_hook(lambda m, a, o: ran.add(names[id(m)])) for layer in layers]
     with (
-        contextlib.ExitStack() as removing,
+        contextlib.ExitStack() as hooks,
         fake_mode(fake),
         fake_data_answers(),
         torch.no_grad(),
-        preparing() if training else contextlib.nullcontext(),
-        skip_repeated(fake, layers, alike),
+        specializing_both_modes() if training else contextlib.nullcontext(),
+        skip_repeated(fake, layers, code_key),
     ):
-        for handle in done:
-            removing.callback(handle.remove)
+        for layer in layers:
+            hook = layer.register_forward_hook(lambda m, a, o: reached.add(names[id(m)]))
+            hooks.callback(hook.remove)
         return call()
 
 
-def alike(layer: nn.Module) -> str:
-    """What two layers share whose generated forwards are the same: more than their structure, edits included."""
+def code_key(layer: nn.Module) -> str:
+    """Equal for layers with the same generated code: structure, edits and options agree."""
     classes = ",".join(str(id(type(m))) for m in layer.modules())
-    words = [(n, v) for m in layer.modules() for n, v in vars(m).items() if v is None or isinstance(v, str | bool)]
-    return f"{structure_key(layer)} {classes} {words}"
+    options = [(n, v) for m in layer.modules() for n, v in vars(m).items() if v is None or isinstance(v, str | bool)]
+    return f"{structure_key(layer)} {classes} {options}"
 
 
-def patterns(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator[dict[str, Any]]:
-    """Calls that differ from the plain one in what Python sees of them."""
+def ordinary_calls(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator[dict[str, Any]]:
+    """Calls that make other variants than the plain one."""
     accepted = inspect.signature(type(fake).forward).parameters
     main = inputs.get("input_ids")
     masked = isinstance(main, torch.Tensor) and "attention_mask" in accepted and "attention_mask" not in inputs
@@ -112,31 +106,30 @@ def patterns(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator[dict
         yield {**inputs, **mask}
     cache = getattr(out, "past_key_values", None)
     if cache is not None:
-        yield {**following(inputs, out, accepted), "past_key_values": cache, "use_cache": True}
+        yield {**next_token(inputs, out, accepted), "past_key_values": cache, "use_cache": True}
         yield {**inputs, **mask, "use_cache": False}
 
 
-def of_fixed_size(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator[dict[str, Any]]:
+def static_cache_calls(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator[dict[str, Any]]:
     """A call with a static cache, whose length is a tensor, and the next token."""
-    own: Any = fake
-    accepted = inspect.signature(type(fake).forward).parameters
     if getattr(out, "past_key_values", None) is None:
         return
     try:
-        config = own.config.get_text_config(decoder=True)
-        cache: Any = StaticCache(config=config, max_cache_len=SIZE)
-        if own.config.is_encoder_decoder:
-            cache = EncoderDecoderCache(cache, StaticCache(config=config, max_cache_len=SIZE))
+        config: Any = fake.config
+        decoder = config.get_text_config(decoder=True)
+        cache: Any = StaticCache(config=decoder, max_cache_len=STATIC_LENGTH)
+        if config.is_encoder_decoder:
+            cache = EncoderDecoderCache(cache, StaticCache(config=decoder, max_cache_len=STATIC_LENGTH))
     except Exception:  # not every model has such a cache
         return
     yield {**inputs, "past_key_values": cache, "use_cache": True}
-    yield {**following(inputs, out, accepted), "past_key_values": cache, "use_cache": True}
+    accepted = inspect.signature(type(fake).forward).parameters
+    yield {**next_token(inputs, out, accepted), "past_key_values": cache, "use_cache": True}
 
 
-def following(inputs: dict[str, Any], out: Any, accepted: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the call for the next token."""
+def next_token(inputs: dict[str, Any], out: Any, accepted: Mapping[str, Any]) -> dict[str, Any]:
     encoded = getattr(out, "encoder_last_hidden_state", None)
     if encoded is None or "decoder_input_ids" not in inputs:
         return {n: v[:, :1] if n == "input_ids" else v for n, v in inputs.items()}
-    given = {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded)} if "encoder_outputs" in accepted else {}
-    return {**given, "decoder_input_ids": inputs["decoder_input_ids"][:, :1]}
+    outputs = {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded)} if "encoder_outputs" in accepted else {}
+    return {**outputs, "decoder_input_ids": inputs["decoder_input_ids"][:, :1]}

@@ -1,4 +1,4 @@
-"""Sizes inside a region as expressions of its arguments, so that what code decides on them can be asked beforehand."""
+"""Sizes inside a region as expressions of its arguments, so that guards can test them ahead."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from peftc.dataflow.nodes import ancestors, example, is_tensor
 from peftc.dataflow.operations import Op, has_side_effects, is_size, op_of
 from peftc.dataflow.values import cache_update
 
-KEEPING_MODULES = (nn.Dropout, nn.Identity, nn.LayerNorm)
+SAME_SIZE_MODULES = (nn.Dropout, nn.Identity, nn.LayerNorm)
 
 Create = Callable[[Any, tuple[Any, ...]], fx.Node]
 
 
-class Sizes:
-    """Rebuilds nodes of a graph that is being traced. `create` makes a node: of a function, of the method of a name, or
-    without arguments of the parameter of a name.
+class InputSizes:
+    """Rebuilds numbers of a graph that is being traced from its arguments alone.
+
+    `create` makes a node: of a function, of a method by its name, or, without arguments, of a
+    parameter by its name.
     """
 
     def __init__(self, root: nn.Module, create: Create) -> None:
         self.root, self.create = root, create
 
-    def beforehand(self, value: Any) -> Any:
-        """A node with the value of a number in the graph that needs nothing to have run; None where there is none."""
+    def rebuild(self, value: Any) -> Any:
+        """A node or number equal to `value` that depends on no side effect; None if none is."""
         if not isinstance(value, fx.Node) or not any(map(has_side_effects, ancestors(value))):
             return value
         if is_size(value) and len(value.args) == 2 and isinstance(value.args[1], int):
@@ -37,15 +39,15 @@ class Sizes:
             return self.size(source, value.args[1])
         numbers = all(isinstance(example(a), (int, float)) for a in (value, *value.args))
         if numbers and getattr(value.target, "__module__", "") == "_operator":
-            args = [self.beforehand(a) for a in value.args]
-            return None if any(a is None for a in args) else self.made(value.target, tuple(args), value)
+            args = [self.rebuild(a) for a in value.args]
+            return None if any(a is None for a in args) else self.node(value.target, tuple(args), value)
         return None
 
     def size(self, tensor: fx.Node, at: int) -> Any:
-        """The size of a tensor in one dimension, likewise."""
+        """The same of the size of a tensor in one dimension."""
         at %= tensor.meta["example"].ndim
         if not any(map(has_side_effects, ancestors(tensor))):
-            return self.made("size", (tensor, at), tensor.meta["example"].shape[at])
+            return self.node("size", (tensor, at), tensor.meta["example"].shape[at])
         source = tensor.args[0] if tensor.args else None
         if not isinstance(source, fx.Node):
             return None
@@ -57,15 +59,15 @@ class Sizes:
         if tensor.op == "call_method" and tensor.target in ("view", "reshape"):
             sizes = tensor.args[1:]
             plain = len(sizes) == tensor.meta["example"].ndim and sizes[at] != -1
-            return self.beforehand(sizes[at]) if plain else None
+            return self.rebuild(sizes[at]) if plain else None
         if tensor.target is operator.getitem and source.target == "split":
-            return self.piece(tensor, source, at)
-        if self.keeps(tensor, at):
+            return self.part(tensor, source, at)
+        if self.same_size(tensor, at):
             return self.size(source, at)
         return self.features(tensor) if at == tensor.meta["example"].ndim - 1 else None
 
-    def piece(self, tensor: fx.Node, split: fx.Node, at: int) -> Any:
-        """The size of one of the equal pieces that a tensor is split into."""
+    def part(self, tensor: fx.Node, split: fx.Node, at: int) -> Any:
+        """The size of one of the equal parts that a tensor is split into."""
         source, each, *dims = split.args
         assert isinstance(source, fx.Node)
         dim: Any = split.kwargs.get("dim", dims[0] if dims else 0)
@@ -73,10 +75,10 @@ class Sizes:
         if dim % len(shape) != at:
             return self.size(source, at)
         number = each.meta["example"] if isinstance(each, fx.Node) else each
-        return self.beforehand(each) if number == shape[at] else None
+        return self.rebuild(each) if number == shape[at] else None
 
     def features(self, tensor: fx.Node) -> Any:
-        """How many a Linear gives: a size of its weight."""
+        """The output features of a Linear: a size of its weight."""
         if not LayerGraph(tensor.graph, self.root).is_linear(tensor):
             return None
         width = tensor.meta["example"].shape[-1]
@@ -84,10 +86,10 @@ class Sizes:
         weight = self.root.get_parameter(name)
         plain = isinstance(self.root.get_submodule(str(tensor.target)), nn.Linear)
         sides = [0] if plain else [i for i in (0, 1) if weight.shape[i] == width]
-        return self.made("size", (self.made(name, (), weight), sides[-1]), width) if sides else None
+        return self.node("size", (self.node(name, (), weight), sides[-1]), width) if sides else None
 
-    def keeps(self, tensor: fx.Node, at: int) -> bool:
-        """Whether the result has the size of the first argument."""
+    def same_size(self, tensor: fx.Node, at: int) -> bool:
+        """Whether the result has the size of its first argument."""
         if tensor.op != "call_module":
             by_element = op_of(tensor) in (Op.ADD, Op.SUB, Op.MUL, Op.DIV)
             return op_of(tensor) is Op.CAST or (
@@ -95,9 +97,9 @@ class Sizes:
             )
         module = self.root.get_submodule(str(tensor.target))
         last = at == tensor.meta["example"].ndim - 1
-        return isinstance(module, KEEPING_MODULES) or (isinstance(module, nn.Linear) and not last)
+        return isinstance(module, SAME_SIZE_MODULES) or (isinstance(module, nn.Linear) and not last)
 
-    def made(self, target: Any, args: tuple[Any, ...], like: Any) -> fx.Node:
+    def node(self, target: Any, args: tuple[Any, ...], like: Any) -> fx.Node:
         node = self.create(target, args)
         node.meta["example"] = like.meta["example"] if isinstance(like, fx.Node) else like
         return node

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Literal, NamedTuple, TypeAlias
 
 from peftc.tracing.bytecode import FunctionCode, is_path_dependent
@@ -15,9 +15,9 @@ _TORCH_TRACING = ("/torch/fx/", "/torch/overrides.py")  # frames between an oper
 _ENTRY = str(Path(__file__).with_name("tracer.py")), ("enter", "trace_region")  # what calls a module's forward
 
 FrameKind: TypeAlias = Literal["model", "internal", "entry"]
-_Stack: TypeAlias = tuple[tuple[int, int], ...]  # (id of a code object, offset of the running instruction), inner first
-_position_of: dict[_Stack, str] = {}
-_stack_at: dict[str, _Stack] = {}
+Stack: TypeAlias = tuple[tuple[int, int], ...]  # (id of a code object, offset of the running instruction), inner first
+_position_of: dict[Stack, str] = {}
+_stack_at: dict[str, Stack] = {}
 _codes: dict[int, tuple[FunctionCode, FrameKind]] = {}  # keeps code objects alive, so that ids stay unique
 
 
@@ -41,6 +41,18 @@ def code_position() -> str:
 
     Lines count from the head of their function. Frames of peftc and of torch's own tracing are left out.
     """
+    return position_of(running_stack())
+
+
+def position_of(stack: Stack) -> str:
+    if stack not in _position_of:
+        position = _position_of[stack] = "/".join(_line_and_column(*at) for at in stack)
+        _stack_at[position] = stack
+    return _position_of[stack]
+
+
+def running_stack() -> Stack:
+    """The instructions that `code_position` describes; several of one expression may have one position."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     frames: list[tuple[int, int]] = []
     while frame is not None:
@@ -53,11 +65,12 @@ def code_position() -> str:
         if kind == "model":
             frames.append((code, frame.f_lasti))
         frame = frame.f_back
-    stack = tuple(frames)
-    if stack not in _position_of:
-        position = _position_of[stack] = "/".join(_line_and_column(*at) for at in stack)
-        _stack_at[position] = stack
-    return _position_of[stack]
+    return tuple(frames)
+
+
+def instructions_of(stack: Stack) -> list[tuple[CodeType, int]]:
+    """The code of each function, with the offset of the running instruction."""
+    return [(_codes[code][0].code, offset) for code, offset in stack]
 
 
 def may_diverge(start: str, stop: str) -> bool:

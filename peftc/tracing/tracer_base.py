@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from peftc.concurrency.interrupts import shielded
-from peftc.tracing.code_positions import Occurrence, Origin, code_position
+from peftc.tracing.code_positions import Occurrence, Origin, position_of, running_stack
 from peftc.tracing.errors import NoneAccess, TraceError
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, MutationTracker
 from peftc.tracing.operations import branch
@@ -122,9 +122,10 @@ class TracerBase(fx.Tracer):
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:  # pyright: ignore[reportIncompatibleMethodOverride]
         node = super().create_node(kind, target, *args, **kwargs)
-        operation, position = (self.caller, f"{kind} {self._operation_name(kind, target, args[0])}"), code_position()
+        stack = running_stack()
+        operation, position = (self.caller, f"{kind} {self._operation_name(kind, target, args[0])}"), position_of(stack)
         occurrence = Occurrence(position, self._counts[*operation, position])
-        node.meta |= {"origin": Origin(*operation, occurrence), "number": self._counts[operation]}
+        node.meta |= {"stack": stack, "origin": Origin(*operation, occurrence), "number": self._counts[operation]}
         self._counts.update((operation, (*operation, position)))
         self.loops.add(node)
         return node

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.specialization.generated_class import MOST_WAYS, GeneratedClass
+from peftc.specialization.call_paths import MAX_PATHS
+from peftc.specialization.generated_class import GeneratedClass
 
 
 class Deciding(nn.Module):
@@ -46,7 +47,7 @@ class Undecided(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
-        for n in range(MOST_WAYS):
+        for n in range(MAX_PATHS):
             y = y + max(n, y.shape[1])
         return y
 

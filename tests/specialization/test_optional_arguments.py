@@ -209,7 +209,7 @@ def test_code_is_entered_where_it_may_change_what_is_read(network: type[Network]
     for names in ((), ("extra",)):
         close(models[0](**given(*names)), models[1](**given(*names)), str(names))
     assert list(peftc.graphs(models[0])) == ["layers.0.network", "layers.1.network"]
-    assert ("unseen" in peftc.graphs(models[0])["layers.0.network"].code) == entered
+    assert ("respecialize" in peftc.graphs(models[0])["layers.0.network"].code) == entered
 
 
 class Gated(nn.Module):

@@ -14,6 +14,7 @@ from torch import nn
 import peftc
 from benchmarks.families import build
 from peftc.installation.record import installation_of
+from peftc.specialization import guards
 from peftc.specialization.generated_class import GeneratedClass
 from tests import zoo
 from tests.matrix import checkerboard, some
@@ -128,7 +129,7 @@ def test_an_implementation_that_cannot_take_a_prefix_is_refused() -> None:
 
 def test_a_forward_that_does_not_know_its_own_call_is_a_bug_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = compiled("bart", ADAPTER)
-    monkeypatch.setattr(GeneratedClass, "conditions", lambda *_: ["False"])
+    monkeypatch.setattr(guards, "conditions", lambda *_: ["False"])
     known = [len(k.variants) for k in kinds(model)]
     with pytest.raises(peftc.PeftcError, match="P901"):
         model(**zoo.inputs("bart", model), foo=1)
@@ -144,7 +145,7 @@ def test_a_miss_never_runs_a_known_variant() -> None:
         raise LookupError
 
     for kind in kinds(model):
-        kind.dispatch.__globals__["unseen"] = forbidden
+        kind.dispatch.__globals__["respecialize"] = forbidden
     model(**given)
     with pytest.raises(LookupError):
         model(**given, foo=1)

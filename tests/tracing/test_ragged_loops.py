@@ -114,7 +114,7 @@ def test_one_forward_serves_any_number_of_pieces(make: Callable[[], nn.Module]) 
         x = torch.randn(5, 4)
         assert torch.equal(module(x, torch.tensor(lengths)), base(x, torch.tensor(lengths)))
     assert len(kind.variants) == 1
-    assert " for segment" in kind.variants[0].source
+    assert "\n    for " in kind.variants[0].source
 
 
 def test_roles_of_an_attention_in_pieces() -> None:

@@ -1,0 +1,195 @@
+"""The names in generated code: its globals with their imports, and its local variables."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import keyword
+import operator
+import re
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from peftc import runtime
+from peftc.dataflow.nodes import is_edit
+from peftc.rewriting.base_call import base_call
+from peftc.rewriting.overwritten import STANDS_FOR
+from peftc.tracing.variable_names import aliases_of, statement_variable, unpacked_by_model, variable_of
+
+_TORCH: tuple[tuple[str, Any], ...] = (
+    ("torch", torch),
+    ("nn.functional", nn.functional),
+    ("torch.Tensor", torch.Tensor),
+)
+
+
+class GlobalNames:
+    """The names that generated functions use, with the objects behind them."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {"torch": torch, "nn": nn, "PASSTHROUGH": runtime.PASSTHROUGH}
+        self.imports: dict[str, str] = {"torch": "import torch", "nn": "from torch import nn"}
+        self.definitions: dict[str, str] = {}
+
+    def of(self, value: Any) -> str:
+        """The text by which generated code refers to a function or class."""
+        name = getattr(value, "__name__", "")
+        for prefix, owner in _TORCH:
+            if getattr(owner, name, None) is value:
+                return f"{prefix}.{name}"
+        if value.__module__ == "builtins":
+            return value.__qualname__
+        base = short = value.__qualname__.replace("<", "").replace(">", "").replace(".", "_")
+        n = 1
+        while short in self.values and self.values[short] is not value:
+            n += 1
+            short = f"{base}_{n}"
+        if short not in self.values:
+            self.values[short] = value
+            self._import(short, value)
+        return short
+
+    def _import(self, short: str, value: Any) -> None:
+        module, (first, *inner) = value.__module__, value.__qualname__.split(".")
+        if "<locals>" in inner:
+            self.definitions[short] = f"# {short} is `{value.__qualname__}` in {module}"
+            return
+        module = "peftc.runtime" if getattr(runtime, first, None) is value else module
+        self.imports[short] = f"from {module} import {first}" + (f" as {short}" if short != first else "")
+        if inner:
+            self.definitions[short] = f"{short} = {short}.{'.'.join(inner)}"
+
+    def passthrough(self, keywords: frozenset[str]) -> str:
+        """The name of a set of keywords that a forward passes through."""
+        common = runtime.PASSTHROUGH
+        self.imports["PASSTHROUGH"] = "from peftc.runtime import PASSTHROUGH"
+        removed = f" - {{{', '.join(map(repr, sorted(common - keywords)))}}}" if common - keywords else ""
+        added = f" | {{{', '.join(map(repr, sorted(keywords - common)))}}}" if keywords - common else ""
+        name = next((n for n, value in self.values.items() if n.startswith("PASSTHROUGH") and value == keywords), "")
+        if not name:
+            name = f"PASSTHROUGH_{1 + sum(n.startswith('PASSTHROUGH') for n in self.values)}"
+            self.values[name] = keywords
+            self.definitions[name] = f"{name} = PASSTHROUGH{removed}{added}"
+        return name
+
+    def lines(self) -> list[str]:
+        """The imports, and what is defined from them."""
+        modules: dict[str, set[str]] = {}
+        for line in self.imports.values():
+            module, _, name = line.partition(" import ")
+            modules.setdefault(module, set()).add(name)
+        lines = [f"{m} import {', '.join(sorted(names))}" if any(names) else m for m, names in modules.items()]
+        lines.sort(key=lambda line: (line.startswith("from"), line))
+        return [*lines, *([""] if self.definitions else []), *self.definitions.values()]
+
+
+def base_name(node: fx.Node) -> str:
+    """The variable that the model's source assigns in this line, or an operation's name.
+
+    What an edit makes of a state has the name of the state.
+    """
+    state = node.meta.get(STANDS_FOR)
+    name = base_name(state) if state is not None else None
+    if state is None and node.op != "get_attr":  # which is read where it is used
+        name = variable_of(node) or (statement_variable(node) if node.target != "size" else None)
+    name = re.sub(r"\W", "_", name if name and name.strip("_") else _operation(node))
+    reserved = keyword.iskeyword(name) or hasattr(builtins, name) or name in ("self", "torch", "nn")
+    return f"{name}_" if reserved or not name.isidentifier() else name
+
+
+def _operation(node: fx.Node) -> str:
+    source = node.args[0] if node.args else None
+    if node.op in ("call_module", "get_attr"):
+        return re.sub(r"^(?=\W|\d|$)", "module_", str(node.target).rpartition(".")[2])
+    if node.target is base_call:
+        return "result"
+    if node.target is getattr:
+        return str(node.args[1])
+    if node.target is operator.getitem and isinstance(source, fx.Node):
+        if unpacked_count(node):
+            return f"{base_name(source)}_{('key', 'value')[int(str(node.args[1]))]}"
+        return f"{base_name(source)}_{node.args[1] if isinstance(node.args[1], int | str) else 'slice'}"
+    if is_edit(node) and node.op != "call_module" and node.all_input_nodes:
+        states = [n for n in node.all_input_nodes if not is_edit(n)]
+        return base_name((states or node.all_input_nodes)[0])
+    if node.target == "size":
+        return f"size_{node.args[1]}" if len(node.args) > 1 else "size"
+    target: Any = node.target
+    return str(target if isinstance(target, str) else getattr(target, "__name__", node.name)).strip("_") or "value"
+
+
+def unpacked_count(node: fx.Node) -> int:
+    """The number of parts that a tuple is unpacked into, where `node` is one of them; else 0.
+
+    A form of keys and values gives a pair.
+    """
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and is_edit(node) and is_edit(source) and source.op == "call_module":
+        return 2 if all(user.target is operator.getitem and user.args[1] in (0, 1) for user in source.users) else 0
+    return unpacked_by_model(node) if isinstance(source, fx.Node) else 0
+
+
+class LocalNames:
+    """Gives names to nodes, each name to one node at a time.
+
+    A name is given again once its value is dead, as in the model's own source. `reuse` is off where
+    a graph has branches or loops: there a value may be read on another path, or in the next turn.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, signature: inspect.Signature, reserved: set[str], texts: dict[fx.Node, str], reuse: bool
+    ) -> None:
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.reserved, self.texts, self.reuse = reserved, texts, reuse
+        self.nodes: dict[str, set[fx.Node]] = {name: set() for name in signature.parameters}
+        self.roots: dict[fx.Node, str] = {}  # the name whose value a text reads
+        self.fixed = {p.name for p in signature.parameters.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        self.fixed |= {"self"}
+
+    def read(self, node: fx.Node, source: object) -> None:
+        """`node` is printed as an expression of `source`, or as the parameter of that name."""
+        root = self.roots.get(source) if isinstance(source, fx.Node) else str(source)
+        if root is not None:
+            self.roots[node] = root
+            self.nodes.setdefault(root, set()).add(node)
+
+    def bind(self, node: fx.Node, at: fx.Node, last: bool = True) -> tuple[str, list[str]]:
+        """The name for a value assigned at `at`, and lines that first rename another value.
+
+        `last`: no expression that was printed before is still to be written.
+        """
+        base = base_name(node)
+        before: list[str] = []
+        if last and self.reuse and base in self.nodes and not self._free(base, at):
+            before = self._alias(base, node, at)
+        name, n = base, 0
+        while not self._free(name, at):
+            n += 1
+            name = f"{base}_{n}"
+        for old in self.nodes.get(name, ()):
+            self.roots.pop(old, None)
+        self.nodes[name] = {node}
+        self.roots[node] = name
+        return name, before
+
+    def _free(self, name: str, at: fx.Node) -> bool:
+        if name in self.reserved or name in self.fixed:
+            return False
+        if name not in self.nodes:
+            return True
+        readers = (user for node in self.nodes[name] for user in node.users)
+        return self.reuse and all(self.order[user] <= self.order[at] for user in readers)
+
+    def _alias(self, name: str, node: fx.Node, at: fx.Node) -> list[str]:
+        """Renames a value that is read later, as the model's code does."""
+        other = next((a for a in aliases_of(node, name) if a != name and self._free(a, at)), None)
+        held = self.nodes[name]
+        if other is None or name in self.fixed or not held or any(self.texts.get(n) != name for n in held):
+            return []
+        self.nodes[other] = held
+        for old in held:
+            self.texts[old] = self.roots[old] = other
+        self.nodes[name] = set()
+        return [f"{other} = {name}"]
