@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import os
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -75,15 +76,45 @@ def written(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_what_is_written(written: Path) -> None:
     files = sorted(path.name for path in written.iterdir())
-    generated = [name for name in files if name.startswith("forward_")]
+    diffs = [name for name in files if name.endswith(".diff")]
+    generated = [name for name in files if name.startswith("forward_") and name not in diffs]
     assert generated
-    assert files == sorted([MARKER, "README.md", "plan.json", "spec.peft", *generated])
+    assert diffs == [name.replace(".py", ".diff") for name in generated]
+    assert files == sorted([MARKER, "README.md", "plan.json", "spec.peft", *generated, *diffs])
     for name in generated:
         text = (written / name).read_text()
         tree = ast.parse(text)
         assert isinstance(tree.body[0], ast.Expr), "a docstring first"
         assert any(isinstance(node, ast.FunctionDef) for node in ast.walk(tree))
     assert oct((written / "plan.json").stat().st_mode & 0o777) == oct(0o666 & ~umask())
+
+
+def test_generated_files_import_public_names_and_run(written: Path) -> None:
+    """Nothing of peftc but its runtime, and no private name; every import is there."""
+    for path in written.glob("forward_*.py"):
+        imports = [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        for node in imports:
+            module = getattr(node, "module", None) or ""
+            own = module.partition(".")[0] == "peftc"
+            assert not own or module == "peftc.runtime"
+            assert not own or not any(alias.name.startswith("_") for alias in node.names)
+        runpy.run_path(str(path))
+
+
+def test_equations_and_captions_stand_above_the_code_and_diffs_beside_it(written: Path) -> None:
+    (path,) = (
+        written.glob("forward_*mlp.py")
+        if (written / "forward_llama_mlp.py").exists()
+        else written.glob("forward_*layer.py")
+    )
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    assert any(line.startswith("# edit ffn: h += adapter(x, r=3") for line in lines)
+    variants = [i for i, line in enumerate(lines) if line.startswith("def variant_")]
+    assert all(lines[i - 1].startswith("# ") for i in variants)
+    diff = path.with_suffix(".diff").read_text()
+    assert diff.startswith("--- transformers.models.llama")
+    assert "\n+    # edit ffn: " in diff
+    assert diff.count("\n+++ ") == len(variants)
 
 
 def umask() -> int:
@@ -206,9 +237,12 @@ def test_names_with_odd_characters(tmp_path: Path) -> None:
     files = forwards(model)
     assert files
     for name, text in files.items():
-        assert name.isidentifier() or name.removesuffix(".py").isidentifier()
+        stem, _, suffix = name.partition(".")
+        assert stem.isidentifier()
+        assert suffix in ("py", "diff")
         assert len(name) < 120
-        assert not [node for node in ast.parse(text).body if isinstance(node, ast.Import) and "os" in ast.unparse(node)]
+        body = ast.parse(text).body if suffix == "py" else []
+        assert not [node for node in body if isinstance(node, ast.Import) and "os" in ast.unparse(node)]
     done = write_folder(tmp_path / "out", files)
     assert sorted(done.written) == sorted(files)
     assert texts(tmp_path / "out") == files
