@@ -1,6 +1,7 @@
 """The pipeline, in order. Read this first.
 
-text → `parse` → Spec → `expand` → a flat Spec → `analyse` a model → `make_plan` → `regions_of` → `reinstall` → the same model.
+text → `parse` → Spec → `expand` → a flat Spec → `analyse` a model → `make_plan` → `regions_of` →
+`reinstall` → the same model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
-from peftc.installation.presence import active_installation
+from peftc.installation.completeness import active_installation
 from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_conflicts import free_name, prefixed
 from peftc.installation.task_names import require_tasks, task_names
@@ -41,11 +42,14 @@ def parse(text: str, path: str = "<text>") -> ast.Spec:
 
 
 def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None, trust_remote_code: bool = False) -> SiteTable:
-    """Every place of a model that an edit can name, with its hidden states, shapes and weights. No weight is read.
+    """Every place of a model that an edit can name, with its hidden states, shapes and weights.
 
-    Args: `model`: a module, a config, or a name (hub id, folder, config.json). `sample`: the keyword
-    arguments of one forward, for a model that cannot be fed from its config. `trust_remote_code`: run the
-    code that a configuration brings along, if it does; it never is otherwise.
+    No weight is read.
+
+    Args: `model`: a module, a config, or a name (hub id, folder, config.json). `sample`: the
+    keyword arguments of one forward, for a model that cannot be fed from its config.
+    `trust_remote_code`: run the code that a configuration brings along, if it does; it never is
+    otherwise.
     Raises: P501-P510 (the model).
     """
     return analyse_base(model, sample, trust_remote_code).table
@@ -61,12 +65,16 @@ def plan(
     tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """What compiling `spec` onto `model` would do: sites, exact parameter counts, fold verdicts. No weight is read.
+    """What compiling `spec` onto `model` would do: sites, exact parameter counts, foldability.
 
-    Args: `settings`: parameters of the spec's method to override, as `--set` does. `include`: folders from
-    which `use` may read beside that of the spec (of a text: the working directory), as `--include` does.
-    `tasks`: those of edits `per task` (one without it). `sample`, `trust_remote_code`: as in `sites`.
-    Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model, P537 (tasks).
+    No weight is read.
+
+    Args: `settings`: parameters of the spec's method to override, as `--set` does. `include`:
+    folders from which `use` may read beside that of the spec (of a text: the working directory), as
+    `--include` does. `tasks`: those of edits `per task` (one without it). `sample`,
+    `trust_remote_code`: as in `sites`.
+    Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model, P537
+    (tasks).
     """
     return plan_edits(flat_spec(spec, settings, include), model, sample, tasks, trust_remote_code).plan
 
@@ -94,8 +102,8 @@ def design(
     sample: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Design, ...]:
-    """Each edit along the design dimensions of He et al. 2022 (Table 1), read off its equations: functional
-    form, insertion form, modified representation, composition function.
+    """Each edit along the design dimensions of He et al. 2022 (Table 1), read off its equations:
+    functional form, insertion form, modified representation, composition function.
 
     Args and Raises: as `plan`.
     """
@@ -120,25 +128,27 @@ def compile(
     trust_remote_code: bool = False,
     verify: bool = False,
 ) -> nn.Module:
-    """Changes `model` in place as `spec` says, and returns it. A name is loaded with its weights, a config
-    gets random ones.
+    """Changes `model` in place as `spec` says, and returns it.
 
-    The base is frozen; the parameters of the edits (and those that `train` names) require gradients. The
-    forward of each edited region becomes a generated subclass of its own class; everything else of the
-    model stays as it is. `remove(model)` undoes it bit for bit.
+    A name is loaded with its weights, a config gets random ones.
 
-    A model may have several specs: the function is that of one spec with the texts of all, in the order of
-    compilation, and what the earlier ones have trained is kept.
+    The base is frozen; the parameters of the edits (and those that `train` names) require
+    gradients. The forward of each edited region becomes a generated subclass of its own class;
+    everything else of the model stays as it is. `remove(model)` undoes it bit for bit.
 
-    Args: `seed`: of the initial values, which depend on it, the edit, the site and the parameter alone
-    (default: torch's initial seed). `name`: of this spec among those on the model (default: that of its
-    file, else "default"; with a number where that is taken). `tasks`: the names of those for which edits
-    `per task` have parameters; `peftc.task` chooses. `prefix`: put before the names of its edits, as
-    `apply … as` does; the default of `name`, too. `settings`, `include`, `sample`, `trust_remote_code`: as
-    in `plan`. `verify`: run `peftc.verify` on the result, and undo the compilation where it finds something.
+    A model may have several specs: the function is that of one spec with the texts of all, in the
+    order of compilation, and what the earlier ones have trained is kept.
+
+    Args: `seed`: of the initial values, which depend on it, the edit, the site and the parameter
+    alone (default: torch's initial seed). `name`: of this spec among those on the model (default:
+    that of its file, else "default"; with a number where that is taken). `tasks`: the names of
+    those for which edits `per task` have parameters; `peftc.task` chooses. `prefix`: put before the
+    names of its edits, as `apply … as` does; the default of `name`, too. `settings`, `include`,
+    `sample`, `trust_remote_code`: as in `plan`. `verify`: run `peftc.verify` on the result, and
+    undo the compilation where it finds something.
     Raises: as `plan`; P304 for an expectation that does not hold; P412 for names that the model has
-    already, P414 for parameters that another spec trains; P537 for names of tasks that cannot be, P560 for
-    a seed that is none; with `verify`, P601-P611. After an error the model is as it was.
+    already, P414 for parameters that another spec trains; P537 for names of tasks that cannot be,
+    P560 for a seed that is none; with `verify`, P601-P611. After an error the model is as it was.
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
@@ -157,17 +167,19 @@ def compile(
 
 
 def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, Any] | None = None) -> nn.Module:
-    """The base model again: classes, parameters and `requires_grad` as they were before `compile`, bit for bit.
+    """The base model again: classes, parameters and `requires_grad` as they were before `compile`,
+    bit for bit.
 
-    What `fold` has written into the weights is part of the base from then on, and stays. An edited module
-    that was replaced is gone with its edits; where all specs are taken out, the rest of the model is
-    restored.
+    What `fold` has written into the weights is part of the base from then on, and stays. An edited
+    module that was replaced is gone with its edits; where all specs are taken out, the rest of the
+    model is restored.
 
-    Args: `name`: of one spec to take out; the others stay, with what they have trained. `sample`: as in
-    `compile`.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436 where others
-    stay and an edited module was replaced, P529 inside of `disabled`, P546 where there is no room for the
-    values that `train` has changed. After an error, or an interrupt, the model is as it was.
+    Args: `name`: of one spec to take out; the others stay, with what they have trained. `sample`:
+    as in `compile`.
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436
+    where others stay and an edited module was replaced, P529 inside of `disabled`, P546 where there
+    is no room for the values that `train` has changed. After an error, or an interrupt, the model
+    is as it was.
     """
     active_installation(model, complete=False)
     return CompiledModel(model, sample).remove(name)

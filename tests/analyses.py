@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from peftc.installation.kept_analysis import state_of
+from peftc.installation.cached_analysis import state_of
 from peftc.models.resolve import ModelSource
 from peftc.recognition import analysis
 

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import FORMS
 from peftc.forms.module import FormModule
+from peftc.installation.builder import shared_name
 from peftc.installation.contents import parameters, states
 from peftc.installation.record import Installation
-from peftc.installation.spec_conflicts import noted
-from peftc.installation.surgery import identifier
+from peftc.installation.spec_conflicts import with_note
 from peftc.planning.ir import SiteEdit
-from peftc.rewriting.container import SHARED
 from peftc.semantics.arguments import bind
 from peftc.semantics.walk import is_shared, walk
 from peftc.syntax import ast
@@ -59,7 +58,7 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     tensors = {_renamed(n, names): p.detach() for n, p in values.items() if not n.startswith(prefixes)}
     for export in {export.name: export for export in exports}.values():  # sites may be saved together
         module = cast(FormModule, model.get_submodule(export.module))
-        with noted(f"it is of the edit `{export.name.partition('/')[0]}`"):
+        with with_note(f"it is of the edit `{export.name.partition('/')[0]}`"):
             tensors |= {f"{export.name}.{n}": tensor for n, tensor in module.collapsed_at(export.index).items()}
     return tensors
 
@@ -101,7 +100,7 @@ def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
                 module = f"{record.form_modules[name]}{suffix}"
                 yield Export(names[name] + suffix, f"{name}{suffix}.", module, instance.index)
                 continue
-            module = f"{SHARED}.{identifier(owner)}"
+            module = shared_name(owner)
             shared = next(saved for saved, place in record.form_modules.items() if place == module)
             if not _is_shared(form):
                 yield Export(names[name] + suffix, f"{shared}.", module, instance.index)

@@ -15,14 +15,13 @@ from peftc.adapters.loading import adapter_tasks, check_base, check_tensors, pla
 from peftc.adapters.warm_start import check_edit_names
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.fusion_module import Fusion
+from peftc.installation.builder import shared_name
 from peftc.installation.compiled_model import CompiledModel
+from peftc.installation.completeness import active_installation
 from peftc.installation.journal import copy_all
-from peftc.installation.presence import active_installation
 from peftc.installation.record import Installation
-from peftc.installation.surgery import identifier
 from peftc.planning import ir
 from peftc.rewriting.assembly import regions_of
-from peftc.rewriting.container import SHARED
 from peftc.syntax.print_expressions import print_expression
 
 FUSION, ADAPTER = "fusion", "adapter"
@@ -101,7 +100,7 @@ def fusion_modules(
         if task in (None, name):
             owner = instance.owner_of(name)
             place = f"{site_edit.edit}/{site_edit.site.path}/{instance.key}"
-            yield f"{record.form_modules[place]}{suffix}" if owner is None else f"{SHARED}.{identifier(owner)}"
+            yield f"{record.form_modules[place]}{suffix}" if owner is None else shared_name(owner)
 
 
 @dataclass

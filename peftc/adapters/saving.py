@@ -20,10 +20,10 @@ from peftc.diagnostics import PeftcError
 from peftc.forms.fusion_module import Fusion
 from peftc.forms.lines_module import Lines
 from peftc.forms.sparse_module import SparseValues, refuse_unchosen
+from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters
-from peftc.installation.presence import active_installation
 from peftc.installation.record import Installation, joint_spec
-from peftc.installation.spec_conflicts import noted
+from peftc.installation.spec_conflicts import with_note
 from peftc.syntax.printer import print_spec
 
 
@@ -97,5 +97,5 @@ def _require_initialized(model: nn.Module, record: Installation, edit: str) -> N
             else:
                 return
     if missing is not None:
-        with noted(f"`{edit}` has its initial values: there is nothing to save"):
+        with with_note(f"`{edit}` has its initial values: there is nothing to save"):
             raise missing

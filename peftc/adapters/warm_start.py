@@ -13,9 +13,9 @@ from peftc.adapters.files import path_of, read
 from peftc.adapters.loading import check_base, check_tensors, notify_forms
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters, states
 from peftc.installation.journal import copy_all
-from peftc.installation.presence import active_installation
 
 
 def warm_start(

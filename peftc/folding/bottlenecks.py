@@ -1,4 +1,4 @@
-"""Equations that add a bottleneck of `x` to `h`, and the number it is multiplied by."""
+"""Equations that add a bottleneck of `x` to `h`."""
 
 from __future__ import annotations
 
@@ -14,37 +14,36 @@ from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Te
 
 @dataclass(eq=False)
 class NotWider(Exception):
-    """Why an edit is not such a bottleneck, or its ffn cannot be widened."""
+    """Why an edit is no bottleneck, or its ffn cannot be widened."""
 
     reason: str
 
 
-def bottleneck_of(placed: SiteEdit) -> tuple[FormCall, tuple[tuple[str, Term], ...]]:
-    """The form of `h += factors * form(x)`, and the factors with their operators. Raises: NotWider for any other equation."""
-    if (
-        placed.site.steps[-1][0] == "ffn"
-        and len(placed.assigns) == 1
-        and placed.assigns[0].state == "h"
-        and not placed.lets
-    ):
-        value = placed.assigns[0].value
+Bottleneck = tuple[FormCall, tuple[tuple[str, Term], ...]]  # a form, and its factors with their operators
+
+
+def bottleneck_of(site_edit: SiteEdit) -> Bottleneck:
+    """The bottleneck of `h += factors * form(x)`. Raises: NotWider for any other equation."""
+    is_ffn = site_edit.site.steps[-1][0] == "ffn" and not site_edit.lets
+    if is_ffn and len(site_edit.assigns) == 1 and site_edit.assigns[0].state == "h":
+        value = site_edit.assigns[0].value
         if isinstance(value, Arithmetic) and value.op == "+":
             for one, other in ((value.left, value.right), (value.right, value.left)):
-                if isinstance(one, Read) and one.state == "h" and (found := product(other)) is not None:
-                    return found
+                if isinstance(one, Read) and one.state == "h" and (bottleneck := product(other)) is not None:
+                    return bottleneck
     raise NotWider("it is not a sum of `h` and a bottleneck of `x`")
 
 
-def product(term: Term) -> tuple[FormCall, tuple[tuple[str, Term], ...]] | None:
+def product(term: Term) -> Bottleneck | None:
     match term:
         case FormCall(input=Read(state="x")) if not term.instance.tasks:
             return term, ()
         case Arithmetic(op="*", left=left, right=right):
             for one, other in ((left, right), (right, left)):
-                if is_number(other) and (found := product(one)) is not None:
-                    return found[0], (*found[1], ("*", other))
-        case Arithmetic(op="/", left=left, right=right) if is_number(right) and (found := product(left)) is not None:
-            return found[0], (*found[1], ("/", right))
+                if is_number(other) and (inner := product(one)) is not None:
+                    return inner[0], (*inner[1], ("*", other))
+        case Arithmetic(op="/", left=left, right=right) if is_number(right) and (inner := product(left)) is not None:
+            return inner[0], (*inner[1], ("/", right))
         case _:
             pass
     return None
@@ -68,10 +67,10 @@ def factor_of(factors: Collection[tuple[str, Term]], modules: Mapping[str, FormM
     return scale
 
 
-def is_sum(placed: SiteEdit) -> bool:
-    """Whether an edit adds to h what does not depend on h: the order of such edits makes no difference."""
+def is_sum(site_edit: SiteEdit) -> bool:
+    """Whether an edit adds to h what does not depend on h: such edits commute."""
     try:
-        bottleneck_of(placed)
+        bottleneck_of(site_edit)
     except NotWider:
         return False
     return True

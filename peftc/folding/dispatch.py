@@ -1,4 +1,4 @@
-"""`peftc.fold`: into the weights of the base, into a wider feed-forward network, or into a cache."""
+"""`peftc.fold`: into the weights of the base, into a wider ffn, or into a state."""
 
 from __future__ import annotations
 
@@ -46,30 +46,32 @@ def fold(
 ) -> FoldReport | State:
     """Folds what folds into the weights of the base, in place; the other edits go on working.
 
-    W' = W + (α/r) B A for LoRA, and so on for every equation that is affine in what a Linear reads: sums in float32 (float64),
-    rounded once. Folded edits are gone from the model; values that `train` changed stay. When all edits are folded, the model
-    is one without edits, with the `requires_grad` it had before `compile`.
+    W' = W + (α/r) B A for LoRA, and so on for every equation that is affine in what a Linear reads:
+    sums in float32 (float64), rounded once. Folded edits are gone from the model; values that
+    `train` changed stay. When all edits are folded, the model is one without edits, with the
+    `requires_grad` it had before `compile`.
 
-    `into="state"`: a prefix becomes the seed of a cache, a prompt embedded tokens; the `State` that is returned makes the
-    arguments of `generate` with them, and the model is without that edit.
+    `into="state"`: a prefix becomes the seed of a cache, a prompt embedded tokens. The `State` that
+    is returned makes the arguments of `generate` with them, and the model is without that edit.
 
-    Args: `only`: the names of the edits to fold, all of which must fold. `name`: of one spec of the model; the edits of
-    others stay. `dequantize`: a weight that is quantised (torchao) is written out in full and folded into; without it, what would
-    change it is refused. `widen`: a bottleneck that reads `x` beside an ffn without a gate, with the ffn's own activation or none, becomes
-    hidden units of the ffn, r of them (2r without an activation: act(z) − act(−z) = z for relu, gelu and silu); the
-    configuration follows where all ffns grow alike. Asked for together with `only`, what does not fold is reported, not raised.
-    `sample`: as in `compile`.
-    Returns: what was folded, what became of each parameter, and what was refused, with the sub-expression that prevents it.
-    Raises: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529 (switched off), P530 (NaN or infinite entries), P531 and P532
-    (`only`), P538 (no state), P545 (arguments), P546 (no room for the old weights). After an error, or an interrupt, the model is as it was.
+    Args: `only`: the names of the edits to fold, all of which must fold. `name`: of one spec of the
+    model; the edits of others stay. `dequantize`: a quantised weight (torchao) is written out in
+    full and folded into; without it, what would change it is refused. `widen`: a bottleneck that
+    reads `x` beside an ffn without a gate, with the ffn's own activation or none, becomes hidden
+    units of the ffn, r of them (2r without an activation: act(z) − act(−z) = z for relu, gelu and
+    silu); the configuration follows where all ffns grow alike. With `widen` and `only`, what does
+    not fold is reported, not raised. `sample`: as in `compile`.
+    Returns: what was folded, what became of each parameter, and what was refused, with the
+    sub-expression that prevents it.
+    Raises: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529 (switched
+    off), P530 (NaN or infinite entries), P531 and P532 (`only`), P538 (no state), P545 (arguments),
+    P546 (no room for the old weights). After an error, or an interrupt, the model is as it was.
     """
     if into not in ("weights", "state"):
         message = f'edits are folded into "weights" or into a "state", not into {into!r}'
         raise PeftcError(Diagnostic("P545", message, help="what is folded into the weights cannot be taken out again"))
     if into == "state" and (dequantize or widen):
-        message = (
-            f"`{'widen' if widen else 'dequantize'}` is of folds into weights, and none is touched by one into a state"
-        )
+        message = f"`{'widen' if widen else 'dequantize'}` is for folds into weights, and a state touches none"
         raise PeftcError(Diagnostic("P545", message, help="leave it out, or fold the other edits in a second call"))
     if into == "state":
         return fold_into_state(model, only, name, sample)

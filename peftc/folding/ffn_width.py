@@ -1,4 +1,6 @@
-"""Folding parallel bottlenecks by making ffns wider: W_down (act(W_up x) ⊕ act(D x)) has the units of both side by side."""
+"""Folds parallel bottlenecks by widening ffns: W_down (act(W_up x) ⊕ act(D x)) has the units of
+both side by side.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from torch import Tensor, fx, nn
 from transformers import PretrainedConfig
 
 from peftc.addressing.sites import Site, WeightRef
-from peftc.concurrency.interrupts import Deferral
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.folding.affine_values import sum_dtype
 from peftc.folding.bottlenecks import NotWider, bottleneck_of, factor_of, is_sum
-from peftc.folding.report import Change, Folded, FoldReport, Refused
+from peftc.folding.module_folds import rounded
+from peftc.folding.report import Change, Folded, FoldReport, Refused, dtype_name
 from peftc.folding.weights import Folding, listed_names
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight
-from peftc.installation.journal import Journal
+from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import installation_of, is_installed
 from peftc.planning.foldability.affine import is_linear
 from peftc.planning.ir import SiteEdit
@@ -34,8 +36,11 @@ CLOSE = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
-    """New hidden units of one ffn. Shapes: rows (n, d_in), their biases (n,), columns (d_out, n), the constant (d_out,)."""
+class HiddenUnits:
+    """New hidden units of one ffn.
+
+    Shapes: rows (n, d_in), their biases (n,), columns (d_out, n), the constant (d_out,).
+    """
 
     edit: str
     up: Site
@@ -53,21 +58,15 @@ def fold_and_widen(
     sample: Mapping[str, Any] | None,
     dequantize: bool,
 ) -> FoldReport:
-    """Folds what folds, widens what can be, and folds what could not be before: all of it or, after an error or an interrupt, nothing."""
-    asked = None if only is None else listed_names(only)
-    with Journal() as journal, Deferral() as deferral:
-        try:
-            with deferral.interruptible():
-                return _by_turns(model, asked, name, sample, dequantize, journal)
-        except BaseException:
-            with Deferral():
-                journal.undo()
-            raise
+    """Folds, widens, and folds what could not be folded before, in one transaction."""
+    names = None if only is None else listed_names(only)
+    with transaction() as (journal, deferral), deferral.interruptible():
+        return _fold_and_widen(model, names, name, sample, dequantize, journal)
 
 
-def _by_turns(
+def _fold_and_widen(
     model: nn.Module,
-    asked: tuple[str, ...] | None,
+    only: tuple[str, ...] | None,
     name: str | None,
     sample: Mapping[str, Any] | None,
     dequantize: bool,
@@ -75,78 +74,71 @@ def _by_turns(
 ) -> FoldReport:
     folded: list[Folded] = []
     while True:
-        report = Folding(model, asked, name, sample, dequantize, journal).run(strict=False)
+        report = Folding(model, only, name, sample, dequantize, journal).run(strict=False)
         folded += report.folded
         if not is_installed(model):
             return FoldReport(tuple(folded), ())
-        left = None if asked is None else tuple(one.edit for one in report.refused if one.edit in asked)
-        if left == ():
+        rest = None if only is None else tuple(one.edit for one in report.refused if one.edit in only)
+        if rest == ():
             return FoldReport(tuple(folded), report.refused)
-        names = {part.name for part in installation_of(model).specs}
-        one = name if name in names else None
-        widened, why = Widening(model, left, one, sample, dequantize, journal).widened()
+        names = {spec.name for spec in installation_of(model).specs}
+        own_name = name if name in names else None
+        widened, reasons = Widening(model, rest, own_name, sample, dequantize, journal).widen()
         if not widened:
             refused = tuple(
-                Refused(r.edit, f"{r.reason}; not wider: {why[r.edit]}" if r.edit in why else r.reason)
+                Refused(r.edit, f"{r.reason}; not wider: {reasons[r.edit]}" if r.edit in reasons else r.reason)
                 for r in report.refused
             )
             return FoldReport(tuple(folded), refused)
         folded += widened
         done = {one.edit for one in widened}
-        asked = None if left is None else tuple(edit for edit in left if edit not in done)
-        if not is_installed(model) or asked == ():
+        only = None if rest is None else tuple(edit for edit in rest if edit not in done)
+        if not is_installed(model) or only == ():
             return FoldReport(tuple(folded), tuple(one for one in report.refused if one.edit not in done))
 
 
 class Widening(Folding):
-    """One widening in the making, of the edits that stay after a fold. Nothing of the model changes before `commit`."""
+    """Widens ffns by edits that do not fold. Nothing of the model changes before `replace`."""
 
-    def widened(self) -> tuple[tuple[Folded, ...], dict[str, str]]:
-        """What was folded so, and why the others cannot be.
-
-        Raises: P530 where an entry is NaN or infinite.
-        """
-        places: dict[str, list[SiteEdit]] = defaultdict(list)
-        for placed in self.record.site_edits:
-            places[placed.edit].append(placed)
-        found: dict[str, list[Units]] = {}
-        refused: dict[str, str] = {}
-        for name, placed in places.items():
+    def widen(self) -> tuple[tuple[Folded, ...], dict[str, str]]:
+        """The edits that became hidden units, and why the others cannot. Raises: P530."""
+        units: dict[str, list[HiddenUnits]] = {}
+        reasons: dict[str, str] = {}
+        for name, site_edits in self.places.items():
             if name not in self.others:
                 try:
-                    found[name] = [self.units(one, places) for one in placed]
-                except NotWider as why:
-                    refused[name] = why.reason
-        if not found:
-            return (), refused
-        layers: dict[str, list[Units]] = defaultdict(list)
-        for units in (one for each in found.values() for one in each):
-            layers[units.up.path.rpartition(".")[0]].append(units)
-        wider = [Wider(self.model, units) for units in layers.values()]
-        self.replace(list(found), wider)
-        changes = {name: tuple(c for one in wider for c in one.changes if name in c.edits) for name in found}
-        return tuple(Folded(name, changes[name]) for name in found), refused
+                    units[name] = [self.units(one) for one in site_edits]
+                except NotWider as error:
+                    reasons[name] = error.reason
+        if not units:
+            return (), reasons
+        layers: dict[str, list[HiddenUnits]] = defaultdict(list)
+        for one in (one for each in units.values() for one in each):
+            layers[one.up.path.rpartition(".")[0]].append(one)
+        ffns = [WiderFfn(self.model, units_of_layer) for units_of_layer in layers.values()]
+        self.replace(list(units), ffns)
+        changes = {name: tuple(c for ffn in ffns for c in ffn.changes if name in c.edits) for name in units}
+        return tuple(Folded(name, changes[name]) for name in units), reasons
 
-    # What can be -----------------------------------------------------------------------------------------------------
+    # What can be ----------------------------------------------------------------------------------
 
-    def units(self, placed: SiteEdit, places: Mapping[str, Collection[SiteEdit]]) -> Units:
+    def units(self, site_edit: SiteEdit) -> HiddenUnits:
         """The units that an edit has at a site. Raises: NotWider."""
-        site = placed.site
-        form, factors = bottleneck_of(placed)
-        up, down = (self.sites.get(f"{site.path}.{name}") for name in ("up", "down"))
-        hidden = self.sites.get(f"{site.path}.hidden")
+        site = site_edit.site
+        form, factors = bottleneck_of(site_edit)
+        up, down, hidden = (self.sites.get(f"{site.path}.{name}") for name in ("up", "down", "hidden"))
         if up is None or down is None or hidden is None or f"{site.path}.gate" in self.sites:
             raise NotWider(f"`{site.path}` is not two Linears with an activation between them")
         if not (is_linear(up) and is_linear(down) and site.states["h"].linear == down.path):
             raise NotWider(f"`h` of `{site.path}` is not simply the output of `down`")
-        self.alone(placed, up, down, places)
+        self.check_alone(site_edit, up, down)
         own = self.activation(site, up, hidden)
-        modules = self.modules(placed)
+        modules = self.modules(site_edit)
         scale = factor_of(factors, modules)
-        found = modules[form.instance.key].hidden_units()
-        if found is None:
+        bottleneck = modules[form.instance.key].hidden_units()
+        if bottleneck is None:
             raise NotWider(f"`{form.instance.form.name}` is not one bottleneck")
-        rows, biases, columns, constant, act = found
+        rows, biases, columns, constant, act = bottleneck
         columns = columns * scale
         if act == "none":
             if (own(GRID) - own(-GRID) - GRID).abs().max() > CLOSE:
@@ -155,148 +147,132 @@ class Widening(Folding):
             biases = None if biases is None else torch.cat([biases, -biases])
         elif (own(GRID) - ACTIVATION[act](GRID)).abs().max() > CLOSE:
             raise NotWider(f"the activation of `{site.path}` is not {act}")
-        return Units(placed.edit, up, down, rows, biases, columns, None if constant is None else constant * scale)
+        constant = None if constant is None else constant * scale
+        return HiddenUnits(site_edit.edit, up, down, rows, biases, columns, constant)
 
-    def alone(self, placed: SiteEdit, up: Site, down: Site, places: Mapping[str, Collection[SiteEdit]]) -> None:
-        """Raises: NotWider where what stays needs the ffn as it is, or was there before this edit."""
-        path = placed.site.path
-        for name, others in places.items():
-            for other in others:
-                inside = other.site.path.startswith(f"{path}.") and not other.site.path.endswith((".norm", ".add"))
-                before = other.site.path == path and list(places).index(name) < list(places).index(placed.edit)
-                if inside or (before and any(a.state == "h" for a in other.assigns) and not is_sum(other)):
-                    raise NotWider(f"`{name}` at `{other.site.path}` stays")
-        trained = {place: name.partition("/")[0] for name, place in self.record.trained.items()}
+    def check_alone(self, site_edit: SiteEdit, up: Site, down: Site) -> None:
+        """Raises: NotWider where another edit needs the ffn as it is, or acts before this one."""
+        path, order = site_edit.site.path, list(self.places)
+        for other in self.record.site_edits:
+            inside = other.site.path.startswith(f"{path}.") and not other.site.path.endswith((".norm", ".add"))
+            before = other.site.path == path and order.index(other.edit) < order.index(site_edit.edit)
+            if inside or (before and any(a.state == "h" for a in other.assigns) and not is_sum(other)):
+                raise NotWider(f"`{other.edit}` at `{other.site.path}` stays")
+        table = self.analysis.table
         for site in (up, down):
             for ref in (state.weight for state in site.states.values() if state.weight is not None):
                 name = name_of(ref)
-                table = self.analysis.table
                 if ref.is_partial or site.calls > 1 or any(name in group for group in (*table.tied, *table.overlaps)):
                     raise NotWider(f"`{name}` is used elsewhere, too")
-                if name in trained:
-                    raise NotWider(f"`{name}` is trained by `{trained[name]}`, which stays")
-                if (reason := self.unfit(name)) is not None:
+                if name in self.trained:
+                    raise NotWider(f"`{name}` is trained by `{self.trained[name]}`, which stays")
+                if (reason := self.unwritable_parameter(name)) is not None:
                     raise NotWider(reason)
 
     def activation(self, site: Site, up: Site, hidden: Site) -> Callable[[Tensor], Tensor]:
-        """What the model's code does between `up` and `down`, as a function. Raises: NotWider where it is more than that."""
-        kinds = {n: k for s in self.analysis.structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
-        kind = kinds.get(site.root)
-        places = [site.states.get("x"), up.states.get("x"), up.states.get("h"), hidden.states.get("h")]
-        nodes = [
-            node_of(kind, state.activation.node) if kind and state and state.activation else None for state in places
-        ]
-        if kind is None or None in nodes or nodes[0] is not nodes[1]:
+        """The function between `up` and `down`. Raises: NotWider where there is more."""
+        types = {n: k for s in self.analysis.structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
+        layer_type = types.get(site.root)
+        states = [site.states.get("x"), up.states.get("x"), up.states.get("h"), hidden.states.get("h")]
+        names = [state.activation.node if state and state.activation else None for state in states]
+        graph = {} if layer_type is None else {node.name: node for node in layer_type.traced.graph.nodes}
+        nodes = [graph.get(name) for name in names if name is not None]
+        if layer_type is None or len(nodes) < 4 or None in nodes or nodes[0] is not nodes[1]:
             raise NotWider(f"`x` of `{site.path}` is not what `up` reads")
         _, _, start, end = nodes
         assert start is not None
         assert end is not None
-        return lambda grid: Between(kind, start, grid).value(end)
+        return lambda grid: ActivationFunction(layer_type, start, grid).value(end)
 
-    # Writing ---------------------------------------------------------------------------------------------------------
+    # Writing --------------------------------------------------------------------------------------
 
-    def replace(self, edits: Collection[str], wider: Collection[Wider]) -> None:
-        """Puts the wider weights in place and takes the edits out, or does nothing."""
-        with self.steps() as journal, Deferral() as deferral:
-            start = len(journal.steps)
-            try:
-                for one in wider:
-                    journal.steps.append(one.undo)
-                    one.swap()
-                with deferral.interruptible():
-                    values = wider_config(self.model, {one.width for one in wider})
-                    created = [name for one in wider for name in one.created]
-                    self.take_out(edits, created, journal)
-                config = cast(Any, self.model).config if values else None
-                for name, value in values.items():
-                    journal.steps.append(partial(setattr, config, name, getattr(config, name)))
-                    setattr(config, name, value)
-            except BaseException:
-                with Deferral():
-                    journal.undo(start)
-                raise
+    def replace(self, edits: Collection[str], ffns: Collection[WiderFfn]) -> None:
+        """Puts the wider weights in place and takes the edits out, in one transaction."""
+        with transaction(self.journal) as (journal, deferral):
+            for ffn in ffns:
+                journal.steps.append(ffn.undo)
+                ffn.swap()
+            with deferral.interruptible():
+                values = wider_config(self.model, {ffn.width for ffn in ffns})
+                self.remove_edits(edits, [name for ffn in ffns for name in ffn.created], journal)
+            config = cast(Any, self.model).config if values else None
+            for name, value in values.items():
+                journal.steps.append(partial(setattr, config, name, getattr(config, name)))
+                setattr(config, name, value)
 
 
-class Wider:
+class WiderFfn:
     """The weights of one ffn with new hidden units."""
 
-    def __init__(self, model: nn.Module, units: list[Units]) -> None:
-        self.modules = [model.get_submodule(site.module) for site in (units[0].up, units[0].down)]
+    def __init__(self, model: nn.Module, units: list[HiddenUnits]) -> None:
+        up, down = units[0].up, units[0].down
+        self.modules = [model.get_submodule(site.module) for site in (up, down)]
         self.changes: list[Change] = []
         self.created: list[str] = []
         self.values: list[dict[str, Tensor]] = [{}, {}]
-        self.kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-        edits = tuple(dict.fromkeys(one.edit for one in units))
-        up, down = units[0].up, units[0].down
+        self.old: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []  # sizes and parameters
+        self.edits = tuple(dict.fromkeys(one.edit for one in units))
         rows, columns = torch.cat([one.rows for one in units]), torch.cat([one.columns for one in units], 1)
         self.width = (width_of(up), width_of(up) + len(rows))
-        self.put(0, up, "w", rows, edits)
-        self.put(1, down, "w", columns, edits)
+        self.put(0, up, "w", rows)
+        self.put(1, down, "w", columns)
         biases = [rows.new_zeros(len(one.rows)) if one.biases is None else one.biases for one in units]
         if any(one.biases is not None for one in units) or "b" in up.states:
-            self.put(0, up, "b", torch.cat(biases), edits)
+            self.put(0, up, "b", torch.cat(biases))
         constants = [one.constant for one in units if one.constant is not None]
         if constants:
-            self.put(1, down, "b", torch.stack(constants).sum(0), edits)
+            self.put(1, down, "b", torch.stack(constants).sum(0))
 
-    def put(self, at: int, site: Site, state: str, more: Tensor, edits: tuple[str, ...]) -> None:
-        """One parameter with more rows (of `up`) or columns (of `down`), or with a constant added; rounded once."""
+    def put(self, at: int, site: Site, state: str, more: Tensor) -> None:
+        """Adds rows (to `up`), columns (to `down`) or a constant; rounds once. Raises: P530."""
         module, weight = self.modules[at], site.states["w"].weight
         assert weight is not None
         attribute = weight.attribute if state == "w" else "bias"
         old, like = getattr(module, attribute, None), dense(getattr(module, weight.attribute).detach())
-        name = f"{site.module}.{attribute}"
-        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-        more = more.detach().to(like.device, wide)
+        name, dtype = f"{site.module}.{attribute}", sum_dtype(like.dtype)
+        more = more.detach().to(like.device, dtype)
         if state == "w":
             whole = like.t() if weight.transposed else like
-            new = torch.cat([whole.to(wide), more], at)
+            new = torch.cat([whole.to(dtype), more], at)
             new = new.t() if weight.transposed else new
         else:
             own = like.new_zeros(width_of(site)) if old is None else old.detach()
-            new = torch.cat([own.to(wide), more]) if at == 0 else own.to(wide) + more
+            new = torch.cat([own.to(dtype), more]) if at == 0 else own.to(dtype) + more
             if old is None:
                 self.created.append(name)
-        new = new.to(like.dtype).contiguous()
-        if not bool(new.isfinite().all()):
-            what = f"`{name}` would have NaN or infinite entries in {str(like.dtype).removeprefix('torch.')}"
-            raise PeftcError(
-                Diagnostic("P530", what, notes=(f"after folding {', '.join(edits)}", "nothing was written"))
-            )
+        new = rounded(name, new, like.dtype, self.edits).contiguous()
         self.values[at][attribute] = new
         added = new.numel() - (0 if old is None else old.numel()) or int((more != 0).sum())
-        dtype = str(like.dtype).removeprefix("torch.")
-        self.changes.append(Change(name, new.numel(), added, 1.0, dtype, old is None, edits))
+        self.changes.append(Change(name, new.numel(), added, 1.0, dtype_name(like), old is None, self.edits))
 
     def swap(self) -> None:
         grown = self.width[1] - self.width[0]
         for at, module in enumerate(self.modules):
-            sizes = ("out_features", "nf") if at == 0 else ("in_features", "nx")
-            held = {name: getattr(module, name) for name in sizes if hasattr(module, name)}
+            attributes = ("out_features", "nf") if at == 0 else ("in_features", "nx")
+            sizes = {name: getattr(module, name) for name in attributes if hasattr(module, name)}
             own = dict(module.named_parameters(recurse=False))
             parameters = {name: own.get(name) for name in self.values[at]}
-            self.kept.append((module, held, parameters))
+            self.old.append((module, sizes, parameters))
             for name, value in self.values[at].items():
                 old = parameters[name]
-                module.register_parameter(
-                    name, nn.Parameter(value, requires_grad=old is not None and old.requires_grad)
-                )
-            for name, value in held.items():
-                setattr(module, name, value + grown)
+                parameter = nn.Parameter(value, requires_grad=old is not None and old.requires_grad)
+                module.register_parameter(name, parameter)
+            for name, size in sizes.items():
+                setattr(module, name, size + grown)
 
     def undo(self) -> None:
-        for module, held, parameters in self.kept:
+        for module, sizes, parameters in self.old:
             for name, value in parameters.items():
                 module.register_parameter(name, value)
-            for name, value in held.items():
-                setattr(module, name, value)
+            for name, size in sizes.items():
+                setattr(module, name, size)
 
 
 @dataclass(eq=False)
-class Between:
-    """Evaluates what a layer's graph has between two nodes, of values of the first. Raises: NotWider where it reads more."""
+class ActivationFunction:
+    """Evaluates a layer's graph from one node on. Raises: NotWider where anything else is read."""
 
-    kind: LayerType
+    layer_type: LayerType
     start: fx.Node
     grid: Tensor
     known: dict[fx.Node, Tensor] = field(default_factory=dict[fx.Node, Tensor])
@@ -307,13 +283,13 @@ class Between:
         if node is self.start:
             return self.grid
         if node not in self.known:
-            self.known[node] = self.computed(node)
+            self.known[node] = self.evaluate(node)
         return self.known[node]
 
-    def computed(self, node: fx.Node) -> Any:
-        before = self.kind.layer.passes_through(node)
-        if before is not None:  # dropout, casts
-            return self.value(before)
+    def evaluate(self, node: fx.Node) -> Any:
+        source = self.layer_type.layer.passes_through(node)
+        if source is not None:  # dropout, casts
+            return self.value(source)
         args = fx.map_arg(node.args, self.value)
         kwargs = fx.map_arg(node.kwargs, self.value)
         match node.op:
@@ -322,16 +298,12 @@ class Between:
             case "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             case "call_module":
-                module = self.kind.root.get_submodule(str(node.target))
+                module = self.layer_type.root.get_submodule(str(node.target))
                 if not any(True for _ in module.parameters()):
                     return module(*args, **kwargs)
             case _:
                 pass
         raise NotWider("something else stands between `up` and `down`")
-
-
-def node_of(kind: LayerType, name: str) -> fx.Node | None:
-    return next((node for node in kind.traced.graph.nodes if node.name == name), None)
 
 
 def name_of(ref: WeightRef) -> str:
@@ -346,8 +318,11 @@ def width_of(site: Site) -> int:
 
 
 def wider_config(model: nn.Module, widths: Collection[tuple[int, int]]) -> dict[str, int]:
-    """What changes in the configuration: the new width, where all ffns have the same and a model built from it has these shapes, so
-    that it can be saved and loaded; else nothing.
+    """The keys of the configuration that take the new width, so that the model can be saved and
+    loaded.
+
+    None, where widths differ between ffns, or a model built from the new configuration has other
+    shapes.
     """
     config = getattr(model, "config", None)
     if len(widths) != 1 or not isinstance(config, PretrainedConfig):

@@ -1,4 +1,4 @@
-"""All folds into the parameters of one module, in the order in which the model applies the edits; rounded once."""
+"""All folds into the parameters of one module, in the order of the edits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from peftc.addressing.sites import WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.folding.affine_values import Refusal, folded_terms
-from peftc.folding.report import Change
+from peftc.folding.affine_values import Refusal, fold_terms, sum_dtype
+from peftc.folding.report import Change, dtype_name
 from peftc.forms.module import FormModule
 from peftc.planning.foldability.affine import FoldTarget
 from peftc.planning.ir import SiteEdit
@@ -21,17 +21,17 @@ from peftc.runtime.parameters import blocks_of, dense, stacked_slice
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """One edit at one site, about to be folded. `position` orders edits as the model applies them."""
+    """One edit at one site, to be folded. `position` orders edits as the model applies them."""
 
-    placed: SiteEdit
+    site_edit: SiteEdit
     target: FoldTarget
-    modules: Mapping[str, FormModule]  # by `Instance.key`
+    modules: Mapping[str, FormModule]  # by `FormInstance.key`
     position: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class NewValue:
-    """A parameter after folding, in its dtype and layout, and what is said of it."""
+    """A parameter after folding, in its dtype and layout."""
 
     value: Tensor
     change: Change
@@ -39,36 +39,39 @@ class NewValue:
 
 @dataclass(eq=False)
 class CannotFold(Exception):
-    """An edit for which there is no place, found out only here."""
+    """An edit that planning takes for foldable, and that has no parameter to be folded into."""
 
     edit: str
     reason: str
 
 
 def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, NewValue]:
-    """The parameters of `module` after all folds into it, by dotted name. Nothing of the model changes.
+    """The parameters of `module` after all folds into it, by dotted name. Nothing of the model
+    changes.
 
-    w and b first, as when the model runs; then what is done to the output; what is done to the input last and backwards,
-    since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64 where the weight is) until the end.
+    w and b first, as when the model runs; then what is done to the output; what is done to the
+    input last and backwards, since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64
+    where the weight is) until the end.
 
-    Raises: P530 where an entry is NaN or infinite. CannotFold where a bias is needed and the module has no place for it.
+    Raises: P530 where an entry is NaN or infinite. CannotFold where a bias is needed and the module
+    has no place for it.
     """
-    wide = Wide(model, module)
+    parameters = UnroundedParameters(model, module)
     ordered = sorted(folds, key=lambda fold: fold.position)
     for fold in ordered:
-        _apply(fold, wide, "weight")
+        _apply(fold, parameters, "weight")
     for fold in ordered:
         if fold.target.side == "output":
-            _apply(fold, wide, "output")
+            _apply(fold, parameters, "output")
     for fold in reversed(ordered):
         if fold.target.side == "input":
-            _apply(fold, wide, "input")
-    edits = tuple(dict.fromkeys(fold.placed.edit for fold in ordered))
-    return dict(wide.rounded(edits))
+            _apply(fold, parameters, "input")
+    edits = tuple(dict.fromkeys(fold.site_edit.edit for fold in ordered))
+    return dict(parameters.rounded(edits))
 
 
 @dataclass
-class Wide:
+class UnroundedParameters:
     """The weight and the bias of a module in the precision of the sums. Shapes: as stored."""
 
     model: nn.Module
@@ -85,10 +88,10 @@ class Wide:
         blocks.copy_(value.unflatten(0, tuple(blocks.shape[:2])))
 
     def blocks(self, ref: WeightRef) -> Tensor:
-        """The rows of a site as (blocks, rows of a block, in); what is written into them is kept."""
+        """A view of the rows of a site: (blocks, rows of a block, in)."""
         if ref.attribute not in self.values:
             stored = dense(getattr(self.model.get_submodule(self.module), ref.attribute).detach())
-            self.values[ref.attribute] = stored.to(_wide(stored.dtype), copy=True)
+            self.values[ref.attribute] = stored.to(sum_dtype(stored.dtype), copy=True)
         tensor = self.values[ref.attribute]
         if ref.stacked_slice is not None:
             tensor = stacked_slice(tensor, ref.stacked_slice.count, ref.stacked_slice.index)
@@ -107,67 +110,66 @@ class Wide:
         module, weight = self.model.get_submodule(self.module), fold.target.weight
         if not is_linear(module) or weight is None:
             reason = f"`{self.module}` has no bias to hold a constant, and a {type(module).__name__} takes none"
-            raise CannotFold(fold.placed.edit, reason)
+            raise CannotFold(fold.site_edit.edit, reason)
         self.values["bias"] = self.values["weight"].new_zeros(self.values["weight"].shape[0])
         return WeightRef(self.module, "bias", weight.rows)
 
     def rounded(self, edits: tuple[str, ...]) -> Iterable[tuple[str, NewValue]]:
-        own = self.model.get_submodule(self.module)
+        module = self.model.get_submodule(self.module)
         for attribute, value in self.values.items():
-            old = getattr(own, attribute)
+            old = getattr(module, attribute)
             created = old is None
-            like = dense(own.get_parameter("weight") if created else old)
+            like = dense(module.get_parameter("weight") if created else old)
             before = torch.zeros_like(value, dtype=like.dtype) if created else like.detach()
             name = f"{self.module}.{attribute}".lstrip(".")
-            new = value.to(like.dtype)
-            if not bool(new.isfinite().all()):
-                raise _not_finite(name, like.dtype, edits)
+            new = rounded(name, value, like.dtype, edits)
             entries = int(torch.count_nonzero(new != before))
-            wanted = entries if new.dtype == value.dtype else int(torch.count_nonzero(value != before.to(value.dtype)))
-            if not wanted and not created:
-                continue
-            dtype = str(like.dtype).removeprefix("torch.")
-            survived = entries / wanted if wanted else 1.0
-            yield name, NewValue(new, Change(name, new.numel(), entries, survived, dtype, created, edits))
+            changed = entries if new.dtype == value.dtype else int(torch.count_nonzero(value != before.to(value.dtype)))
+            if changed or created:
+                survived = entries / changed if changed else 1.0
+                dtype = dtype_name(like)
+                yield name, NewValue(new, Change(name, new.numel(), entries, survived, dtype, created, edits))
+
+
+def rounded(name: str, value: Tensor, dtype: torch.dtype, edits: tuple[str, ...]) -> Tensor:
+    """A new value in the dtype of its parameter. Raises: P530 where an entry is NaN or infinite."""
+    new = value.to(dtype)
+    if not bool(new.isfinite().all()):
+        message = f"`{name}` would have NaN or infinite entries in {dtype_name(new)}"
+        raise PeftcError(
+            Diagnostic("P530", message, notes=(f"after folding {', '.join(edits)}", "nothing was written"))
+        )
+    return new
 
 
 def is_linear(module: nn.Module) -> bool:
     """An nn.Linear that computes as one, whatever edits did to its class."""
-    kind = getattr(type(module), "_peftc_kind", None)
-    base: type[nn.Module] = type(module) if kind is None else kind.base
+    generated = getattr(type(module), "_peftc_kind", None)
+    base: type[nn.Module] = type(module) if generated is None else generated.base
     return issubclass(base, nn.Linear) and base.forward is nn.Linear.forward
 
 
-def _apply(fold: Fold, wide: Wide, side: str) -> None:
+def _apply(fold: Fold, parameters: UnroundedParameters, side: str) -> None:
     """Folds the equations of w and b (side "weight"), or those of the hidden state."""
-    placed, target = _part(fold.placed, weights=side == "weight"), fold.target
-    if not placed.assigns:
+    part, target = _equations(fold.site_edit, of_weights=side == "weight"), fold.target
+    if not part.assigns:
         return
-    bias = wide.bias(target)
+    bias = parameters.bias(target)
     own = target.weight or bias  # a place of a bias alone has no equation of the weight
     assert own is not None
-    values = wide.read(own), None if bias is None else wide.read(bias)
-    folded = folded_terms(placed, fold.modules, *values, "weight" if side == "weight" else target.side)
+    values = parameters.read(own), None if bias is None else parameters.read(bias)
+    folded = fold_terms(part, fold.modules, *values, "weight" if side == "weight" else target.side)
     if isinstance(folded, Refusal):
-        raise CannotFold(fold.placed.edit, folded.reason)
+        raise CannotFold(fold.site_edit.edit, folded.reason)
     if target.weight is not None:
-        wide.write(target.weight, folded[0])
+        parameters.write(target.weight, folded[0])
     if folded[1] is not None:
-        wide.write(bias or wide.create_bias(fold), folded[1])
+        parameters.write(bias or parameters.create_bias(fold), folded[1])
 
 
-def _part(placed: SiteEdit, weights: bool) -> SiteEdit:
-    """The equations of w and b, or the others; what `let` binds stands before the same equations as it did."""
-    kept = [(a.state in ("w", "b")) == weights for a in placed.assigns]
-    assigns = tuple(a for a, keep in zip(placed.assigns, kept, strict=True) if keep)
-    lets = tuple((sum(kept[:i]), term) for i, term in placed.lets)
-    return replace(placed, assigns=assigns, lets=lets)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _not_finite(name: str, dtype: torch.dtype, edits: tuple[str, ...]) -> PeftcError:
-    what = f"`{name}` would have NaN or infinite entries in {str(dtype).removeprefix('torch.')}"
-    return PeftcError(Diagnostic("P530", what, notes=(f"after folding {', '.join(edits)}", "nothing was written")))
+def _equations(site_edit: SiteEdit, of_weights: bool) -> SiteEdit:
+    """The equations of w and b, or the others, each after the same `let`s as before."""
+    selected = [(a.state in ("w", "b")) == of_weights for a in site_edit.assigns]
+    assigns = tuple(a for a, is_selected in zip(site_edit.assigns, selected, strict=True) if is_selected)
+    lets = tuple((sum(selected[:i]), term) for i, term in site_edit.lets)
+    return replace(site_edit, assigns=assigns, lets=lets)

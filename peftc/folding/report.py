@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Change:
     """What became of one parameter of the base.
 
-    `entries`: how many of its `total` differ now. `survived`: the part of the entries with a change that still differ after
-    rounding to the parameter's dtype. `created`: it is a bias that was not there before, a new key of the state dict.
-    `edits`: all that were folded into it; where there are several, the numbers are of all of them together.
+    `entries`: how many of its `total` differ now. `survived`: the part of the entries with a change
+    that still differ after rounding to the parameter's dtype. `created`: it is a bias that was not
+    there before, a new key of the state dict. `edits`: all that were folded into it; where there
+    are several, the numbers are of all of them together.
     """
 
     parameter: str
@@ -34,7 +37,9 @@ class Folded:
 
 @dataclass(frozen=True)
 class Refused:
-    """An edit that stays; `reason` names the sub-expression, the edit or the parameter that prevents it."""
+    """An edit that stays; `reason` names the sub-expression, the edit or the parameter that
+    prevents it.
+    """
 
     edit: str
     reason: str
@@ -55,7 +60,7 @@ class FoldReport:
     def __str__(self) -> str:
         lines = ["nothing was folded"] if not self.folded else []
         for folded in self.folded:
-            lines.append(f"folded  {folded.edit}: {_said(folded.changes)}")
+            lines.append(f"folded  {folded.edit}: {_summary(folded.changes)}")
             created = [c.parameter for c in folded.changes if c.created]
             if created:
                 more = f" and {len(created) - 1} more" if len(created) > 1 else ""
@@ -66,14 +71,17 @@ class FoldReport:
         return "\n".join(lines)
 
 
-def _said(changes: Iterable[Change]) -> str:
-    found = list(changes)
-    if not found:
+def _summary(changes: Sequence[Change]) -> str:
+    if not changes:
         return "it changes nothing"
-    entries = sum(c.entries for c in found)
-    text = f"{entries:,} entries of {len(found)} parameter{'s' * (len(found) != 1)}"
-    wanted = sum(c.entries / c.survived if c.survived else c.total for c in found)
-    if entries < round(wanted):
-        dtypes = " and ".join(dict.fromkeys(c.dtype for c in found))
-        text += f"; {entries / wanted:.1%} of the changed entries survived rounding to {dtypes}"
+    entries = sum(c.entries for c in changes)
+    text = f"{entries:,} entries of {len(changes)} parameter{'s' * (len(changes) != 1)}"
+    changed = sum(c.entries / c.survived if c.survived else c.total for c in changes)
+    if entries < round(changed):
+        dtypes = " and ".join(dict.fromkeys(c.dtype for c in changes))
+        text += f"; {entries / changed:.1%} of the changed entries survived rounding to {dtypes}"
     return text
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,6 @@
-"""A model and its specs as one object: analysis, ASTs, plan and installation. Whatever changes the specs goes through it."""
+"""A model and its specs as one object: analysis, ASTs, plan and installation. Whatever changes the
+specs goes through it.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from torch import Tensor, nn
 from peftc.diagnostics import PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.tensors import fake_copy
+from peftc.installation.cached_analysis import CachedAnalysis
+from peftc.installation.completeness import active_installation, complete_installation
+from peftc.installation.edited_classes import strip
 from peftc.installation.journal import Journal
-from peftc.installation.kept_analysis import KeptAnalysis
-from peftc.installation.presence import active_installation, complete_installation
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, joint_spec
 from peftc.installation.reinstall import Step, reinstall, uninstall
-from peftc.installation.spec_conflicts import noted, refuse_second
-from peftc.installation.surgery import strip
+from peftc.installation.spec_conflicts import refuse_second, with_note
 from peftc.models.resolve import ModelSource, resolve
 from peftc.models.runnable import check_runs, check_sample
 from peftc.planning.lowering_context import DEFAULT_TASK
@@ -32,8 +34,9 @@ from peftc.syntax import ast
 class CompiledModel:
     """A module and the specs on it: none, one or several. Every change is all or nothing.
 
-    The installation is kept in the module, the analysis in the installation. Copies and pickles leave the analysis out. It is made
-    anew where it is missing, and where the module has changed since.
+    The installation is kept in the module, the analysis in the installation. Copies and pickles
+    leave the analysis out. It is made anew where it is missing, and where the module has changed
+    since.
     """
 
     def __init__(
@@ -68,9 +71,9 @@ class CompiledModel:
     @cached_property
     def analysis(self) -> Analysis:
         """The analysis of the module as it is without edits."""
-        kept = self.installation.analysis if is_installed(self.module) else None
-        if kept is not None and kept.holds(self.module, self.sample):
-            return kept.analysis
+        cached = self.installation.analysis if is_installed(self.module) else None
+        if cached is not None and cached.is_valid(self.module, self.sample):
+            return cached.analysis
         return analyse_base(self.module, self.sample)
 
     def plan(self, spec: ast.Spec, tasks: tuple[str, ...] | None = None) -> PlanResult:
@@ -80,6 +83,10 @@ class CompiledModel:
     def replan(self, specs: Iterable[InstalledSpec], tasks: tuple[str, ...] | None = None) -> tuple[InstalledSpec, ...]:
         """Specs whose text or tasks have changed, with the plan of each."""
         return tuple(replace(one, plan=self.plan(one.spec, tasks).plan) for one in specs)
+
+    def set_tasks(self, tasks: tuple[str, ...], finish: Step | None = None) -> nn.Module:
+        """Gives the model parameters for these tasks; those of tasks that it has already stay."""
+        return self.set_specs(self.replan(self.specs, tasks), tasks=tasks, finish=finish)
 
     def add(
         self,
@@ -92,32 +99,32 @@ class CompiledModel:
         """Installs one more spec.
 
         Args: `planned`: the plan of the spec alone. `tasks`, `finish`: as in `set_specs`.
-        Raises: P412 for names that the model has already, P414 for parameters that another spec trains; as `set_specs`.
+        Raises: P412 for names that the model has already, P414 for parameters that another spec
+        trains; as `set_specs`.
         """
         joint: PlanResult | None = planned
         if self.specs:
             record = active_installation(self.module)
             refuse_second(record, spec.spec, planned.trained_parameters.values())
-            with noted(f"together with {join_names([other.name for other in self.specs])}, on the model already"):
+            with with_note(f"together with {join_names([other.name for other in self.specs])}, on the model already"):
                 joint = self.plan(joint_spec(one.spec for one in (*self.specs, spec)), tasks)
         return self.set_specs((*self.specs, spec), joint, tasks=tasks, finish=finish)
 
     def remove(self, name: str | None = None) -> nn.Module:
-        """Takes out the spec of that name, or all. Base parameters that are trained no longer have their first values.
+        """Takes out the spec of that name, or all. What is no longer trained gets its first values.
 
         Raises: P413 for an unknown name; P436; as `set_specs`.
         """
         record = self.installation
-        gone = record.selected(name)
-        rest = tuple(spec for spec in record.specs if spec not in gone)
+        removed = record.selected(name)
+        rest = tuple(spec for spec in record.specs if spec not in removed)
         if not rest:
             return uninstall(self.module, values=record.originals)
         complete_installation(self.module)
         joint = self.plan(joint_spec(one.spec for one in rest))
-        values = {
-            name: value for name, value in record.originals.items() if name not in joint.trained_parameters.values()
-        }
-        return self.set_specs(rest, joint, values=values)
+        trained = joint.trained_parameters.values()
+        originals = {name: value for name, value in record.originals.items() if name not in trained}
+        return self.set_specs(rest, joint, values=originals)
 
     def set_specs(
         self,
@@ -130,11 +137,13 @@ class CompiledModel:
         finish: Step | None = None,
         journal: Journal | None = None,
     ) -> nn.Module:
-        """Leaves the module with exactly these specs. What stays keeps its parameters, what is new gets initial values.
+        """Leaves the module with exactly these specs. What stays keeps its parameters, what is new
+        gets initial values.
 
-        Args: `joint`: the plan of all specs together, where it is known. `tasks`: for which `per task` has parameters; those of the
-        model without it. `requires_grad`: what taking out everything restores, by parameter. `values`: of base parameters,
-        to be written. `finish`: a step that may fail. `journal`: of a transaction that this is a part of.
+        Args: `joint`: the plan of all specs together, where it is known. `tasks`: for which `per
+        task` has parameters; those of the model without it. `requires_grad`: what taking out
+        everything restores, by parameter. `values`: of base parameters, to be written. `finish`: a
+        step that may fail. `journal`: of a transaction that this is a part of.
         """
         if not specs:
             return uninstall(self.module, requires_grad, values, journal)
@@ -153,7 +162,7 @@ class CompiledModel:
             journal=journal,
         )
         if self.analysis.structure.model is not self.module:
-            self.installation.analysis = KeptAnalysis.of(self.module, self.analysis, self.sample)
+            self.installation.analysis = CachedAnalysis.of(self.module, self.analysis, self.sample)
         return self.module
 
 
@@ -163,7 +172,8 @@ def has_tasks(planned: PlanResult) -> bool:
 
 
 def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> PlanResult:
-    """The plan of an expanded spec. Where a selector matches nothing, it is also said what is odd about the model.
+    """The plan of an expanded spec. Where a selector matches nothing, it is also said what is odd
+    about the model.
 
     Raises: as `make_plan`; P418, P422 for tokens that nothing takes or tells.
     """

@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from peftc.forms.module import FormModule
+from peftc.installation.completeness import complete_installation
 from peftc.installation.overlay import true_parameter
-from peftc.installation.presence import complete_installation
 from peftc.installation.record import installation_of
 from peftc.modules.offload import refuse_offloaded
 
@@ -25,12 +25,13 @@ def specs(model: nn.Module) -> dict[str, str]:
 
 
 def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parameter]:
-    """What a compiled model trains, by the names under which it is saved: `<edit>/<site>/<form>.<parameter>`.
+    """What a compiled model trains, by the names under which it is saved:
+    `<edit>/<site>/<form>.<parameter>`.
 
     Parameters of the base that `train` unfroze are named `<edit>/<dotted name>`.
     Args: `name`: of one spec, for its parameters alone.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436 where an edited module was
-    replaced, P566 (offloaded).
+    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436
+    where an edited module was replaced, P566 (offloaded).
     """
     record, edits = complete_installation(model), _edits(model, name)
     trained = {f"{saved}.{n}": p for saved, form in _forms(model) for n, p in form.named_parameters()}
@@ -41,7 +42,8 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
 
 
 def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]:
-    """What forms remember beside their parameters, such as which entries are trained, by the names under which it is saved.
+    """What forms remember beside their parameters, such as which entries are trained, by the names
+    under which it is saved.
 
     Args: `name`: as in `parameters`. Raises: as `parameters`.
     """
@@ -59,9 +61,18 @@ def _forms(model: nn.Module) -> Iterator[tuple[str, FormModule]]:
         yield saved, cast(FormModule, model.get_submodule(name))
 
 
+def reload_forms(model: nn.Module) -> None:
+    """Tells forms that their values have changed."""
+    for module in model.modules():
+        if isinstance(module, FormModule):
+            module.loaded()
+
+
 @dataclass(frozen=True)
 class InstalledRegion:
-    """A rewritten module: its dotted name, the graph of each variant of its forward, and the code they became."""
+    """A rewritten module: its dotted name, the graph of each variant of its forward, and the code
+    they became.
+    """
 
     module: str
     graphs: tuple[fx.Graph, ...]
@@ -74,6 +85,6 @@ def graphs(model: nn.Module) -> dict[str, InstalledRegion]:
     Raises: P410 for a model that is not compiled.
     """
     return {
-        name: InstalledRegion(name, tuple(v.graph for v in kind.variants), kind.source)
-        for name, kind in installation_of(model).regions
+        name: InstalledRegion(name, tuple(v.graph for v in generated.variants), generated.source)
+        for name, generated in installation_of(model).regions
     }

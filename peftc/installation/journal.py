@@ -1,8 +1,9 @@
-"""What a transaction has done to a model, step by step, with what it takes to undo it: values of before among it."""
+"""What a transaction has done to a model, step by step, and how to undo it, old values included."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from tempfile import SpooledTemporaryFile, gettempdir
 from typing import Any, cast
@@ -20,12 +21,12 @@ IN_MEMORY = 2**24  # bytes; more is kept in a file
 class Journal:
     """Writes new values into parameters and buffers. `undo` puts everything back, bit for bit.
 
-    The old values go to a temporary file (in memory up to `IN_MEMORY` bytes), so that memory holds one of them at a time. The system
-    deletes the file when the process ends, however it ends.
+    The old values go to a temporary file (in memory up to `IN_MEMORY` bytes), so that memory holds
+    one of them at a time. The system deletes the file when the process ends, however it ends.
     """
 
     def __init__(self) -> None:
-        self.steps: list[Callable[[], object]] = []  # that undo what was done
+        self.steps: list[Callable[[], object]] = []  # undo what was done
         self.file: Any = SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115  # `__exit__` closes it
 
     def __enter__(self) -> Journal:
@@ -35,7 +36,9 @@ class Journal:
         self.file.close()
 
     def write(self, model: nn.Module, name: str, value: Tensor) -> None:
-        """Gives a parameter a value of its dtype and shape. One that is quantised, or missing, becomes a plain one. Raises: as `copy`."""
+        """Gives a parameter a value of its dtype and shape. A quantised or missing one becomes a
+        plain one.
+        """
         module, _, attribute = name.rpartition(".")
         owner = model.get_submodule(module)
         old: nn.Parameter | None = vars(owner)["_parameters"].get(attribute)
@@ -49,21 +52,27 @@ class Journal:
     def copy(self, tensor: Tensor, value: Tensor) -> None:
         """`tensor.copy_(value)`. Raises: P546 where there is no room for the old values."""
         if type(tensor.data) is Tensor:
-            self.steps.append(partial(self.read, self.keep(tensor), tensor))
+            self.steps.append(partial(self.restore, self.save(tensor), tensor))
         else:  # sharded
             self.steps.append(partial(tensor.copy_, tensor.detach().clone()))
         tensor.copy_(value)
 
-    def keep(self, tensor: Tensor) -> int:
+    def save(self, tensor: Tensor) -> int:
         start: int = self.file.seek(0, 2)
         try:
-            self.file.write(buffer(as_bytes(tensor)))
+            self.file.write(buffer(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)))
             self.file.flush()
         except OSError as error:
             message = f"the weights as they are now cannot be kept in {temporary_folder()}: {error.strerror}"
             help_ = "name another folder in TMPDIR: they are kept there until all new ones are written"
             raise PeftcError(Diagnostic("P546", message, help=help_)) from error
         return start
+
+    def restore(self, start: int, tensor: Tensor) -> None:
+        old = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+        self.file.seek(start)
+        self.file.readinto(buffer(old))
+        tensor.copy_(old.view(tensor.dtype).view(tensor.shape))
 
     def undo(self, start: int = 0) -> None:
         """Undoes all steps but the first `start`, the last one first."""
@@ -72,28 +81,30 @@ class Journal:
                 self.steps[-1]()
                 self.steps.pop()
 
-    def read(self, start: int, tensor: Tensor) -> None:
-        old = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-        self.file.seek(start)
-        self.file.readinto(buffer(old))
-        tensor.copy_(old.view(tensor.dtype).view(tensor.shape))
 
+@contextmanager
+def transaction(journal: Journal | None = None) -> Generator[tuple[Journal, Deferral]]:
+    """A block that changes a model: all of it or, after an error or an interrupt, nothing.
 
-def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], then: Callable[[], object]) -> None:
-    """Copies second tensors into first ones and calls `then`: all of it or, after an error or an interrupt, nothing."""
-    with Journal() as journal, Deferral():
+    The block notes in the journal how each step is undone. `journal`: of a larger transaction.
+    """
+    own = Journal() if journal is None else journal
+    with own if journal is None else nullcontext(), Deferral() as deferral:
+        start = len(own.steps)
         try:
-            for tensor, value in pairs:
-                journal.copy(tensor, value)
+            yield own, deferral
         except BaseException:
-            journal.undo()
+            with Deferral():
+                own.undo(start)
             raise
-        then()
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The values of a tensor (any shape, dtype and device) as bytes, in the order of its indices."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], finish: Callable[[], object]) -> None:
+    """Copies second tensors into first ones and calls `finish`, in one transaction."""
+    with transaction() as (journal, _):
+        for tensor, value in pairs:
+            journal.copy(tensor, value)
+        finish()
 
 
 def temporary_folder() -> str:
@@ -104,5 +115,4 @@ def temporary_folder() -> str:
 
 
 def buffer(data: Tensor) -> memoryview:
-    """The memory of a tensor of bytes."""
     return memoryview(cast(Any, data.numpy()))

@@ -1,5 +1,7 @@
-"""Classes put over those of modules that have something else inside of `disabled`: base parameters that `train` has changed have
-their first values, and `save_pretrained` of the model writes the base. A call of the model itself asks whether all edits are in it.
+"""Overlay classes: subclasses for modules that behave differently inside of `disabled`.
+
+Base parameters that `train` has changed have their first values there, and `save_pretrained` writes
+the base. A call of the model itself checks that all of its edited modules are still in it.
 """
 
 from __future__ import annotations
@@ -11,13 +13,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from peftc.concurrency.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.installation.presence import ORIGINALS, PRESENCE, VIEW, Presence, refuse_loss, refuse_loss_of
+from peftc.installation.completeness import (
+    COMPLETENESS,
+    ORIGINALS,
+    VIEW,
+    Completeness,
+    check_complete,
+    check_complete_number,
+)
 from peftc.installation.record import Installation, installation_of, is_installed
 from peftc.specialization.derived_classes import replace_base
 
@@ -26,51 +34,51 @@ _saving: ContextVar[bool] = ContextVar("peftc_saving", default=False)
 
 
 @dataclass(frozen=True)
-class Original:
+class OriginalValue:
     """The first value of a base parameter that `edit` trains."""
 
     edit: str
     value: Tensor
 
     def like(self, parameter: Tensor) -> Tensor:
-        """It, on the parameter's device, in its dtype, and with its rows: an embedding may have got more since, or lost some."""
+        """The value, with the device, the dtype and the rows of the parameter."""
         value = self.value
         if (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device):
             return value
         result = parameter.detach().clone()
-        put_back(result, value)
+        rows = common_rows(parameter, value)
+        result[rows].copy_(value[rows])
         return result
 
 
-@torch.no_grad()
-def put_back(parameter: Tensor, value: Tensor) -> None:
-    """Gives a parameter its value of before; an embedding may have got more rows since, or lost some."""
-    rows = slice(min(len(value), len(parameter))) if value.ndim else ...
-    parameter[rows].copy_(value[rows])
+def common_rows(parameter: Tensor, value: Tensor) -> Any:
+    """The rows that both have: an embedding may have been resized since."""
+    return slice(min(len(value), len(parameter))) if value.ndim else ...
 
 
-def cover(model: nn.Module, record: Installation) -> None:
-    """Puts the classes over those of a compiled model's modules."""
-    first = {saved: Original(saved.partition("/")[0], record.originals[n]) for saved, n in record.trained.items()}
-    owners: dict[nn.Module, dict[str, Original]] = {}
+def install_overlays(model: nn.Module, record: Installation) -> None:
+    """Gives the modules of a compiled model the classes of this file."""
+    originals = {
+        saved: OriginalValue(saved.partition("/")[0], record.originals[n]) for saved, n in record.trained.items()
+    }
+    owners: dict[nn.Module, dict[str, OriginalValue]] = {}
     for saved, name in record.trained.items():
         for owner, attribute in owners_of(model, true_parameter(model, name)):
-            owners.setdefault(owner, {})[attribute] = first[saved]
-    for module, originals in owners.items():
-        vars(module).update({CHOICE: record.choice, ORIGINALS: originals})
+            owners.setdefault(owner, {})[attribute] = originals[saved]
+    for module, values in owners.items():
+        vars(module).update({CHOICE: record.choice, ORIGINALS: values})
     owners.setdefault(model, {})
-    for module, originals in owners.items():
+    for module, values in owners.items():
         saves, root = module is model and hasattr(model, "save_pretrained"), module is model
-        module.__class__ = over(type(module), tuple(originals), saves, root)
-    vars(model)[PRESENCE] = Presence(model)
+        module.__class__ = overlay_class(type(module), tuple(values), saves, root)
+    vars(model)[COMPLETENESS] = Completeness(model)
 
 
-def uncover(model: nn.Module) -> None:
-    """Takes them off."""
-    vars(model).pop(PRESENCE, None)
+def remove_overlays(model: nn.Module) -> None:
+    vars(model).pop(COMPLETENESS, None)
     for module in model.modules():
-        while (own := _made_here(type(module))) is not None:
-            module.__class__ = replace_base(type(module), own, vars(own)[_UNDER])
+        while (overlay := top_overlay(type(module))) is not None:
+            module.__class__ = replace_base(type(module), overlay, vars(overlay)[_UNDER])
         if vars(module).pop(ORIGINALS, None) is not None and not hasattr(type(module), "_peftc_kind"):
             vars(module).pop(CHOICE, None)
 
@@ -88,31 +96,34 @@ def owners_of(model: nn.Module, parameter: Tensor) -> Iterator[tuple[nn.Module, 
 
 
 def check_readable(model: nn.Module, names: Iterable[str]) -> None:
-    """Raises: P432 for a parameter that a module holds in a list besides, as recurrent ones do: it is read from there."""
-    wanted = {id(true_parameter(model, n)): n for n in names}
+    """Raises: P432 for a parameter that is read from a list, as recurrent modules do."""
+    trained = {id(true_parameter(model, n)): n for n in names}
     for name, module in model.named_modules():
-        for attribute, held in vars(module).items():
-            parts = held if isinstance(held, list | tuple) else ()
-            if hit := next((wanted[id(p)] for p in cast(Iterable[object], parts) if id(p) in wanted), None):
-                message = f"`{hit}` is trained, and {type(module).__name__} `{name}` reads it from its `{attribute}`"
+        for attribute, value in vars(module).items():
+            items = value if isinstance(value, list | tuple) else ()
+            if parameter := next((trained[id(p)] for p in cast(Iterable[object], items) if id(p) in trained), None):
+                message = (
+                    f"`{parameter}` is trained, and {type(module).__name__} `{name}` reads it from its `{attribute}`"
+                )
                 raise PeftcError(Diagnostic("P432", message, help="compare with a copy: peftc.remove(deepcopy(model))"))
 
 
-_made: weakref.WeakValueDictionary[tuple[type, tuple[str, ...], bool, bool], type[nn.Module]] = (
+_classes: weakref.WeakValueDictionary[tuple[type, tuple[str, ...], bool, bool], type[nn.Module]] = (
     weakref.WeakValueDictionary()
 )
 
 
-def over(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:
+def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:
     """A subclass under the same names whose parameters `names` are those of the present context.
 
-    `saves`: it writes what the model is in the present context. `root`: its calls are those of the model.
+    `saves`: its `save_pretrained` writes what acts in the present context. `root`: it is the class
+    of the model.
     """
     key = (cls, names, saves, root)
-    return _made.get(key) or _made.setdefault(key, _make(*key))
+    return _classes.get(key) or _classes.setdefault(key, _new_class(*key))
 
 
-def _make(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:
+def _new_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:
     members: dict[str, Any] = {name: _parameter(name) for name in names}
     members |= {part: getattr(cls, part) for part in ("__module__", "__qualname__", "__doc__")}
     members |= {_UNDER: cls, "__reduce_ex__": _reduce, "_peftc_over": (names, saves, root)}
@@ -138,31 +149,31 @@ def _parameter(name: str) -> property:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Copies and pickles a module by the class or the kind below, and by the class that others have derived from the one made here."""
+    """Copies and pickles what an overlay class is made of; others may have derived from it."""
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-    cls, own = type(self), _over(self)
-    under: Any = vars(own)[_UNDER]
-    made = (vars(under).get("_peftc_kind", under), *cls._peftc_over)
-    return (_blank, made if cls is own else (*made, cls), state)
+    cls, overlay = type(self), own_overlay(self)
+    under: Any = vars(overlay)[_UNDER]
+    arguments = (vars(under).get("_peftc_kind", under), *cls._peftc_over)
+    return (_blank, arguments if cls is overlay else (*arguments, cls), state)
 
 
 def _blank(under: Any, names: tuple[str, ...], saves: bool, root: bool = False, derived: Any = None) -> nn.Module:
-    cls = over(under if isinstance(under, type) else under.cls, names, saves, root)
+    cls = overlay_class(under if isinstance(under, type) else under.cls, names, saves, root)
     if derived is not None:
-        cls = replace_base(derived, _made_here(derived) or cls, cls)
+        cls = replace_base(derived, top_overlay(derived) or cls, cls)
     return cls.__new__(cls)
 
 
 def _call(under: Any) -> Callable[..., Any]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(self, PRESENCE):  # a bound method of it, such as `torch.compile` keeps, may outlive the edits
+        if not hasattr(self, COMPLETENESS):  # a bound method, such as `torch.compile` keeps, may outlive the edits
             return type(self).__call__(self, *args, **kwargs)
         if is_dynamo_compiling():
-            presence = self.peftc_presence
-            if not getattr(VIEW, presence.attribute):
-                refuse_loss_of(presence.number)
+            completeness = self.peftc_completeness
+            if not getattr(VIEW, completeness.attribute):
+                check_complete_number(completeness.number)
         else:
-            refuse_loss(self)
+            check_complete(self)
         return under.__call__(self, *args, **kwargs)
 
     return __call__
@@ -171,27 +182,27 @@ def _call(under: Any) -> Callable[..., Any]:
 def _setstate(under: Any) -> Callable[..., None]:
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
         under.__setstate__(self, state)
-        vars(self)[PRESENCE] = Presence(self)
+        vars(self)[COMPLETENESS] = Completeness(self)
 
     return __setstate__
 
 
 def _replicate(self: Any) -> Any:
-    below: Any = super(_over(self), self)
+    below: Any = super(own_overlay(self), self)
     replica = below._replicate_for_data_parallel()
     vars(replica)[CHOICE] = cast(ChoiceVar, vars(self)[CHOICE]).fixed()
     return replica
 
 
 def _state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-    below: Any = super(_over(self, "state_dict"), self)
+    below: Any = super(own_overlay(self, "state_dict"), self)
     state = below.state_dict(*args, **kwargs)
     return of_base(self, state) if _saving.get() else state
 
 
 def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Writes what the model is in the present context: inside of `disabled`, without the edits that do not act."""
-    below: Any = super(_over(self, "save_pretrained"), self)
+    """Inside of `disabled`: writes the model without the edits that do not act."""
+    below: Any = super(own_overlay(self, "save_pretrained"), self)
     save = below.save_pretrained
     if not is_installed(self) or not installation_of(self).choice.get().off:
         return save(*args, **kwargs)
@@ -205,18 +216,18 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         _saving.reset(token)
 
 
-def _made_here(cls: type[Any]) -> type[Any] | None:
-    """The uppermost class made here from which a class is derived, or which it is."""
+def top_overlay(cls: type[Any]) -> type[Any] | None:
+    """The uppermost overlay class among the bases of a class."""
     return next((c for c in cls.__mro__ if _UNDER in vars(c)), None)
 
 
-def _over(self: nn.Module, member: str = _UNDER) -> type[Any]:
-    """The class made here, among those of a module; FSDP2 puts another one in front of it."""
+def own_overlay(self: nn.Module, member: str = _UNDER) -> type[Any]:
+    """The overlay class of a module that has a member; FSDP2 puts another class in front of it."""
     return next(c for c in type(self).__mro__ if _UNDER in vars(c) and member in vars(c))
 
 
 def of_base(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict without what belongs to edits that do not act, and with the first values of what they train."""
+    """A state dict without the edits that do not act, and without what they have trained."""
     record = installation_of(model)
     off = record.choice.is_off
     places = tuple(f"{place}." for name, place in record.form_modules.items() if off(name.partition("/")[0]))
@@ -224,6 +235,6 @@ def of_base(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     for saved, name in record.trained.items():
         if off(saved.partition("/")[0]):
             parameter = true_parameter(model, name)
-            value = Original("", record.originals[name]).like(parameter)
+            value = OriginalValue("", record.originals[name]).like(parameter)
             values |= {n: value for n, p in model.named_parameters(remove_duplicate=False) if p is parameter}
     return {key: values.get(key, value) for key, value in state.items() if not key.startswith(places)}

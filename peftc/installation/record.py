@@ -1,4 +1,6 @@
-"""What was done to a model: the specs on it, and enough to undo each. Kept in the model; copied and pickled with it."""
+"""What was done to a model: the specs on it, and enough to undo each. Kept in the model; copied and
+pickled with it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from peftc.concurrency.context import ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.tasked_module import Chosen
-from peftc.installation.kept_analysis import KeptAnalysis
+from peftc.installation.cached_analysis import CachedAnalysis
 from peftc.planning import ir
 from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import Plan
@@ -26,7 +28,7 @@ RECORD = "_peftc"
 
 @dataclass(frozen=True)
 class InstalledSpec:
-    """One spec on a model: `spec` is expanded; `plan` is that of this spec alone; `seed` is that of its initial values."""
+    """One expanded spec on a model, its own plan, and the seed of its initial values."""
 
     name: str
     spec: ast.Spec
@@ -48,9 +50,10 @@ class InstalledSpec:
 class Installation:
     """All that was done to a model.
 
-    `planned`: all specs, planned together. `originals`: the first values of the base parameters that are trained.
-    `form_modules`: from saved names, without the parameter, to dotted names of forms. `task`: the tasks; `choice`:
-    which of them is at work, and which edits do not act. `sample`: the arguments of the forward that shows the sites.
+    `planned`: all specs, planned together. `originals`: the first values of the base parameters
+    that are trained. `form_modules`: from saved names, without the parameter, to dotted names of
+    forms. `task`: the tasks; `choice`: which of them is at work, and which edits do not act.
+    `sample`: the arguments of the forward that shows the sites.
     """
 
     specs: tuple[InstalledSpec, ...]
@@ -61,7 +64,7 @@ class Installation:
     form_modules: dict[str, str]
     task: Chosen
     sample: Mapping[str, Any] | None = None
-    analysis: KeptAnalysis | None = field(default=None, repr=False)
+    analysis: CachedAnalysis | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "analysis": None}  # copies and pickles stay small
@@ -110,7 +113,7 @@ def is_installed(model: object) -> bool:
 
 
 def joint_spec(specs: Iterable[ast.Spec]) -> ast.Spec:
-    """The one spec that says what these expanded specs say. Of several, the expectations are left out: each was about one spec alone."""
+    """The spec of all edits. Of several specs, expectations are left out: each is about one."""
     first, *others = specs
     if not others:
         return first

@@ -1,4 +1,6 @@
-"""What a second spec on a model must not share with the first: its name, the names of its edits, what it trains."""
+"""What a second spec on a model must not share with the first: its name, the names of its edits,
+what it trains.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from peftc.syntax import ast
 
 
 def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
-    """An expanded spec with `prefix.` before the names of its edits. Raises: P545 where that is no name."""
+    """A flat spec with `prefix.` before the names of its edits. Raises: P545 for no words."""
     if prefix is None:
         return flat
     if not isinstance(prefix, str) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
@@ -23,12 +25,12 @@ def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
     ):
         raise PeftcError(Diagnostic("P545", f"`{prefix}` cannot stand before the name of an edit", help="use a word"))
     statements = prefix_names(flat.statements, prefix)
-    kept = tuple(s for s in statements if isinstance(s, ast.Let | ast.Edit | ast.Train | ast.Expect))
-    return replace(flat, statements=kept)
+    flat_statements = (s for s in statements if isinstance(s, ast.Let | ast.Edit | ast.Train | ast.Expect))
+    return replace(flat, statements=tuple(flat_statements))
 
 
 def free_name(specs: Iterable[InstalledSpec], name: str | None, default: str) -> str:
-    """A name that no spec of the model has. Raises: P412 where `name` is taken, P545 where it is no text."""
+    """A name that no spec of the model has. Raises: P412 for a second one, P545 for no text."""
     if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         raise PeftcError(Diagnostic("P545", f"the name of a spec is a text, not a {type(name).__name__}"))
     present = {spec.name for spec in specs}
@@ -40,7 +42,7 @@ def free_name(specs: Iterable[InstalledSpec], name: str | None, default: str) ->
 
 
 @contextmanager
-def noted(note: str) -> Generator[None]:
+def with_note(note: str) -> Generator[None]:
     """Adds a note to what is raised in the block."""
     try:
         yield
@@ -49,14 +51,14 @@ def noted(note: str) -> Generator[None]:
 
 
 def refuse_second(record: Installation, flat: ast.Spec, trained: Iterable[str]) -> None:
-    """Raises: P412 for names of edits that are on the model already, P414 for base parameters that are trained already."""
-    found = [*_clashes(record.specs, flat), *_trained_twice(record, trained)]
-    if found:
-        raise PeftcError(found)
+    """Raises: P412 for edits of the same names, P414 for base parameters that are trained twice."""
+    errors = [*_clashes(record.specs, flat), *_trained_twice(record, trained)]
+    if errors:
+        raise PeftcError(errors)
 
 
-def _clashes(parts: Iterable[InstalledSpec], flat: ast.Spec) -> Iterable[Diagnostic]:
-    first = {name: part for part in parts for name in _names(part.spec)}
+def _clashes(specs: Iterable[InstalledSpec], flat: ast.Spec) -> Iterable[Diagnostic]:
+    first = {name: spec for spec in specs for name in _names(spec.spec)}
     same = [name for name in _names(flat) if name in first]
     if same:
         yield Diagnostic(

@@ -19,11 +19,11 @@ from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import FormModule
 from peftc.forms.pruned_module import PrunedValues
 from peftc.forms.sparse_module import SparseValues
-from peftc.installation.presence import active_installation
+from peftc.installation.base_weights import refuse_quantised, view_of
+from peftc.installation.builder import shared_name
+from peftc.installation.completeness import active_installation
 from peftc.installation.record import Installation
-from peftc.installation.surgery import identifier, refuse_quantised, view_of
 from peftc.planning import ir
-from peftc.rewriting.container import SHARED
 
 Batch = Mapping[str, Any]
 SELECTORS = (SparseValues, Lines, MaskedSites)
@@ -206,7 +206,7 @@ def selector_name(
     owner = instance.owner_of(task)
     place = f"{site_edit.edit}/{site_edit.site.path}/{instance.key}"
     names = [f"{record.form_modules[place]}{suffix}"] if instance.has_site_parameters else []
-    names += [f"{SHARED}.{identifier(owner)}"] if owner is not None else []
+    names += [shared_name(owner)] if owner is not None else []
     return next((name for name in names if isinstance(model.get_submodule(name), SELECTORS)), None)
 
 

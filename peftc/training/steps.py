@@ -20,10 +20,9 @@ from peftc.forms.mixture_module import Mixture
 from peftc.forms.module import FormModule, seeded
 from peftc.forms.svd_module import SVD
 from peftc.forms.tasked_module import Tasked
-from peftc.installation.presence import active_installation
+from peftc.installation.builder import shared_name
+from peftc.installation.completeness import active_installation
 from peftc.installation.record import Installation
-from peftc.installation.surgery import identifier
-from peftc.rewriting.container import SHARED
 
 
 def step(model: nn.Module, step: int) -> None:
@@ -160,7 +159,7 @@ def penalised_forms(model: nn.Module, record: Installation) -> dict[str, list[Ma
                 if owner is None or owner in seen or not record.task.concerns(task):
                     continue
                 seen.add(owner)
-                module = model.get_submodule(f"{SHARED}.{identifier(owner)}")
+                module = model.get_submodule(shared_name(owner))
                 if isinstance(module, MaskedSites) and not bool(module.get_buffer("pruned")):
                     forms.setdefault(site_edit.edit, []).append(module)
     return forms

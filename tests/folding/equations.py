@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 
 import torch
 from torch import Tensor
 
 from peftc.addressing.sites import Site, State, WeightRef
+from peftc.diagnostics import PeftcError
+from peftc.folding.module_folds import CannotFold, Fold, combine
 from peftc.forms import FORMS, Dims
 from peftc.forms.module import FormModule, build
 from peftc.forms.shapes import Shape, Tokens, Vector, Weight
-from peftc.planning.ir import Arithmetic, Assign, Constant, FormCall, FormInstance, FrozenCall, Placed, Read, Term
+from peftc.planning.foldability.affine import FoldTarget, Side
+from peftc.planning.ir import Arithmetic, Assign, Constant, FormCall, FormInstance, FrozenCall, Read, SiteEdit, Term
 from peftc.syntax import ast
 
 SOURCE = ast.Name("…")
@@ -68,13 +72,13 @@ def instances(term: Term) -> list[FormInstance]:
             return []
 
 
-def placed(where: Site, *assigns: Assign) -> Placed:
+def placed(where: Site, *assigns: Assign) -> SiteEdit:
     found = {id(i): i for a in assigns for i in instances(a.value)}
-    return Placed("edit", where, assigns, tuple(found.values()))
+    return SiteEdit("edit", where, assigns, tuple(found.values()))
 
 
 def trained(
-    edit: Placed, dtype: torch.dtype = torch.float64, base: Mapping[str, Tensor] | None = None
+    edit: SiteEdit, dtype: torch.dtype = torch.float64, base: Mapping[str, Tensor] | None = None
 ) -> dict[str, FormModule]:
     """The modules of an edit, with every parameter away from where it started."""
     modules: dict[str, FormModule] = {}
@@ -88,7 +92,42 @@ def trained(
     return modules
 
 
-def run(edit: Placed, modules: Mapping[str, FormModule], states: dict[str, Tensor]) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Folded:
+    weight: Tensor
+    bias: Tensor | None
+    survived: float
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    reason: str
+
+
+def fold(
+    edit: SiteEdit, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side | None = None
+) -> Folded | Unfolded:
+    """A Linear with this weight and bias, after a fold of an edit at it."""
+    states = {assign.state for assign in edit.assigns}
+    output = "input" if states == {"z"} or edit.site.steps[-1][0] == "hidden" else "output"
+    side = side or ("weight" if states <= {"w", "b"} else output)
+    linear = torch.nn.Linear(1, 1)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    linear.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias, requires_grad=False))
+    refs = WeightRef("q", "weight"), None if bias is None else WeightRef("q", "bias")
+    target = FoldTarget(side, edit.site, *refs)
+    try:
+        values = combine(torch.nn.ModuleDict({"q": linear}), "q", [Fold(edit, target, modules, (0,))])
+    except CannotFold as error:
+        return Unfolded(error.reason)
+    except PeftcError as error:
+        return Unfolded(str(error))
+    new = {name: value.value for name, value in values.items()}
+    survived = values["q.weight"].change.survived if "q.weight" in values else 1.0
+    return Folded(new.get("q.weight", weight), new.get("q.bias", bias), survived)
+
+
+def run(edit: SiteEdit, modules: Mapping[str, FormModule], states: dict[str, Tensor]) -> dict[str, Tensor]:
     """The states after the edit's equations, computed on plain tensors; `like` decides dtype for forms without input."""
     known: dict[int, Tensor] = {}
     for equation in edit.assigns:

@@ -5,14 +5,14 @@ import math
 
 import pytest
 import torch
-from tests.weights import equations as eq
 from torch import Tensor
 from torch.nn.functional import linear
 
-from peftc.folding.affine_values import FoldedWeights, Refusal, fold_terms
+from peftc.folding.affine_values import Refusal, fold_terms
 from peftc.forms.shapes import KeyValue, Tokens, Vector, Weight
 from peftc.planning.foldability.affine import affine_reason, fold_reason, fold_target
 from peftc.planning.ir import Assign, Concat
+from tests.folding import equations as eq
 
 TOLERANCE = 1e-10
 D_IN, D_OUT = 10, 6
@@ -62,8 +62,8 @@ def test_an_edit_of_h_folds_into_its_linear(name: str, bias: bool) -> None:
     assert fold_reason(edit, {where.path: where}) is None
     b = BIAS if bias else None
     modules = eq.trained(edit, base={"w": WEIGHT})
-    folded = fold_terms(edit, modules, WEIGHT, b)
-    assert isinstance(folded, FoldedWeights)
+    folded = eq.fold(edit, modules, WEIGHT, b)
+    assert isinstance(folded, eq.Folded)
     weights = eq.placed(where, *[a for a in edit.assigns if a.state == "w"])
     hidden = eq.placed(where, *[a for a in edit.assigns if a.state == "h"])
     w = eq.run(weights, modules, {"w": WEIGHT, "like": WEIGHT})["w"]
@@ -80,8 +80,8 @@ def test_what_let_binds_keeps_the_value_it_had() -> None:
     bound = dataclasses.replace(edit, lets=((0, sequential),))
     modules = eq.trained(edit)
     f = modules["adapter"](linear(INPUT, WEIGHT, BIAS))
-    folded = fold_terms(bound, modules, WEIGHT, BIAS)
-    assert isinstance(folded, FoldedWeights)
+    folded = eq.fold(bound, modules, WEIGHT, BIAS)
+    assert isinstance(folded, eq.Folded)
     want = linear(INPUT, WEIGHT, BIAS) + modules["lora"](INPUT) + f
     torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -104,8 +104,8 @@ def test_an_edit_of_the_hidden_activation_folds_into_down(name: str, bias: bool)
     assert not isinstance(target, str)
     assert (target.side, target.weight, fold_reason(edit, sites)) == ("input", down.states["w"].weight, None)
     b, modules = BIAS if bias else None, eq.trained(edit)
-    folded = fold_terms(edit, modules, WEIGHT, b, target.side)
-    assert isinstance(folded, FoldedWeights)
+    folded = eq.fold(edit, modules, WEIGHT, b, target.side)
+    assert isinstance(folded, eq.Folded)
     want = linear(eq.run(edit, modules, {"h": INPUT, "like": INPUT})["h"], WEIGHT, b)
     torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -118,8 +118,8 @@ def test_a_sub_layer_folds_into_the_linear_that_computes_its_h() -> None:
     assert not isinstance(target, str)
     assert (target.side, target.weight) == ("output", down.states["w"].weight)
     modules = eq.trained(edit)
-    folded = fold_terms(edit, modules, WEIGHT, BIAS)
-    assert isinstance(folded, FoldedWeights)
+    folded = eq.fold(edit, modules, WEIGHT, BIAS)
+    assert isinstance(folded, eq.Folded)
     want = eq.run(edit, modules, {"h": linear(INPUT, WEIGHT, BIAS), "like": INPUT})["h"]
     torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
     sandwich = eq.site("layer.ffn", D_OUT, D_OUT, weight=False)
@@ -138,8 +138,8 @@ def test_weights_and_biases_of_norms() -> None:
     assert fold_reason(edit, {}) is None
     modules = eq.trained(edit)
     weight, bias = normal(5), normal(5, seed=1)
-    folded = fold_terms(edit, modules, weight, bias)
-    assert isinstance(folded, FoldedWeights)
+    folded = eq.fold(edit, modules, weight, bias)
+    assert isinstance(folded, eq.Folded)
     torch.testing.assert_close(folded.weight, weight * modules["gain"].scale)
     torch.testing.assert_close(folded.bias, bias + modules["shift"].scale)
 
@@ -169,8 +169,8 @@ def test_what_does_not_fold_is_named(name: str) -> None:
     assert (affine_reason(value, {"x", "h"}) or "").startswith(reason)
     assert (fold_reason(edit, {where.path: where}) or "").startswith(reason)
     if name != "form of a constant":
-        folded = fold_terms(edit, eq.trained(edit), WEIGHT, BIAS)
-        assert isinstance(folded, Refusal)
+        folded = eq.fold(edit, eq.trained(edit), WEIGHT, BIAS)
+        assert isinstance(folded, eq.Unfolded)
 
 
 def test_prefixes_and_states_of_attention_do_not_fold() -> None:
@@ -188,7 +188,7 @@ def test_a_parallel_adapter_of_a_sub_layer_does_not_fold() -> None:
     where = eq.site("layer.ffn", D_OUT, D_IN, weight=False, linear=down.path)
     edit = eq.placed(where, eq.assign("h", eq.op("+", H, parallel)))
     assert fold_reason(edit, {down.path: down}) == "`x` is not what the Linear reads"
-    assert isinstance(fold_terms(edit, eq.trained(edit), WEIGHT, BIAS), Refusal)
+    assert isinstance(eq.fold(edit, eq.trained(edit), WEIGHT, BIAS), eq.Unfolded)
 
 
 def test_tied_weights_are_refused() -> None:
@@ -207,8 +207,8 @@ def test_narrow_weights_are_summed_wide_and_rounded_once(dtype: torch.dtype) -> 
     modules = eq.trained(edit, torch.float32)
     modules["lora"].B.data.mul_(0.05)
     weight = normal(64, 48).to(dtype)
-    folded = fold_terms(edit, modules, weight, None)
-    assert isinstance(folded, FoldedWeights)
+    folded = eq.fold(edit, modules, weight, None)
+    assert isinstance(folded, eq.Folded)
     delta = modules["lora"].B.detach() @ modules["lora"].A.detach()
     assert torch.equal(folded.weight, (weight.float() + delta).to(dtype))
     assert not torch.equal(folded.weight, weight + delta.to(dtype))
@@ -224,11 +224,11 @@ def test_not_a_number_is_refused(value: float) -> None:
     edit = eq.placed(where, *OUTPUT_EDITS["lora"])
     modules = eq.trained(edit)
     modules["lora"].A.data[0, 0] = value
-    refused = fold_terms(edit, modules, WEIGHT, BIAS)
-    assert isinstance(refused, Refusal)
+    refused = eq.fold(edit, modules, WEIGHT, BIAS)
+    assert isinstance(refused, eq.Unfolded)
     assert "NaN" in refused.reason
-    overflow = fold_terms(eq.placed(where, *OUTPUT_EDITS["ia3"]), _big(), WEIGHT.half(), BIAS.half())
-    assert isinstance(overflow, Refusal)
+    overflow = eq.fold(eq.placed(where, *OUTPUT_EDITS["ia3"]), _big(), WEIGHT.half(), BIAS.half())
+    assert isinstance(overflow, eq.Unfolded)
 
 
 def _big() -> dict[str, object]:
@@ -241,8 +241,9 @@ def test_weights_that_are_not_there_are_refused() -> None:
     where = eq.site("layer.attn.q", D_OUT, D_IN)
     edit = eq.placed(where, *OUTPUT_EDITS["lora"])
     modules = eq.trained(edit)
-    assert fold_terms(edit, modules, WEIGHT.to("meta"), BIAS) == Refusal("the weights are not loaded")
-    assert fold_terms(edit, modules, (100 * WEIGHT).to(torch.int8), None) == Refusal("the weight is quantised")
+    assert eq.fold(edit, modules, WEIGHT.to("meta"), BIAS) == eq.Unfolded("the weights are not loaded")
+    quantised = (100 * WEIGHT).to(torch.int8)
+    assert fold_terms(edit, modules, quantised, None, "output") == Refusal("the weight is quantised")
 
 
 def test_a_value_keeps_nothing_wide_for_a_wide_hidden_state() -> None:
@@ -252,6 +253,6 @@ def test_a_value_keeps_nothing_wide_for_a_wide_hidden_state() -> None:
     value = eq.op("*", eq.op("+", z, eq.apply("lora", z, Tokens(d), r=2)), eq.apply("vector", None, Tokens(d)))
     edit = eq.placed(eq.site("layer.ffn.hidden", d, d, weight=False), eq.assign("h", value))
     weight = torch.randn(4, d)
-    folded = fold_terms(edit, eq.trained(edit, torch.float32), weight, None)
-    assert isinstance(folded, FoldedWeights)
+    folded = eq.fold(edit, eq.trained(edit, torch.float32), weight, None)
+    assert isinstance(folded, eq.Folded)
     assert folded.weight.shape == weight.shape

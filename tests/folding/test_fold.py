@@ -404,7 +404,7 @@ class Injected(Exception):
 
 @pytest.mark.parametrize("where", ["warm", "apply", "planned", "prepare"])
 def test_a_failure_in_the_middle_leaves_the_compiled_model(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peftc.installation import compiled_model, reinstall, surgery
+    from peftc.installation import builder, compiled_model, reinstall
 
     spec = MIXED + "\nedit d at layer[*].attn.q { h += vector(init=0) }"
     model, _ = compiled("llama", spec)
@@ -420,7 +420,7 @@ def test_a_failure_in_the_middle_leaves_the_compiled_model(where: str, monkeypat
             case "planned":
                 patch.setattr(compiled_model, "plan_on", fail)
             case _:
-                patch.setattr(surgery.Surgery, where, fail)
+                patch.setattr(builder.InstallationBuilder, where, fail)
         with pytest.raises(Injected):
             peftc.fold(model)
     assert_unchanged(model, before, parameters)

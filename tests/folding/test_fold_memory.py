@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import peftc
-from peftc.folding import ffn_width, weights
-from peftc.installation import journal
+from peftc.folding import ffn_width
+from peftc.installation import compiled_model, journal
 from tests import zoo
 from tests.laws.harness import randomise
 
@@ -70,7 +70,7 @@ def result(model: nn.Module) -> torch.Tensor:
     return model(**zoo.inputs("llama", model))[0]
 
 
-PLACES = [(torch.Tensor, "copy_"), (torch.Tensor, "to"), (journal.Journal, "keep"), (nn.Module, "register_parameter")]
+PLACES = [(torch.Tensor, "copy_"), (torch.Tensor, "to"), (journal.Journal, "save"), (nn.Module, "register_parameter")]
 
 
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=[name for _, name in PLACES])
@@ -184,10 +184,10 @@ def test_a_fold_that_widens_is_done_or_undone_as_a_whole(
     model = wider()
     before, want, config = state(model), observed(model), str(model.config)
     places = [
-        (ffn_width.Widening, "widened"),
-        (ffn_width.Wider, "swap"),
+        (ffn_width.Widening, "widen"),
+        (ffn_width.WiderFfn, "swap"),
         (ffn_width, "wider_config"),
-        (weights, "uninstall"),
+        (compiled_model, "uninstall"),
     ]
     for owner, name in places:
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The analysis of a compiled model, kept as long as the model is what was analysed."""
+"""The analysis of a compiled model, cached as long as the model does not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peftc.rewriting.container import CONTAINER, SHARED
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 TORCH = frozenset(vars(nn.Module()))  # what torch keeps in every module
-PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_presence"})
+PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_completeness"})
 
 
 class NotComparable(Exception):
@@ -25,23 +25,24 @@ class NotComparable(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class KeptAnalysis:
-    """`state` is that of the compiled model: if it is another one now, the analysis may be wrong."""
+class CachedAnalysis:
+    """`state` is that of the compiled model. If it has changed, the analysis may be wrong."""
 
     analysis: Analysis
     sample: Mapping[str, Any] | None
     state: tuple[Any, ...] | None
 
     @classmethod
-    def of(cls, model: nn.Module, analysis: Analysis, sample: Mapping[str, Any] | None) -> KeptAnalysis:
+    def of(cls, model: nn.Module, analysis: Analysis, sample: Mapping[str, Any] | None) -> CachedAnalysis:
         return cls(analysis, sample, state_of(model))
 
-    def holds(self, model: nn.Module, sample: Mapping[str, Any] | None) -> bool:
+    def is_valid(self, model: nn.Module, sample: Mapping[str, Any] | None) -> bool:
         return self.state is not None and sample is self.sample and state_of(model) == self.state
 
 
 def state_of(model: nn.Module) -> tuple[Any, ...] | None:
-    """All that an analysis depends on: classes, attributes, and tensors without their values; None where it cannot be compared.
+    """All that an analysis depends on: classes, attributes, and tensors without their values; None
+    where it cannot be compared.
 
     Objects that several modules share are numbered. Edits are left out.
     """

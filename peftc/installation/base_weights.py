@@ -1,0 +1,66 @@
+"""Weights of the base as `nn.Linear` stores them, whatever their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from peftc.addressing.sites import WeightRef
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.modules.offload import offloaded
+from peftc.rewriting.insert import layout
+from peftc.rewriting.legality.preconditions import no_values
+from peftc.runtime.parameters import dense, is_quantised, rows_of, stacked_slice
+
+
+class BaseWeights(Mapping[str, torch.Tensor]):
+    """Weights that the initial values of a form may depend on. They are read when the form asks for
+    them.
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, WeightRef], form: str) -> None:
+        self.model, self.weights, self.form = model, weights, form
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        weight = weight_view(self.model, self.weights[key]).detach()
+        if weight.is_meta:
+            raise PeftcError(no_values([f"{key} of {self.form}"], "the initial values are computed from it"))
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
+    """A weight (out, in): the rows of the site alone."""
+    module = model.get_submodule(ref.module)
+    stored: torch.Tensor = getattr(module, ref.attribute)
+    value = offloaded(module, ref.attribute) if stored.is_meta else None
+    return view_of(dense(stored if value is None else value), ref)
+
+
+def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
+    """The same view of a tensor that is stored as the parameter is, such as its gradient."""
+    if ref.stacked_slice is not None:
+        tensor = stacked_slice(tensor, ref.stacked_slice.count, ref.stacked_slice.index)
+    tensor = tensor.t() if ref.transposed else tensor
+    if ref.rows is None:
+        return tensor
+    if ref.rows.count == 1:
+        return tensor[ref.rows.start : ref.rows.stop]
+    return rows_of(tensor, 0, *layout(ref.rows, tensor.shape[0]))
+
+
+def refuse_quantised(parameters: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+    """Raises: P542 for parameters that are stored in few bits: no training step can change them."""
+    for name in names:
+        parameter = parameters[name]
+        if is_quantised(parameter) or not parameter.is_floating_point():
+            kind = type(parameter.data).__name__ if is_quantised(parameter) else parameter.dtype
+            help_ = "change it by an edit, such as `h += lora(x, r=8)`, and leave it as it is"
+            raise PeftcError(Diagnostic("P542", f"`{name}` is quantised ({kind}) and cannot be trained", help=help_))

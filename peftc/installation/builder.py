@@ -1,0 +1,258 @@
+"""Makes what an installation puts into a model: generated classes, containers, and forms with their
+initial values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from peftc.concurrency.context import CHOICE
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.module import FormModule, build, build_of_all, build_owner, member, seeded
+from peftc.forms.sequence_module import Sequence
+from peftc.forms.tasked_module import Tasked
+from peftc.installation.base_weights import BaseWeights
+from peftc.installation.edited_classes import clear, install_class, restore_class
+from peftc.installation.overlay import install_overlays, remove_overlays
+from peftc.installation.record import RECORD, Installation
+from peftc.modules.instance_forward import code_class
+from peftc.modules.offload import execution_device
+from peftc.planning import ir
+from peftc.rewriting.container import CONTAINER, SHARED, Container
+from peftc.rewriting.edits import Region, RegionEdit, module_name
+from peftc.rewriting.legality.preconditions import check_forwards, refuse_half
+from peftc.rewriting.positions import SEQUENCE, picks
+from peftc.specialization.generated_class import GeneratedClass
+
+
+class EditedModule(NamedTuple):
+    name: str
+    module: nn.Module
+    cls: GeneratedClass
+    container: nn.Module
+
+
+@dataclass(frozen=True)
+class FormSite:
+    """One form of an edit at one site."""
+
+    site_edit: ir.SiteEdit
+    instance: ir.FormInstance
+    module: nn.Module  # of the region
+
+    @property
+    def saved_name(self) -> str:
+        return f"{self.site_edit.edit}/{self.site_edit.owner_path}/{self.instance.key}"
+
+
+class InstallationBuilder:
+    """Builds one installation. Nothing of the model changes before `apply`.
+
+    `installation`: its regions and form modules are still empty. `present`: forms that the model
+    has already, by saved name, or by dotted name where sites share them. `classes`: its generated
+    classes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        installation: Installation,
+        present: Mapping[str, FormModule],
+        classes: Iterable[GeneratedClass],
+    ) -> None:
+        self.model, self.installation, self.present = model, installation, present
+        self.classes = {class_key(c.base, c.inline, c.edits, c.absent, c.entered): c for c in classes}
+        self.seeds = {edit: spec.seed for spec in installation.specs for edit in spec.edits}
+        self.modules: list[EditedModule] = []
+        self.forms: dict[str, FormModule] = {}  # by saved name
+        self.shared: dict[str, FormModule] = {}  # by owner
+        self.sequences: dict[tuple[str, str], Sequence] = {}  # by edit and site
+
+    def prepare(self, regions: list[Region]) -> None:
+        """Makes classes and parameters.
+
+        Raises: P411 for a module with an attribute `peftc`, P527 for one without weights in a model
+        that has some, P424, P426 and P427 for one whose code cannot be traced.
+        """
+        partly_loaded = len({p.is_meta for p in self.model.parameters()}) > 1
+        for region in regions:
+            self.sequences |= dict.fromkeys(region.serves, Sequence())
+        for region in regions:
+            module = self.model.get_submodule(region.module)
+            check_forwards(region, self.model)
+            if partly_loaded:
+                refuse_half(region.module, module)
+            if CONTAINER in vars(module)["_modules"] or hasattr(module, CONTAINER):
+                message = f"`{region.module}` already has something named `{CONTAINER}`"
+                raise PeftcError(Diagnostic("P411", message, help="rename it: edits are registered under this name"))
+            cls, container = self.generated_class(region, module), self.container(region, module)
+            self.modules.append(EditedModule(region.module, module, cls, container))
+            self.installation.regions.append((region.module, cls))
+
+    def generated_class(self, region: Region, module: nn.Module) -> GeneratedClass:
+        base = code_class(module)
+        absent = absent_members(module) if region.inline else frozenset[str]()
+        entered = tuple(code_class(module.get_submodule(name)) for name in sorted(region.inline) if name)
+        key = class_key(base, region.inline, region.edits, absent, entered)
+        if key not in self.classes:
+            edits = tuple(region.edits)
+            self.classes[key] = GeneratedClass(base, region.inline, edits, base.__name__, absent, entered)
+        return self.classes[key]
+
+    def container(self, region: Region, module: nn.Module) -> nn.Module:
+        """The region's own modules: `peftc.<edit>.<site>.<form>`."""
+        root = Container()
+        if region.serves:
+            vars(root)[SEQUENCE] = self.sequences[region.serves[0]]
+        for edit, site_edit in zip(region.edits, region.site_edits, strict=True):
+            for instance in site_edit.instances:
+                at = FormSite(site_edit, instance, module)
+                path = f"{edit.edit_name}.{edit.slug}.{instance.key}"
+                if at.saved_name not in self.forms:
+                    self.forms[at.saved_name] = self.form(at)
+                add_module(root, path, self.forms[at.saved_name])
+                if instance.has_site_parameters:
+                    place = f"{region.module}.{CONTAINER}.{path}".lstrip(".")
+                    self.installation.form_modules.setdefault(at.saved_name, place)
+        return root
+
+    # Forms ----------------------------------------------------------------------------------------
+
+    def form(self, at: FormSite) -> FormModule:
+        present = self.present.get(at.saved_name)
+        if not at.instance.tasks:
+            return self.form_of_task(at, None, at.saved_name, present)
+        tasks = dict(present.tasks.items()) if isinstance(present, Tasked) else {}
+        forms = {
+            task: self.form_of_task(at, task, at.saved_name + suffix, cast(FormModule | None, tasks.get(task)))
+            for task, suffix in at.instance.task_suffixes()
+            if task is not None
+        }
+        tasked = Tasked(self.installation.task, forms)
+        self.attach_sequence(tasked, at)
+        return tasked
+
+    def form_of_task(self, at: FormSite, task: str | None, name: str, present: FormModule | None) -> FormModule:
+        """The form of a site, or that of one task there."""
+        owner_name = at.instance.owner_of(task)
+        owner = None if owner_name is None else self.shared_form(owner_name, at)
+        if owner is not None and not at.instance.has_site_parameters:
+            self.attach_sequence(owner, at)
+            return member(owner, at.instance.index)
+        form = present or self.new_form(build, name, at, at.site_edit.owner_path)
+        self.attach_sequence(form, at)
+        if owner is not None:
+            form.join(owner, at.instance.index, task)
+        return form
+
+    def attach_sequence(self, form: FormModule, at: FormSite) -> None:
+        """Shows a form that selects positions the calls of its stack."""
+        if picks(at.instance):
+            vars(form)[SEQUENCE] = self.sequences[at.site_edit.edit, at.site_edit.owner_path]
+
+    def shared_form(self, owner: str, at: FormSite) -> FormModule:
+        """The parameters that several sites share."""
+        if owner not in self.shared:
+            name = f"{at.site_edit.edit}/{owner}/{at.instance.key}"
+            all_tasks = at.instance.all_tasks_owner
+            make = build_of_all if owner == all_tasks else build_owner
+            # Where its first edit is gone, another one has become the first.
+            form = self.present.get(shared_name(owner)) or self.new_form(make, name, at, "")
+            self.shared[owner] = form
+            self.installation.form_modules[name] = shared_name(owner)
+            if all_tasks not in (None, owner):
+                form.join(self.shared_form(all_tasks, at), 0)
+        return self.shared[owner]
+
+    def new_form(self, make: Callable[..., FormModule], name: str, at: FormSite, place: str) -> FormModule:
+        """A form whose initial values depend on the seed, the edit, the site and the parameter, and
+        on nothing else.
+        """
+        dtype, device = self.options(at.module)
+        form = make(at.instance, dtype=dtype, device=device)
+        weights = {n: s.weight for n, s in at.site_edit.site.states.items() if s.weight is not None}
+        seed = self.seeds[at.site_edit.edit]
+        form.initialise(lambda parameter: seeded(f"{seed}/{name}.{parameter}"), BaseWeights(self.model, weights, name))
+        form.fix(place)
+        return form
+
+    def options(self, module: nn.Module) -> tuple[torch.dtype, torch.device]:
+        """The dtype and device of a module's floating-point parameters, or of the model's where it
+        has none.
+        """
+        parameters = chain(module.parameters(), self.model.parameters())
+        first = next(parameters, None)
+        dtype = next((p.dtype for p in chain([first], parameters) if p is not None and p.is_floating_point()), None)
+        if dtype is None or first is None:
+            return torch.float32, torch.device("cpu")
+        if not first.is_meta:
+            return dtype, first.device
+        return dtype, execution_device(module) or self.execution_device or first.device
+
+    @cached_property
+    def execution_device(self) -> torch.device | None:
+        return execution_device(self.model)
+
+    # Changing the model ---------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Registers the parameters and exchanges the classes."""
+        if self.shared:
+            shared = nn.Module()
+            for owner, form in self.shared.items():
+                shared.add_module(shared_name(owner).rpartition(".")[2], form)
+            self.model.add_module(SHARED, shared)
+        for edited in self.modules:
+            edited.module.add_module(CONTAINER, edited.container)
+            edited.container.train(edited.module.training)
+            vars(edited.module)[CHOICE] = self.installation.choice
+            install_class(edited.module, edited.cls)
+        vars(self.model)[RECORD] = self.installation
+        install_overlays(self.model, self.installation)
+
+    def undo(self) -> None:
+        """Takes out what `apply` has put in, however far it has come."""
+        remove_overlays(self.model)
+        for edited in self.modules:
+            restore_class(edited.module, edited.cls)
+        clear(self.model)
+
+
+def class_key(
+    base: type[nn.Module],
+    inline: frozenset[str],
+    edits: Iterable[RegionEdit],
+    absent: frozenset[str],
+    entered: tuple[type[nn.Module], ...],
+) -> tuple[Any, ...]:
+    """Equal for two regions exactly if they can share a generated class."""
+    return (base, inline, absent, entered, *(e.fingerprint for e in edits))
+
+
+def absent_members(module: nn.Module) -> frozenset[str]:
+    """The children, parameters and attributes that are None here, and may be there in other modules
+    of the class.
+    """
+    members = ((name, vars(m) | vars(m)["_modules"] | vars(m)["_parameters"]) for name, m in module.named_modules())
+    return frozenset(f"{name}.{key}".lstrip(".") for name, values in members for key, v in values.items() if v is None)
+
+
+def add_module(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in dict(root.named_children()):
+            root.add_module(parent, Container())
+        root = root.get_submodule(parent)
+    root.add_module(name, module)
+
+
+def shared_name(owner: str) -> str:
+    """The dotted name of the form that several sites share."""
+    return f"{SHARED}.{module_name(''.join(c if c.isalnum() else '_' for c in owner))}"

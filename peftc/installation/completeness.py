@@ -1,0 +1,237 @@
+"""Whether the edited modules of a model are still in it: a quantiser or a user may have replaced
+them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from peftc.concurrency.context import CHOICE
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.installation.record import Installation, installation_of
+from peftc.rewriting.container import CONTAINER
+
+ORIGINALS = "peftc_originals"  # the name of the first values of what `train` changes in the attributes of a module
+COMPLETENESS = "peftc_completeness"  # the name of a `Completeness` in the attributes of a compiled model
+HELP = "put the edited module back, or take all edits out with `peftc.remove` and compile again"
+Link = tuple[dict[str, nn.Module | None], str, nn.Module]
+
+_count = itertools.count()
+_registry: weakref.WeakValueDictionary[int, Completeness] = weakref.WeakValueDictionary()
+
+
+class Completeness:
+    """Checks that no edited module of a compiled model has been replaced.
+
+    `links` are the attributes between the model and its edited modules. Every call of the model
+    compares them. Where one has changed, all modules are searched: an edited one may be inside of a
+    wrapper, or in another place. A copy of the model has a `Completeness` of its own.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = None if model is None else weakref.ref(model)
+        self.number = next(_count)
+        self.attribute = f"whole_{self.number}"  # of `VIEW`
+        self.links: tuple[tuple[Any, ...], ...] | None = None
+        self.has_names = False  # whether the edited modules have the names that they were compiled under
+        _registry[self.number] = self
+
+    def __deepcopy__(self, memo: object) -> Completeness:
+        return Completeness()
+
+    def __reduce__(self) -> Any:
+        return (Completeness, ())
+
+    def unchanged(self) -> bool:
+        """Whether nothing has changed since the last search."""
+        if self.links is None:
+            return False
+        owners, names, modules, classes = self.links
+        return all(map(is_, map(dict.get, owners, names), modules)) and all(map(is_, map(type, modules), classes))
+
+    def search(self, model: nn.Module, record: Installation) -> None:
+        """Searches all modules. Raises: P436 where an edited one is not in the model."""
+        links = list[Link]()
+        _collect_links(model, record, {}, links)
+        if lost := _lost(model, record):
+            raise PeftcError(lost)
+        for site in (site_edit.site for site_edit in record.site_edits):
+            for other in site.shared_with:
+                if _leads_to_edits(model, site.module, record) and not _leads_to_edits(model, other.module, record):
+                    raise PeftcError(_replaced(model, other.module))
+        self.has_names = all(_is_edited_at(model, name, record) for name in _names(record))
+        parts = tuple(zip(*links, strict=True)) or ((), (), ())
+        self.links = (*parts, tuple(map(type, parts[2])))
+
+    def check(self, model: nn.Module, record: Installation) -> None:
+        """Raises: P436 where an edited module is not in the model, or not under its name."""
+        if not self.unchanged():
+            self.search(model, record)
+        if not self.has_names:
+            name = next(name for name in _names(record) if not _is_edited_at(model, name, record))
+            raise PeftcError(_replaced(model, name, _holds_edits(model, name, record)))
+
+
+def complete_installation(model: nn.Module) -> Installation:
+    """The record of a compiled model that has all of its edited modules, by the names that it had
+    them under.
+
+    Raises: P410 for a model that is not compiled, P436 where an edited module was replaced.
+    """
+    record = installation_of(model)
+    completeness: Completeness = vars(model).setdefault(COMPLETENESS, Completeness(model))
+    completeness.check(model, record)
+    return record
+
+
+def active_installation(model: nn.Module, *, complete: bool = True) -> Installation:
+    """The record of a compiled model all of whose edits act in the present context.
+
+    Args: `complete`: without it, edited modules may have been replaced.
+    Raises: P410 for a model that is not compiled, P436 where an edited module was replaced, P529
+    where edits are switched off.
+    """
+    record = complete_installation(model) if complete else installation_of(model)
+    if record.choice.default.off:
+        help_ = "peftc.set_enabled(model, True)"
+        raise PeftcError(Diagnostic("P529", "edits of this model are switched off by `peftc.set_enabled`", help=help_))
+    if record.choice.get().off:
+        raise PeftcError(Diagnostic("P529", "the edits of this model are switched off by `peftc.disabled`"))
+    return record
+
+
+def is_edited(module: nn.Module, record: Installation) -> bool:
+    """Whether edits of this installation are in a module, or parameters that it trains."""
+    own = vars(module)
+    has_edits = CONTAINER in own["_modules"] and hasattr(type(module), "_peftc_kind")
+    return (has_edits or ORIGINALS in own) and own.get(CHOICE) is record.choice
+
+
+def edited_modules(model: nn.Module, record: Installation) -> list[nn.Module]:
+    """The modules that edits are in, or parameters that they train, wherever they are now."""
+    return [module for module in model.modules() if is_edited(module, record)]
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def check_complete(model: nn.Module) -> None:
+    """Begins every call of a compiled model. Raises: P436 for a replaced module."""
+    completeness: Completeness = vars(model)[COMPLETENESS]
+    if not completeness.unchanged():
+        model = _model(completeness) or model  # of a replica, which has no edited modules of this installation
+        completeness.search(model, vars(model)["_peftc"])
+
+
+def _check_complete_number(number: int) -> None:
+    model = _model(_registry[number])
+    if model is not None:
+        check_complete(model)
+
+
+REASON = "an edited module of this model was replaced (P436)"  # shown where a whole graph is asked for
+# The same check, called by compiled code.
+check_complete_number: Callable[[int], None] = cast(Any, torch.compiler.disable)(_check_complete_number, reason=REASON)
+
+
+def _collect_links(module: nn.Module, record: Installation, seen: dict[int, bool], links: list[Link]) -> bool:
+    """Collects the attributes on the ways to edited modules. Returns whether there are any."""
+    if id(module) not in seen:
+        seen[id(module)] = False  # a module may be inside of itself
+        children: dict[str, nn.Module | None] = vars(module)["_modules"]
+        all_links = [(children, n, m) for n, m in children.items() if m is not None and n != CONTAINER]
+        below = [link for link in all_links if _collect_links(link[2], record, seen, links)]
+        links += below
+        seen[id(module)] = bool(below) or is_edited(module, record)
+    return seen[id(module)]
+
+
+def _names(record: Installation) -> list[str]:
+    """The names that the edited modules were compiled under."""
+    regions = (name for name, _ in record.regions)
+    return list(dict.fromkeys((*regions, *(name.rpartition(".")[0] for name in record.trained.values()))))
+
+
+def _is_edited_at(model: nn.Module, name: str, record: Installation) -> bool:
+    module = module_at(model, name)
+    return module is not None and is_edited(module, record)
+
+
+def _holds_edits(model: nn.Module, name: str, record: Installation) -> bool:
+    """Whether the module of that name has an edited one inside, or is one."""
+    module = module_at(model, name)
+    return module is not None and bool(edited_modules(module, record))
+
+
+def _leads_to_edits(model: nn.Module, name: str, record: Installation) -> bool:
+    """Whether the module of that name has an edited one inside or is inside of one."""
+    steps = name.split(".")
+    above = (".".join(steps[:i]) for i in range(len(steps)))
+    return any(_is_edited_at(model, n, record) for n in above) or _holds_edits(model, name, record)
+
+
+def _lost(model: nn.Module, record: Installation) -> Diagnostic | None:
+    """P436 where edited modules are missing, or the owner of a trained parameter is."""
+    missing = [n for n in _names(record) if not _is_edited_at(model, n, record) and not _holds_edits(model, n, record)]
+    regions = [name for name, _ in record.regions]
+    if sum(CONTAINER in vars(module)["_modules"] for module in edited_modules(model, record)) < len(regions):
+        return _replaced(model, missing[0]) if missing else _merged(model, regions)
+    trained = {name.rpartition(".")[0] for name in record.trained.values()}
+    return next((_replaced(model, name) for name in missing if name in trained), None)
+
+
+def _merged(model: nn.Module, names: Sequence[str]) -> Diagnostic:
+    """P436 where what is at each of these names has edits, but there were more."""
+    first: dict[int, str] = {}
+    for name in names:
+        if (other := first.setdefault(id(module_at(model, name)), name)) != name:
+            return Diagnostic("P436", f"`{other}` and `{name}` were edited, and are one module now", help=HELP)
+    return Diagnostic("P436", f"some of the {len(names)} edited modules are not in the model any more", help=HELP)
+
+
+def _replaced(model: nn.Module, name: str, inside: bool = False) -> Diagnostic:
+    """P436. `inside`: whether the edited module is inside of the one that has its name."""
+    module = module_at(model, name)
+    kind = type(module).__name__
+    state = f"is inside of a {kind} now" if inside else f"is a {kind} without its edits now"
+    state = "is not there any more" if module is None else state
+    return Diagnostic("P436", f"`{name}` was edited, and {state}", help=HELP)
+
+
+def _model(completeness: Completeness) -> nn.Module | None:
+    return None if completeness.model is None else completeness.model()
+
+
+# Code under `torch.compile` reads this: dynamo guards on the attribute, and each evaluation of
+# the guard compares anew.
+
+
+def _view(name: str) -> Any:
+    number = name.removeprefix("whole_")
+    completeness = _registry.get(int(number)) if number.isdigit() else None
+    if completeness is None:
+        raise AttributeError(name)
+    model = _model(completeness)
+    if completeness.unchanged() or model is None:
+        return True
+    try:
+        check_complete(model)
+    except PeftcError:
+        return False
+    return True
+
+
+VIEW = types.ModuleType("peftc.installation.completeness.view", "Whether models have all of their edits, for dynamo.")
+vars(VIEW)["__getattr__"] = _view
