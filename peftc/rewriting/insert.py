@@ -39,12 +39,9 @@ from peftc.runtime.parameters import full_precision, rows_of, stored_as, with_ro
 from peftc.runtime.prompts import batch_like
 from peftc.tracing.region_trace import RegionTrace
 
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-}
+OPERATORS: dict[str, Callable[..., Any]] = dict(
+    zip("+-*/", (operator.add, operator.sub, operator.mul, operator.truediv), strict=True)
+)
 
 
 class Inserter:
@@ -55,12 +52,11 @@ class Inserter:
         self.latest: dict[fx.Node, fx.Node] = {}
         self.lookup = Lookup(traced)
         self.made = 0
-        self.weights: dict[tuple[str, str], fx.Node] = {}  # the parameter reads that have been rewritten
 
     def insert(self, edit: RegionEdit) -> None:
         memo: dict[int, Any] = {}
         if tells(edit):
-            located_call(self.graph).meta[EQUATIONS] = ("tells the edits inside the positions of the tokens",)
+            located_call(self.graph)
         for i, assign in enumerate(edit.assigns):
             lets = [term for at, term in edit.lets if at == i]
             _Assignment(self, edit, assign, memo, lets).run()
@@ -225,12 +221,10 @@ class _Assignment:
         node = self.inserter.now(nodes[0])
         self.start_after(node)
         new = self.value()
+        new = self.function(stored_as, new, node)
         if bound.weight.rows is not None:
-            new = self.function(stored_as, new, node)
             seen = self.method("t", node) if bound.weight.transposed else node
             new = self.joined(seen, bound.weight.rows, new, 0, bound.width)
-        else:
-            new = self.function(stored_as, new, node)
         if bound.weight.transposed:
             new = self.method("contiguous", self.method("t", new))  # as it was stored
         for read in nodes:  # an equation that has read the parameter keeps the value that it read
@@ -372,7 +366,6 @@ class _Assignment:
         return node
 
     def explain(self, node: fx.Node) -> None:
-        """The equation is printed above a node that it adds or changes."""
         node.meta[EQUATIONS] = tuple(dict.fromkeys([*node.meta.get(EQUATIONS, ()), self.comment]))
 
     def function(self, target: Callable[..., Any], *args: Any) -> fx.Node:

@@ -13,7 +13,7 @@ from peftc.planning import ir
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.anchors import Anchor, contains
 from peftc.rewriting.base_call import base_call
-from peftc.rewriting.edits import Bound, Region, RegionEdit
+from peftc.rewriting.edits import EQUATIONS, Bound, Region, RegionEdit
 from peftc.rewriting.prompts import EMBEDS, is_prompt, prompt_regions, taking
 from peftc.runtime.positions import forward_with_positions
 
@@ -110,7 +110,7 @@ def tells(edit: RegionEdit) -> bool:
     return any(bound.anchor is not None and bound.anchor.kind == KIND for bound in edit.states.values())
 
 
-def located_call(graph: fx.Graph) -> fx.Node:
+def located_call(graph: fx.Graph) -> None:
     """The call of a stack's own forward, as one whose forms know the positions."""
     call = next(n for n in graph.nodes if n.target is base_call)
     base, *given = call.args
@@ -119,6 +119,6 @@ def located_call(graph: fx.Graph) -> fx.Node:
     others: Any = {} if rest is None else named.pop(rest)
     with graph.inserting_before(call):
         made = graph.call_function(forward_with_positions, (base, graph.get_attr("_self"), named, others))
+    made.meta[EQUATIONS] = ("tells the edits inside the positions of the tokens",)
     call.replace_all_uses_with(made)
     graph.erase_node(call)
-    return made
