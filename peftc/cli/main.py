@@ -1,7 +1,6 @@
-"""The command line. Each command is an `add_…` (its arguments) and a `run_…` (what it does, ending in an exit code).
+"""The command line. Exit codes: 0 success, 1 findings, 2 wrong usage or environment.
 
-Exit codes: 0 all well, 1 findings, 2 wrong usage or environment. What needs torch is imported by the commands that need it:
-those about a model are in `peftc.cli.model_commands`.
+Commands that need a model are in `peftc.cli.model_commands`, which imports torch.
 """
 
 from __future__ import annotations
@@ -13,69 +12,74 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import TextIO
+from typing import Any, TextIO
 
 from peftc import __version__
-from peftc.cli.spec_files import Unusable, read, spec_files
+from peftc.cli.spec_files import Unusable, format_diff, read, spec_files, write
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.formats import render_github, render_json
 from peftc.diagnostics.render import render_text, wants_color
 from peftc.diagnostics.suggestions import did_you_mean
+from peftc.semantics.checks.spec_file import check_file
+from peftc.semantics.expand import expand
+from peftc.semantics.settings import parse_settings
+from peftc.syntax.parser import parse_text
+from peftc.syntax.printer import print_spec
 
 Run = Callable[[argparse.Namespace], int]
-FORMATS = ("text", "json", "github")
+Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; everything that is wrong with the user's input ends in a message and an exit code."""
+    """Runs a command. Whatever is wrong with the user's input ends in a message and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     args = parser().parse_args(argv)
+    output_format = getattr(args, "output_format", "text")
     try:
         code = args.run(args)
         sys.stdout.flush()
         return code
     except PeftcError as error:
-        return failed(error, getattr(args, "output_format", "text"))
+        return report_error(error, output_format)
     except Unusable as error:
-        if getattr(args, "output_format", "text") == "json":
-            failed(PeftcError(Diagnostic("P112", str(error))), "json")
+        if output_format == "json":
+            report_error(PeftcError(Diagnostic("P112", str(error))), "json")
         print(f"peftc: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `peftc … | head`: nobody reads on
+    except BrokenPipeError:  # `peftc … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
-            print(f"peftc: {error}; TMPDIR names one", file=sys.stderr)
+            print(f"peftc: {error}; set TMPDIR to one", file=sys.stderr)
             return 2
         if os.environ.get("PEFTC_TRACEBACK"):
             raise
-        failed(PeftcError(unexpected(error)), getattr(args, "output_format", "text"))
+        report_error(PeftcError(bug_report(error)), output_format)
         return 2
 
 
-def unexpected(error: Exception) -> Diagnostic:
-    """What is said of a bug."""
+def bug_report(error: Exception) -> Diagnostic:
     last = traceback.extract_tb(error.__traceback__)[-1]
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return Diagnostic(
         "P900",
-        f"this is a bug in peftc: {what}",
+        f"this is a bug in peftc: {summary}",
         notes=(f"in {last.name}, line {last.lineno} of {last.filename}",),
         help="please report it, with the command, the spec and what PEFTC_TRACEBACK=1 shows",
     )
 
 
 def script() -> int:
-    """The installed command: `main` in a process that ends with it, so that nothing needs collecting.
+    """The installed command: `main` without garbage collection, since the process ends with it.
 
-    Importing torch and transformers allocates hundreds of thousands of objects that stay; searching them for garbage, then
-    and at exit, takes a second, half of what planning may take.
+    Torch and transformers allocate hundreds of thousands of objects that stay. Traversing them takes a
+    second, half of what planning may take.
     """
     gc.disable()
     try:
@@ -84,14 +88,14 @@ def script() -> int:
         gc.freeze()
 
 
-def failed(error: PeftcError, output_format: str) -> int:
-    """Reports what ended a command: records on stdout where a program reads them, else text on stderr."""
+def report_error(error: PeftcError, output_format: str) -> int:
+    """Writes records to stdout if a program reads them, else text to stderr."""
     stream = sys.stderr if output_format == "text" else sys.stdout
-    stream.write(rendered(error.diagnostics, output_format, stream))
+    stream.write(render(error.diagnostics, output_format, stream))
     return 1
 
 
-def rendered(diagnostics: Iterable[Diagnostic], output_format: str, stream: TextIO) -> str:
+def render(diagnostics: Iterable[Diagnostic], output_format: str, stream: TextIO) -> str:
     if output_format == "json":
         return render_json(diagnostics)
     if output_format == "github":
@@ -99,225 +103,164 @@ def rendered(diagnostics: Iterable[Diagnostic], output_format: str, stream: Text
     return render_text(diagnostics, wants_color(stream))
 
 
+def argument(*names: str, **options: Any) -> Argument:
+    return names, options
+
+
+PATHS = argument("paths", nargs="+", metavar="PATH", help="a spec, a folder of specs, or - for standard input")
+SPEC = argument("spec", metavar="SPEC", help="a spec, or - for standard input")
+SET = argument(
+    "--set", action="append", default=[], metavar="NAME=VALUE", help="override a parameter of the method (repeatable)"
+)
+INCLUDE = argument(
+    "--include",
+    action="append",
+    default=[],
+    metavar="DIR",
+    help="another folder from which `use` may read, besides that of the spec (repeatable)",
+)
+FORMAT = argument(
+    "--output-format", choices=("text", "json", "github"), default="text", help="how diagnostics are printed"
+)
+MODEL_FORMAT = argument("--output-format", choices=("text", "json"), default="text", help="how diagnostics are printed")
+MODEL = argument("--model", required=True, metavar="MODEL", help="a hub id, a folder, or a config.json")
+REMOTE_CODE = argument(
+    "--trust-remote-code",
+    action="store_true",
+    help="run the Python files that the model's configuration names; without this option they never run",
+)
+TASKS = argument(
+    "--tasks",
+    type=lambda text: text.split(","),
+    metavar="NAME,…",
+    help="the tasks for which `per task` edits get parameters (default: a single task)",
+)
+ON_MODEL = (SPEC, MODEL, REMOTE_CODE, SET, INCLUDE, TASKS, MODEL_FORMAT)
+
+
 def parser() -> argparse.ArgumentParser:
-    whole = argparse.ArgumentParser(
-        prog="peftc", description="A model-surgery compiler: methods as equations, on any model."
+    description = "A model-surgery compiler: PEFT methods as equations, on any model."
+    top = argparse.ArgumentParser(prog="peftc", description=description)
+    top.add_argument("--version", action="version", version=f"peftc {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, run: Run, help: str, *arguments: Argument) -> None:
+        command = commands.add_parser(name, help=help)
+        for names, options in arguments:
+            command.add_argument(*names, **options)
+        command.set_defaults(run=run)
+
+    add("check", run_check, "report errors and warnings in specs, without a model", PATHS, INCLUDE, FORMAT)
+    add("fmt", run_fmt, "format specs", PATHS)
+    modes = commands.choices["fmt"].add_mutually_exclusive_group()
+    modes.add_argument("--check", action="store_true", help="write nothing; list the files that would change")
+    modes.add_argument("--diff", action="store_true", help="write nothing; print the changes")
+    add("expand", run_expand, "print a spec with its methods and constants expanded", SPEC, SET, INCLUDE, FORMAT)
+    code = argument("code", nargs="?", metavar="CODE", help="for example P101")
+    add("explain", run_explain, "explain a diagnostic code; without one, list all codes", code)
+    run_sites = model_command("run_sites")
+    add("sites", run_sites, "print the sites of a model, which edits can name", MODEL, REMOTE_CODE, MODEL_FORMAT)
+    plan_json = argument("--json", action="store_true", help="print the plan as JSON")
+    run_plan = model_command("run_plan")
+    add("plan", run_plan, "print what compiling a spec onto a model would do", *ON_MODEL, plan_json)
+    add(
+        "verify",
+        model_command("run_verify"),
+        "compile a spec onto a model and check that the model computes what the spec says",
+        *ON_MODEL,
+        argument(
+            "--sites",
+            choices=("sample", "all"),
+            default="sample",
+            help="the sites to change one by one: the first, a middle and the last of each kind, or all",
+        ),
+        argument("--seed", type=int, default=0, metavar="N", help="seed of initial values and of missing weights"),
+        argument("--json", action="store_true", help="print the result as JSON"),
     )
-    whole.add_argument("--version", action="version", version=f"peftc {__version__}")
-    commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_check(commands.add_parser("check", help="what is wrong with specs, as far as it shows without a model"))
-    add_fmt(commands.add_parser("fmt", help="rewrite specs in the one layout"))
-    add_expand(commands.add_parser("expand", help="print a spec with its methods and constants put in"))
-    add_explain(commands.add_parser("explain", help="what a diagnostic code means; without one, list them"))
-    add_sites(commands.add_parser("sites", help="print the places of a model that an edit can name"))
-    add_plan(commands.add_parser("plan", help="print what compiling a spec onto a model would do"))
-    add_verify(
-        commands.add_parser("verify", help="compile a spec onto a model and show that it computes what the spec says")
+    add(
+        "compile",
+        model_command("run_compile"),
+        "compile a spec onto a model and write the generated code",
+        *ON_MODEL,
+        argument("-o", "--output", metavar="DIR", help="the folder for the generated code, the plan and the spec"),
+        argument(
+            "--force", action="store_true", help="with -o: overwrite files that were changed since peftc wrote them"
+        ),
+        argument("--seed", type=int, metavar="N", help="seed of the initial values"),
     )
-    add_compile(commands.add_parser("compile", help="compile a spec onto a model and write what was generated"))
-    return whole
+    return top
 
 
-def add_check(command: argparse.ArgumentParser) -> None:
-    command.add_argument("paths", nargs="+", metavar="PATH", help="a spec, a folder of specs, or - for standard input")
-    add_include(command)
-    command.add_argument("--output-format", choices=FORMATS, default="text")
-    command.set_defaults(run=run_check)
+def model_command(name: str) -> Run:
+    """A command of `peftc.cli.model_commands`, which is imported when it runs: importing torch takes seconds."""
+    return lambda args: getattr(import_module("peftc.cli.model_commands"), name)(args)
 
 
 def run_check(args: argparse.Namespace) -> int:
-    from peftc.semantics.checks.spec_file import check_file
-    from peftc.syntax.parser import parse_text
-
-    found: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     files = spec_files(args.paths)
     for path in files:
         try:
-            found += check_file(parse_text(read(path), shown(path)), args.include)
+            diagnostics += check_file(parse_text(read(path), display_path(path)), args.include)
         except PeftcError as error:
-            found += error.diagnostics
-    found = list(dict.fromkeys(found))  # a file that several others use is told about once
-    errors = sum(error.severity == "error" for error in found)
-    sys.stdout.write(rendered(found, args.output_format, sys.stdout))
+            diagnostics += error.diagnostics
+    diagnostics = list(dict.fromkeys(diagnostics))  # several specs may use one file
+    errors = sum(d.severity == "error" for d in diagnostics)
+    sys.stdout.write(render(diagnostics, args.output_format, sys.stdout))
     if args.output_format == "text":
-        blank = "\n" if found else ""
-        print(blank + summary(errors, len(found) - errors, len(files)))
+        print(("\n" if diagnostics else "") + summary(errors, len(diagnostics) - errors, len(files)))
     return 1 if errors else 0
 
 
 def summary(errors: int, warnings: int, files: int) -> str:
-    """2 errors and 1 warning in 3 files"""
-    counted = [f"{n} {word}{'s' * (n != 1)}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
-    return f"{' and '.join(counted) or 'nothing wrong'} in {files} file{'s' * (files != 1)}"
-
-
-def add_fmt(command: argparse.ArgumentParser) -> None:
-    command.add_argument("paths", nargs="+", metavar="PATH", help="a spec, a folder of specs, or - for standard input")
-    how = command.add_mutually_exclusive_group()
-    how.add_argument("--check", action="store_true", help="write nothing; name the files that would change")
-    how.add_argument("--diff", action="store_true", help="write nothing; print what would change")
-    command.set_defaults(run=run_fmt)
+    """Such as: 2 errors and 1 warning in 3 files"""
+    counts = [f"{n} {word}{'s' * (n != 1)}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
+    return f"{' and '.join(counts) or 'nothing wrong'} in {files} file{'s' * (files != 1)}"
 
 
 def run_fmt(args: argparse.Namespace) -> int:
-    from peftc.cli.spec_files import difference, write
-    from peftc.syntax import parse_text, print_spec
-
     code = 0
     for path in spec_files(args.paths):
         text = read(path)
         try:
-            done = print_spec(parse_text(text, shown(path)))
+            formatted = print_spec(parse_text(text, display_path(path)))
         except PeftcError as error:
-            code = failed(error, "text")
+            code = report_error(error, "text")
             continue
         if args.diff:
-            sys.stdout.write(difference(text, done, shown(path)))
-        elif args.check and done != text:
-            print(f"would be formatted: {shown(path)}")
+            sys.stdout.write(format_diff(text, formatted, display_path(path)))
+        elif args.check and formatted != text:
+            print(f"would be formatted: {display_path(path)}")
         elif not args.check and path == "-":
-            sys.stdout.write(done)
-        elif not args.check and done != text:
-            write(path, done)
+            sys.stdout.write(formatted)
+        elif not args.check and formatted != text:
+            write(path, formatted)
             print(f"formatted {path}", file=sys.stderr)
-        code = 1 if (args.check or args.diff) and done != text else code
+        code = 1 if (args.check or args.diff) and formatted != text else code
     return code
 
 
-def shown(path: str) -> str:
+def display_path(path: str) -> str:
     return "<stdin>" if path == "-" else path
 
 
-def add_settings(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="override a parameter of the method (repeatable)",
-    )
-
-
-def add_include(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--include",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="a folder from which `use` may read, beside that of the spec (repeatable)",
-    )
-
-
-def add_expand(command: argparse.ArgumentParser) -> None:
-    command.add_argument("spec", metavar="SPEC")
-    add_settings(command)
-    add_include(command)
-    command.add_argument("--output-format", choices=FORMATS, default="text", help="of diagnostics")
-    command.set_defaults(run=run_expand)
-
-
 def run_expand(args: argparse.Namespace) -> int:
-    from peftc.semantics.expand import expand
-    from peftc.semantics.settings import parse_settings
-    from peftc.syntax import parse_text, print_spec
-
-    spec = parse_text(read(args.spec), shown(args.spec))
+    spec = parse_text(read(args.spec), display_path(args.spec))
     sys.stdout.write(print_spec(expand(spec, parse_settings(args.set), args.include)))
     return 0
-
-
-def add_explain(command: argparse.ArgumentParser) -> None:
-    command.add_argument("code", nargs="?", metavar="CODE")
-    command.set_defaults(run=run_explain)
 
 
 def run_explain(args: argparse.Namespace) -> int:
     if args.code is None:
         print("\n".join(f"{code}  {info.title}" for code, info in sorted(CODES.items())))
         return 0
-    info = CODES.get(args.code.upper())
-    if info is None:
-        near = did_you_mean(args.code.upper(), CODES) or "`peftc explain` lists all codes"
-        raise Unusable(f"there is no code {args.code}; {near}")
-    print(f"{args.code.upper()}: {info.title}\n\n{info.explanation.rstrip()}")
+    code = args.code.upper()
+    if code not in CODES:
+        raise Unusable(
+            f"there is no code {args.code}; {did_you_mean(code, CODES) or '`peftc explain` lists all codes'}"
+        )
+    print(f"{code}: {CODES[code].title}\n\n{CODES[code].explanation.rstrip()}")
     return 0
-
-
-def add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", required=True, metavar="MODEL", help="a hub id, a folder, or a config.json")
-    command.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the Python files that the model's configuration brings along; they never are otherwise",
-    )
-
-
-def add_tasks(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--tasks",
-        type=lambda text: text.split(","),
-        metavar="NAME,…",
-        help="those that edits `per task` have parameters for; one without it",
-    )
-
-
-def add_sites(command: argparse.ArgumentParser) -> None:
-    add_model(command)
-    command.add_argument("--output-format", choices=("text", "json"), default="text", help="of diagnostics")
-    command.set_defaults(run=about_a_model("run_sites"))
-
-
-def add_plan(command: argparse.ArgumentParser) -> None:
-    command.add_argument("spec", metavar="SPEC")
-    add_model(command)
-    add_settings(command)
-    add_include(command)
-    add_tasks(command)
-    command.add_argument("--json", action="store_true", help="print the plan as JSON")
-    command.add_argument("--output-format", choices=("text", "json"), default="text", help="of diagnostics")
-    command.set_defaults(run=about_a_model("run_plan"))
-
-
-def add_verify(command: argparse.ArgumentParser) -> None:
-    command.add_argument("spec", metavar="SPEC")
-    add_model(command)
-    add_settings(command)
-    add_include(command)
-    add_tasks(command)
-    command.add_argument(
-        "--sites",
-        choices=("sample", "all"),
-        default="sample",
-        help="which ones are changed alone: the first, a middle and the last of each kind, or all",
-    )
-    command.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of initial values, and of weights that are missing"
-    )
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
-    command.add_argument("--output-format", choices=("text", "json"), default="text", help="of diagnostics")
-    command.set_defaults(run=about_a_model("run_verify"))
-
-
-def add_compile(command: argparse.ArgumentParser) -> None:
-    command.add_argument("spec", metavar="SPEC")
-    add_model(command)
-    add_settings(command)
-    add_include(command)
-    add_tasks(command)
-    command.add_argument(
-        "-o", "--output", metavar="DIR", help="where to write the generated code, the plan and the spec"
-    )
-    command.add_argument(
-        "--force", action="store_true", help="with -o: overwrite files that were changed since peftc wrote them"
-    )
-    command.add_argument("--seed", type=int, metavar="N", help="of the initial values")
-    command.add_argument("--output-format", choices=("text", "json"), default="text", help="of diagnostics")
-    command.set_defaults(run=about_a_model("run_compile"))
-
-
-def about_a_model(name: str) -> Run:
-    """A command of `peftc.cli.model_commands`, which is imported when it runs."""
-    return lambda args: getattr(import_module("peftc.cli.model_commands"), name)(args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The files that a command is about."""
+"""Finds, reads and writes the spec files that a command names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from peftc.diagnostics.suggestions import nearest
 from peftc.filesystem.atomic import replace_text
+from peftc.semantics.load import MAX_BYTES, decode, read_text
 
 
 class Unusable(Exception):
@@ -17,33 +18,31 @@ class Unusable(Exception):
 
 
 def spec_files(paths: Iterable[str]) -> list[str]:
-    """Each file once; of a folder, every `*.peft` in it and below. Raises: Unusable where there is nothing."""
-    found: list[str] = []
+    """Each file once; of a folder, every `*.peft` below it. Raises: Unusable if there is none."""
+    files: list[str] = []
     for path in paths:
         if os.path.isdir(path):
             below = sorted(str(file) for file in Path(path).rglob("*.peft") if _is_within(file, path))
             if not below:
                 raise Unusable(f"there are no .peft files below {path}")
-            found += below
+            files += below
         elif path != "-" and not os.path.exists(path):
             raise Unusable(_missing(path))
         else:
-            found.append(path)
-    return list(dict.fromkeys(found))
+            files.append(path)
+    return list(dict.fromkeys(files))
 
 
 def _is_within(file: Path, folder: str) -> bool:
-    """A regular file in a folder, not a symbolic link to one elsewhere: nobody has named that one."""
+    # A symbolic link out of the folder leads to a file that the user did not name.
     return file.is_file() and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
 
 
 def read(path: str) -> str:
     """The text of a spec, `-` for standard input.
 
-    Raises: PeftcError P024 where it is not text, P026 (no regular file), P027 (too large); Unusable where it cannot be read.
+    Raises: P024 (not text), P026 (not a regular file), P027 (too large); Unusable if it cannot be read.
     """
-    from peftc.semantics.load import MAX_BYTES, decode, read_text
-
     try:
         return decode(sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>") if path == "-" else read_text(path)
     except FileNotFoundError:
@@ -55,19 +54,18 @@ def read(path: str) -> str:
 def _missing(path: str) -> str:
     folder = Path(path).parent
     names = [file.name for file in folder.glob("*.peft")] if os.path.isdir(folder) else []
-    near = nearest(Path(path).name, names)
-    return f"there is no file {path}" + (f"; did you mean `{folder / near}`?" if near else "")
+    similar = nearest(Path(path).name, names)
+    return f"there is no file {path}" + (f"; did you mean `{folder / similar}`?" if similar else "")
 
 
 def write(path: str, text: str) -> None:
-    """Replaces a file whole, or leaves it as it is. Raises: Unusable where it cannot be written."""
+    """Replaces the whole file or nothing. Raises: Unusable if it cannot be written."""
     try:
         replace_text(Path(path).resolve(), text)
     except OSError as error:
         raise Unusable(f"cannot write {path}: {error.strerror}") from None
 
 
-def difference(before: str, after: str, path: str) -> str:
-    """What formatting changes, as a unified diff."""
+def format_diff(before: str, after: str, path: str) -> str:
     lines = unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), path, f"{path} (formatted)")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

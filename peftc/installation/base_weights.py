@@ -9,7 +9,7 @@ from torch import nn
 
 from peftc.addressing.sites import WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.modules.offload import offloaded
+from peftc.modules.offload import offloaded_value
 from peftc.rewriting.insert import layout
 from peftc.rewriting.legality.preconditions import no_values
 from peftc.runtime.parameters import dense, is_quantised, rows_of, stacked_slice
@@ -40,7 +40,7 @@ def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
     """A weight (out, in): the rows of the site alone."""
     module = model.get_submodule(ref.module)
     stored: torch.Tensor = getattr(module, ref.attribute)
-    value = offloaded(module, ref.attribute) if stored.is_meta else None
+    value = offloaded_value(module, ref.attribute) if stored.is_meta else None
     return view_of(dense(stored if value is None else value), ref)
 
 

@@ -1,7 +1,4 @@
-"""Well-known checkpoints by their configuration values, so that planning needs neither network nor weights.
-
-The catalogue is data (`catalogue.json`): values of checkpoints, no knowledge about architectures.
-"""
+"""Configuration values of well-known checkpoints, so that planning needs neither network nor weights."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ Head = Literal["base", "causal-lm", "seq2seq-lm"]
 
 
 class Entry(BaseModel):
-    """One checkpoint. `parameters` is the published total for `head`, tied weights counted once."""
+    """One checkpoint. `parameters`: the published total for `head`, tied weights counted once. `also`: another id."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -26,7 +23,7 @@ class Entry(BaseModel):
     head: Head
     parameters: int
     config: Mapping[str, Any]
-    also: str | None = None  # another id of the same checkpoint
+    also: str | None = None
     note: str | None = None
 
 
@@ -39,24 +36,23 @@ class _Catalogue(BaseModel):
 
 @cache
 def catalogue() -> Mapping[str, Entry]:
-    """Every id of the catalogue, in the order of the file."""
+    """The entries by id, in the order of the file."""
     text = resources.files("peftc.models").joinpath("catalogue.json").read_text(encoding="utf-8")
     return _Catalogue.model_validate(json.loads(text)).models
 
 
 def find(model_id: str) -> Entry | None:
-    """The entry of an id, also under its other name (with and without the organisation)."""
+    """The entry of an id, also under its other id."""
     entries = catalogue()
     return entries.get(model_id) or next((e for e in entries.values() if e.also == model_id), None)
 
 
-def near(model_id: str, limit: int = 3) -> list[str]:
-    """Ids that `model_id` may have been meant for, nearest first; the organisation before the slash may be missing."""
-    wanted = model_id.lower()
-    names: dict[str, str] = {}
+def nearest_ids(model_id: str, limit: int = 3) -> list[str]:
+    """The most similar ids, nearest first. The organisation before the slash may be missing."""
+    ids: dict[str, str] = {}
     for known in catalogue():
-        names.setdefault(known.lower(), known)
-        names.setdefault(known.lower().rpartition("/")[2], known)
-    candidates = [wanted, wanted.rpartition("/")[2]]
-    found = [names[n] for c in candidates for n in difflib.get_close_matches(c, names, n=limit, cutoff=0.7)]
-    return list(dict.fromkeys(found))[:limit]
+        ids.setdefault(known.lower(), known)
+        ids.setdefault(known.lower().rpartition("/")[2], known)
+    spellings = (model_id.lower(), model_id.lower().rpartition("/")[2])
+    matches = [ids[m] for s in spellings for m in difflib.get_close_matches(s, ids, n=limit, cutoff=0.7)]
+    return list(dict.fromkeys(matches))[:limit]

@@ -1,4 +1,4 @@
-"""What identifies a base model: its type, its configuration, its parameters' names and shapes, and what is tied. Never the values."""
+"""What identifies a base model: type, configuration, names and shapes of parameters, and ties; never values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from peftc.models.settings import settings
-from peftc.modules.memory import distinct, memory_of, overlapping, repeats
+from peftc.modules.memory import distinct_entries, memory_of, overlapping, overlaps_itself
 
-VERSION = 2  # of fingerprints; 1 covers a few facts of the configuration in the place of all of it
-# Facts of a configuration that change what the model computes and leave no trace in any shape, as version 1 has them.
-_FACTS = (
+VERSION = 2  # of fingerprints; version 1 covers `_FACTS` instead of the whole configuration
+_FACTS = (  # change what the model computes, and show in no shape
     "num_attention_heads",
     "num_key_value_heads",
     "encoder_attention_heads",
@@ -28,22 +27,20 @@ _FACTS = (
 
 
 def any_name(name: str) -> bool:
-    """Keeps every parameter."""
     return True
 
 
 def parameter_count(model: nn.Module, keep: Callable[[str], bool] = any_name) -> int:
-    """The number of parameters (scalars), those in common counted once. `keep` chooses by dotted name."""
-    each = [p for name, p in model.named_parameters() if keep(name)]
-    groups = overlapping(each)
-    apart = {i for group in groups for i in group}
-    return sum(distinct([each[i] for i in group]) for group in groups) + sum(
-        p.numel() for i, p in enumerate(each) if i not in apart
-    )
+    """The number of parameters (scalars); memory that several share counts once. `keep` chooses by dotted name."""
+    parameters = [p for name, p in model.named_parameters() if keep(name)]
+    groups = overlapping(parameters)
+    shared = {i for group in groups for i in group}
+    alone = sum(p.numel() for i, p in enumerate(parameters) if i not in shared)
+    return alone + sum(distinct_entries([parameters[i] for i in group]) for group in groups)
 
 
 def tied_groups(model: nn.Module, keep: Callable[[str], bool] = any_name) -> tuple[tuple[str, ...], ...]:
-    """Groups of dotted names that are one tensor, as one object or as several over the same memory; each in model order."""
+    """Groups of dotted names with one tensor, or with several over the same memory; each in model order."""
     groups: dict[object, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if keep(name):
@@ -52,13 +49,13 @@ def tied_groups(model: nn.Module, keep: Callable[[str], bool] = any_name) -> tup
 
 
 def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of dotted names of parameters that are objects of their own and share memory, with each other or with buffers:
-    what is written into one of them is written into the others. One that shares memory with itself is a group alone.
+    """Groups of dotted names of different parameters that share memory with each other or with buffers.
+
+    Writing into one changes the others. A parameter that overlaps itself is a group of one.
     """
     names: dict[int, list[str]] = {}
     tensors: list[torch.Tensor] = []
-    parameters, buffers = (f(remove_duplicate=False) for f in (model.named_parameters, model.named_buffers))
-    for name, tensor in (*parameters, *buffers):
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if id(tensor) not in names:
             tensors.append(tensor)
         names.setdefault(id(tensor), []).append(name)
@@ -68,42 +65,38 @@ def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         for group in groups
         if any(isinstance(tensor, nn.Parameter) for tensor in group)
     )
-    alone = ((names[id(t)][0],) for t in tensors if isinstance(t, nn.Parameter) and repeats(t))
+    alone = ((names[id(t)][0],) for t in tensors if isinstance(t, nn.Parameter) and overlaps_itself(t))
     return (*several, *alone)
 
 
 def identity(model: nn.Module, keep: Callable[[str], bool] = any_name, version: int = VERSION) -> dict[str, Any]:
-    """What tells a base from others: its type, facts that no shape shows, names and shapes, and ties; from version 2 on all of
-    its configuration that has an effect.
-    """
+    """What tells a base model from others, as JSON values. Version 1 has no `configuration`."""
     config = getattr(model, "config", None)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "type": getattr(config, "model_type", None) or type(model).__name__,
-        "facts": {name: value for name in _FACTS if isinstance(value := fact(config, name), (int, str))},
+        "facts": {name: value for name in _FACTS if isinstance(value := _config_value(config, name), (int, str))},
         "parameters": {n: list(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if keep(n)},
         "tied": tied_groups(model, keep),
     }
-    return found if version == 1 else found | {"configuration": settings(model)}
+    return values if version == 1 else values | {"configuration": settings(model)}
 
 
-def fact(config: object, name: str) -> object:
-    """A value of a configuration; None where it has none, or one for each layer."""
+def _config_value(config: object, name: str) -> object:
     try:
         return getattr(config, name, None)
-    except Exception:  # whatever a configuration raises that is another one for each of its layers
+    except Exception:  # a configuration may refuse a value that differs between layers
         return None
 
 
 def fingerprint(model: nn.Module, keep: Callable[[str], bool] = any_name) -> str:
-    """sha256 over the model's identity, of version 2.
+    """sha256 over the model's identity, version 2.
 
-    The same for a skeleton and the loaded model, for every dtype and device, before and after training. It tells a base of
-    another architecture or size, not other weights of the same one. `keep` chooses parameters by dotted name: leave out
-    what an edit has added.
+    It is the same for a skeleton and the loaded model, for every dtype and device, before and after
+    training. It tells architectures and sizes apart, not weights. `keep` chooses parameters by dotted
+    name: leave out those that an edit added.
     """
     return fingerprint_of(identity(model, keep))
 
 
-def fingerprint_of(found: Mapping[str, Any]) -> str:
-    """sha256 over an identity."""
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+def fingerprint_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,7 @@
-"""Weights: from a local folder or the hub cache, safetensors only."""
+"""Loads models with their weights, from a local folder or the hub cache, safetensors only."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,56 +14,49 @@ from peftc.filesystem.bounded_read import check_regular
 from peftc.models.configs import error_summary
 from peftc.models.resolve import ModelSource, resolve
 
-_SAFE = ("model.safetensors", "model.safetensors.index.json")
-_ENDINGS = (".json", ".safetensors", ".txt", ".model")
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_SUFFIXES = (".json", ".safetensors", ".txt", ".model")  # of files that transformers may open
 
 
 def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model with its weights, in eval mode, in the checkpoint's dtype unless another is given.
+    """The model with its weights, in eval mode, in the checkpoint's dtype unless `dtype` is given.
 
-    The class is the one that planning by the same name uses. Pickled checkpoints are not read. A configuration alone gives
-    a model of random weights.
-
-    Raises: P026 (something else than a file), P501–P504 as `resolve`, P505 (weights missing or not in safetensors), P508 (they do not fit the configuration).
+    Its class is the one that planning by the same name uses. A configuration alone gives random weights.
+    Raises: P026 (not a regular file), P501–P504 as `resolve`, P505 (weights are missing or not in
+        safetensors), P508 (weights do not fit the configuration).
     """
     source = name if isinstance(name, ModelSource) else resolve(name)
     if source.module is not None:
         return source.module
+    cls = source.model_class
+    assert cls is not None
     if source.kind == "config":
-        assert source.model_class is not None
         assert source.config is not None
-        return source.model_class(source.config).eval()
-    if source.folder:
-        _check_files(source.folder)
-    if missing := _missing(source):
-        raise PeftcError(missing)
-    assert source.model_class is not None
-    where = str(source.folder) if source.folder else source.id
+        return cls(source.config).eval()
+    for path in source.folder.iterdir() if source.folder else ():
+        if path.suffix in _SUFFIXES and path.exists():
+            check_regular(path, path.stat())
+    if reason := _why_missing(source):
+        raise PeftcError(_no_weights(source, reason))
+    path = str(source.folder) if source.folder else source.id
     try:
         with paused_gc():
-            loaded = source.model_class.from_pretrained(
-                where, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=source.own_code
+            model = cls.from_pretrained(
+                path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=source.own_code
             )
     except OSError as error:
         raise PeftcError(_no_weights(source, error_summary(error))) from error
-    except Exception as error:  # shapes that differ, a truncated file: each library raises its own
-        message = f"the weights of {source.id} do not make a {source.model_class.__name__}"
+    except Exception as error:  # other shapes, a truncated file: each library raises its own
+        message = f"the weights of {source.id} do not make a {cls.__name__}"
         raise PeftcError(Diagnostic("P508", message, notes=(error_summary(error),))) from error
-    return cast(nn.Module, loaded.eval())
-
-
-def _check_files(folder: Path) -> None:
-    """Raises: P026 where something else than a regular file has a name that transformers may open."""
-    for path in folder.iterdir():
-        if path.suffix in _ENDINGS and path.exists():
-            check_regular(path, path.stat())
+    return cast(nn.Module, model.eval())
 
 
 def load_or_initialize(source: ModelSource, seed: int) -> tuple[nn.Module, str]:
-    """The model with its weights or, where there are none, with random ones; and which of the two.
+    """The model with its weights or, if there are none, with random ones; and which of the two.
 
-    Raises: as `load_model`, but for P505.
+    Raises: as `load_model`, without P505.
     """
     try:
         return load_model(source), "its weights"
@@ -77,27 +69,22 @@ def load_or_initialize(source: ModelSource, seed: int) -> tuple[nn.Module, str]:
     return model, f"random weights, seed {seed}"
 
 
-def _missing(source: ModelSource) -> Diagnostic | None:
-    # Asked beforehand: what transformers says of a missing file sends the reader to the network.
-    if source.kind in ("config.json", "config"):
-        return _no_weights(source, "a configuration has none")
-    if not any(_lies(source, file) for file in _SAFE):
-        if any(_lies(source, file) for file in _PICKLED):
-            return _no_weights(
-                source, "there are only pickled weights (.bin), which are not read because loading runs them"
-            )
-        if source.folder:
-            return _no_weights(source, f"`{source.folder}` has neither {' nor '.join(_SAFE)}")
-        if constants.HF_HUB_OFFLINE:
-            return _no_weights(
-                source, "they are not in the hub cache, and the hub was not asked: HF_HUB_OFFLINE is set"
-            )
-    return None
-
-
-def _lies(source: ModelSource, file: str) -> bool:
+def _why_missing(source: ModelSource) -> str | None:
+    # Checked before loading: what transformers says of a missing file sends the reader to the network.
+    if source.kind == "config.json":
+        return "a configuration has none"
+    if any(_exists(source, file) for file in _SAFETENSORS):
+        return None
+    if any(_exists(source, file) for file in _PICKLED):
+        return "there are only pickled weights (.bin), which are not read because loading them runs code"
     if source.folder:
-        return (Path(source.folder) / file).is_file()
+        return f"`{source.folder}` has neither {' nor '.join(_SAFETENSORS)}"
+    return "they are not in the hub cache, and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
+
+
+def _exists(source: ModelSource, file: str) -> bool:
+    if source.folder:
+        return (source.folder / file).is_file()
     return isinstance(cast(Any, try_to_load_from_cache(source.id, file)), str)
 
 

@@ -1,8 +1,8 @@
-"""Models whose code lies beside their configuration (`auto_map`). It is run only where the user says so."""
+"""Models whose Python code lies in their repository (`auto_map`). It runs only with the user's consent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,42 +20,36 @@ def has_code(values: Mapping[str, Any]) -> bool:
 
 
 def from_code(name: str, path: Path | None) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
-    """The config and the model class that the code of a repository makes. Runs that code.
+    """Runs the code of a repository: its config and its model class.
 
-    Args: `path`: the folder or the config.json, where it is local.
-    Raises: P504 (a configuration apart from its code), P510 (the code fails).
+    Args: `path`: of a local folder or config.json.
+    Raises: P504 (the configuration is not beside its code), P510 (the code fails).
     """
     if path is not None and path.is_file():
         if path.name != "config.json":
-            message = f"the code of {name} is looked for beside a file called config.json"
+            message = f"the code of {name} can only be found beside a file named config.json"
             raise PeftcError(Diagnostic("P504", message, help="give the folder of the model"))
         path = path.parent
-    where = name if path is None else str(path)
+    repository = name if path is None else str(path)
     try:
         with paused_gc():
-            config = cast(PretrainedConfig, AutoConfig.from_pretrained(where, trust_remote_code=True))
-            return config, class_of(config, name, where)
+            config = cast(PretrainedConfig, AutoConfig.from_pretrained(repository, trust_remote_code=True))
+            return config, class_of(config, name, repository)
     except PeftcError:
         raise
-    except Exception as error:  # code of others raises whatever it likes
+    except Exception as error:  # the repository's code raises anything
         raise PeftcError(Diagnostic("P510", f"the code of {name} fails", notes=(error_summary(error),))) from error
 
 
-def class_of(config: PretrainedConfig, name: str, where: str) -> type[PreTrainedModel]:
-    """The class that the configuration declares, of its own code if that has it, else of transformers."""
-    reference = next(_references(config), None)
-    if reference is None:
-        return model_class(config, name)
-    found = cast(object, get_class_from_dynamic_module(reference, where))
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise PeftcError(Diagnostic("P503", f"`{reference}` of {name} is no model of transformers"))
-    return found
-
-
-def _references(config: PretrainedConfig) -> Iterator[str]:
-    """Classes of models in the repository's code, `module.Class`: the declared architecture first."""
+def class_of(config: PretrainedConfig, name: str, repository: str) -> type[PreTrainedModel]:
+    """The class that the configuration declares, from the repository's code if that has it, else from transformers."""
     declared: list[str] = list(getattr(config, "architectures", None) or [])
-    every = {key: ref for key, ref in getattr(config, "auto_map", {}).items() if key.startswith("AutoModel")}
-    references = [ref for ref in every.values() if isinstance(ref, str)]
-    yield from (ref for ref in references if ref.rpartition(".")[2] in declared)
-    yield from references
+    auto_map: Mapping[str, Any] = getattr(config, "auto_map", {})
+    references = [ref for key, ref in auto_map.items() if key.startswith("AutoModel") and isinstance(ref, str)]
+    references.sort(key=lambda ref: ref.rpartition(".")[2] not in declared)  # the declared architecture first
+    if not references:
+        return model_class(config, name)
+    cls = cast(object, get_class_from_dynamic_module(references[0], repository))
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise PeftcError(Diagnostic("P503", f"`{references[0]}` of {name} is not a model class of transformers"))
+    return cls

@@ -1,4 +1,4 @@
-"""What `--model` and the `model` argument can be: a name, a path, a config, or a model."""
+"""Resolves `--model` and the `model` argument: a name, a path, a config, or a model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
 
 @dataclass(frozen=True, eq=False)
 class ModelSource:
-    """A model that can be planned for. `type` is transformers' model type, or a plain module's class name.
+    """A model that can be planned for.
 
-    `model_class` is what to build (None for a module that is already there); `folder` is where its weights may lie.
-    `untied_head`: the configuration's text says that the output embedding is a matrix of its own. `own_code`: the class is
-    of the code that came with the configuration, which has been run.
+    `type`: transformers' model type, or the class name of a plain module. `model_class`: the class to
+    build, if the model is no module yet. `folder`: where its weights may lie. `untied_head`: the
+    configuration's text says `tie_word_embeddings: false`. `own_code`: the class comes from the
+    repository's code, which has been run.
     """
 
     id: str
@@ -45,17 +46,16 @@ class ModelSource:
 def resolve(
     model: str | os.PathLike[str] | PretrainedConfig | nn.Module, trust_remote_code: bool = False
 ) -> ModelSource:
-    """Finds out what a model is, without reading a weight.
+    """Resolves a model without reading a weight.
 
-    A string is a folder or a config.json if there is one of that name, else an id of the catalogue, else an id in the hub
-    cache, else, unless offline, an id on the hub (only its config.json is fetched).
-
-    Args: `trust_remote_code`: run the code that the configuration names, if it names any.
-    Raises: P501 (unknown id), P502 (no such path), P503 (unusable configuration), P504 (needs the repository's code), P510
-    (that code fails).
+    A string is a folder or a config.json if one exists, else an id in the catalogue, else an id in the
+    hub cache, else, unless offline, an id on the hub, of which only config.json is downloaded.
+    Args: `trust_remote_code`: run the code that the configuration names, if any.
+    Raises: P501 (unknown id), P502 (no such path), P503 (unusable configuration), P504 (needs the
+        repository's code), P510 (that code fails).
     """
     if isinstance(model, nn.Module):
-        return _module(model)
+        return _from_module(model)
     if isinstance(model, PretrainedConfig):
         name = model.name_or_path or model.model_type
         own_code = trust_remote_code and has_code(vars(model))
@@ -66,65 +66,54 @@ def resolve(
         raise PeftcError(Diagnostic("P502", message))
     name = os.fspath(model)
     try:
-        return _named(name, trust_remote_code)
-    except PeftcError as error:  # all of them are about the name
+        return _from_name(name, trust_remote_code)
+    except PeftcError as error:  # point at the name
         source = Source("--model", name)
         span = Span(0, len(name), 1, 1, 1, len(name) + 1)
         raise PeftcError(replace(d, source=source, span=span) for d in error.diagnostics) from error.__cause__
 
 
-def _module(model: nn.Module) -> ModelSource:
+def _from_module(model: nn.Module) -> ModelSource:
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return ModelSource(type(model).__name__, "module", type(model).__name__, module=model)
     return ModelSource(config.name_or_path or config.model_type, "module", config.model_type, config, module=model)
 
 
-def _named(name: str, trust: bool) -> ModelSource:
+def _from_name(name: str, trust_remote_code: bool) -> ModelSource:
     if not name:
         raise PeftcError(_unknown(name, "the name is empty"))
     path = Path(os.path.expanduser(name))
     if os.path.isfile(path / "config.json"):
-        values = read_values(path / "config.json")
-        return (
-            _from_code(name, "folder", path)
-            if trust and has_code(values)
-            else _from_values(name, "folder", values, path)
-        )
+        return _from_values(name, "folder", read_values(path / "config.json"), trust_remote_code, path)
     if os.path.isfile(path):
-        values = read_values(path)
-        return (
-            _from_code(name, "config.json", path)
-            if trust and has_code(values)
-            else _from_values(name, "config.json", values)
-        )
+        return _from_values(name, "config.json", read_values(path), trust_remote_code, path)
     if entry := catalogue.find(name):
-        return _from_values(name, "catalogue", {**entry.config, "model_type": entry.model_type}, head=entry.head)
+        values = {**entry.config, "model_type": entry.model_type}
+        return _from_values(name, "catalogue", values, head=entry.head)
     if os.path.isdir(path):
         raise PeftcError(Diagnostic("P502", f"the folder `{name}` has no config.json"))
-    if _is_path(name):
+    if name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise PeftcError(Diagnostic("P502", f"there is no folder or config.json at `{name}`"))
-    values = read_values(_hub_config(name))
-    return _from_code(name, "hub") if trust and has_code(values) else _from_values(name, "hub", values)
-
-
-def _from_code(name: str, kind: Kind, path: Path | None = None) -> ModelSource:
-    config, cls = from_code(name, path)
-    folder = path if kind == "folder" else None
-    return ModelSource(name, kind, config.model_type, config, cls, folder=folder, own_code=True)
+    return _from_values(name, "hub", read_values(_hub_config(name)), trust_remote_code)
 
 
 def _from_values(
-    name: str, kind: Kind, values: Mapping[str, Any], folder: Path | None = None, head: Head | None = None
+    name: str,
+    kind: Kind,
+    values: Mapping[str, Any],
+    trust_remote_code: bool = False,
+    path: Path | None = None,
+    head: Head | None = None,
 ) -> ModelSource:
+    folder = path if kind == "folder" else None
+    if trust_remote_code and has_code(values):
+        config, cls = from_code(name, path)
+        return ModelSource(name, kind, config.model_type, config, cls, folder=folder, own_code=True)
     config = config_from(values, name)
     untied = values.get("tie_word_embeddings") is False
     cls = model_class(config, name, head)
     return ModelSource(name, kind, config.model_type, config, cls, folder=folder, untied_head=untied)
-
-
-def _is_path(name: str) -> bool:
-    return name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1
 
 
 def _hub_config(name: str) -> Path:
@@ -133,25 +122,21 @@ def _hub_config(name: str) -> Path:
         if isinstance(cached, str):
             return Path(cached)
         if constants.HF_HUB_OFFLINE:
-            raise PeftcError(_unknown(name, "the hub was not asked: HF_HUB_OFFLINE is set"))
+            raise PeftcError(_unknown(name, "the hub cannot be reached: HF_HUB_OFFLINE is set"))
         return Path(hf_hub_download(name, "config.json"))
     except RemoteEntryNotFoundError as error:
         raise PeftcError(Diagnostic("P502", f"`{name}` on the hub has no config.json")) from error
     except HFValidationError as error:
-        raise PeftcError(_unknown(name, "this is no well-formed hub id")) from error
+        raise PeftcError(_unknown(name, "it is not a well-formed hub id")) from error
     except OSError as error:  # every HTTP error of the hub is one
-        raise PeftcError(_unknown(name, f"the hub could not give it: {error_summary(error)}")) from error
+        raise PeftcError(_unknown(name, f"the hub did not return it: {error_summary(error)}")) from error
 
 
 def _unknown(name: str, reason: str) -> Diagnostic:
-    near = catalogue.near(name)
-    meant = f"did you mean {' or '.join(f'`{n}`' for n in near)}? Or give" if near else "give"
+    ids = " or ".join(f"`{n}`" for n in catalogue.nearest_ids(name))
     return Diagnostic(
         "P501",
         f"unknown model `{name}`",
-        notes=(
-            "it is not a folder, not in peftc's catalogue and its config.json is not in the hub cache",
-            reason,
-        ),
-        help=f"{meant} a local folder or the path of a config.json",
+        notes=("it is neither a folder nor in peftc's catalogue, and its config.json is not in the hub cache", reason),
+        help=f"{f'did you mean {ids}? Or give' if ids else 'give'} a local folder or the path of a config.json",
     )

@@ -18,29 +18,32 @@ BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4
 def sample_inputs(model: nn.Module, *, cache: bool | None = None) -> dict[str, Any]:
     """Fake inputs for a skeleton's forward, made from its `main_input_name` and its config.
 
-    No mask is among them: transformers reads a mask's data, and a fake tensor has none. `cache` sets `use_cache` where the
-    forward takes it.
-
-    Raises: P507 for a model whose input is of no known kind; its caller must give a sample.
+    There is no mask: transformers reads a mask's data, and a fake tensor has none.
+    Args: `cache`: the value of `use_cache`, if the forward has that parameter.
+    Raises: P507 if the main input is of an unknown kind; the caller must then give a sample.
     """
-    config = getattr(model, "config", None)
-    name = getattr(model, "main_input_name", None)
+    config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     make = _MAKERS.get(name) if config is not None and isinstance(name, str) else None
     if make is None or not isinstance(name, str):
         raise PeftcError(_no_sample(model, name))
-    accepted = inspect.signature(model.forward).parameters
-    with fake_mode(model), torch.device(_device(model)):
-        given: dict[str, Any] = {name: make(config)}
-        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
-            given["decoder_input_ids"] = torch.ones(BATCH, DECODER_TOKENS, dtype=torch.long)
-    if cache is not None and "use_cache" in accepted:
-        given["use_cache"] = cache
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    parameters = inspect.signature(model.forward).parameters
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with fake_mode(model), torch.device(device):
+        inputs: dict[str, Any] = {name: make(config)}
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+            inputs["decoder_input_ids"] = token_ids(DECODER_TOKENS)
+    if cache is not None and "use_cache" in parameters:
+        inputs["use_cache"] = cache
+    dtype = floating_dtype(model)
+    return {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 
 
-def _ids(config: Any) -> torch.Tensor:
-    return torch.ones(BATCH, TOKENS, dtype=torch.long)
+def token_ids(tokens: int = TOKENS) -> torch.Tensor:
+    return torch.ones(BATCH, tokens, dtype=torch.long)
+
+
+def floating_dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _pixels(config: Any) -> torch.Tensor:
@@ -50,32 +53,23 @@ def _pixels(config: Any) -> torch.Tensor:
     return torch.zeros(BATCH, getattr(vision, "num_channels", 3), height, width)
 
 
-def _features(config: Any) -> torch.Tensor:
-    # A log-mel spectrogram; the encoder's two convolutions halve its length once.
-    return torch.zeros(BATCH, config.num_mel_bins, 2 * config.max_source_positions)
-
-
-def _waveform(config: Any) -> torch.Tensor:
-    return torch.zeros(BATCH, 16_000)
+def _spectrogram(config: Any) -> torch.Tensor:
+    return torch.zeros(BATCH, config.num_mel_bins, 2 * config.max_source_positions)  # the encoder halves the length
 
 
 _MAKERS: Mapping[str, Callable[[Any], torch.Tensor]] = {
-    "input_ids": _ids,
+    "input_ids": lambda config: token_ids(),
     "pixel_values": _pixels,
-    "input_features": _features,
-    "input_values": _waveform,
+    "input_features": _spectrogram,
+    "input_values": lambda config: torch.zeros(BATCH, 16_000),
 }
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
 def _no_sample(model: nn.Module, name: object) -> Diagnostic:
-    asked = f"its main input is `{name}`" if isinstance(name, str) else "it does not say what its input is"
+    reason = f"its main input is `{name}`" if isinstance(name, str) else "it has no `main_input_name`"
     return Diagnostic(
         "P507",
         f"no sample input can be made for {type(model).__name__}",
-        notes=(asked, f"known inputs: {', '.join(_MAKERS)}"),
-        help="give one: `sample={name: tensor}`",
+        notes=(reason, f"known inputs: {', '.join(_MAKERS)}"),
+        help="give a sample: `sample={name: tensor}`",
     )

@@ -1,4 +1,4 @@
-"""A model without weights: every module there, every tensor fake."""
+"""Builds skeletons: models with all their modules and fake tensors, which take no memory for weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from peftc.models.resolve import ModelSource
 
 
 def skeleton(source: ModelSource) -> nn.Module:
-    """The model of `source` with fake tensors, in eval mode; of a module in memory, a fake copy in at
-    least float32: code that guards half precision looks at values, and a skeleton has none.
+    """The model of `source` with fake tensors, in eval mode; call it inside `fake_mode(skeleton)`.
 
-    `fake_mode(skeleton)` is the mode to call it in. Costs no memory for weights, and time by the number of modules.
-
-    Raises: P506 where the configuration's values do not fit together.
+    A module that exists is copied in at least float32: code that guards half precision reads values.
+    Raises: P506 if the configuration's values do not fit together.
     """
     if source.module is not None:
         return fake_copy(source.module, widen=True, whole=True)
@@ -32,7 +30,7 @@ def skeleton(source: ModelSource) -> nn.Module:
 
 
 def _on_meta(cls: type[PreTrainedModel], config: PretrainedConfig, name: str) -> PreTrainedModel:
-    # Built on the meta device, as `from_pretrained` does: initialisation is skipped, tied weights are tied.
+    # As in `from_pretrained`, building on the meta device skips initialisation and ties weights.
     try:
         with paused_gc(), torch.device("meta"):
             return cls(config).eval()
@@ -42,9 +40,8 @@ def _on_meta(cls: type[PreTrainedModel], config: PretrainedConfig, name: str) ->
 
 
 def _untie_head(model: PreTrainedModel) -> None:
-    # Some config classes set `tie_word_embeddings` to True whatever they were given. `from_pretrained` then finds two
-    # different matrices in the checkpoint and leaves them apart; a skeleton has to be told.
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    weight = embedding.weight
+    # Some config classes force `tie_word_embeddings` to True. `from_pretrained` unties them if the checkpoint
+    # holds two matrices; a skeleton has no checkpoint. Seen in: T5.
+    head, weight = model.get_output_embeddings(), model.get_input_embeddings().weight
     if isinstance(head, nn.Module) and isinstance(weight, torch.Tensor) and head.weight is weight:
         head.weight = nn.Parameter(torch.empty_like(weight))

@@ -131,4 +131,4 @@ def _medium_of(section: str) -> str | None:
 def _input_medium(modules: list[nn.Module]) -> str | None:
     """The medium of the input of the innermost model among nested modules, unless it is text."""
     names = [name for m in modules[1:] if isinstance(name := getattr(m, "main_input_name", None), str)]
-    return next((medium.word for name in reversed(names) for medium in MEDIA if name in medium.main), None)
+    return next((medium.modality for name in reversed(names) for medium in MEDIA if name in medium.parameters), None)

@@ -46,11 +46,11 @@ def test_an_id_is_found_under_its_other_name() -> None:
     ],
 )
 def test_near_ids_are_named(typed: str, meant: str) -> None:
-    assert meant in catalogue.near(typed)
+    assert meant in catalogue.nearest_ids(typed)
 
 
 def test_nothing_is_near_to_nonsense() -> None:
-    assert catalogue.near("qqqqqqqq") == []
+    assert catalogue.nearest_ids("qqqqqqqq") == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import peftc
 from peftc import PeftcError
 from peftc.fakes.tensors import fake_copy
 from peftc.models.identity import fingerprint, overlaps, parameter_count, tied_groups
-from peftc.modules.memory import memory_of, overlap, overlapping
+from peftc.modules.memory import memory_of, overlapping
 
 LORA = "peft 1\nedit e at layer[0].attn.q { h += lora(x, r=2) }"
 WIDTH = 32
@@ -191,7 +191,7 @@ def views(draw: st.DrawFn, buffer: torch.Tensor) -> torch.Tensor:
 def test_views_overlap_where_they_have_a_byte_in_common(data: st.DataObject) -> None:
     buffer = torch.zeros(192)
     one, other = data.draw(views(buffer)), data.draw(views(buffer))
-    assert overlap(memory_of(one)[0], memory_of(other)[0]) == bool(bytes_of(one) & bytes_of(other))
+    assert memory_of(one)[0].overlaps(memory_of(other)[0]) == bool(bytes_of(one) & bytes_of(other))
 
 
 def test_many_columns_of_one_matrix_are_compared_in_time() -> None:

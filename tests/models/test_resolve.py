@@ -87,7 +87,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
     ("values", "part"),
     [
         ("{", "cannot be read as JSON"),
-        ("[1]", "holds no JSON object"),
+        ("[1]", "is not a JSON object"),
         ({}, "has no `model_type`"),
         ({"model_type": "nope"}, "does not know the model type `nope`"),
         ({"model_type": "bert", "hidden_size": "wide"}, "makes no bert model"),
