@@ -1,4 +1,4 @@
-"""For people who write their own passes: layers as graphs, and edits inserted into them. Nothing is installed."""
+"""Layers as fx graphs, and edits inserted into them, for people who write passes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from peftc.tracing.tracer import RegionTracer
 
 @dataclass(frozen=True, eq=False)
 class TracedRegion:
-    """A layer as an fx graph, standing for all layers of its kind.
+    """A layer as an fx graph, which stands for all layers of its type.
 
-    `module` is the dotted name of the layer that was traced, `layers` are all that share the graph. `states` names the hidden
-    states in it, `attn.self.q.h` for instance, and each node lists the names it bears in `node.meta["states"]`.
+    `module`: the dotted name of the layer that was traced. `layers`: all that share the graph.
+    `states`: nodes by the names of hidden states, such as `attn.self.q.h`; a node lists its full
+    names in `node.meta["states"]`.
     """
 
     module: str
@@ -52,27 +53,27 @@ class TracedRegion:
 
     @property
     def code(self) -> str:
-        """The graph as the Python function it is."""
-        return code_of(self.graph, self.kind)
+        """The graph as a Python function."""
+        signature = forward_signature(self.kind.root)
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        return function("forward", signature, function_body(graph, GlobalNames(), signature))
 
     def state(self, name: str) -> fx.Node:
-        """The node of a hidden state: `h` where the region has one site, `ffn.h`, or a full path.
+        """The node of a hidden state: `h` if the region has one site, `ffn.h`, or a full path.
 
-        Raises: P207 where no state, or more than one, has that name.
+        Raises: P207 if no state, or more than one, has that name.
         """
-        ends = [key for key in self.states if key == name or key.endswith("." + name) or f"layer.{key}" == name]
-        if name in self.states:
-            ends = [name]
-        if len(ends) == 1:
-            return self.states[ends[0]]
-        if not ends:
-            close = nearest(name, self.states)
-            message = f"`{self.module}` has no state `{name}`"
-            raise PeftcError(Diagnostic("P207", message, help=f"did you mean {join_names(close)}?" if close else None))
-        notes = (f"it could be {join_names(ends)}",)
-        raise PeftcError(
-            Diagnostic("P207", f"`{name}` is the name of {len(ends)} states of `{self.module}`", notes=notes)
-        )
+        matches = [key for key in self.states if key.endswith(f".{name}") or f"layer.{key}" == name]
+        matches = [name] if name in self.states else matches
+        if len(matches) == 1:
+            return self.states[matches[0]]
+        if matches:
+            message = f"`{name}` is the name of {len(matches)} states of `{self.module}`"
+            raise PeftcError(Diagnostic("P207", message, notes=(f"it could be {join_names(matches)}",)))
+        close = nearest(name, self.states)
+        help = f"did you mean {join_names(close)}?" if close else None
+        raise PeftcError(Diagnostic("P207", f"`{self.module}` has no state `{name}`", help=help))
 
 
 def trace(
@@ -82,28 +83,31 @@ def trace(
     sample: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> list[TracedRegion]:
-    """The layers of a model as graphs with named hidden states, one for each kind of layer. No weight is read.
+    """The layers of a model as graphs with named hidden states, one graph per layer type.
 
-    Args: `sites`: a selector; then only the layers that it reaches, and only the states of the sites that it selects.
-    `sample`, `trust_remote_code`: as in `peftc.sites`.
+    Args: `sites`: a selector; limits the layers and the states to those of the sites that it
+        selects. `sample`, `trust_remote_code`: as in `peftc.sites`.
     Raises: P0xx and P2xx for the selector, P5xx for the model.
     """
     analysis = analyse_base(model, sample, trust_remote_code)
-    wanted = set[str]() if sites is None else {s.path for s in resolve(selector_of(sites), analysis.table)}
-    found: list[TracedRegion] = []
-    roots = {n for s in analysis.structure.stacks for n in s.layers}
-    if wanted and not any(s.root in roots for s in analysis.table.sites if s.path in wanted):
-        raise PeftcError(Diagnostic("P209", f"`{sites}` selects nothing inside a layer of {analysis.table.model_id}"))
-    kinds = {id(k): k for stack in analysis.structure.stacks for k in stack.kinds}
-    for kind in kinds.values():
-        stacks = analysis.structure.stacks
-        layers = [n for s in stacks for n, k in zip(s.layers, s.kinds, strict=True) if k is kind]
-        own = [s for s in analysis.table.sites if s.root in layers and (sites is None or s.path in wanted)]
-        first = next((layer for layer in layers if any(s.root == layer for s in own)), None)
+    table, stacks = analysis.table, analysis.structure.stacks
+    selection = table.sites if sites is None else resolve(parse_selector(sites), table)
+    paths = {site.path for site in selection}
+    members: dict[int, list[str]] = {}
+    kinds: dict[int, LayerType] = {}
+    for name, kind in ((n, k) for stack in stacks for n, k in zip(stack.layers, stack.kinds, strict=True)):
+        kinds[id(kind)] = kind
+        members.setdefault(id(kind), []).append(name)
+    regions: list[TracedRegion] = []
+    for key, layers in members.items():
+        own = [site for site in table.sites if site.root in layers and site.path in paths]
+        first = next((layer for layer in layers if any(site.root == layer for site in own)), None)
         if first is not None:
-            mine = tuple(s for s in own if s.root == first)
-            found.append(region_of(first, tuple(layers), kind, mine, analysis))
-    return found
+            its_sites = tuple(site for site in own if site.root == first)
+            regions.append(region_of(first, tuple(layers), kinds[key], its_sites, analysis))
+    if sites is not None and paths and not regions:
+        raise PeftcError(Diagnostic("P209", f"`{sites}` selects nothing inside a layer of {table.model_id}"))
+    return regions
 
 
 def region_of(
@@ -111,24 +115,25 @@ def region_of(
 ) -> TracedRegion:
     states: dict[str, fx.Node] = {}
     for site in sites:
-        cut = next(i + 1 for i, (name, _) in enumerate(site.steps) if name == "layer")
-        below = [name if index is None else f"{name}[{index}]" for name, index in site.steps[cut:]]
+        layer_step = next(i for i, (name, _) in enumerate(site.steps) if name == "layer")
+        inner = site.steps[layer_step + 1 :]
+        prefix = [name if index is None else f"{name}[{index}]" for name, index in inner]
         for name, state in site.states.items():
             if state.activation is not None:
-                node = argument_of(node_of(state, module, site, kind.traced), state.activation.node, kind)
-                states[".".join([*below, name])] = node
+                node = attention_operand(node_of(state, module, site, kind.traced), state.activation.node, kind)
+                states[".".join([*prefix, name])] = node
                 node.meta["states"] = [*node.meta.get("states", ()), f"{site.path}.{name}"]
     return TracedRegion(module, layers, kind.traced.graph, states, sites, kind.traced, kind, analysis)
 
 
-def argument_of(node: fx.Node, place: str, kind: LayerType) -> fx.Node:
-    """For q, k and v: the node that feeds the attention, however that is written; for kv the attention itself."""
+def attention_operand(node: fx.Node, place: str, kind: LayerType) -> fx.Node:
+    """For q, k and v, the node that feeds the attention call; any other node as it is."""
     name = place.partition(".")[2]
     attention = attention_at(node, kind.layer) if name in ("q", "k", "v") else None
     return node if attention is None else {"q": attention.q, "k": attention.k, "v": attention.v}[name]
 
 
-def selector_of(text: str) -> ast.Selector:
+def parse_selector(text: str) -> ast.Selector:
     statement = parse_text(f"peft 1\ntrain sites = [w] at {text}\n", "<selector>").statements[0]
     assert isinstance(statement, ast.Train)
     return statement.selector
@@ -137,39 +142,30 @@ def selector_of(text: str) -> ast.Selector:
 def rewrite(
     region: TracedRegion, edits: SpecLike, *, settings: Settings | None = None, include: Include = ()
 ) -> fx.Graph:
-    """The graph of a region with the equations of `edits` written into it. The region itself is left as it is.
+    """A copy of a region's graph with the equations of `edits` written into it.
 
-    The parameters of the edits stand in the graph as calls of `peftc.<edit>.<site>.<form>`.
+    Parameters of the edits are calls of `peftc.<edit>.<site>.<form>` in the graph.
     Args: `settings`, `include`: as in `peftc.plan`.
-    Raises: as `peftc.plan`.
+    Raises: as `peftc.plan`; P210 if no edit has a site in the region.
     """
     analysis = region.analysis
     planned = make_plan(flat_spec(edits, settings, include), analysis.table)
-    placed = [use for p in planned.site_edits for use in p.uses() if use.site.root == region.module]
-    if not placed:
-        names = join_names(dict.fromkeys(p.edit for p in planned.site_edits))
+    uses = [use for edit in planned.site_edits for use in edit.uses() if use.site.root == region.module]
+    if not uses:
+        names = join_names(dict.fromkeys(edit.edit for edit in planned.site_edits))
         raise PeftcError(Diagnostic("P210", f"no edit has a site in `{region.module}`", notes=(f"edits: {names}",)))
-    weights = {b.module for p in placed for s in p.site.states.values() if (b := s.weight) is not None}
-    parameters = {name[len(region.module) + 1 :] for name in weights}
-    layer = LayerRegions(region.kind, region.module, {})
-    traced = again(region.kind, parameters, analysis)
-    inserter, written = Inserter(traced), layer.whole(placed)
-    inserter.lookup.prepare(written)
-    for edit in written:
+    weights = {s.weight.module for use in uses for s in use.site.states.values() if s.weight is not None}
+    entered = {name[len(region.module) + 1 :] for name in weights}
+    traced = retrace(region.kind, entered, analysis)
+    inserter, region_edits = Inserter(traced), LayerRegions(region.kind, region.module, {}).whole(uses)
+    inserter.lookup.prepare(region_edits)
+    for edit in region_edits:
         inserter.insert(edit)
     return traced.graph
 
 
-def again(kind: LayerType, entered: set[str], analysis: Analysis) -> RegionTrace:
-    """A fresh trace of a layer, in which also these leaves are entered."""
+def retrace(kind: LayerType, entered: set[str], analysis: Analysis) -> RegionTrace:
+    """A new trace of a layer that also enters these leaves."""
     tracer = RegionTracer(lambda name: name in entered or has_parts(kind.root, name))
     with analysis.structure.mode:
         return tracer.trace_region(kind.root, fake_copy(kind.arguments, analysis.structure.mode))
-
-
-def code_of(graph: fx.Graph, kind: LayerType) -> str:
-    signature = forward_signature(kind.root)
-    copied = fx.Graph()
-    result = copied.graph_copy(graph, {})
-    copied.output(result)
-    return function("forward", signature, function_body(copied, GlobalNames(), signature))

@@ -32,7 +32,7 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command. Whatever is wrong with the user's input ends in a message and an exit code."""
+    """Runs a command. A mistake of the user ends in a message and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
@@ -78,8 +78,8 @@ def bug_report(error: Exception) -> Diagnostic:
 def script() -> int:
     """The installed command: `main` without garbage collection, since the process ends with it.
 
-    Torch and transformers allocate hundreds of thousands of objects that stay. Traversing them takes a
-    second, half of what planning may take.
+    Torch and transformers allocate hundreds of thousands of objects that stay. Traversing them
+    takes a second, half of what planning may take.
     """
     gc.disable()
     try:
@@ -192,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def model_command(name: str) -> Run:
-    """A command of `peftc.cli.model_commands`, which is imported when it runs: importing torch takes seconds."""
+    """A command of `peftc.cli.model_commands`, imported when it runs: torch takes seconds."""
     return lambda args: getattr(import_module("peftc.cli.model_commands"), name)(args)
 
 

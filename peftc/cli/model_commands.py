@@ -1,22 +1,23 @@
-"""The commands about a model, as the command line runs them: `sites`, `plan`, `compile`, `verify`. They import torch."""
+"""The commands that need a model: `sites`, `plan`, `compile`, `verify`. They import torch."""
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from peftc.cli.output import compile_skeleton, write
+from peftc.cli.output import compile_skeleton
 from peftc.cli.spec_files import read
 from peftc.compiler import compile, plan_edits, sites
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.formats import render_json
 from peftc.diagnostics.render import render_text, wants_color
+from peftc.filesystem.output_folder import write_folder
 from peftc.models.load import load_or_initialize
 from peftc.models.resolve import resolve
-from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import render_plan
 from peftc.planning.report.site_tree import render_sites
 from peftc.planning.report.text import plain_text
@@ -31,65 +32,51 @@ from peftc.verification.verify import verify
 
 
 def run_sites(args: Namespace) -> int:
-    """`peftc sites --model M`: the tree of places. Raises: P5xx, P2xx for a model whose layers are not understood."""
+    """Prints the sites of a model. Raises: P2xx, P5xx (the model)."""
     table = sites(args.model, trust_remote_code=args.trust_remote_code)
     show(lambda width: render_sites(table, width))
-    for warning in (*table.warnings, *(f"could not be read: {line}" for line in reason_lines(table.untraced))):
+    for warning in (*table.warnings, *(f"could not be traced: {line}" for line in reason_lines(table.untraced))):
         print(f"warning: {warning}", file=sys.stderr)
     return 0
 
 
 def run_plan(args: Namespace) -> int:
-    """`peftc plan SPEC --model M`: exit 1 where an expectation does not hold. Raises: everything wrong with the spec."""
-    spec = parsed(args)
+    """Prints the plan; exit 1 if an expectation fails. Raises: P0xx–P3xx (the spec), P5xx."""
+    spec = parse_spec(args)
     flat = expand(spec, parse_settings(args.set), args.include)
-    found = plan_edits(flat, args.model, tasks=args.tasks, trust_remote_code=args.trust_remote_code)
-    records_only = bool(found.failed_expectations) and args.output_format == "json" and not args.json
+    result = plan_edits(flat, args.model, tasks=args.tasks, trust_remote_code=args.trust_remote_code)
+    records_only = bool(result.failed_expectations) and args.output_format == "json" and not args.json
     if args.json:
-        print(found.plan.model_dump_json(indent=2))
+        print(result.plan.model_dump_json(indent=2))
     elif not records_only:
-        show(lambda _: render_plan(found.plan, found.site_edits))
-    report((*found.failed_expectations, *found.warnings), args, to_stdout=records_only)
-    return exit_code(found)
+        show(lambda _: render_plan(result.plan, result.site_edits))
+    report((*result.failed_expectations, *result.warnings), args, to_stdout=records_only)
+    return 1 if result.failed_expectations else 0
 
 
 def run_compile(args: Namespace) -> int:
-    """`peftc compile SPEC --model M [-o DIR]`: on a skeleton, so that no weights are needed.
-
-    Raises: everything wrong with the spec, P304 for expectations that do not hold, P4xx.
-    """
-    spec = parsed(args)
+    """Compiles onto a skeleton, without weights. Raises: as `run_plan`; P304, P4xx."""
     settings = parse_settings(args.set)
-    compiled = compile_skeleton(
-        spec,
-        args.model,
-        args.seed,
-        settings=settings,
-        include=args.include,
-        tasks=args.tasks,
-        trust_remote_code=args.trust_remote_code,
+    result, files = compile_skeleton(
+        parse_spec(args), args.model, args.seed, settings, args.include, args.tasks, args.trust_remote_code
     )
-    show(lambda _: render_plan(compiled.planned.plan, compiled.planned.site_edits))
-    report(compiled.planned.warnings, args)
+    show(lambda _: render_plan(result.plan, result.site_edits))
+    report(result.warnings, args)
     if args.output is None:
-        print("\nnothing was written: give a directory with -o")
+        print("\nnothing was written: name a folder with -o")
         return 0
-    done = write(compiled, args.output, args.force)
-    print(f"\nwrote {', '.join(done.written)} to {done.folder}")
-    if done.removed:
-        print(f"removed {', '.join(done.removed)}, of an earlier run")
-    if done.modified:
-        print(f"left {', '.join(done.modified)}, of an earlier run and changed since")
+    changes = write_folder(Path(args.output), files, args.force)
+    print(f"\nwrote {', '.join(changes.written)} to {changes.folder}")
+    if changes.removed:
+        print(f"removed {', '.join(changes.removed)}, of an earlier run")
+    if changes.modified:
+        print(f"did not remove {', '.join(changes.modified)}: written by an earlier run, and changed since")
     return 0
 
 
 def run_verify(args: Namespace) -> int:
-    """`peftc verify SPEC --model M`: exit 1 where something was found.
-
-    Raises: everything wrong with the spec, P304 for expectations that do not hold, P4xx; P507 and P601 for a model that cannot
-    be run or copied.
-    """
-    spec = parsed(args)
+    """Compiles and verifies; exit 1 on findings. Raises: as `run_compile`; P505, P507, P601."""
+    spec = parse_spec(args)
     model, weights = load_or_initialize(resolve(args.model, args.trust_remote_code), args.seed)
     base = duplicate(model)
     settings = parse_settings(args.set)
@@ -105,31 +92,25 @@ def run_verify(args: Namespace) -> int:
     return 0 if result.ok else 1
 
 
-def parsed(args: Namespace) -> ast.Spec:
+def parse_spec(args: Namespace) -> ast.Spec:
     return parse_text(read(args.spec), "<stdin>" if args.spec == "-" else args.spec)
 
 
-def exit_code(planned: PlanResult) -> int:
-    """0 all well, 1 an expectation that does not hold."""
-    return 1 if planned.failed_expectations else 0
-
-
-def report(found: Sequence[Diagnostic], args: Namespace, *, to_stdout: bool = False) -> None:
-    """What was found beside the result: on stderr, unless there is no other result to print."""
-    if not found:
+def report(diagnostics: Sequence[Diagnostic], args: Namespace, *, to_stdout: bool = False) -> None:
+    """Writes diagnostics to stderr; to stdout if they are all there is to print."""
+    if not diagnostics:
         return
     stream = sys.stdout if to_stdout else sys.stderr
     if args.output_format == "json":
-        stream.write(render_json(found))
+        stream.write(render_json(diagnostics))
     else:
-        stream.write(("" if to_stdout else "\n") + render_text(found, wants_color(stream)))
+        stream.write(("" if to_stdout else "\n") + render_text(diagnostics, wants_color(stream)))
 
 
-def show(result: Callable[[int], RenderableType]) -> None:
-    """Prints what `result` makes for the width of the terminal; plain text, 80 wide, into a pipe or under NO_COLOR."""
+def show(make: Callable[[int], RenderableType]) -> None:
+    """Prints what `make` returns for the terminal's width; plain text in a pipe or with NO_COLOR."""
+    console = Console(file=sys.stdout, highlight=False)
     if wants_color(sys.stdout):
-        console = Console(file=sys.stdout, highlight=False)
-        console.print(result(console.width))
+        console.print(make(console.width))
     else:
-        width = Console(file=sys.stdout).width
-        sys.stdout.write(plain_text(result(width), width))
+        sys.stdout.write(plain_text(make(console.width), console.width))

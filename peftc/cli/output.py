@@ -7,8 +7,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 
 from torch import nn
@@ -16,7 +14,6 @@ from torch import nn
 from peftc.diagnostics import PeftcError
 from peftc.fakes.tensors import fake_mode
 from peftc.filesystem.bounded_read import printable_path
-from peftc.filesystem.output_folder import FolderChanges, write_folder
 from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
@@ -32,41 +29,32 @@ from peftc.specialization.generated_class import GeneratedClass, captions
 PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A spec compiled onto a skeleton: the plan, and the text of each file by its name."""
-
-    planned: PlanResult
-    files: dict[str, str]
-
-
 def compile_skeleton(
     spec: SpecLike,
     model: ModelLike,
-    seed: int | None = None,
-    *,
-    settings: Settings | None = None,
-    include: Include = (),
-    tasks: Sequence[str] | None = None,
-    trust_remote_code: bool = False,
-) -> Compiled:
-    """Compiles onto a model without weights, for its code and its plan.
+    seed: int | None,
+    settings: Settings,
+    include: Include,
+    tasks: Sequence[str] | None,
+    trust_remote_code: bool,
+) -> tuple[PlanResult, dict[str, str]]:
+    """Compiles onto a model without weights: the plan, and the text of each file by its name.
 
     Raises: as `peftc.compile`.
     """
     flat = flat_spec(spec, settings, include)
     analysis = analyse_base(model, trust_remote_code=trust_remote_code)
     names = task_names(tasks)
-    found = plan_on(analysis, flat, names)
-    require_tasks(tasks, found)
-    if found.failed_expectations:
-        raise PeftcError(found.failed_expectations)
+    result = plan_on(analysis, flat, names)
+    require_tasks(tasks, result)
+    if result.failed_expectations:
+        raise PeftcError(result.failed_expectations)
     skeleton = analysis.structure.model
     with fake_mode(skeleton):
-        part = InstalledSpec(default_name(spec), flat, found.plan, 0 if seed is None else checked_seed(seed))
-        CompiledModel(skeleton, analysis=analysis).add(part, found, tasks=names)
-    files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: part.text, README: readme(part, names)}
-    return Compiled(found, files | forwards(skeleton))
+        installed = InstalledSpec(default_name(spec), flat, result.plan, 0 if seed is None else checked_seed(seed))
+        CompiledModel(skeleton, analysis=analysis).add(installed, result, tasks=names)
+    files = {PLAN: result.plan.model_dump_json(indent=2) + "\n", SPEC: installed.text, README: readme(installed, names)}
+    return result, files | forwards(skeleton)
 
 
 def forwards(model: nn.Module) -> dict[str, str]:
@@ -120,8 +108,8 @@ def forward_diff(kind: GeneratedClass, file: str) -> str:
     return "\n".join(map(printable_path, lines)) + "\n"
 
 
-def readme(part: InstalledSpec, tasks: Sequence[str]) -> str:
-    plan = part.plan
+def readme(installed: InstalledSpec, tasks: Sequence[str]) -> str:
+    plan = installed.plan
     total, base = plan.totals, plan.totals.base
     rows = [
         f"| {e.name} | {len(e.sites)} | {e.trained:,} | {e.stored:,} | {'yes' if e.foldable else 'no'} | {e.reason} |"
@@ -129,26 +117,19 @@ def readme(part: InstalledSpec, tasks: Sequence[str]) -> str:
     ]
     return f"""# {Path(plan.spec.path).stem} on {plan.model.id}
 
-{len(plan.edits)} edits of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by peftc.
-Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the base). Stored: {total.stored:,}.
+{len(plan.edits)} edits of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by
+peftc. Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the base). Stored:
+{total.stored:,}.
 
 | edit | sites | trained | stored | folds | why |
 |---|---|---|---|---|---|
 {chr(10).join(rows)}
 
     import peftc
-    peftc.compile("{SPEC}", model, seed={part.seed}{f", tasks={list(tasks)}" if tasks else ""})
+    peftc.compile("{SPEC}", model, seed={installed.seed}{f", tasks={list(tasks)}" if tasks else ""})
 
-* `{SPEC}`: the spec, expanded: nothing is left to a default.
+* `{SPEC}`: the expanded spec, with every default written out.
 * `{PLAN}`: the plan, with every site.
 * `forward_*.py`: the generated forwards, one file for each kind of region. Each edit stands under its equation.
 * `forward_*.diff`: what they change, as a diff against the model's own forward.
 """
-
-
-def write(compiled: Compiled, directory: str | PathLike[str], force: bool = False) -> FolderChanges:
-    """Writes the files into a directory that is new, empty, or was written by this function.
-
-    Raises: as `write_folder`.
-    """
-    return write_folder(Path(directory), compiled.files, force)

@@ -41,7 +41,8 @@ def _is_within(file: Path, folder: str) -> bool:
 def read(path: str) -> str:
     """The text of a spec, `-` for standard input.
 
-    Raises: P024 (not text), P026 (not a regular file), P027 (too large); Unusable if it cannot be read.
+    Raises: P024 (not text), P026 (not a regular file), P027 (too large); Unusable if it cannot be
+        read.
     """
     try:
         return decode(sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>") if path == "-" else read_text(path)

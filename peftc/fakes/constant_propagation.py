@@ -41,7 +41,8 @@ class ConstantPropagation:
     """The constants of one forward."""
 
     def __init__(self) -> None:
-        # Constants that something unknown was written into. Kept, so that no other tensor gets their memory.
+        # Constants that something unknown was written into. Kept, so that no other tensor gets
+        # their memory.
         self.overwritten: list[torch.Tensor] = []
 
     def of(self, value: Any) -> Any:
@@ -60,7 +61,7 @@ class ConstantPropagation:
             return func(*args, **kwargs)
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Gives the results of an operation on fake tensors their data, or notes what it overwrites."""
+        """Keeps the data of an operation's results, or notes which constants it overwrites."""
         if any(isinstance(a, FakeTensor) and _KEY not in vars(a) for a in args) and not func._schema.is_mutable:
             return  # the quick way out for nearly every operation
         results = list(tensors_in(out))

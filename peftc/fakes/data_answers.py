@@ -1,7 +1,7 @@
 """Answers data-dependent questions of code that runs on fake tensors.
 
-A mixture of experts asks which experts were hit, a mask whether it masks anything, packed inputs how
-long each piece is. In a sample forward only shapes matter, so any answer will do.
+A mixture of experts asks which experts were hit, a mask whether it masks anything, packed inputs
+how long each piece is. In a sample forward only shapes matter, so any answer will do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ aten = torch.ops.aten
 def fake_data_answers() -> Generator[None]:
     """Inside the block, questions about the data of fake tensors have answers.
 
-    Constants answer for themselves. Else a number is 1, a truth value is True, a selection is one element.
+    Constants answer for themselves. Else a number is 1, a truth value is True, a selection is one
+    element.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it repeats what exceptions say
     disabled, log.disabled = log.disabled, True
@@ -69,10 +70,11 @@ _original_to: Any = nn.Module.to
 
 @shielded
 def fake_tensor_patches() -> Generator[None]:
-    """Inside the block, modules of fake tensors can run: in this thread, two functions of torch are patched.
+    """Inside the block, modules of fake tensors can run, by two patches for this thread.
 
-    `.to(dtype)` is a no-op if the dtype already matches, since parameters without data cannot be replaced.
-    Transformer modules of torch call their children instead of a fused kernel, and make no nested tensors.
+    `.to(dtype)` is a no-op if the dtype already matches, since parameters without data cannot be
+    replaced. Transformer modules of torch call their children instead of a fused kernel, and make
+    no nested tensors.
     """
     global _patches, _original_to
     module = cast("Any", nn.Module)
@@ -106,7 +108,7 @@ def _to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 class _ScalarAnswers(TorchFunctionMode):
-    """Answers scalars in a text, as in `f"expert_{number}"`, and in a list that becomes a tensor."""
+    """Answers scalars in f-strings, as in `f"expert_{number}"`, and in lists for tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -82,9 +82,11 @@ def as_fake(
 def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = False, whole: bool = False) -> T:
     """A deep copy of a model, a cache or arguments in which every tensor is fake.
 
-    The copy keeps ties, training flags and `requires_grad`. It has no hooks, and the `forward` of its
-    class instead of one assigned to the instance. No data is read, so the size of tensors costs nothing.
-    Args: `whole`: `value` is a whole model; if accelerate has dispatched it, the copy is on the CPU.
+    The copy keeps ties, training flags and `requires_grad`. It has no hooks, and the `forward` of
+    its class instead of one assigned to the instance. No data is read, so the size of tensors
+    costs nothing.
+    Args: `whole`: `value` is a whole model; if accelerate has dispatched it, the copy is on the
+        CPU.
     """
     mode = mode or new_mode()
     with _disable_current_modes():  # an active mode would intercept every tensor that is made
@@ -92,7 +94,8 @@ def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = Fal
         copier = _CopyAsFake(mode, widen, torch.device("cpu") if dispatched else None)
         memo: dict[int, Any] = {}
         for module in value.modules() if isinstance(value, nn.Module) else ():
-            # `Parameter.__deepcopy__` does not reach the function mode, so parameters are copied here.
+            # `Parameter.__deepcopy__` does not reach the function mode, so parameters are copied
+            # here.
             unregistered = [m for m in vars(module).values() if isinstance(m, nn.Module)]
             for owner in (module, *unregistered):
                 parameters = owner.parameters(recurse=owner is not module)
@@ -103,7 +106,7 @@ def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = Fal
 
 
 class _CopyAsFake(TorchFunctionMode):
-    """Answers `Tensor.__deepcopy__` with a fake tensor, so that `copy.deepcopy` copies structure only."""
+    """Makes `Tensor.__deepcopy__` return a fake tensor, so that deep copies have no data."""
 
     def __init__(self, mode: FakeTensorMode, widen: bool, device: torch.device | None) -> None:
         super().__init__()
@@ -123,7 +126,7 @@ class _CopyAsFake(TorchFunctionMode):
 
 
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """`copy.deepcopy(module, memo)` in a tenth of the time, for modules without a copy method of their own."""
+    """`copy.deepcopy(module, memo)` in a tenth of the time for most modules."""
     if id(module) in memo:
         return memo[id(module)]
     cls = _without_fsdp(type(module))

@@ -1,4 +1,4 @@
-"""Configuration values of well-known checkpoints, so that planning needs neither network nor weights."""
+"""Configurations of well-known checkpoints: planning needs neither network nor weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Head = Literal["base", "causal-lm", "seq2seq-lm"]
 
 
 class Entry(BaseModel):
-    """One checkpoint. `parameters`: the published total for `head`, tied weights counted once. `also`: another id."""
+    """One checkpoint. `parameters`: the published total for `head`. `also`: another id."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -55,7 +55,7 @@ def config_from(values: Mapping[str, Any], name: str) -> PretrainedConfig:
 
 
 def model_class(config: PretrainedConfig, name: str, head: Head | None = None) -> type[PreTrainedModel]:
-    """The class to build: that of `head`, else the config's declared architecture, else that of a fitting auto class.
+    """The class to build: that of `head`, else the declared architecture, else of an auto class.
 
     Raises: P503 if transformers has no such class.
     """

@@ -1,4 +1,4 @@
-"""What identifies a base model: type, configuration, names and shapes of parameters, and ties; never values."""
+"""What identifies a base model: type, configuration, parameter names and shapes, ties."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def any_name(name: str) -> bool:
 
 
 def parameter_count(model: nn.Module, keep: Callable[[str], bool] = any_name) -> int:
-    """The number of parameters (scalars); memory that several share counts once. `keep` chooses by dotted name."""
+    """The number of scalars; shared memory counts once. `keep` chooses by dotted name."""
     parameters = [p for name, p in model.named_parameters() if keep(name)]
     groups = overlapping(parameters)
     shared = {i for group in groups for i in group}
@@ -40,7 +40,7 @@ def parameter_count(model: nn.Module, keep: Callable[[str], bool] = any_name) ->
 
 
 def tied_groups(model: nn.Module, keep: Callable[[str], bool] = any_name) -> tuple[tuple[str, ...], ...]:
-    """Groups of dotted names with one tensor, or with several over the same memory; each in model order."""
+    """Groups of dotted names that are one tensor, or several over the same memory."""
     groups: dict[object, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if keep(name):
@@ -49,7 +49,7 @@ def tied_groups(model: nn.Module, keep: Callable[[str], bool] = any_name) -> tup
 
 
 def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of dotted names of different parameters that share memory with each other or with buffers.
+    """Groups of dotted names of parameters that share memory with each other or with buffers.
 
     Writing into one changes the others. A parameter that overlaps itself is a group of one.
     """
@@ -91,9 +91,9 @@ def _config_value(config: object, name: str) -> object:
 def fingerprint(model: nn.Module, keep: Callable[[str], bool] = any_name) -> str:
     """sha256 over the model's identity, version 2.
 
-    It is the same for a skeleton and the loaded model, for every dtype and device, before and after
-    training. It tells architectures and sizes apart, not weights. `keep` chooses parameters by dotted
-    name: leave out those that an edit added.
+    It is the same for a skeleton and the loaded model, for every dtype and device, before and
+    after training. It tells architectures and sizes apart, not weights. `keep` chooses parameters
+    by dotted name: leave out those that an edit added.
     """
     return fingerprint_of(identity(model, keep))
 

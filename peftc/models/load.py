@@ -22,7 +22,8 @@ _SUFFIXES = (".json", ".safetensors", ".txt", ".model")  # of files that transfo
 def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.Module:
     """The model with its weights, in eval mode, in the checkpoint's dtype unless `dtype` is given.
 
-    Its class is the one that planning by the same name uses. A configuration alone gives random weights.
+    Its class is the one that planning by the same name uses. A configuration alone gives random
+    weights.
     Raises: P026 (not a regular file), P501–P504 as `resolve`, P505 (weights are missing or not in
         safetensors), P508 (weights do not fit the configuration).
     """
@@ -70,7 +71,8 @@ def load_or_initialize(source: ModelSource, seed: int) -> tuple[nn.Module, str]:
 
 
 def _why_missing(source: ModelSource) -> str | None:
-    # Checked before loading: what transformers says of a missing file sends the reader to the network.
+    # Checked before loading: what transformers says of a missing file sends the reader to the
+    # network.
     if source.kind == "config.json":
         return "a configuration has none"
     if any(_exists(source, file) for file in _SAFETENSORS):

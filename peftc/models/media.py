@@ -19,7 +19,7 @@ PIXELS = 224  # along each side of an image, if the configuration has no image s
 
 @dataclass(frozen=True)
 class InputForm:
-    """One form of an input. `extras`: arguments that may go with it; `needs_extras`: at least one of them must."""
+    """One form of an input. `extras`: arguments that may go with it, or must (at least one)."""
 
     tensor: torch.Tensor
     extras: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -28,7 +28,7 @@ class InputForm:
 
 @dataclass(frozen=True)
 class Medium:
-    """A kind of input. `feature`: its name in `get_…_features`. `config_keys`: fields of the config section that describes it."""
+    """A kind of input. `config_keys`: fields of the config section that describes it."""
 
     modality: str
     feature: str

@@ -1,4 +1,4 @@
-"""Models whose Python code lies in their repository (`auto_map`). It runs only with the user's consent."""
+"""Models with Python code in their repository (`auto_map`), run only with consent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def from_code(name: str, path: Path | None) -> tuple[PretrainedConfig, type[PreT
 
 
 def class_of(config: PretrainedConfig, name: str, repository: str) -> type[PreTrainedModel]:
-    """The class that the configuration declares, from the repository's code if that has it, else from transformers."""
+    """The declared class, from the repository's code if it has one, else from transformers."""
     declared: list[str] = list(getattr(config, "architectures", None) or [])
     auto_map: Mapping[str, Any] = getattr(config, "auto_map", {})
     references = [ref for key, ref in auto_map.items() if key.startswith("AutoModel") and isinstance(ref, str)]

@@ -26,10 +26,10 @@ Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
 class ModelSource:
     """A model that can be planned for.
 
-    `type`: transformers' model type, or the class name of a plain module. `model_class`: the class to
-    build, if the model is no module yet. `folder`: where its weights may lie. `untied_head`: the
-    configuration's text says `tie_word_embeddings: false`. `own_code`: the class comes from the
-    repository's code, which has been run.
+    `type`: transformers' model type, or the class name of a plain module. `model_class`: the
+    class to build, if the model is no module yet. `folder`: where its weights may lie.
+    `untied_head`: the configuration's text says `tie_word_embeddings: false`. `own_code`: the
+    class comes from the repository's code, which has been run.
     """
 
     id: str
@@ -48,8 +48,9 @@ def resolve(
 ) -> ModelSource:
     """Resolves a model without reading a weight.
 
-    A string is a folder or a config.json if one exists, else an id in the catalogue, else an id in the
-    hub cache, else, unless offline, an id on the hub, of which only config.json is downloaded.
+    A string is a folder or a config.json if one exists, else an id in the catalogue, else an id
+    in the hub cache, else, unless offline, an id on the hub, of which only config.json is
+    downloaded.
     Args: `trust_remote_code`: run the code that the configuration names, if any.
     Raises: P501 (unknown id), P502 (no such path), P503 (unusable configuration), P504 (needs the
         repository's code), P510 (that code fails).

@@ -27,7 +27,7 @@ def check_sample(sample: object) -> None:
 
 
 def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
-    """Raises: P507 if the model does not run on inputs made for it, P509 if not on `sample`, or if it cannot be copied."""
+    """Raises: P507 if the model does not run on inputs made for it; P509 if not on `sample`."""
     try:
         fake = skeleton(source).eval()
     except PeftcError:

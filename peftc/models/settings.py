@@ -15,37 +15,41 @@ Value = bool | int | float | str | None
 
 # Keys that cannot change what a model computes from its inputs outside of training, by reason.
 _NAMES = """
-    architectures auto_map finetuning_task id2label label2id name_or_path problem_type task_specific_params
-    tokenizer_class transformers_version
+    architectures auto_map finetuning_task id2label label2id name_or_path problem_type
+    task_specific_params tokenizer_class transformers_version
 """
 _STORAGE = """
     dtype quantization_config tie_encoder_decoder tie_word_embeddings torch_dtype use_bfloat16
 """  # weights may be cast or quantised; ties are compared themselves
 _OUTPUTS = """
-    attn_implementation chunk_size_feed_forward experts_implementation gradient_checkpointing output_attentions
-    output_hidden_states output_router_logits pretraining_tp return_dict torchscript use_cache use_return_dict
+    attn_implementation chunk_size_feed_forward experts_implementation gradient_checkpointing
+    output_attentions output_hidden_states output_router_logits pretraining_tp return_dict
+    torchscript use_cache use_return_dict
 """  # what is returned besides the result, and how the same result is computed
 _TOKENS = """
-    bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id sep_token_id
+    bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id
+    sep_token_id
 """  # a matter of the tokenizer and the batch; users set them after loading
 _GENERATION = """
-    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
-    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens
-    min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores prefix
-    remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_scores prefix remove_invalid_values
+    repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
 """
 WITHOUT_EFFECT = frozenset(" ".join((_NAMES, _STORAGE, _OUTPUTS, _TOKENS, _GENERATION)).split())
-# Dropout rates, initialisers (the weights have replaced the values) and loss terms act in training alone.
+# Dropout rates, initialisers (the weights have replaced the values) and loss terms act in
+# training alone.
 _TRAINING = re.compile(r"drop|loss|jitter|apply_spec_augment|mask_(time|feature)_|label_smoothing|^init_|^initializer_")
 
 
 def settings(model: nn.Module) -> dict[str, Value]:
-    """The configuration by dotted key, without keys that have no effect; empty without a configuration."""
+    """The values of the configuration that have an effect, by dotted key."""
     return dict(_flatten(getattr(model, "config", None)))
 
 
 def defaults(model: nn.Module) -> dict[str, Value]:
-    """The defaults of these keys, as far as the classes of the configuration can be built without arguments."""
+    """Their defaults, as far as the config classes can be built without arguments."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return dict(_flatten(getattr(model, "config", None), of_class=True))
@@ -79,7 +83,8 @@ def not_default(values: Mapping[str, Value], defaults: Mapping[str, Value]) -> f
 def _is_default(key: str, values: Mapping[str, Value], defaults: Mapping[str, Value]) -> bool:
     if key in defaults:
         return defaults[key] == values[key]
-    # A key that its class does not have was set by somebody. If the class could not be built, nobody knows.
+    # A key that its class does not have was set by somebody. If the class could not be built,
+    # nobody knows.
     sections = key.split(".")[:-1]
     for depth in range(len(sections), -1, -1):
         model_type = ".".join((*sections[:depth], "model_type"))

@@ -1,4 +1,4 @@
-"""Builds skeletons: models with all their modules and fake tensors, which take no memory for weights."""
+"""Builds skeletons: models of fake tensors, which take no memory for weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from peftc.models.resolve import ModelSource
 def skeleton(source: ModelSource) -> nn.Module:
     """The model of `source` with fake tensors, in eval mode; call it inside `fake_mode(skeleton)`.
 
-    A module that exists is copied in at least float32: code that guards half precision reads values.
+    A module that exists is copied in at least float32: code that guards half precision reads
+    values.
     Raises: P506 if the configuration's values do not fit together.
     """
     if source.module is not None:
@@ -40,8 +41,8 @@ def _on_meta(cls: type[PreTrainedModel], config: PretrainedConfig, name: str) ->
 
 
 def _untie_head(model: PreTrainedModel) -> None:
-    # Some config classes force `tie_word_embeddings` to True. `from_pretrained` unties them if the checkpoint
-    # holds two matrices; a skeleton has no checkpoint. Seen in: T5.
+    # Some config classes force `tie_word_embeddings` to True. `from_pretrained` unties them if
+    # the checkpoint holds two matrices; a skeleton has no checkpoint. Seen in: T5.
     head, weight = model.get_output_embeddings(), model.get_input_embeddings().weight
     if isinstance(head, nn.Module) and isinstance(weight, torch.Tensor) and head.weight is weight:
         head.weight = nn.Parameter(torch.empty_like(weight))

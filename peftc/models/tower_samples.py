@@ -1,7 +1,7 @@
 """Calls that run the towers of a model, which a sample of text does not reach.
 
-The model is called with an image or a sound in each shape that models take; then its functions for the
-features of a medium; then each submodule that is a model itself.
+The model is called with an image or a sound in each shape that models take; then its functions
+for the features of a medium; then each submodule that is a model itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class TowerCall:
-    """One call. `modality`: what it adds to a text, such as `vision` or `audio`; `text` for a tower that reads ids."""
+    """One call. `modality`: `vision`, `audio` or `text`."""
 
     modality: str
     function: Callable[..., Any]
@@ -36,7 +36,7 @@ class TowerCall:
 def run_on_sample(
     model: nn.Module, sample: Mapping[str, Any] | None, run: Callable[[Mapping[str, Any]], R]
 ) -> tuple[Mapping[str, Any], R]:
-    """Runs on `sample`, else on inputs made for the model, else on those with a medium. Returns the inputs, too.
+    """Runs on `sample`, else on inputs made for the model, if need be with a medium.
 
     Raises: what running the plain inputs raises, if none of the others run.
     """
@@ -62,7 +62,7 @@ def run_on_sample(
 def tower_calls(
     model: nn.Module, sample: Mapping[str, Any], has_unreached_layers: Callable[[str], bool]
 ) -> Iterator[TowerCall]:
-    """Calls to try, those of the whole model first. `has_unreached_layers`: whether no call has reached a layer of a module."""
+    """Calls to try, those of the whole model first."""
     yield from _model_calls(model, sample)
     for medium in MEDIA:
         for owner in (model, getattr(model, "base_model", model)):

@@ -1,8 +1,8 @@
-"""Finds forwards that were assigned to an instance: `module.forward = …` hides the forward of the class.
+"""Finds forwards that were assigned to an instance, as in `module.forward = …`.
 
-A *hook* (accelerate's, or a wrapper that keeps the forward it replaced) calls the module's code in the
-end. It stays; what it calls is replaced with the code. A *patch* is a method with code of its own. That
-code counts as the module's code, as if it stood in a class.
+A *hook* (accelerate's, or a wrapper that keeps the forward it replaced) calls the module's code
+in the end. It stays; what it calls is replaced with the code. A *patch* is a method with code of
+its own. That code counts as the module's code, as if it stood in a class.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _set_in_partial(holder: Any, key: Any, value: Any) -> None:
 
 @dataclass(frozen=True)
 class InstanceForward:
-    """The forward of an instance. `function`: the code that runs in the end; None if nothing shows it.
+    """The forward of an instance. `function`: the code that runs in the end; None if unknown.
 
     `references`: the places that hold that code. `hooked`: something runs around it. `wraps`: its
     `__wrapped__` is the forward of the class.
@@ -101,17 +101,17 @@ def _class_forwards(module: nn.Module) -> frozenset[Any]:
 
 
 def rebind_forward(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Makes the forward of an instance, if there is one, run `function` instead of the module's code."""
+    """Makes an instance's forward run `function` instead of the module's code."""
     forward = instance_forward(module)
     for reference in forward.references if forward is not None else ():
         reference.set(module, function)
 
 
-# Patches as classes ----------------------------------------------------------------------------------------------
+# Patches as classes --------------------------------------------------------------
 
 
 class _PatchedType(type):
-    """The type of classes that stand for a patched instance; they are pickled by class and function."""
+    """The type of classes made for a patch; they are pickled by class and function."""
 
 
 @cache
@@ -141,7 +141,7 @@ def unpatched_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def class_and_attributes(module: nn.Module) -> tuple[type[nn.Module], Mapping[str, Any]]:
-    """The class and the attributes of a copy without hooks, in which a patch is the forward of the class."""
+    """Class and attributes for a copy without hooks; a patch becomes the class's forward."""
     forward, attributes = instance_forward(module), vars(module)
     if forward is None or forward.function is None:
         return type(module), attributes
@@ -149,7 +149,7 @@ def class_and_attributes(module: nn.Module) -> tuple[type[nn.Module], Mapping[st
     return code_class(module), {name: value for name, value in attributes.items() if name not in hidden}
 
 
-# Search ------------------------------------------------------------------------------------------------------------
+# Search --------------------------------------------------------------------------
 
 
 class _Search:
@@ -219,7 +219,7 @@ def _is_method(value: Any, module: nn.Module) -> bool:
 
 
 def _method_function(value: Any, module: nn.Module) -> FunctionType | None:
-    """The function of a method of the module, which may be written as `partial(function, module)`."""
+    """The function of a method of the module, or of `partial(function, module)`."""
     if isinstance(value, partial):
         call = cast("partial[Any]", value)
         bound = len(call.args) == 1 and call.args[0] is module and not call.keywords
@@ -229,7 +229,7 @@ def _method_function(value: Any, module: nn.Module) -> FunctionType | None:
 
 
 def _calls_class(function: FunctionType) -> bool:
-    """Whether code calls the forward of a class: as the forward of a subclass it would call itself."""
+    """Whether code calls a class's forward: as that of a subclass it would call itself."""
     names = _names(function.__code__)
     return FORWARD in names and bool(names & {"type", "__class__", "super"})
 

@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, and which of them overlap: views of one storage that are separate objects."""
+"""Where tensors lie in memory, and which of them overlap."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Memory:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Memory, ...]:
-    """The memory of a tensor: several pieces for a tensor subclass made of tensors, none without data."""
+    """The memory of a tensor: several pieces for a wrapper subclass, none without data."""
     if isinstance(tensor, FakeTensor):
         return vars(tensor).get(MEMORY, ())
     if is_traceable_wrapper_subclass(tensor):
@@ -107,7 +107,7 @@ def _shifts(first: int, last: int, offset: int, step: int, length: int, other: i
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Groups of tensors that share memory, directly or through others, as indices. Give each tensor once.
+    """Groups of tensors that share memory, directly or through others, as indices.
 
     Sorting aside, the time is linear in the number of tensors.
     """
@@ -143,7 +143,7 @@ def _join_overlapping(cluster: list[tuple[Memory, int]], groups: _DisjointSets) 
 
 
 def _column_clusters(cluster: list[tuple[Memory, int]]) -> list[list[tuple[Memory, int]]]:
-    """Views that are columns of one matrix, by the columns that they share; other views stay together."""
+    """Splits views that are columns of one matrix by shared columns; others stay together."""
     steps = {m.dims[0][0] if len(m.dims) == 1 else 0 for m, _ in cluster}
     step = steps.pop()
     if steps or not step or any(m.start % step + m.block > step for m, _ in cluster):

@@ -1,7 +1,7 @@
 """Weights that accelerate offloads between the calls of a module.
 
-Such a parameter is on the device "meta". The module's hook has a map with its value, and the device on
-which the module runs.
+Such a parameter is on the device "meta". The module's hook has a map with its value, and the
+device on which the module runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def execution_device(module: nn.Module) -> torch.device | None:
 
 
 def offloaded_value(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The value of a module's own parameter, read from where a hook keeps it; None if no hook does."""
+    """The value that a hook keeps for a module's own parameter; None if no hook does."""
     maps = (hook.weights_map for hook in hooks(module) if getattr(hook, "offload", False))
     for values in maps:
         try:
@@ -66,7 +66,7 @@ def _is_offloaded(module: nn.Module, name: str) -> bool:
 
 
 def only_moves_arguments(module: nn.Module) -> bool:
-    """Whether the hooks of a module only move arguments to its device, so that its code may run elsewhere."""
+    """Whether the hooks only move arguments to the module's device: its code may be inlined."""
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     every = list(hooks(module))
     return bool(every) and all(type(h).__name__ == "AlignDevicesHook" and not (tensors and h.offload) for h in every)
@@ -85,7 +85,7 @@ def offloaded_error(names: Collection[str], reason: str) -> Diagnostic:
 
 
 def refuse_offloaded(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> None:
-    """Raises: P566 if a parameter of an edit is offloaded. Args: `chosen`: by the names under which they are saved."""
+    """Raises: P566 if a parameter of `chosen`, given by saved names, is offloaded."""
     if meta := {id(p): saved for saved, p in chosen.items() if p.is_meta}:
         offloaded = offloaded_parameters(model)
         if any(id(p) in meta and n in offloaded for n, p in model.named_parameters()):

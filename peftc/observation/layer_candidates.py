@@ -41,7 +41,7 @@ def _holds_list(model: nn.Module, name: str, blocks: list[str]) -> bool:
 
 
 def containing_list(model: nn.Module, layer: str) -> str:
-    """The list that holds a layer, directly or inside a wrapper; without one, the parent of the layer."""
+    """The list that holds a layer, directly or inside a wrapper; else the layer's parent."""
     parts = layer.split(".")
     owners = [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
     lists = (name for name in owners if isinstance(model.get_submodule(name), LISTS))

@@ -20,7 +20,8 @@ def structure_key(module: nn.Module) -> str:
 def arguments_key(value: Any, exact: bool = False) -> str:
     """What Python code can see of arguments without the values of tensors.
 
-    Args: `exact`: distinguishes shapes and dtypes of tensors, and objects by identity; else ranks and classes.
+    Args: `exact`: distinguishes shapes and dtypes of tensors, and objects by identity; else ranks
+        and classes.
     """
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype} {value.requires_grad}" if exact else f"{value.ndim}d"

@@ -23,7 +23,7 @@ from peftc.tracing.module_calls import bind_arguments
 def observe(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, candidates: Collection[str]
 ) -> SampleForward:
-    """Runs the model once on `sample`, or on inputs made for it; then the towers that this does not reach.
+    """Runs the model on `sample`, or on inputs made for it; then towers that this misses.
 
     Args: `candidates`: the names of modules that may be layers.
     Raises: what the first call raises.
@@ -53,7 +53,8 @@ def record_call(
 ) -> SampleForward:
     """Records one call. Repeated layers run only where the call fails without them.
 
-    Args: `before`: earlier calls showed this; a call that then fails counts if it reached more layers.
+    Args: `before`: earlier calls showed this; a call that then fails counts if it reached more
+        layers.
     """
     try:
         return Recorder(model, mode, candidates).run(call)
@@ -123,7 +124,7 @@ class Recorder:
 
 
 def input_path(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The path to the first tensor by the parameters of the module's own forward; () if they do not fit."""
+    """The path to the first tensor by the parameters of the class's forward; () if none fits."""
     try:
         first = first_tensor(bind_arguments(type(module).forward, module, args, kwargs))
     except (TypeError, ValueError):  # a forward of the instance takes other arguments

@@ -1,4 +1,4 @@
-"""Skips layers that repeat a layer which has run, so that a sample forward costs the same at any depth.
+"""Skips layers that repeat another: a sample forward costs the same at any depth.
 
 A layer repeats another if their structures and arguments agree, shapes included, and if the first
 called no modules but its own.
@@ -76,7 +76,7 @@ class _Repeats:
         return forward
 
     def repeat(self, run: _Run, name: str) -> bool:
-        """Records for layer `name` the calls of a run; False if the run called modules outside its layer."""
+        """Records a run's calls for layer `name`; False if the run left its layer."""
         own = {n: name + n[len(run.name) :] for n in run.counts if n.startswith(f"{run.name}.")}
         if len(own) < len(run.counts) or not self.modules.issuperset(own.values()):
             return False

@@ -35,12 +35,13 @@ class ModuleCall:
 class SampleForward:
     """What a sample forward showed, by dotted names.
 
-    `calls`: in the order of the first calls. `candidates`: modules that may be layers. `layers`: a key
-    per layer, equal for layers that can share a trace, with the arguments of the first layer of each key.
-    `outside_layers`: modules called outside of layers. `cross_layer_calls`: modules of one layer with
-    another layer that calls them. `modality`: of layers that only an image, a sound or the like reaches.
-    `closure_reads`: modules that compute with a parameter in a closure, by its storage.
-    `external_reads`: modules that compute with a parameter of another module, by its name.
+    `calls`: in the order of the first calls. `candidates`: modules that may be layers. `layers`:
+    a key per layer, equal for layers that can share a trace, with the arguments of the first
+    layer of each key. `outside_layers`: modules called outside of layers. `cross_layer_calls`:
+    modules of one layer with another layer that calls them. `modality`: of layers that only an
+    image, a sound or the like reaches. `closure_reads`: modules that compute with a parameter in
+    a closure, by its storage. `external_reads`: modules that compute with a parameter of another
+    module, by its name.
     """
 
     calls: dict[str, ModuleCall] = field(default_factory=dict[str, ModuleCall])
@@ -58,7 +59,7 @@ class SampleForward:
         return self.candidates - self.layers.keys()
 
     def add(self, other: SampleForward, modality: str) -> None:
-        """Adds what a call of a part showed. Its new modules come first: parts feed the whole model."""
+        """Adds what a tower's call showed. Its modules come first: towers feed the model."""
         self.modality |= dict.fromkeys(other.layers.keys() - self.layers.keys(), modality)
         for name in other.calls.keys() & self.calls.keys():
             self.calls[name].complete(other.calls[name])
@@ -72,7 +73,7 @@ class SampleForward:
 
 
 def first_tensor(value: Any) -> tuple[tuple[Any, ...], torch.Tensor] | None:
-    """The first tensor in arguments or results with the path to it; floating tensors come before others."""
+    """The first tensor in arguments or results, and its path; floating tensors come first."""
     leaves = [(path, leaf) for path, leaf in _leaves(value, ()) if isinstance(leaf, torch.Tensor)]
     floating = [(path, leaf) for path, leaf in leaves if leaf.is_floating_point()]
     return next(iter(floating or leaves), None)

@@ -1,4 +1,4 @@
-"""Finds the modules that consume the tokens of an embedding, and whether they need more than embeddings."""
+"""Finds the modules that consume the tokens of an embedding, and whether they need ids."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TokenFlow:
 
 @dataclass
 class SampleRun:
-    """A model of fake tensors with the arguments of one forward. `layers`: may be skipped if they repeat."""
+    """A model of fake tensors and the arguments of a forward. `layers`: skipped if repeated."""
 
     model: nn.Module
     mode: FakeTensorMode
@@ -61,9 +61,10 @@ class SampleRun:
 def token_flow(embedding: str, modules: Collection[str], sample: SampleRun) -> TokenFlow:
     """Follows the tokens of an embedding to those of `modules` that consume them.
 
-    A stack may use ids for more than their embedding: another table, a scale, a choice of experts. The
-    rows of a prompt have no ids. So called with embeddings, the stack must compute the same floating
-    tensors as called with ids. Integers may differ: some stacks count positions from the ids.
+    A stack may use ids for more than their embedding: another table, a scale, a choice of
+    experts. The rows of a prompt have no ids. So called with embeddings, the stack must compute
+    the same floating tensors as called with ids. Integers may differ: some stacks count positions
+    from the ids.
     """
     flow = consumers(embedding, modules, sample)
     for name, arguments in flow.arguments.items():
@@ -73,7 +74,7 @@ def token_flow(embedding: str, modules: Collection[str], sample: SampleRun) -> T
 
 
 def consumers(embedding: str, modules: Collection[str], sample: SampleRun) -> TokenFlow:
-    """The modules that call the embedding on their ids, or whose `inputs_embeds` come from its result."""
+    """The modules that call the embedding, or whose `inputs_embeds` come from its result."""
     flow, embedded, running = TokenFlow(), DerivedTensors(), dict[str, dict[str, Any]]()
 
     def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -136,7 +137,7 @@ def flat_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class DerivedTensors(TorchDispatchMode):
-    """Inside the block, follows the tensors that are computed from those added; views count as one."""
+    """Follows the tensors that are computed from those added; views count as one."""
 
     def __init__(self) -> None:
         super().__init__()

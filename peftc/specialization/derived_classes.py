@@ -24,17 +24,10 @@ def with_generated_forward(module: nn.Module, value: Any) -> Any:
         message = f"a `forward` is assigned to an edited {name} which does not call the one that it has"
         help_ = "take the edits out with `peftc.remove`, assign it, and compile again"
         raise PeftcError(Diagnostic("P425", message, help=help_))
-<<<<<<< HEAD
     if not wrapper.hooked:
         return MethodType(forward, module)
-    for link in wrapper.links:
-        link.set(module, forward)
-=======
-    if not found.hooked:
-        return MethodType(now, module)
-    for reference in found.references:
-        reference.set(module, now)
->>>>>>> 072bd37 (Models, modules, cli: plain words and prose)
+    for reference in wrapper.references:
+        reference.set(module, forward)
     return value
 
 
