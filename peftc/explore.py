@@ -47,7 +47,6 @@ class TracedRegion:
     graph: fx.Graph
     states: Mapping[str, fx.Node]
     sites: tuple[Site, ...]
-    traced: RegionTrace = field(repr=False)
     kind: LayerType = field(repr=False)
     analysis: Analysis = field(repr=False)
 
@@ -123,7 +122,7 @@ def region_of(
                 node = attention_operand(node_of(state, module, site, kind.traced), state.activation.node, kind)
                 states[".".join([*prefix, name])] = node
                 node.meta["states"] = [*node.meta.get("states", ()), f"{site.path}.{name}"]
-    return TracedRegion(module, layers, kind.traced.graph, states, sites, kind.traced, kind, analysis)
+    return TracedRegion(module, layers, kind.traced.graph, states, sites, kind, analysis)
 
 
 def attention_operand(node: fx.Node, place: str, kind: LayerType) -> fx.Node:
@@ -149,10 +148,10 @@ def rewrite(
     Raises: as `peftc.plan`; P210 if no edit has a site in the region.
     """
     analysis = region.analysis
-    planned = make_plan(flat_spec(edits, settings, include), analysis.table)
-    uses = [use for edit in planned.site_edits for use in edit.uses() if use.site.root == region.module]
+    result = make_plan(flat_spec(edits, settings, include), analysis.table)
+    uses = [use for edit in result.site_edits for use in edit.uses() if use.site.root == region.module]
     if not uses:
-        names = join_names(dict.fromkeys(edit.edit for edit in planned.site_edits))
+        names = join_names(dict.fromkeys(edit.edit for edit in result.site_edits))
         raise PeftcError(Diagnostic("P210", f"no edit has a site in `{region.module}`", notes=(f"edits: {names}",)))
     weights = {s.weight.module for use in uses for s in use.site.states.values() if s.weight is not None}
     entered = {name[len(region.module) + 1 :] for name in weights}

@@ -85,7 +85,7 @@ def forward_file(kind: GeneratedClass, modules: list[str]) -> str:
     listed = modules if len(modules) <= 6 else [*modules[:3], f"… ({len(modules)} in all)", modules[-1]]
     lines = [f"{kind.name}, as rewritten by peftc.", "", "Edits: " + ", ".join(edits) + ".", "Modules:"]
     lines += [f"    {m}" for m in listed]
-    lines += ["", "Generated: for reading; `peftc.compile` makes it again from the spec.", ""]
+    lines += ["", "For reading: `peftc.compile` generates this code again from the spec.", ""]
     escaped = (line.replace("\\", r"\\").replace('"', r"\"") for line in lines)  # none ends the docstring, or its line
     docstring = '"""' + "\n".join(map(printable_path, escaped)) + '"""'
     if kind.inline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -23,15 +24,7 @@ from peftc.modules.offload import is_dispatched
 
 T = TypeVar("T")
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = [name for name in vars(nn.Module()) if re.match("_(forward|backward)_(pre_)?hooks", name)]
 _COPY_METHODS = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _IMMUTABLE = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device})
 

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 Head = Literal["base", "causal-lm", "seq2seq-lm"]
 
@@ -27,18 +27,11 @@ class Entry(BaseModel):
     note: str | None = None
 
 
-class _Catalogue(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    about: str
-    models: dict[str, Entry]
-
-
 @cache
 def catalogue() -> Mapping[str, Entry]:
     """The entries by id, in the order of the file."""
     text = resources.files("peftc.models").joinpath("catalogue.json").read_text(encoding="utf-8")
-    return _Catalogue.model_validate(json.loads(text)).models
+    return TypeAdapter(dict[str, Entry]).validate_python(json.loads(text)["models"])
 
 
 def find(model_id: str) -> Entry | None:

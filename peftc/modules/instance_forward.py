@@ -107,9 +107,6 @@ def rebind_forward(module: nn.Module, function: Callable[..., Any]) -> None:
         reference.set(module, function)
 
 
-# Patches as classes --------------------------------------------------------------
-
-
 class _PatchedType(type):
     """The type of classes made for a patch; they are pickled by class and function."""
 
@@ -147,9 +144,6 @@ def class_and_attributes(module: nn.Module) -> tuple[type[nn.Module], Mapping[st
         return type(module), attributes
     hidden = {FORWARD, HOOK, *(r.key for r in forward.references if r.holder is attributes)}
     return code_class(module), {name: value for name, value in attributes.items() if name not in hidden}
-
-
-# Search --------------------------------------------------------------------------
 
 
 class _Search:

@@ -84,9 +84,9 @@ def offloaded_error(names: Collection[str], reason: str) -> Diagnostic:
     return Diagnostic("P566", f"`{min(names)}`{others} offloaded by accelerate", notes=(reason,), help=help_)
 
 
-def refuse_offloaded(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> None:
-    """Raises: P566 if a parameter of `chosen`, given by saved names, is offloaded."""
-    if meta := {id(p): saved for saved, p in chosen.items() if p.is_meta}:
+def refuse_offloaded(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises: P566 if a parameter of `parameters`, given by saved names, is offloaded."""
+    if meta := {id(p): saved for saved, p in parameters.items() if p.is_meta}:
         offloaded = offloaded_parameters(model)
         if any(id(p) in meta and n in offloaded for n, p in model.named_parameters()):
             raise PeftcError(offloaded_error(meta.values(), "dispatch the model first, and compile the edits then"))
