@@ -135,7 +135,29 @@ TASKS = argument(
     metavar="NAME,…",
     help="the tasks for which `per task` edits get parameters (default: a single task)",
 )
+CODE = argument("code", nargs="?", metavar="CODE", help="for example P101")
+JSON = argument("--json", action="store_true", help="print the result as JSON")
 ON_MODEL = (SPEC, MODEL, REMOTE_CODE, SET, INCLUDE, TASKS, MODEL_FORMAT)
+VERIFY = (
+    argument(
+        "--sites",
+        choices=("sample", "all"),
+        default="sample",
+        help="the sites to change one by one: the first, a middle and the last of each kind, or all",
+    ),
+    argument("--seed", type=int, default=0, metavar="N", help="seed of initial values and of missing weights"),
+)
+COMPILE = (
+    argument("-o", "--output", metavar="DIR", help="the folder for the generated code, the plan and the spec"),
+    argument("--force", action="store_true", help="with -o: overwrite files that were changed since peftc wrote them"),
+    argument("--seed", type=int, metavar="N", help="seed of the initial values"),
+)
+MODEL_COMMANDS = (
+    ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, MODEL_FORMAT)),
+    ("plan", "print what compiling a spec onto a model would do", (*ON_MODEL, JSON)),
+    ("verify", "compile a spec onto a model and check that it computes what the spec says", (*ON_MODEL, *VERIFY, JSON)),
+    ("compile", "compile a spec onto a model and write the generated code", (*ON_MODEL, *COMPILE)),
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -144,50 +166,21 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"peftc {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(name: str, run: Run, help: str, *arguments: Argument) -> None:
+    def add(name: str, run: Run, help: str, *arguments: Argument) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help)
         for names, options in arguments:
             command.add_argument(*names, **options)
         command.set_defaults(run=run)
+        return command
 
     add("check", run_check, "report errors and warnings in specs, without a model", PATHS, INCLUDE, FORMAT)
-    add("fmt", run_fmt, "format specs", PATHS)
-    modes = commands.choices["fmt"].add_mutually_exclusive_group()
+    modes = add("fmt", run_fmt, "format specs", PATHS).add_mutually_exclusive_group()
     modes.add_argument("--check", action="store_true", help="write nothing; list the files that would change")
     modes.add_argument("--diff", action="store_true", help="write nothing; print the changes")
     add("expand", run_expand, "print a spec with its methods and constants expanded", SPEC, SET, INCLUDE, FORMAT)
-    code = argument("code", nargs="?", metavar="CODE", help="for example P101")
-    add("explain", run_explain, "explain a diagnostic code; without one, list all codes", code)
-    run_sites = model_command("run_sites")
-    add("sites", run_sites, "print the sites of a model, which edits can name", MODEL, REMOTE_CODE, MODEL_FORMAT)
-    plan_json = argument("--json", action="store_true", help="print the plan as JSON")
-    run_plan = model_command("run_plan")
-    add("plan", run_plan, "print what compiling a spec onto a model would do", *ON_MODEL, plan_json)
-    add(
-        "verify",
-        model_command("run_verify"),
-        "compile a spec onto a model and check that the model computes what the spec says",
-        *ON_MODEL,
-        argument(
-            "--sites",
-            choices=("sample", "all"),
-            default="sample",
-            help="the sites to change one by one: the first, a middle and the last of each kind, or all",
-        ),
-        argument("--seed", type=int, default=0, metavar="N", help="seed of initial values and of missing weights"),
-        argument("--json", action="store_true", help="print the result as JSON"),
-    )
-    add(
-        "compile",
-        model_command("run_compile"),
-        "compile a spec onto a model and write the generated code",
-        *ON_MODEL,
-        argument("-o", "--output", metavar="DIR", help="the folder for the generated code, the plan and the spec"),
-        argument(
-            "--force", action="store_true", help="with -o: overwrite files that were changed since peftc wrote them"
-        ),
-        argument("--seed", type=int, metavar="N", help="seed of the initial values"),
-    )
+    add("explain", run_explain, "explain a diagnostic code; without one, list all codes", CODE)
+    for name, help, arguments in MODEL_COMMANDS:
+        add(name, model_command(f"run_{name}"), help, *arguments)
     return top
 
 
