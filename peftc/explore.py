@@ -153,8 +153,8 @@ def rewrite(
     parameters = {name[len(region.module) + 1 :] for name in weights}
     layer = LayerRegions(region.kind, region.module, {})
     traced = again(region.kind, parameters, analysis)
-    inserter, written = Inserter(traced), layer.whole(placed)
-    inserter.lookup.prepare(written)
+    inserter, written = Inserter(traced), layer.layer_edits(placed)
+    inserter.lookup.resolve(written)
     for edit in written:
         inserter.insert(edit)
     return traced.graph

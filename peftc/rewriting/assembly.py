@@ -76,9 +76,7 @@ def check_shared_modules(regions: list[Region], structure: ModelStructure) -> No
             shared = by_module.get(first_names.get(name, name))
             if shared is not None:
                 edit, outer = shared.site_edits[0], region.site_edits[0]
-                message = (
-                    f"`{edit.edit}` changes `{name}`, which layers share, and `{outer.edit}` needs its code inside one of them"
-                )
+                message = f"`{edit.edit}` changes `{name}`, which layers share, and `{outer.edit}` needs its code inside one of them"
                 help_ = "let both edits name the same layers"
                 raise PeftcError(Diagnostic("P213", message, outer.assigns[0].source.span, help=help_))
 

@@ -96,7 +96,10 @@ class ManualAttention:
         builder.start_after(pattern.out)
         layout, steps = self.layouts.values, self.layouts.probabilities
         values = builder.function(rows_like_operand, value, pattern.v, layout.order, layout.merged)
-        operands = {pattern.v: values, steps[-1].node if steps else others: self.apply_steps(row_probabilities, steps, others)}
+        operands = {
+            pattern.v: values,
+            steps[-1].node if steps else others: self.apply_steps(row_probabilities, steps, others),
+        }
         result = builder.function(torch.add, pattern.out, builder.copy(pattern.out, operands))
         pattern.out.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 

@@ -28,7 +28,8 @@ def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: t
     for p in list(signature.parameters.values())[1:]:
         star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         nodes.append(graph.placeholder(star + p.name))
-    call = out = graph.call_function(base_call, (base, *nodes), module_view(graph, edits))
+    arguments: tuple[Any, ...] = (base, *nodes)
+    call = out = graph.call_function(base_call, arguments, module_view(graph, edits))
     anchors = (state.anchor for edit in edits for state in edit.states.values())
     result: Any = {}
     for path in dict.fromkeys(anchor.key for anchor in anchors if anchor is not None and anchor.kind == "out"):

@@ -204,7 +204,12 @@ class LayerRegions:
         return frozenset(own for own, names in self.shared.items() if not all(map(is_edited, names)))
 
     def find_region(
-        self, first: ir.SiteEdit, states: dict[str, State], writes: set[str], functions: set[str], excluded: frozenset[str]
+        self,
+        first: ir.SiteEdit,
+        states: dict[str, State],
+        writes: set[str],
+        functions: set[str],
+        excluded: frozenset[str],
     ) -> _Placement:
         site = first.site
         check_gradients({n: self.nodes_of(states[n], site) for n in sorted(writes)}, self.trace.graph)

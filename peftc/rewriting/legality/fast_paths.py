@@ -57,9 +57,7 @@ def is_called_in_siblings(module: str, calls: Collection[str], model: nn.Module)
     return False
 
 
-def disable_fast_paths(
-    regions: list[Region], model: nn.Module, shared: Iterable[Collection[str]] = ()
-) -> list[Region]:
+def disable_fast_paths(regions: list[Region], model: nn.Module, shared: Iterable[Collection[str]] = ()) -> list[Region]:
     """Adds a region without edits for each module around a region that has a fast path and is not entered yet.
 
     Args: `shared`: the names of each module that has several.

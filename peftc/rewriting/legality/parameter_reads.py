@@ -25,9 +25,7 @@ from torch import nn
 from peftc.modules.instance_forward import instance_forward
 
 ANY = "*"  # stands for an index, or for a name that the code computes
-ALL_PARAMETERS = frozenset(
-    {"parameters", "named_parameters", "_parameters", "state_dict", "get_parameter"}
-)
+ALL_PARAMETERS = frozenset({"parameters", "named_parameters", "_parameters", "state_dict", "get_parameter"})
 MODE_QUERIES = frozenset({"is_grad_enabled", "requires_grad", "is_inference_mode_enabled", "training"})
 METADATA = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
 INSPECTING = frozenset({"isinstance", "hasattr", "id", "type"})
@@ -190,7 +188,9 @@ class AttributeUse:
         if last in ALL_PARAMETERS and not self.is_text:
             yield ParameterRead(self.names[:-1], self.from_self, mode_dependent, whole_module=True)
         elif (last in words or last == ANY) and self.next != "()":
-            is_own = self.from_self and len(self.names) == 1 and not self.is_text  # the module's own parameter, or a child
+            is_own = (
+                self.from_self and len(self.names) == 1 and not self.is_text
+            )  # the module's own parameter, or a child
             if not is_own:
                 yield ParameterRead(self.names, self.from_self, mode_dependent)
             if not self.next and not self.is_text:  # the value is passed on

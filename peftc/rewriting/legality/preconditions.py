@@ -41,7 +41,9 @@ def check_entered(name: str, module: nn.Module) -> None:
     check_forward(name, module)
     forward = instance_forward(module)
     if forward is not None and forward.hooked and not only_moves_arguments(module):
-        message = f"`{name}` has a hook around its `forward`, which would not run: the edit changes code inside the module"
+        message = (
+            f"`{name}` has a hook around its `forward`, which would not run: the edit changes code inside the module"
+        )
         help_ = "edit a state at the boundary of this module, or remove the hook before compiling"
         raise PeftcError(Diagnostic("P426", message, help=help_))
 
