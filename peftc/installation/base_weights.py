@@ -10,8 +10,8 @@ from torch import nn
 from peftc.addressing.sites import WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.offload import offloaded
-from peftc.rewriting.node_builder import row_arguments
 from peftc.rewriting.legality.preconditions import missing_values
+from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import dense, is_quantised, rows_of, stacked_slice
 
 

@@ -185,7 +185,10 @@ def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> 
             replace(d, notes=(*d.notes, *notes)) if d.code == "P201" else d for d in error.diagnostics
         ) from error
     statements = {s.name: s for s in spec.statements if isinstance(s, ast.Edit)}
-    wrong = [with_origin(d, statements[edit], spec) for edit, d in prompt_and_position_errors(planned.site_edits, analysis.structure)]
+    wrong = [
+        with_origin(d, statements[edit], spec)
+        for edit, d in prompt_and_position_errors(planned.site_edits, analysis.structure)
+    ]
     if wrong:
         raise PeftcError(wrong)
     return planned

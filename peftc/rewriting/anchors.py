@@ -1,9 +1,10 @@
 """Anchors: code positions that identify a state in any trace of the same code.
 
-A value can have several anchors: the output of a Linear may also be the result of its parent. An anchor is a boundary of a
-module (an argument, a part of the result), or an operation of a module's own code at a position there. Anchors do not
-change when other children are inlined, or between training, evaluation and decoding. Aliases diverge where an optional
-argument inserts an operation between them.
+A value can have several anchors: the output of a Linear may also be the result of its parent. An
+anchor is a boundary of a module (an argument, a part of the result), or an operation of a module's
+own code at a position there. Anchors do not change when other children are inlined, or between
+training, evaluation and decoding. Aliases diverge where an optional argument inserts an operation
+between them.
 """
 
 from __future__ import annotations
@@ -22,21 +23,20 @@ from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
 @dataclass(frozen=True)
 class Ordinal:
-    """One of the operations of one kind that a module's code runs. `occurrences` are all of them."""
+    """One of the operations of one kind that a module runs; `occurrences` are all of them."""
 
     index: int
     occurrences: tuple[Occurrence, ...]
 
     @property
     def position(self) -> str:
-        """The operation's position in the code."""
         return self.occurrences[self.index][0]
 
     def find_in(self, occurrences: Sequence[Occurrence]) -> int | None:
         """The index of this operation in another trace: the one at the same code position.
 
-        If nothing runs at that position, or not as often, it is the one at the same index, provided that both traces
-        have as many operations, and those that both have are at the same index.
+        If nothing runs at that position, or not as often, it is the one at the same index, provided
+        that both traces have as many operations, and those that both have are at the same index.
         """
         own = self.occurrences[self.index]
         if own in occurrences and self.runs(self.occurrences) == self.runs(occurrences):
@@ -60,8 +60,8 @@ class Anchor:
     - `in`: (parameter, *path), an argument of the module; `out`: a path into its result;
     - `node`: (operation, ordinal), the result of an operation in the module's code;
     - `operand`: (operation, ordinal, argument index), an operand of one;
-    - `argument`: (operation, ordinal, name, *(operation, ordinal)), the q, k, v or kv of an attention call, and of further
-      calls that read the same value;
+    - `argument`: (operation, ordinal, name, *(operation, ordinal)), the q, k, v or kv of an
+      attention call, and of further calls that read the same value;
     - `tokens`: (embedding, whether the result keeps the prompt), the input of a stack;
     - `context`: the states that a stack attends to; `positions`: the positions of a stack's tokens.
     """
@@ -97,7 +97,7 @@ def contains(region: str, name: str) -> bool:
     return not region or name == region or name.startswith(region + ".")
 
 
-# Values --------------------------------------------------------------------------------------------------------------
+# Values ------------------------------------------------------------------------------------------
 
 
 def parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
@@ -113,7 +113,7 @@ def parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def value_at(value: Any, path: tuple[Any, ...]) -> fx.Node | None:
-    """The node at a path of nested arguments or results; the result of a node is indexed in the graph."""
+    """The node at a path of nested values; results of nodes are indexed in the graph."""
     for key in path:
         if isinstance(value, fx.Node):
             value = item_of(value, key)
@@ -136,7 +136,7 @@ def item_of(node: fx.Node, key: Any) -> fx.Node:
         return node.graph.call_function(operator.getitem, (node, key))
 
 
-# Calls of modules ----------------------------------------------------------------------------------------------------
+# Calls of modules --------------------------------------------------------------------------------
 
 
 def calls_of(trace: RegionTrace) -> list[ModuleCall]:
@@ -149,7 +149,7 @@ def calls_of(trace: RegionTrace) -> list[ModuleCall]:
 
 
 def weight_only_linears(trace: RegionTrace) -> dict[str, fx.Node]:
-    """The Linears that the code around them computes once with their weights, instead of calling them."""
+    """The Linears whose weights the code around them uses, once, instead of calling them."""
     calls = {c.name for c in trace.calls}
     nodes = [n for n in trace.graph.nodes if n.op == "call_module" and n.target not in calls and "origin" in n.meta]
     counts = Counter(n.target for n in nodes)
@@ -163,10 +163,7 @@ def callers_of(trace: RegionTrace) -> dict[str, tuple[str, str]]:
 
 
 def frames_between(region: str, anchor: Anchor, trace: RegionTrace) -> frozenset[str] | None:
-    """The modules whose code must be entered from `region` to reach an anchor; none at the region's own boundary.
-
-    Returns: None for an anchor that is not inside `region`.
-    """
+    """The modules to enter from `region` to reach an anchor; None if it is not inside `region`."""
     callers = {name: caller for name, (caller, _) in callers_of(trace).items()}
     at_boundary = anchor.kind in ("in", "out")
     if at_boundary and anchor.module == region:
@@ -183,7 +180,7 @@ def frames_between(region: str, anchor: Anchor, trace: RegionTrace) -> frozenset
     return frozenset(frames)
 
 
-# From nodes to anchors, and back -------------------------------------------------------------------------------------
+# From nodes to anchors, and back -----------------------------------------------------------------
 
 
 def anchors(node: fx.Node, trace: RegionTrace) -> list[Anchor]:
@@ -202,14 +199,13 @@ def anchors(node: fx.Node, trace: RegionTrace) -> list[Anchor]:
 
 
 def ordinal(node: fx.Node, trace: RegionTrace) -> tuple[str, Ordinal]:
-    """The kind of a node's operation, and its ordinal."""
+    """A node's kind of operation, and its ordinal."""
     frame, operation, occurrence = origin(node)
     occurrences = tuple(origin(n)[2] for n in operations(frame, operation, trace))
     return operation, Ordinal(occurrences.index(occurrence), occurrences)
 
 
 def operand(node: fx.Node, user: fx.Node, trace: RegionTrace) -> Anchor:
-    """The anchor of a node as an operand of a user."""
     return Anchor("operand", origin(user)[0], (*ordinal(user, trace), user.args.index(node)))
 
 
@@ -218,7 +214,6 @@ def origin(node: fx.Node) -> Origin:
 
 
 def operations(frame: str, operation: str, trace: RegionTrace) -> list[fx.Node]:
-    """The operations of one kind in the code of one module."""
     return [n for n in trace.graph.nodes if n.meta.get("origin", ())[:2] == (frame, operation)]
 
 
@@ -236,7 +231,7 @@ def find(anchor: Anchor, trace: RegionTrace) -> fx.Node | None:
 
 
 def find_weight_only(anchor: Anchor, trace: RegionTrace) -> fx.Node | None:
-    """The input or output of a Linear that this trace does not call, where the code around it computes with its weight once."""
+    """The input or output of a Linear that this trace replaces by its weight, once."""
     if len(anchor.key) != int(anchor.kind == "in"):
         return None
     node = weight_only_linears(trace).get(anchor.module)

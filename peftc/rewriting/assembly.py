@@ -19,7 +19,7 @@ from peftc.rewriting.regions import LayerRegions, module_region
 
 
 def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> list[Region]:
-    """The regions that the edits touch, in model order. Raises: P213, P435, and the codes of single regions."""
+    """The regions that the edits touch. Raises: P213, P435, and the codes of single regions."""
     layers = {n: k for s in structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
     by_root: dict[str, list[ir.SiteEdit]] = {}
     site_edits = tuple(site_edits)
@@ -47,7 +47,7 @@ def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> 
 
 
 def merge_by_module(regions: list[Region], structure: ModelStructure) -> list[Region]:
-    """One region for each module, which may have several names, in layers and elsewhere."""
+    """One region for each module, which may have several names."""
     first_names = {name: group[0] for group in structure.shared for name in group}
     merged: dict[str, Region] = {}
     for region in regions:
@@ -67,7 +67,7 @@ def merge_by_module(regions: list[Region], structure: ModelStructure) -> list[Re
 
 
 def check_shared_modules(regions: list[Region], structure: ModelStructure) -> None:
-    """Raises: P213 where an edited module that layers share is inlined into the region of one of these layers."""
+    """Raises: P213 for an edited module that layers share and that one of their regions enters."""
     first_names = {name: group[0] for group in structure.shared for name in group}
     by_module = {region.module: region for region in regions}
     for region in regions if first_names else ():
@@ -76,16 +76,20 @@ def check_shared_modules(regions: list[Region], structure: ModelStructure) -> No
             shared = by_module.get(first_names.get(name, name))
             if shared is not None:
                 edit, outer = shared.site_edits[0], region.site_edits[0]
-                message = f"`{edit.edit}` changes `{name}`, which layers share, and `{outer.edit}` needs its code inside one of them"
+                message = (
+                    f"`{edit.edit}` changes `{name}`, which layers share, "
+                    f"and `{outer.edit}` needs its code inside one of them"
+                )
                 help_ = "let both edits name the same layers"
                 raise PeftcError(Diagnostic("P213", message, outer.assigns[0].source.span, help=help_))
 
 
 def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> None:
-    """Raises: P435 for a region whose parameters may be read by code around the layers that need not call it.
+    """Raises: P435 for a region whose parameters may be read by code around the layers that need
+    not call it.
 
-    Outside the layers a parameter may have two uses, such as embedding and head, so only reads in code that depends on the
-    mode are refused there.
+    Outside the layers a parameter may have two uses, such as embedding and head, so only reads in
+    code that depends on the mode are refused there.
     """
     names = {name: group for group in structure.shared for name in group}
     layers = {layer for stack in structure.stacks for layer in stack.layers} | set(repeated_blocks(structure.model))

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import is_tensor
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.recognition.attention.manual_attention import Step, joining, visible_value
 from peftc.recognition.attention.patterns import Attention, attention_at, factors
-from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import is_tensor
 from peftc.rewriting.node_builder import NodeBuilder
 from peftc.runtime.attention import attention_with_rows, extend_mask, rows_like_operand, scores_like, sdpa_with_rows
 from peftc.tracing.operations import attention
@@ -21,7 +21,7 @@ from peftc.tracing.region_trace import RegionTrace
 
 
 class AttentionCall:
-    """A call of transformers' attention interface or of torch's function. The numbers of joined rows come first in its arguments."""
+    """A call of transformers' or torch's attention, with the numbers of joined rows in front."""
 
     def __init__(self, call: fx.Node) -> None:
         self.call = call
@@ -57,7 +57,8 @@ def make_positional(call: fx.Node, names: tuple[str, ...]) -> None:
 
 
 class ManualAttention:
-    """Attention that the model computes itself, identified by its softmax. Rows get scores and values of their own:
+    """Attention that the model computes itself, identified by its softmax. Rows get scores and
+    values of their own:
 
     softmax(s(q kᵀ)) v   becomes   softmax([s'(q Pₖᵀ), s(q kᵀ)]) [Pᵥ; v].
     """
@@ -104,7 +105,7 @@ class ManualAttention:
         pattern.out.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
     def split_probabilities(self, own: fx.Node, new: fx.Node, after: bool) -> tuple[fx.Node, fx.Node]:
-        """The probabilities of joined rows and of the other keys, from the softmax over both."""
+        """The probabilities of joined rows and of the other keys."""
         builder = self.builder
         builder.start_after(self.softmax)
         rows, count = builder.method("size", new, -1), builder.method("size", own, -1)
@@ -114,7 +115,7 @@ class ManualAttention:
         return joined, others
 
     def row_scores(self, product: fx.Node, operand: fx.Node, rows: fx.Node) -> fx.Node:
-        """The scores' product with rows in place of the keys, and without an addend of `baddbmm`."""
+        """The product with rows in place of the keys, without an addend of `baddbmm`."""
         if product.target is torch.einsum:
             return self.builder.copy(product, {operand: rows})
         scores = self.builder.function(torch.matmul, *(rows if n is operand else n for n in factors(product)))
@@ -122,7 +123,7 @@ class ManualAttention:
         return self.builder.function(torch.mul, scores, alpha) if alpha != 1 else scores
 
     def apply_steps(self, rows: fx.Node, steps: Sequence[Step], first: fx.Node) -> fx.Node:
-        """Repeats for rows the steps that apply to them; `first` is the first step's operand."""
+        """Repeats the steps for rows; `first` is the first step's operand."""
         for step in steps:
             if step.effect == "same":
                 rows = self.builder.copy(step.node, {step.source: rows, first: rows})

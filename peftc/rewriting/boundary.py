@@ -1,4 +1,4 @@
-"""The graph of a region that is edited at its boundary only: a call of its class's own forward between arguments and result."""
+"""Graphs of regions that are edited at their boundary: they call the class's own forward."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from peftc.tracing.region_trace import RegionTrace
 
 
 def base_call(base: type, *arguments: Any, own: Any = None) -> Any:
-    """A region's own forward in a graph, printed as `Base.forward(self, …)`, with `own` for `self` where there is one."""
+    """Stands for `base.forward(self, *arguments)`; `own` replaces `self`."""
     raise AssertionError("only printed")
 
 
 def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: tuple[RegionEdit, ...]) -> RegionTrace:
-    """A graph that calls the base's forward and unpacks the parts of its result that the edits use."""
+    """A graph that calls the base's forward and unpacks the parts of its result that edits use."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     for p in list(signature.parameters.values())[1:]:
@@ -43,7 +43,7 @@ def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: t
 
 
 def module_view(graph: fx.Graph, edits: tuple[RegionEdit, ...]) -> dict[str, Any]:
-    """The argument `own` of `base_call` where edits change stacked parameters: a view of the module with their values."""
+    """The argument `own` of `base_call` where edits change stacked parameters."""
     values: dict[str, Any] = {}
     for weight in (state.weight for edit in edits for state in edit.states.values()):
         if weight is not None and weight.stacked_slice is not None:
@@ -63,7 +63,7 @@ def with_part(parts: Any, path: tuple[Any, ...], value: fx.Node) -> Any:
 
 
 def wrap_base_call(graph: fx.Graph, function: Callable[..., Any], *arguments: Any) -> fx.Node:
-    """Replaces the base call by `function(base, self, named, rest, *arguments)`, which calls the base's forward itself."""
+    """Replaces the base call by `function(base, self, named, rest, *arguments)`."""
     call = next(n for n in graph.nodes if n.target is base_call)
     base, *operands = call.args
     named = {str(n.target).lstrip("*"): n for n in operands if isinstance(n, fx.Node)}

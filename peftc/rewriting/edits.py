@@ -23,12 +23,14 @@ STREAM = "<stream>"  # the layer's input, read for its batch and tokens only
 
 @dataclass(frozen=True)
 class RegionState:
-    """A state of an edit in its region: an anchor, or a parameter. Names are relative to the region.
+    """A state of an edit in its region: an anchor, or a parameter. Names are relative to the
+    region.
 
-    Args: `width`: the number of all rows, where the state is some `rows` of a value. `flat`: (batch · tokens, d) in the
-    model's code. `image`: the value is an image, with features as its second or its last dimension. `definitions`: the
-    anchors that define the state, whatever a call computes there. `aliases`: all anchors of its value in the layer's
-    trace. `overwritten`: code of the region that is not entered writes to it in place.
+    Args: `width`: the number of all rows, where the state is some `rows` of a value. `flat`: (batch
+    · tokens, d) in the model's code. `image`: the value is an image, with features as its second or
+    its last dimension. `definitions`: the anchors that define the state, whatever a call computes
+    there. `aliases`: all anchors of its value in the layer's trace. `overwritten`: code of the
+    region that is not entered writes to it in place.
     """
 
     anchor: Anchor | None = None
@@ -64,7 +66,6 @@ class RegionEdit:
 
     @property
     def edit_name(self) -> str:
-        """The edit's name as the name of a module."""
         return module_name(self.edit.replace(".", "__"))
 
     @property
@@ -79,8 +80,9 @@ class RegionEdit:
 class Region:
     """A module to rewrite, by its dotted name, with its edits in order.
 
-    Args: `inline`: relative names of the modules whose code is entered; "" is the region itself; empty for a region that
-    is edited at its boundary only. `position_sites`: (edit, site) of the forms that read token positions from it.
+    Args: `inline`: relative names of the modules whose code is entered; "" is the region itself;
+    empty for a region that is edited at its boundary only. `position_sites`: (edit, site) of the
+    forms that read token positions from it.
     """
 
     module: str
@@ -124,7 +126,7 @@ def frozen_modules(site_edit: ir.SiteEdit) -> dict[str, str]:
 
 
 def group_by_state(site_edits: Iterable[ir.SiteEdit]) -> list[list[ir.SiteEdit]]:
-    """Groups edits that write one state at one site: they need one region, to apply in the order of the spec."""
+    """Groups edits of one state at one site: they share a region and apply in order."""
     groups: list[list[ir.SiteEdit]] = []
     for new in site_edits:
         same = [
@@ -143,9 +145,7 @@ def innermost_first(site_edit: ir.SiteEdit) -> int:
 
 
 def used_states(site_edit: ir.SiteEdit) -> list[str]:
-    """The states that an edit reads or writes. The stream is one where the edit needs the batch: for a number for each
-    example, or for the tasks of examples.
-    """
+    """The states that an edit reads or writes, and the stream if it needs the batch of examples."""
     terms = terms_of(site_edit)
     reads = [t.state for t in terms if isinstance(t, ir.Read)]
     names = dict.fromkeys([*reads, *(a.state for a in site_edit.assigns)])
@@ -161,7 +161,7 @@ def written_states(site_edit: ir.SiteEdit) -> set[str]:
 
 
 def slug(site_edit: ir.SiteEdit) -> str:
-    """The site's path below its layer as an identifier: `attn_self_q`; `layer` for the layer itself."""
+    """The site's path below its layer as an identifier, such as `attn_self_q`."""
     steps = site_edit.site.steps
     start = next((i + 1 for i, (name, _) in enumerate(steps) if name == "layer"), 0)
     words = [name if index is None else f"{name}_{index}" for name, index in steps[start:]]
@@ -170,14 +170,13 @@ def slug(site_edit: ir.SiteEdit) -> str:
 
 
 def module_name(text: str) -> str:
-    """A name that any module can register a child under: no keyword, no attribute of nn.Module."""
+    """A name that any module can register a child under."""
     while keyword.iskeyword(text) or hasattr(_PLAIN, text):
         text += "_"
     return text
 
 
 def kv_heads(term: ir.Term) -> int:
-    """The heads of a term of keys and values."""
     assert isinstance(term.shape, KeyValue)
     return term.shape.kv_heads
 

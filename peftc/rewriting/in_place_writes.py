@@ -1,4 +1,4 @@
-"""In-place writes of the model's code to the memory of a state: edits read the value from before the write."""
+"""In-place writes by the model: edits read the values from before them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def later_writes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def copy_operands_of_edits(graph: fx.Graph) -> None:
-    """Lets edits read copies of values that are overwritten later: an edit may run after the write, and saves them for backward."""
+    """Lets edits read copies of values that the model overwrites later."""
     if not any(WRITES in node.meta for node in graph.nodes):
         return
     for node in list(graph.nodes):

@@ -81,9 +81,11 @@ class Inserter:
 
 
 class EquationInserter(NodeBuilder):
-    """One equation of an edit. Its nodes follow all their operands; then the state's other uses read the new value.
+    """One equation of an edit. Its nodes follow all their operands; then the state's other uses
+    read the new value.
 
-    Args: `memo`: the edit's terms that have nodes already, by id: a `let` is computed once. `lets`: those of this equation.
+    Args: `memo`: the edit's terms that have nodes already, by id: a `let` is computed once. `lets`:
+    those of this equation.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class EquationInserter(NodeBuilder):
         node.meta[EQUATIONS] = tuple(dict.fromkeys([*node.meta.get(EQUATIONS, ()), self.comment]))
 
     # Writing -----------------------------------------------------------------------------------------------------
+    # Writing -------------------------------------------------------------------------------------
 
     def write_value(self, state: RegionState) -> None:
         node = self.inserter.latest(self.inserter.lookup.node_of(state, self.assign.state))
@@ -162,7 +165,6 @@ class EquationInserter(NodeBuilder):
             attention.set(name, self.term(self.assign.value))
 
     def join_manually(self, attention: ManualAttention) -> None:
-        """Joins rows to attention that the model computes itself."""
         term = self.assign.value
         parts = term.parts if isinstance(term, ir.Concat) else (term,)
         own = next(i for i, part in enumerate(parts) if contains_state(part))
@@ -176,7 +178,7 @@ class EquationInserter(NodeBuilder):
             attention.join(key, value, after=i > own)
 
     def key_value(self, term: ir.Term, call: AttentionCall | None, like: Any = None) -> tuple[Any, Any, int, int]:
-        """A term of keys and values: keys, values, and the numbers of rows joined before and after the model's own."""
+        """Keys, values, and the numbers of rows joined before and after the own ones."""
         if isinstance(term, ir.Read):
             assert call is not None
             return call.get("k"), call.get("v"), 0, 0
@@ -196,7 +198,7 @@ class EquationInserter(NodeBuilder):
     def key_value_arithmetic(
         self, term: ir.Arithmetic, call: AttentionCall | None, like: Any
     ) -> tuple[Any, Any, int, int]:
-        """Keys and values times a number or a gate, or two pairs."""
+        """Keys and values times a factor, or two pairs."""
         left_is_pair = isinstance(term.left.shape, type(term.shape))
         pair, factor = (term.left, term.right) if left_is_pair else (term.right, term.left)
         key, value, before, after = self.key_value(pair, call, like)
@@ -239,7 +241,7 @@ class EquationInserter(NodeBuilder):
             self.inserter.latest(read).replace_all_uses_with(new, delete_user_cb=lambda user: not is_edit(user))
         self.inserter.replacements[node] = new
 
-    # Reading -----------------------------------------------------------------------------------------------------
+    # Reading -------------------------------------------------------------------------------------
 
     def read(self, state: str) -> Any:
         """The present value of a state, the same node for all reads of this equation."""
@@ -267,7 +269,7 @@ class EquationInserter(NodeBuilder):
         return self.function(unflatten_tokens, value, self.read(STREAM)) if self.is_unflattened(state) else value
 
     def is_unflattened(self, state: RegionState) -> bool:
-        """Whether this edit needs the batch of a state that the model keeps as (batch · tokens, d)."""
+        """Whether the edit needs the batch of a state kept as (batch · tokens, d)."""
         return state.flat and STREAM in self.edit.states
 
     def read_parameter(self, state: RegionState) -> fx.Node:
@@ -287,7 +289,7 @@ class EquationInserter(NodeBuilder):
         name = str(anchor.key[2])
         return self.inserter.lookup.node_at(anchor, name), name
 
-    # Terms -------------------------------------------------------------------------------------------------------
+    # Terms ---------------------------------------------------------------------------------------
 
     def value(self) -> Any:
         for let in self.lets:
@@ -324,7 +326,7 @@ class EquationInserter(NodeBuilder):
                 raise AssertionError("`key_value` and `write_tokens` handle concatenations")
 
     def fuses_sum(self, form: ir.FormCall, addend: ir.Term) -> bool:
-        """Whether the form's module computes the sum of its value and another term."""
+        """Whether the form's module can compute the sum of its value and the addend."""
         instance = form.instance
         fuses = instance.form.adds and instance.has_site_parameters and not instance.tasks
         return fuses and form.shape == addend.shape and id(form) not in self.memo

@@ -15,9 +15,11 @@ from peftc.runtime.parameters import Rows, rows_of, with_rows
 
 
 class NodeBuilder:
-    """Inserts nodes one after the other. The insertion point moves behind each new node and behind each operand.
+    """Inserts nodes one after the other. The insertion point moves behind each new node and behind
+    each operand.
 
-    Args: `numbers`: numbers the nodes of all edits of a graph; the paths of a forward know common nodes by them.
+    Args: `numbers`: numbers the nodes of all edits of a graph; the paths of a forward know common
+    nodes by them.
     """
 
     def __init__(self, graph: fx.Graph, numbers: Iterator[int]) -> None:
@@ -34,7 +36,7 @@ class NodeBuilder:
         self.start_after(node.prev)
 
     def move_after(self, operand: fx.Node) -> None:
-        """Moves the insertion point behind an operand of later nodes, unless it is there already."""
+        """Moves the insertion point behind an operand of later nodes."""
         if operand.op != "placeholder" and self.point < operand:
             self.point = operand
 
@@ -59,14 +61,12 @@ class NodeBuilder:
         return self.add(self.graph.node_copy(node, lambda n: operands.get(n, n)))
 
     def take_rows(self, value: Any, rows: Slice, dim: int, width: int) -> fx.Node:
-        """Some of the `width` rows of a value."""
         if rows.count > 1:
             return self.function(rows_of, value, dim, *row_arguments(rows, width))
         index = slice(rows.start, rows.stop)
         return self.function(operator.getitem, value, (..., index) if dim == -1 else index)
 
     def put_rows(self, value: fx.Node, rows: Slice, new: Any, dim: int, width: int) -> fx.Node:
-        """A value with some of its `width` rows replaced."""
         if rows.count > 1:
             return self.function(with_rows, value, new, dim, *row_arguments(rows, width))
         parts: list[Any] = [new]

@@ -1,4 +1,6 @@
-"""Forms that act at the first or last tokens: the stack that takes the tokens provides their positions."""
+"""Forms that act at the first or last tokens: the stack that takes the tokens provides their
+positions.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def selects_positions(instance: ir.FormInstance) -> bool:
 def prompt_and_position_errors(
     site_edits: Sequence[ir.SiteEdit], structure: ModelStructure
 ) -> Iterator[tuple[str, Diagnostic]]:
-    """The errors of prompts (P418) and of forms that select positions (P422), each with the name of its edit."""
+    """Errors of prompts (P418) and of position forms (P422), by name of the edit."""
     conflicts: dict[str, tuple[str, str]] = {}  # for each module, an edit of its input or result, and what it does
     for p in site_edits:
         if is_prompt(p):
@@ -56,7 +58,7 @@ def position_error(
     conflicts: Mapping[str, tuple[str, str]],
     sources: dict[str, str],
 ) -> Diagnostic | None:
-    """P422 where the positions at a site are unknown, or where a form would read those of several stacks."""
+    """P422 where the positions at a site are unknown or come from several stacks."""
     module, help_ = position_source(p, structure), "leave out `first` and `last`"
     if module is None:
         message = f"the positions of the tokens at `{p.site.path}` are unknown"

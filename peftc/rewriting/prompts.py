@@ -1,4 +1,4 @@
-"""Prompt tokens before those of the input: the regions are the modules that take embedded tokens and run the layers."""
+"""Prompts: the regions are the modules that take embedded tokens and run the layers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def is_prompt(site_edit: ir.SiteEdit) -> bool:
 def prompt_regions(site_edit: ir.SiteEdit, structure: ModelStructure) -> Iterator[Region]:
     """The stack that takes the tokens, and the stacks that attend to its result.
 
-    A decoder attends to the encoder's rows of the prompt too. The result of any other stack has the input's tokens only.
-    Raises: P418 where no module takes embedded tokens, or needs more than these, or where the edit has other equations.
+    A decoder attends to the encoder's rows of the prompt too. The result of any other stack has the
+    input's tokens only.
+    Raises: P418 where no module takes embedded tokens, or needs more than these, or where the edit
+    has other equations.
     """
     span = next(iter(site_edit.assigns)).source.span
     if len(site_edit.assigns) > 1 or site_edit.lets:
@@ -70,8 +72,8 @@ def stack_region(site_edit: ir.SiteEdit, module: str, anchor: Anchor) -> Region:
 def token_stack(site: Site, structure: ModelStructure) -> tuple[Stack, str]:
     """The stack whose tokens a site embeds, and its module that takes them embedded.
 
-    Raises: CannotPrepend where there is none, or where it needs something that a prompt has not: ids, or another
-    argument with a value for each token.
+    Raises: CannotPrepend where there is none, or where it needs something that a prompt has not:
+    ids, or another argument with a value for each token.
     """
     takers = [
         (stack, module)
@@ -98,7 +100,7 @@ def token_stack(site: Site, structure: ModelStructure) -> tuple[Stack, str]:
 
 
 def other_states(result: Any) -> list[str]:
-    """The names of a stack's results (batch, tokens, features) besides the last hidden state."""
+    """The names of a stack's results (batch, tokens, features) after the last hidden state."""
     named = list(result.items())[1:] if isinstance(result, ModelOutput) else []
     states = [(name, value) for name, value in named if isinstance(value, Tensor) and not name.startswith("encoder_")]
     return [name for name, value in states if value.ndim == 3 and value.is_floating_point()]
@@ -120,7 +122,7 @@ def attends(stack: Stack) -> bool:
 
 
 def innermost_with(parameters: tuple[str, ...], inner: str, stack: Stack, structure: ModelStructure) -> str | None:
-    """The innermost module around `inner` and the layers of a stack whose forward has these parameters."""
+    """The innermost module around `inner` and a stack whose forward has these parameters."""
     for name in (*enclosing(inner), ""):
         if name != inner and contains(name, stack.layers[0]):
             signature = forward_signature(structure.model.get_submodule(name))
@@ -130,7 +132,7 @@ def innermost_with(parameters: tuple[str, ...], inner: str, stack: Stack, struct
 
 
 def prompted_call(graph: fx.Graph) -> fx.Node:
-    """The graph's call of the base's forward, as one that takes a prompt."""
+    """The call of the base's forward, as one that takes a prompt."""
     call = next((n for n in graph.nodes if n.target is forward_with_prompt), None)
     return call if call is not None else wrap_base_call(graph, forward_with_prompt, [], "", True, 0)
 

@@ -47,7 +47,7 @@ from peftc.tracing.module_calls import forward_signature
 
 @dataclass(frozen=True)
 class _Placement:
-    """The region of some edits, the modules whose code is entered, and the anchors of states, relative to the layer."""
+    """The region of edits, the modules to enter, and anchors, all relative to the layer."""
 
     region: str
     inline: frozenset[str]
@@ -57,7 +57,8 @@ class _Placement:
 class LayerRegions:
     """The regions of one layer, for the edits of its sites.
 
-    Args: `memory`: results for layers of the same type. `shared`: groups of dotted names that are one module.
+    Args: `memory`: results for layers of the same type. `shared`: groups of dotted names that are
+    one module.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class LayerRegions:
         return [self.region_edit(p, whole, "") for p in sorted(site_edits, key=innermost_first)]
 
     def merge_entered(self, placements: list[_Placement]) -> dict[str, frozenset[str]]:
-        """Regions with the modules that they enter; one that another region enters becomes part of that."""
+        """Regions with the modules they enter; an entered region joins the outer one."""
         groups: dict[str, frozenset[str]] = {}
         for c in placements:
             groups[c.region] = groups.get(c.region, frozenset()) | c.inline
@@ -113,7 +114,7 @@ class LayerRegions:
             modules.add(inner)
         return frozenset(modules)
 
-    # Edits in a region -------------------------------------------------------------------------------------------
+    # Edits in a region ---------------------------------------------------------------------------
 
     def region_edit(self, site_edit: ir.SiteEdit, placement: _Placement, region: str) -> RegionEdit:
         states: dict[str, RegionState] = {}
@@ -176,10 +177,9 @@ class LayerRegions:
             self.memory[key] = inside[0], inside[1]
         return self.memory[key]
 
-    # The choice of a region --------------------------------------------------------------------------------------
+    # The choice of a region ----------------------------------------------------------------------
 
     def placement(self, group: list[ir.SiteEdit]) -> _Placement:
-        """The region for edits that need the same one."""
         states = {n: state_of(p.site, n) for p in group for n in used_states(p)}
         writes = {n for p in group for n in written_states(p)}
         functions = {relative(m, self.layer) for p in group for m in frozen_modules(p).values()}
@@ -238,7 +238,7 @@ class LayerRegions:
         return [n for n in self.trace.graph.nodes if n.op in ("call_module", "get_attr") and n.target in names]
 
     def has_external_reads(self, region: str) -> bool:
-        """Whether code around a region may read its parameters without calling it. The edits then have to be in that code."""
+        """Whether code around a region may read its parameters without calling it."""
         root = self.kind.root
         outer = [n for n in parents(region) if not has_fast_path(type(root.get_submodule(n)))]
         names = own_parameters(root.get_submodule(region), region, recurse=True) if outer else []
@@ -266,14 +266,14 @@ class LayerRegions:
     def cheapest(
         self, reachable: list[tuple[Anchor, frozenset[str]]], state: State, site: Site
     ) -> tuple[Anchor, frozenset[str]]:
-        """The anchor for which the fewest modules are entered; if there are several, one that defines the state."""
+        """The anchor with the fewest modules to enter; definitions come first."""
         defining, _ = definitions(state, self.layer, site, self.kind)
         return min(reachable, key=lambda item: (len(item[1]), item[0] not in defining))
 
     def reachable_anchors(
         self, state: State, write: bool, region: str, site: Site
     ) -> list[tuple[Anchor, frozenset[str]]]:
-        """The anchors of a state at which `region` can read or write it, each with the modules to enter."""
+        """The anchors at which `region` can use a state, with the modules to enter."""
         reachable: list[tuple[Anchor, frozenset[str]]] = []
         defining, uses = definitions(state, self.layer, site, self.kind)
         for anchor in state_anchors(state, self.layer, site, self.trace):
@@ -291,7 +291,7 @@ class LayerRegions:
         return reachable
 
     def mutating_modules(self, region: str, argument: str) -> frozenset[str]:
-        """The modules to enter where the code of a region may write in place to an argument, in some calls."""
+        """The modules to enter whose code may write in place to an argument."""
         names = {c.name for c in self.trace.calls if c.inlined and contains(region, c.name)}
         result = frozenset[str]()
         for name in {*names, region} if names else ():
@@ -302,7 +302,7 @@ class LayerRegions:
 
 
 def image_layout(state: State, site: Site, example: object) -> Literal["", "channels first", "channels last"]:
-    """The layout of a state that is an image, at a site where some state has its features as the second dimension."""
+    """The layout of a state at a site with images (batch, d, height, width)."""
     if activation_of(state).feature_map:
         return "channels first"
     has_images = any(s.activation is not None and s.activation.feature_map for s in site.states.values())
@@ -311,7 +311,7 @@ def image_layout(state: State, site: Site, example: object) -> Literal["", "chan
 
 
 def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) -> Region:
-    """The region of edits outside the layers: a whole module, or one that reads the edited parameters."""
+    """The region of edits outside the layers."""
     module = model.get_submodule(region)
     edits: list[RegionEdit] = []
     inline = frozenset[str]()

@@ -1,4 +1,4 @@
-"""Edits of matrices that are stacked in one parameter. All edited matrices are put into it at once."""
+"""Edits of matrices that are stacked in one parameter: all new ones are put in at once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from peftc.runtime.parameters import Rows, full_precision, stacked_slice, with_s
 
 
 class StackedWeight:
-    """One matrix of a stacked parameter in a graph. New values are collected in one `with_stacked_slices` node, as long as
-    none of them replaces another.
-    """
+    """One matrix of a stacked parameter. New values share a node unless one replaces another."""
 
     def __init__(self, builder: NodeBuilder, state: RegionState, latest: Callable[[fx.Node], fx.Node]) -> None:
         assert state.weight is not None
@@ -56,7 +54,7 @@ class StackedWeight:
         return matrix if rows is None else self.builder.take_rows(matrix, rows, 0, self.width)
 
     def write(self, value: Callable[[], Any]) -> fx.Node:
-        """Inserts the nodes of a new value. Returns: the node of the whole parameter."""
+        """Inserts a new value. Returns: the node of the whole parameter."""
         if self.is_unchanged_by(self.node):
             self.builder.start_before(self.node)
             new = value()

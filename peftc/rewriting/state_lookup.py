@@ -1,4 +1,4 @@
-"""Finds the states of edits in the trace of one call, which may take other branches than the sample forward."""
+"""Finds the states of edits in the trace of a call, which may differ from the sample."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from peftc.tracing.region_trace import RegionTrace
 class StateLookup:
     """The nodes of states in one trace.
 
-    The anchors that define a state decide: the `x` of a Linear is its operand, however this call computes it. If this
-    trace has none of them, all aliases have to identify one node.
+    The anchors that define a state decide: the `x` of a Linear is its operand, however this call
+    computes it. If this trace has none of them, all aliases have to identify one node.
     """
 
     def __init__(self, trace: RegionTrace) -> None:
@@ -24,13 +24,13 @@ class StateLookup:
         self.nodes: dict[RegionState, list[fx.Node]] = {}
 
     def resolve(self, edits: Iterable[RegionEdit]) -> None:
-        """Looks up all states before the first edit is inserted, since an edit may replace what identifies the next one's."""
+        """Looks up all states first: an edit may replace what identifies the state of the next."""
         for name, state in (item for edit in edits for item in edit.states.items()):
             if state.anchor is not None and state.anchor.kind in ("in", "out", "node") and state not in self.nodes:
                 self.nodes[state] = self.candidates(state, name)
 
     def candidates(self, state: RegionState, name: str) -> list[fx.Node]:
-        """The nodes of a state: none where this call does not compute it, several where its aliases have diverged."""
+        """The nodes of a state: none if not computed, several if its aliases diverged."""
         assert state.anchor is not None
         for anchors in (state.definitions, state.aliases or (state.anchor,)):
             nodes = [node for anchor in anchors if (node := find(anchor, self.trace)) is not None]

@@ -1,4 +1,4 @@
-"""The states of a site in the graph of its layer: nodes, anchors, and where a new value reaches all uses."""
+"""The states of a site in the graph of its layer: nodes, anchors, uses."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def state_anchors(state: State, layer: str, site: Site, trace: RegionTrace) -> l
 def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[list[Anchor], list[Anchor]]:
     """The anchors that define a state, and a use of the layer's that must read it besides.
 
-    The `x` and `h` of a Linear or a norm are its input and output. The `x` of a sub-layer is the input of its first
-    Linears, `c` that of keys and values, `z` and the `h` of `hidden` that of `down`, and `res` the operand of the sum with
-    `h`. Other states have no definition.
+    The `x` and `h` of a Linear or a norm are its input and output. The `x` of a sub-layer is the
+    input of its first Linears, `c` that of keys and values, `z` and the `h` of `hidden` that of
+    `down`, and `res` the operand of the sum with `h`. Other states have no definition.
     """
     activation, trace = activation_of(state), kind.traced
     node = node_of(state, layer, site, trace)
@@ -97,14 +97,13 @@ def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[
 
 
 def sub_layer_of(site: Site, kind: LayerType) -> SubLayer | None:
-    """The sub-layer that a site's states belong to."""
     steps = steps_below_layer(site)
     own = steps[:-1] if steps[-1:] in ((("hidden", None),), (("add", None),)) else steps
     return next((sub for sub, path in zip(kind.subs, sub_layer_steps(kind.subs), strict=True) if path == own), None)
 
 
 def readers_of(name: str, node: fx.Node, sub: SubLayer, kind: LayerType) -> list[fx.Node]:
-    """The Linears by which a sub-layer's state is defined, of those that read this node."""
+    """The Linears that define a sub-layer's state, of those that read this node."""
     roles = {"x": ("q",) if sub.kind == "attn" else (), "c": ("k", "v")}.get(name, ("down",))
     projections = [sub.projections[role].node for role in roles if role in sub.projections]
     linears = projections or [n for n in sub.body if kind.layer.is_linear(n) and name == "x"]
@@ -112,7 +111,7 @@ def readers_of(name: str, node: fx.Node, sub: SubLayer, kind: LayerType) -> list
 
 
 def aliases_may_diverge(anchor: Anchor, other: Anchor, trace: RegionTrace) -> bool:
-    """Whether in some call, code may compute another value between two anchors that are aliases in this trace."""
+    """Whether some call may compute another value between two anchors of one value."""
     first, second = code_path(anchor, trace), code_path(other, trace)
     while first and second and first[0] == second[0]:
         del first[0], second[0]
@@ -134,7 +133,7 @@ def code_path(anchor: Anchor, trace: RegionTrace) -> list[str]:
 
 
 def may_write(anchor: Anchor, frames: frozenset[str], node: fx.Node) -> bool:
-    """Whether all uses of a state read a new value at an anchor, if the code of `frames` is entered."""
+    """Whether all uses of a state read a new value at an anchor, if `frames` are entered."""
     if anchor.kind == "argument":
         return True
     if anchor.kind == "in":  # the module may write to it in place, for uses outside
@@ -159,5 +158,5 @@ def is_overwritten(anchor: Anchor, region: str, node: fx.Node) -> bool:
 
 
 def user_module(node: fx.Node) -> str:
-    """The module whose code reads the operands of a node: a leaf itself, else the module that runs the operation."""
+    """The module whose code reads the operands of a node."""
     return str(node.target) if node.op == "call_module" else str(node.meta.get("origin", ("",))[0])

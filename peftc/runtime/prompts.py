@@ -1,4 +1,4 @@
-"""Forwards of stacks whose input has the rows of a prompt before its tokens. Generated forwards call this."""
+"""Forwards of stacks whose input has the rows of a prompt before its tokens."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def forward_with_prompt(
 ) -> Any:
     """The forward of `base` with `rows` before the tokens of each example.
 
-    The rows stand between an example's padding and its first token, in the cache too. Every token sees them, and
-    positions count them. In calls that continue a cache, masks and positions are shifted by their number.
+    The rows stand between an example's padding and its first token, in the cache too. Every token
+    sees them, and positions count them. In calls that continue a cache, masks and positions are
+    shifted by their number.
 
-    Args: `embedding`: the module that embeds ids. `keep`: the result keeps the rows. `context`: how many tokens the
-    encoder's states are longer than their mask.
+    Args: `embedding`: the module that embeds ids. `keep`: the result keeps the rows. `context`: how
+    many tokens the encoder's states are longer than their mask.
     Shapes: rows (len, d), or (batch, len, d).
-    Raises: P419 for masks that cannot be extended, and for caches without the rows; P428 for an example whose first
-    token is behind padding in a cache.
+    Raises: P419 for masks that cannot be extended, and for caches without the rows; P428 for an
+    example whose first token is behind padding in a cache.
     """
     arguments = {**named, **rest}
     if context:
@@ -76,19 +77,20 @@ def forward_with_prompt(
 
 
 def batch_like(named: dict[str, Any], rest: dict[str, Any], weight: Tensor) -> Tensor:
-    """A tensor (batch, 1, d) with the batch of a call, and features, dtype and device of its embedding's weight."""
+    """(batch, 1, d) with the batch of a call, and dtype and device of its embedding's weight."""
     tokens = tokens_of({**named, **rest})
     return weight[:1].expand(1 if tokens is None else tokens.shape[0], 1, -1)
 
 
-# Rows among tokens ---------------------------------------------------------------------------------------------------
+# Rows among tokens -------------------------------------------------------------------------------
 
 
 def insert_rows(rows: Tensor, values: Tensor, starts: Tensor | None) -> Tensor:
-    """Values of tokens with `rows` directly before the first token of each example; in front where `starts` is None.
+    """Values of tokens with `rows` directly before the first token of each example; in front where
+    `starts` is None.
 
-    Shapes: values (batch, tokens, …); rows (batch, len, …), or (len, …) where all examples have the same;
-    starts (batch, 1).
+    Shapes: values (batch, tokens, …); rows (batch, len, …), or (len, …) where all examples have the
+    same; starts (batch, 1).
     """
     if rows.ndim < values.ndim:
         rows = rows.expand(len(values), *rows.shape)
@@ -109,7 +111,7 @@ def remove_rows(values: Tensor, count: int, starts: Tensor | None) -> Tensor:
 
 
 def gather_columns(values: Tensor, columns: Tensor) -> Tensor:
-    """The values of each example at its columns. Shapes: values (batch, tokens, …), columns (batch, count)."""
+    """Values (batch, tokens, …) of each example at its columns (batch, count)."""
     columns = columns.expand(len(values), -1)
     features = values.shape[2:]
     return values.gather(1, columns.view(*columns.shape, *(1 for _ in features)).expand(*columns.shape, *features))
@@ -118,7 +120,8 @@ def gather_columns(values: Tensor, columns: Tensor) -> Tensor:
 def without_rows(result: Any, count: int, starts: Tensor | None, tokens: int) -> Any:
     """A stack's result with the last hidden states of the `tokens` of the input only.
 
-    Raises: P419 where it has states of further tokens (of an image, for instance): the prompt's are unknown then.
+    Raises: P419 where it has states of further tokens (of an image, for instance): the prompt's are
+    unknown then.
     """
     states = result if isinstance(result, Tensor) else result[0]
     if states.shape[1] != tokens + count:
@@ -134,11 +137,10 @@ def without_rows(result: Any, count: int, starts: Tensor | None, tokens: int) ->
     return result
 
 
-# Arguments of the call -----------------------------------------------------------------------------------------------
+# Arguments of the call ---------------------------------------------------------------------------
 
 
 def known_past(arguments: dict[str, Any]) -> Any:
-    """`past_of`. Raises: P419 for a cache that may or may not have the rows."""
     try:
         return past_of(arguments)
     except UnknownCache as error:
@@ -146,10 +148,7 @@ def known_past(arguments: dict[str, Any]) -> Any:
 
 
 def shift_recurrent_call(arguments: dict[str, Any], tokens: Tensor, count: int) -> dict[str, Any]:
-    """The arguments of a call that continues a recurrent state, which has the rows. Masks are of this call alone.
-
-    Raises: P428.
-    """
+    """The arguments of a call that continues a recurrent state. Raises: P428."""
     mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
         check_starts(starts_of(mask), mask.shape[1] - tokens.shape[1])
@@ -162,7 +161,7 @@ def shift_positions(arguments: dict[str, Any], count: int, starts: Tensor | None
 
 
 def extend_positions(positions: Tensor, count: int, starts: Tensor | None, first: bool) -> Tensor:
-    """Positions with those of the prompt's rows, which come first; in later calls, shifted by the number of rows."""
+    """Positions with those of the prompt's rows; in later calls shifted by their number."""
     if not first:
         return positions + count
     if positions.ndim > 2:  # several numbers a token
@@ -176,7 +175,8 @@ def extend_positions(positions: Tensor, count: int, starts: Tensor | None, first
 
 
 def offset_position_ids(module: nn.Module, embedding: str, starts: Tensor, count: int) -> Tensor | None:
-    """Position ids for a model that computes them from ids, with `padding_idx` as the offset; embeddings have no ids.
+    """Position ids for a model that computes them from ids, with `padding_idx` as the offset;
+    embeddings have no ids.
 
     Returns: None for a model whose table of positions has no row for padding.
     """
@@ -190,7 +190,7 @@ def offset_position_ids(module: nn.Module, embedding: str, starts: Tensor, count
 
 
 def extend_context_mask(arguments: dict[str, Any], count: int) -> dict[str, Any]:
-    """The arguments with an encoder mask that shows the `count` rows before the encoder's states."""
+    """The arguments with an encoder mask that shows the `count` rows of the prompt."""
     mask, states = arguments.get("encoder_attention_mask"), arguments.get("encoder_hidden_states")
     if not isinstance(mask, Tensor) or not isinstance(states, Tensor):
         return arguments
@@ -201,11 +201,11 @@ def extend_context_mask(arguments: dict[str, Any], count: int) -> dict[str, Any]
     return {**arguments, "encoder_attention_mask": insert_rows(mask.new_ones(count), mask, starts_of(mask))}
 
 
-# Calls that are refused ----------------------------------------------------------------------------------------------
+# Calls that are refused --------------------------------------------------------------------------
 
 
 def cannot_prepend(arguments: Mapping[str, Any]) -> str | None:
-    """Why the arguments of a call cannot be extended by rows: one has a value for each token, and none for rows."""
+    """Why rows cannot join the arguments: one has a value for each token, and none for rows."""
     mask, tokens = arguments.get("attention_mask"), tokens_of(arguments)
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         return f"an attention mask with {mask_format(mask)} cannot be extended by the tokens of a prompt"
@@ -230,7 +230,7 @@ def checked_mask(mask: Any, expected: int | None) -> Tensor:
 
 
 def check_starts(starts: Tensor, past: int) -> None:
-    """Raises: P428 for an example that had only padding in the first call: its prompt stands before that padding."""
+    """Raises: P428 for an example with only padding in the cache: its prompt is before that."""
     if not has_values(starts) or torch.compiler.is_compiling() or not bool((starts >= past).any()):
         return
     message = "an example of the batch has only padding in the cache, so its prompt is separated from its first token"
@@ -241,7 +241,8 @@ def check_starts(starts: Tensor, past: int) -> None:
 def check_first_position(position_ids: Any, expected: int) -> None:
     """Raises: P419 where a call's first position does not follow those in the cache.
 
-    Without a mask, only this shows that `generate` has counted the prompt's rows as tokens of the input.
+    Without a mask, only this shows that `generate` has counted the prompt's rows as tokens of the
+    input.
     """
     if not isinstance(position_ids, Tensor) or not has_values(position_ids) or torch.compiler.is_compiling():
         return

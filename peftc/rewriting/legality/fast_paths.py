@@ -1,10 +1,12 @@
 """Modules around an edit whose code may run one kernel instead of their children.
 
-In evaluation, `nn.TransformerEncoderLayer`, `nn.MultiheadAttention` and `nn.TransformerEncoder` read the weights of their
-children and call none of them, so an edited child would not run. Their code asks torch whether its fast path is enabled; while
-a module is traced, the answer is no, so its generated forward has no fast path.
+In evaluation, `nn.TransformerEncoderLayer`, `nn.MultiheadAttention` and `nn.TransformerEncoder`
+read the weights of their children and call none of them, so an edited child would not run. Their
+code asks torch whether its fast path is enabled; while a module is traced, the answer is no, so its
+generated forward has no fast path.
 
-Source: torch.backends.mha; `why_not_fast_path` in torch/nn/modules/activation.py and transformer.py.
+Source: torch.backends.mha; `why_not_fast_path` in torch/nn/modules/activation.py and
+transformer.py.
 """
 
 from __future__ import annotations
@@ -36,17 +38,14 @@ def parents(module: str) -> Iterator[str]:
 
 
 def innermost_called(module: str, calls: Collection[str], model: nn.Module) -> str:
-    """The innermost called module around one, or itself. A module that nothing calls has its parameters read there.
-
-    A module that only the sample forward does not call, such as an expert, counts as called.
-    """
+    """The module itself if called, or the innermost called module around it."""
     if module not in calls and is_called_in_siblings(module, calls, model):
         return module
     return next((n for n in (module, *parents(module)) if n in calls), module)
 
 
 def is_called_in_siblings(module: str, calls: Collection[str], model: nn.Module) -> bool:
-    """Whether the same part is called in a sibling, of the same class, of the module or of one around it."""
+    """Whether a sibling of the module, or of one around it, has this part called."""
     names = module.split(".")
     for i, name in enumerate(names):
         parent = model.get_submodule(".".join(names[:i]))
@@ -58,7 +57,8 @@ def is_called_in_siblings(module: str, calls: Collection[str], model: nn.Module)
 
 
 def disable_fast_paths(regions: list[Region], model: nn.Module, shared: Iterable[Collection[str]] = ()) -> list[Region]:
-    """Adds a region without edits for each module around a region that has a fast path and is not entered yet.
+    """Adds a region without edits for each module around a region that has a fast path and is not
+    entered yet.
 
     Args: `shared`: the names of each module that has several.
     """

@@ -1,4 +1,4 @@
-"""Refuses edits of what the model's own code computes without gradients: their parameters would never be trained."""
+"""Refuses edits whose parameters the model would never train, as it disables gradients."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Reads of a child's parameters in a module's own code: `F.linear(x, self.fc.weight)` instead of `self.fc(x)`.
+"""Reads of a child's parameters in a module's own code: `F.linear(x, self.fc.weight)` instead of
+`self.fc(x)`.
 
-Such code may call the child in one call and compute with its weight in another (without gradients, in evaluation, for a long
-input), and one trace shows one of the two. An edit inside the child would be bypassed by the other, so its region is the
-module that reads.
+Such code may call the child in one call and compute with its weight in another (without gradients,
+in evaluation, for a long input), and one trace shows one of the two. An edit inside the child would
+be bypassed by the other, so its region is the module that reads.
 
-This is a static analysis of the `forward` of the class and of its parent classes, and of functions that it names, of its class
-and file. Code that passes the child itself on (`kernel(self.fc, x)`) may read its parameters there. Reads of metadata
-(`self.fc.weight.dtype`) do not count.
+This is a static analysis of the `forward` of the class and of its parent classes, and of functions
+that it names, of its class and file. Code that passes the child itself on (`kernel(self.fc, x)`)
+may read its parameters there. Reads of metadata (`self.fc.weight.dtype`) do not count.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ INSPECTING = frozenset({"isinstance", "hasattr", "id", "type"})
 class ParameterRead:
     """A read of a parameter by attributes, `names`.
 
-    Args: `from_self`: the first attribute is one of the module itself; else the object is unknown. `mode_dependent`: the
-    function also queries gradients or the mode. `whole_module`: `names` lead to a module all of whose parameters may be read.
+    Args: `from_self`: the first attribute is one of the module itself; else the object is unknown.
+    `mode_dependent`: the function also queries gradients or the mode. `whole_module`: `names` lead
+    to a module all of whose parameters may be read.
     """
 
     names: tuple[str, ...]
@@ -70,7 +72,7 @@ def parameter_reads(module: nn.Module, parameters: Collection[str]) -> Iterator[
 
 
 def may_run_children(module: nn.Module, region: str) -> bool:
-    """Whether the code of a module may call or read each child, with parameters, of its part `region`, and not `region` itself."""
+    """Whether the code of a module may use all children of its part `region`."""
     children = [n for n, c in module.get_submodule(region).named_children() if next(c.parameters(), None) is not None]
     attributes = {name for forward in forwards(module) for name in attributes_of(forward, type(module), region)}
     return len(children) > 1 and attributes.issuperset(children)
@@ -78,7 +80,7 @@ def may_run_children(module: nn.Module, region: str) -> bool:
 
 @cache
 def attributes_of(forward: FunctionType, cls: type[nn.Module], region: str) -> frozenset[str]:
-    """The attributes that a forward, and the functions it names, read of a part of the module."""
+    """The attributes that a forward, and functions it names, read of a part of the module."""
     path = region.split(".")
     return frozenset(
         name
@@ -91,15 +93,15 @@ def attributes_of(forward: FunctionType, cls: type[nn.Module], region: str) -> f
 
 
 def own_parameters(module: nn.Module, prefix: str, recurse: bool = False) -> list[str]:
-    """The names of a module's parameters, with its children's if `recurse`, under a prefix; all names of tied ones."""
+    """The names of a module's parameters under a prefix, all of tied ones."""
     return [name for name, _ in module.named_parameters(prefix, recurse, remove_duplicate=False)]
 
 
-# Code ----------------------------------------------------------------------------------------------------------------
+# Code --------------------------------------------------------------------------------------------
 
 
 def forwards(module: nn.Module) -> Iterator[FunctionType]:
-    """The unwrapped forwards that a call of a module may run: of the instance, the class, and parent classes that are called."""
+    """The unwrapped forwards that a call of a module may run."""
     own = instance_forward(module)
     functions = [own.function] if own is not None else []
     functions += [vars(c)["forward"] for c in type(module).__mro__ if c is not nn.Module and "forward" in vars(c)]
@@ -120,7 +122,7 @@ def unwrap(value: Any) -> FunctionType | None:
 
 @cache
 def reads_in(forward: FunctionType, cls: type[nn.Module], words: frozenset[str]) -> tuple[ParameterRead, ...]:
-    """The reads of attributes with one of these names in a forward and in the functions it names."""
+    """The reads of these attribute names in a forward and in the functions that it names."""
     reads = dict[ParameterRead, None]()
     for function, first in reachable_functions(forward, cls):
         names = set(names_in(function.__code__))
@@ -133,7 +135,7 @@ def reads_in(forward: FunctionType, cls: type[nn.Module], words: frozenset[str])
 
 @cache
 def reachable_functions(forward: FunctionType, cls: type[nn.Module]) -> tuple[tuple[FunctionType, str], ...]:
-    """A forward and the functions that it names, each with its parameter that is the module ("" for none)."""
+    """A forward and the functions that it names, each with its name for the module."""
     todo, seen, functions = [(forward, True)], {forward}, list[tuple[FunctionType, str]]()
     while todo:
         function, is_method = todo.pop()
@@ -158,7 +160,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def resolve(name: str, function: FunctionType, cls: type[nn.Module]) -> tuple[FunctionType | None, bool]:
-    """The function of the class or of the same file that a name in a function refers to, and whether it is a method."""
+    """The function of the class or file that a name refers to, and whether it is a method."""
     for c in cls.__mro__:
         if name in vars(c) and c not in (nn.Module, object):
             return unwrap(vars(c)[name]), not isinstance(vars(c)[name], staticmethod)
@@ -166,15 +168,15 @@ def resolve(name: str, function: FunctionType, cls: type[nn.Module]) -> tuple[Fu
     return (other if other is not None and other.__module__ == function.__module__ else None), False
 
 
-# Attributes ----------------------------------------------------------------------------------------------------------
+# Attributes --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AttributeUse:
     """An expression that reads attributes: `self.layers[0].fc` has the names (layers, *, fc).
 
-    Args: `next`: the attribute read from the result, "()" where it is called, else "". `is_text`: a constant that may be
-    the name of an attribute.
+    Args: `next`: the attribute read from the result, "()" where it is called, else "". `is_text`: a
+    constant that may be the name of an attribute.
     """
 
     names: tuple[str, ...]
@@ -199,7 +201,7 @@ class AttributeUse:
 
 @cache
 def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...]:
-    """The attribute uses of a function in which `root` is the module. Without source, it may read all parameters."""
+    """The attribute uses of a function; without source, it may read all parameters."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -233,7 +235,7 @@ def is_metadata_read(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 
 
 def attribute_chain(node: ast.expr) -> tuple[tuple[str, ...], str]:
-    """`self.layers[0].fc.weight` as (layers, *, fc, weight) and the name `self`; "" where the object has no name."""
+    """`self.layers[0].fc` as (layers, *, fc) and `self`; "" where the object has no name."""
     names: list[str] = []
     base: Any = node
     while isinstance(base, ast.Attribute | ast.Subscript):

@@ -1,4 +1,4 @@
-"""Whether a region can be edited: a call of its module runs the code of its class, and its weights are loaded."""
+"""Whether a region can be edited: a call runs its class's code, and its weights are loaded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from peftc.rewriting.legality.fast_paths import parents
 def check_forwards(region: Region, model: nn.Module) -> None:
     """Checks a region's module, the modules whose code it enters, and those around it.
 
-    Raises: P424 where the `forward` of an instance hides the code of its class, P426 where a hook would not run, or would take
-    the edit's parameters for the model's, P427 for compiled code.
+    Raises: P424 where the `forward` of an instance hides the code of its class, P426 where a hook
+    would not run, or would take the edit's parameters for the model's, P427 for compiled code.
     """
     module = model.get_submodule(region.module)
     check_forward(region.module, module)
@@ -63,7 +63,7 @@ def check_outer(name: str, module: nn.Module) -> None:
 def hidden_forward(name: str, module: nn.Module) -> Diagnostic:
     return Diagnostic(
         "P424",
-        f"the `forward` assigned to the instance `{name or type(module).__name__}` is not a method and does not call that of its class",
+        f"`{name or type(module).__name__}` has a `forward` of its own that is no method and does not call its class's",
         notes=("an edit of the class's code might never run",),
         help="assign it as a method, `module.forward = types.MethodType(function, module)`, or in the class",
     )
