@@ -50,30 +50,38 @@ def forward_with_prompt(
     past = known_past(arguments)
     if past is None:
         return base.forward(module, **shift_recurrent_call(arguments, tokens, count))
-    first = past == 0
-    if first and (reason := cannot_prepend(arguments)) is not None:
+    if past != 0:
+        return base.forward(module, **shift_cached_call(arguments, tokens, count, past - count))
+    if (reason := cannot_prepend(arguments)) is not None:
         raise refusal(reason)
-    starts = None
-    if (mask := arguments.get("attention_mask")) is not None:
-        starts = starts_of(checked_mask(mask, None if first else past - count + tokens.shape[1]))
-        if not first:
-            check_starts(starts, past - count)
-        arguments["attention_mask"] = insert_rows(mask.new_ones(count), mask, starts)
-    elif not first:
-        check_first_position(arguments.get("position_ids"), past - count)
-    arguments |= shift_positions(arguments, count, starts, first)
-    if not first:
-        return base.forward(module, **arguments)
-    if starts is not None and "position_ids" in arguments and arguments["position_ids"] is None:
-        arguments["position_ids"] = offset_position_ids(module, embedding, starts, count + tokens.shape[1])
-    for name in KINDS:
-        if (kinds := arguments.get(name)) is not None:
-            arguments[name] = insert_rows(kinds.new_zeros(count), kinds, starts)
+    mask = arguments.get("attention_mask")
+    starts = None if mask is None else starts_of(mask)
+    result = base.forward(module, **prepend_rows(module, arguments, tokens, rows, starts, embedding))
+    return result if keep else without_rows(result, count, starts, tokens.shape[1])
+
+
+def prepend_rows(
+    module: nn.Module,
+    arguments: dict[str, Any],
+    tokens: Tensor,
+    rows: list[Tensor],
+    starts: Tensor | None,
+    embedding: str,
+) -> dict[str, Any]:
+    """The arguments of a call without a cache, with rows before its tokens."""
     embedded = tokens if tokens.is_floating_point() else module.get_submodule(embedding)(tokens)
     prompt = torch.cat([row.to(embedded.dtype).expand(len(tokens), -1, -1) for row in rows], 1)
-    arguments |= {"input_ids": None, "inputs_embeds": insert_rows(prompt, embedded, starts)}
-    result = base.forward(module, **arguments)
-    return result if keep else without_rows(result, count, starts, tokens.shape[1])
+    count, arguments = prompt.shape[1], dict(arguments)
+    for name, value in arguments.items():
+        if name in POSITIONS and value is not None:
+            arguments[name] = extend_positions(value, count, starts)
+        elif name == "position_ids" and starts is not None:
+            arguments[name] = offset_position_ids(module, embedding, starts, count + tokens.shape[1])
+        elif name in KINDS and value is not None:
+            arguments[name] = insert_rows(value.new_zeros(count), value, starts)
+        elif name == "attention_mask" and value is not None:
+            arguments[name] = insert_rows(value.new_ones(count), value, starts)
+    return arguments | {"input_ids": None, "inputs_embeds": insert_rows(prompt, embedded, starts)}
 
 
 def batch_like(named: dict[str, Any], rest: dict[str, Any], weight: Tensor) -> Tensor:
@@ -147,25 +155,37 @@ def known_past(arguments: dict[str, Any]) -> Any:
         raise refusal(str(error)) from error
 
 
+def shift_cached_call(arguments: dict[str, Any], tokens: Tensor, count: int, past: Any) -> dict[str, Any]:
+    """The arguments of a call whose cache has `past` tokens of the input. Raises: P419, P428."""
+    mask, expected = arguments.get("attention_mask"), past + tokens.shape[1]
+    if mask is None:
+        check_first_position(arguments.get("position_ids"), past)
+        return shift_positions(arguments, count)
+    if (reason := cannot_prepend({"attention_mask": mask})) is not None:
+        raise refusal(reason)
+    if mask.shape[1] != expected:
+        raise refusal(f"the attention mask is for {mask.shape[1]} tokens, and the cache and the call have {expected}")
+    starts = starts_of(mask)
+    check_starts(starts, past)
+    return shift_positions(arguments, count) | {"attention_mask": insert_rows(mask.new_ones(count), mask, starts)}
+
+
 def shift_recurrent_call(arguments: dict[str, Any], tokens: Tensor, count: int) -> dict[str, Any]:
     """The arguments of a call that continues a recurrent state. Raises: P428."""
-    mask = arguments.get("attention_mask")
+    mask = arguments.get("attention_mask")  # of this call alone
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
         check_starts(starts_of(mask), mask.shape[1] - tokens.shape[1])
-    return arguments | shift_positions(arguments, count, None, first=False)
+    return shift_positions(arguments, count)
 
 
-def shift_positions(arguments: dict[str, Any], count: int, starts: Tensor | None, first: bool) -> dict[str, Any]:
-    numbers = {name: arguments[name] for name in POSITIONS if arguments.get(name) is not None}
-    return {name: extend_positions(value, count, starts, first) for name, value in numbers.items()}
+def shift_positions(arguments: dict[str, Any], count: int) -> dict[str, Any]:
+    return arguments | {name: arguments[name] + count for name in POSITIONS if arguments.get(name) is not None}
 
 
-def extend_positions(positions: Tensor, count: int, starts: Tensor | None, first: bool) -> Tensor:
-    """Positions with those of the prompt's rows; in later calls shifted by their number."""
-    if not first:
-        return positions + count
+def extend_positions(positions: Tensor, count: int, starts: Tensor | None) -> Tensor:
+    """Positions of a prompt's rows and of the tokens behind them."""
     if positions.ndim > 2:  # several numbers a token
-        return torch.stack([extend_positions(each, count, starts, first) for each in positions])
+        return torch.stack([extend_positions(each, count, starts) for each in positions])
     rows = torch.arange(count, dtype=positions.dtype, device=positions.device)
     if starts is None or positions.ndim < 2:
         return torch.cat([rows.expand(*positions.shape[:-1], count), positions + count], -1)
@@ -218,15 +238,6 @@ def cannot_prepend(arguments: Mapping[str, Any]) -> str | None:
         if value.shape[:2] == tokens.shape[:2] and (value.ndim > 2 or not value.is_floating_point()):
             return f"`{name}` has values of each token, and the tokens of a prompt have none"
     return None
-
-
-def checked_mask(mask: Any, expected: int | None) -> Tensor:
-    """A mask (batch, tokens) of the expected number of tokens. Raises: P419 for any other."""
-    if (reason := cannot_prepend({"attention_mask": mask})) is not None:
-        raise refusal(reason)
-    if expected is not None and mask.shape[1] != expected:
-        raise refusal(f"the attention mask is for {mask.shape[1]} tokens, and the cache and the call have {expected}")
-    return mask
 
 
 def check_starts(starts: Tensor, past: int) -> None:
