@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from peftc.addressing.parameter_ranges import parameter_name
-from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.planning import ir
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import Op
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import AttentionCall, ManualAttention
 from peftc.rewriting.boundary import base_call
