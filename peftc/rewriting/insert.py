@@ -117,7 +117,6 @@ class EquationInserter(NodeBuilder):
         """The equation is printed above a node that it adds or changes."""
         node.meta[EQUATIONS] = tuple(dict.fromkeys([*node.meta.get(EQUATIONS, ()), self.comment]))
 
-    # Writing -----------------------------------------------------------------------------------------------------
     # Writing -------------------------------------------------------------------------------------
 
     def write_value(self, state: RegionState) -> None:
