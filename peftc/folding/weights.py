@@ -24,8 +24,8 @@ from peftc.installation.presence import active_installation
 from peftc.installation.record import Installation
 from peftc.modules.memory import storage_id
 from peftc.observation.parameter_uses import parameter_views
-from peftc.planning.foldability.affine import FoldTarget, fold_target
 from peftc.planning.foldability.check import Foldability, check_foldability
+from peftc.planning.foldability.target import FoldTarget, fold_target
 from peftc.planning.ir import SiteEdit
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import slug

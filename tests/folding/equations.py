@@ -12,7 +12,7 @@ from peftc.addressing.sites import Site, State, WeightRef
 from peftc.forms import FORMS, Dims
 from peftc.forms.module import FormModule, build
 from peftc.forms.shapes import Shape, Tokens, Vector, Weight
-from peftc.planning.ir import Arithmetic, Assign, Constant, FormCall, FormInstance, FrozenCall, Placed, Read, Term
+from peftc.planning.ir import Arithmetic, Assign, Constant, FormCall, FormInstance, FrozenCall, Read, SiteEdit, Term
 from peftc.syntax import ast
 
 SOURCE = ast.Name("…")
@@ -68,13 +68,13 @@ def instances(term: Term) -> list[FormInstance]:
             return []
 
 
-def placed(where: Site, *assigns: Assign) -> Placed:
+def placed(where: Site, *assigns: Assign) -> SiteEdit:
     found = {id(i): i for a in assigns for i in instances(a.value)}
-    return Placed("edit", where, assigns, tuple(found.values()))
+    return SiteEdit("edit", where, assigns, tuple(found.values()))
 
 
 def trained(
-    edit: Placed, dtype: torch.dtype = torch.float64, base: Mapping[str, Tensor] | None = None
+    edit: SiteEdit, dtype: torch.dtype = torch.float64, base: Mapping[str, Tensor] | None = None
 ) -> dict[str, FormModule]:
     """The modules of an edit, with every parameter away from where it started."""
     modules: dict[str, FormModule] = {}
@@ -88,7 +88,7 @@ def trained(
     return modules
 
 
-def run(edit: Placed, modules: Mapping[str, FormModule], states: dict[str, Tensor]) -> dict[str, Tensor]:
+def run(edit: SiteEdit, modules: Mapping[str, FormModule], states: dict[str, Tensor]) -> dict[str, Tensor]:
     """The states after the edit's equations, computed on plain tensors; `like` decides dtype for forms without input."""
     known: dict[int, Tensor] = {}
     for equation in edit.assigns:

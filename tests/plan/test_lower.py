@@ -3,8 +3,8 @@
 import pytest
 
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Tokens, Vector, Weight
+from peftc.planning.arithmetic import combine_shapes
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read
-from peftc.planning.shape_arithmetic import combine
 from tests.plan import tables
 from tests.plan.specs import planned, refused, underlined
 from tests.work import calls
@@ -46,7 +46,7 @@ H, B, W, KV = Tokens(8), Vector(8), Weight(8, 4), KeyValue(2, 4)
     ],
 )
 def test_shapes_in_arithmetic(left, op, right, result):
-    assert combine(op, left, right) == result
+    assert combine_shapes(op, left, right) == result
 
 
 def test_an_equation_becomes_a_term():
