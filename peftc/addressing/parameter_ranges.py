@@ -1,4 +1,4 @@
-"""Entries of base parameters as sets, so that an entry counts once, however many edits change it."""
+"""Sets of entries of base parameters: an entry counts once, however many edits change it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ class Parameters:
 
 
 def parameter_name(ref: WeightRef) -> str:
-    """The dotted name of a parameter."""
     return f"{ref.module}.{ref.attribute}".lstrip(".")
 
 
@@ -67,7 +66,7 @@ def used_ties(table: SiteTable) -> list[list[str]]:
     """The groups of tied parameters, without names through which no forward reads the parameter.
 
     Such names belong to modules that no forward calls (a `shared` embedding next to those of the
-    stacks), and to modules around the one that is called (a head whose `bias` is that of its Linear).
+    stacks), and to modules around the called one (a head whose `bias` is that of its Linear).
     """
     uncalled = {module.name for module in table.modules if not module.called}
 

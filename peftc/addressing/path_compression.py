@@ -42,7 +42,7 @@ def _pattern(before: str, after: str, numbers: Sequence[int]) -> str:
 
 
 def _merge_siblings(patterns: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Merges patterns with the same parent and count, unless the last word has brackets or quotes."""
+    """Merges patterns with one parent and count, unless the last word has brackets or quotes."""
     groups: dict[tuple[str, int, str], list[str]] = {}
     for text, count in patterns:
         parent, _, last = text.rpartition(".")

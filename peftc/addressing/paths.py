@@ -137,7 +137,7 @@ class SitePaths:
     def _end_matches(self, steps: Sequence[ast.Step], choice: int, whole: bool) -> Iterator[Match]:
         """Matches where step `choice` is `input` or `output`.
 
-        `input.embed` is the first embedding; `output.layer` the layers of the last stack with layers.
+        `input.embed` is the first embedding; `output.layer` the layers of the last stack.
         """
         before, after = tuple(steps[:choice]), tuple(steps[choice + 1 :])
         end = -1 if steps[choice].name == "output" else 0

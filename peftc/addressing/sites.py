@@ -150,7 +150,7 @@ class UntracedModule:
 
 @dataclass(frozen=True)
 class SiteTable:
-    """All that the planner needs to know of a model. Plain data: no tensors, no modules, no torch."""
+    """What the planner knows of a model. Plain data: no tensors, no modules, no torch."""
 
     model_id: str
     model_type: str

@@ -19,7 +19,7 @@ class _Assignment(NamedTuple):
 
 
 def conflicts(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterable[tuple[ast.Edit, Diagnostic]]:
-    """P302 with the later edit, once for each pair of edits that assign (`=`) a state of one site."""
+    """P302, with the later edit, for each pair of edits that assign (`=`) a state of one site."""
     earlier: dict[object, list[_Assignment]] = {}
     reported: set[tuple[str, str]] = set()
     for edit, site_edits in edits:

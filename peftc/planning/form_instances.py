@@ -24,7 +24,7 @@ class FormInstances:
     shared: dict[str, FormInstance] = field(default_factory=dict[str, FormInstance])
 
     def create(self, form: Form, args: Args, dims: Dims, target: str, owner: str | None) -> FormInstance:
-        """A new set of parameters for the state `target`, or this site's instance of a `shared` (`owner`)."""
+        """Parameters for the state `target`; those of `owner`, a `shared`, if they exist here."""
         if owner is not None and owner in self.shared:
             return self.shared[owner]
         self.keys[form.name] += 1
@@ -61,7 +61,6 @@ class FormInstances:
         return replace(instance, dims=dims, index=index)
 
     def _group_member(self, instance: FormInstance, target: str) -> FormInstance:
-        """One set of parameters for the attention group of the site."""
         group, paths = self.context.group_of(self.edit, self.site, target)
         features, index = features_of(instance.dims), list(paths).index(self.site.path)
         spots = tuple(path_spot(path, *features) for path in paths)

@@ -1,4 +1,4 @@
-"""Whether an edit leaves the model unchanged at initialisation: abstract interpretation of its equations."""
+"""Whether an edit leaves the model unchanged at initialisation, by abstract interpretation."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ Initial = BaseValue | float | None  # None: unknown
 def is_identity(site_edit: SiteEdit) -> bool:
     """True if every written state has, at initialisation, exactly its value in the base model.
 
-    `h + 4 * adapter(x, init=lora)` is one, since 4 · 0 + h = h; `(1 - g) * h + g * f` and added keys
-    are not.
+    `h + 4 * adapter(x, init=lora)` is one, since 4 · 0 + h = h; `(1 - g) * h + g * f` is not.
     """
     env: dict[str, Initial] = {name: BaseValue(name) for name in site_edit.site.states}
     values = dict[int, Initial]()

@@ -7,7 +7,7 @@ folding and rewriting read this IR.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,7 +38,7 @@ class FormInstance:
         return tuple((task, f".tasks.{task}") for task in self.tasks) or ((None, ""),)
 
     def owner_of(self, task: str | None) -> str | None:
-        """The owner of what a task shares: one for each task if all trained parameters are shared."""
+        """The owner of what a task shares: its own owner if all trained parameters are shared."""
         if self.owner is None or task is None:
             return self.owner
         trains = self.has_site_parameters and not self.form.apart and self.form.count(self.args, self.dims).trained
@@ -54,7 +54,6 @@ class FormInstance:
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def common_count(self, owner: str) -> Count:
-        """The parameters of one owner."""
         count = self.form.all_count if owner == self.all_tasks_owner else self.form.common_count
         return (count or self.form.count)(self.args, self.dims)
 
@@ -153,7 +152,6 @@ class SiteEdit:
             yield _with_site(self, site)
 
     def reads(self) -> set[str]:
-        """The states that the equations read."""
         roots = [*(assign.value for assign in self.assigns), *(term for _, term in self.lets)]
         return {term.state for root in roots for term in subterms(root) if isinstance(term, Read)}
 
@@ -182,24 +180,23 @@ def _with_site(site_edit: SiteEdit, site: Site) -> SiteEdit:
 
     def copy(term: Term) -> Term:
         if id(term) not in copies:
-            copies[id(term)] = _rebuild(term, copy, site)
+            copies[id(term)] = rebuild(term)
         return copies[id(term)]
+
+    def rebuild(term: Term) -> Term:
+        match term:
+            case FormCall(input=value, second=second) if value is not None:
+                return replace(term, input=copy(value), second=None if second is None else copy(second))
+            case FrozenCall(function=function, input=value):
+                return replace(term, module=site.frozen_modules[function], input=copy(value))
+            case Arithmetic(left=left, right=right):
+                return replace(term, left=copy(left), right=copy(right))
+            case Concat(parts=parts):
+                return replace(term, parts=tuple(map(copy, parts)))
+            case _:
+                return term
 
     assigns = tuple(replace(assign, value=copy(assign.value)) for assign in site_edit.assigns)
     lets = tuple((i, copy(term)) for i, term in site_edit.lets)
     owner = site_edit.parameter_site or site_edit.site
     return replace(site_edit, site=site, assigns=assigns, lets=lets, parameter_site=owner)
-
-
-def _rebuild(term: Term, copy: Callable[[Term], Term], site: Site) -> Term:
-    match term:
-        case FormCall(input=value, second=second) if value is not None:
-            return replace(term, input=copy(value), second=None if second is None else copy(second))
-        case FrozenCall(function=function, input=value):
-            return replace(term, module=site.frozen_modules[function], input=copy(value))
-        case Arithmetic(left=left, right=right):
-            return replace(term, left=copy(left), right=copy(right))
-        case Concat(parts=parts):
-            return replace(term, parts=tuple(map(copy, parts)))
-        case _:
-            return term

@@ -50,7 +50,7 @@ def unused(edit: ast.Edit) -> Iterable[Diagnostic]:
 
 
 def _first_use(let: ast.Let, rest: Sequence[ast.Equation | ast.Let]) -> tuple[str, Span] | None:
-    """The state written by the first equation that uses a `let`; it determines the shapes of its forms."""
+    """What the first equation that uses a `let` writes; the shapes of its forms follow from it."""
     used = {let.name}
     for line in rest:
         if not used & set(names_in(line.value)):

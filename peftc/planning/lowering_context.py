@@ -1,11 +1,12 @@
-"""What lowering knows beyond one edit at one site: the model, `shared` parameters, and who shares them."""
+"""What lowering knows beyond one edit at one site: the model, and who shares parameters."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ _LAYER_PATH = re.compile(r"(.*?\blayer\[\d+\])\.?(.*)")
 
 @dataclass(frozen=True)
 class SharedForm:
-    """`let NAME = shared(form(…))` outside an edit: one set of parameters wherever NAME is called."""
+    """`let NAME = shared(form(…))`, outside an edit: one set of parameters for all its calls."""
 
     let: ast.Let
     call: ast.Call
@@ -64,8 +65,6 @@ class LoweringContext:
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
     bindings: dict[tuple[int, int], tuple[ast.Call, BoundArguments]] = field(default_factory=dict)
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
-    depths: dict[str, int] = field(default_factory=dict[str, int])
-    layers: dict[str, str] = field(default_factory=dict[str, str])  # module -> path
 
     def bound(self, call: ast.Call, form: Form) -> BoundArguments:
         key = (id(call), id(form))
@@ -87,18 +86,21 @@ class LoweringContext:
 
     def depth(self, site: Site) -> int:
         """How many layers the site's stack has; 0 outside layers."""
-        stack = path_spot(site.path, 0, 0).layer.rpartition("[")[0]
-        if stack not in self.depths:
-            layers = {path_spot(other.path, 0, 0).layer for other in self.table.sites}
-            self.depths[stack] = sum(bool(stack) and layer.rpartition("[")[0] == stack for layer in layers)
-        return self.depths[stack]
+        return self._depths[path_spot(site.path, 0, 0).layer.rpartition("[")[0]]
+
+    @cached_property
+    def _depths(self) -> Counter[str]:
+        layers = {path_spot(site.path, 0, 0).layer for site in self.table.sites}
+        return Counter(layer.rpartition("[")[0] for layer in layers if layer)
+
+    @cached_property
+    def _layers(self) -> dict[str, str]:
+        return {site.module: site.path for site in self.table.sites if site.steps[-1][0] == "layer"}
 
     def spot(self, sharer: Sharer) -> Spot:
         """A sharer's spot, with the layer that its module is in."""
-        if not self.layers:
-            self.layers |= {site.module: site.path for site in self.table.sites if site.steps[-1][0] == "layer"}
         prefixes = accumulate(sharer.module.split("."), lambda parent, part: f"{parent}.{part}")
-        home = next((self.layers[name] for name in prefixes if name in self.layers), sharer.module)
+        home = next((self._layers[name] for name in prefixes if name in self._layers), sharer.module)
         return path_spot(sharer.path, *sharer.features)._replace(home=home)
 
     def check_shared_shapes(self, name: str, owner: str, form: Form, dims: Dims, span: ast.Expr) -> None:
@@ -152,6 +154,6 @@ def sharers_of(site_edits: Iterable[SiteEdit], shared: Container[str]) -> dict[s
 
 
 def features_of(dims: Dims) -> tuple[int, int]:
-    """The features of a form's input and of its target; 0 for what is neither hidden states nor a bias."""
+    """The features of input and target; 0 for what is neither hidden states nor a bias."""
     d_in, d_out = (s.d if isinstance(s, Tokens | Vector) else 0 for s in (dims.input, dims.target))
     return d_in, d_out

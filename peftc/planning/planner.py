@@ -100,7 +100,7 @@ class _Planner:
     # Resolution and lowering
 
     def edits(self) -> Lowered:
-        """Every edit at its sites. If parameters are shared, lowered again with their sharers known."""
+        """Every edit at its sites, lowered twice if parameters are shared."""
         sites = [(edit, self.edit_sites(edit)) for edit in self.spec.statements if isinstance(edit, ast.Edit)]
         for edit, _ in sites:
             self.warn(edit, unused(edit))
@@ -228,7 +228,7 @@ class _Planner:
         return (with_origin(found, statement, self.spec).with_source(self.source) for found in diagnostics)
 
     def stop_at_errors(self) -> None:
-        """Raises all errors so far in the order of the text; those that differ only in their span, as one."""
+        """Raises all errors in the order of the text; equal ones in several lines as one."""
         if self.errors:
             groups: dict[Diagnostic, list[Diagnostic]] = defaultdict(list)
             for error in sorted(self.errors, key=_position):
@@ -241,7 +241,6 @@ def _position(error: Diagnostic) -> tuple[str, int]:
 
 
 def _in_lines(errors: Sequence[Diagnostic]) -> Diagnostic:
-    """One message for an error that occurs in several lines."""
     first, lines = errors[0], dict.fromkeys(f"{error.span.line}" for error in errors[1:] if error.span)
     if len(errors) == 1:
         return first

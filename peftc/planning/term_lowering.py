@@ -1,4 +1,4 @@
-"""Lowers expressions to typed terms at one site: names become states, calls become forms with shapes."""
+"""Lowers expressions to typed terms: names become states, calls become forms with shapes."""
 
 from __future__ import annotations
 
@@ -77,20 +77,17 @@ class TermLowering:
             return constant(ARITHMETIC[op](left.value, right.value), source)
         shape = combine_shapes(op, left.shape, right.shape)
         if shape is None or isinstance(left, Concat) or isinstance(right, Concat):
-            raise self._mismatch(op, left, right, source)
+            pair = isinstance(left.shape, KeyValue) or isinstance(right.shape, KeyValue)
+            raise error(
+                "P301",
+                f"`{op}` puts together {left.shape} and {right.shape} at `{self.site.path}`",
+                source.span,
+                label=f"{left.shape} {op} {right.shape}",
+                notes=tuple(f"`{quote(side.source)}` is {side.shape}" for side in (left, right)),
+                help="join keys and values with `concat`" if pair else None,
+            )
         assert op in ("+", "-", "*", "/")
         return Arithmetic(op, left, right, shape=shape, source=source)
-
-    def _mismatch(self, op: str, left: Term, right: Term, source: ast.Expr) -> PeftcError:
-        pair = isinstance(left.shape, KeyValue) or isinstance(right.shape, KeyValue)
-        return error(
-            "P301",
-            f"`{op}` puts together {left.shape} and {right.shape} at `{self.site.path}`",
-            source.span,
-            label=f"{left.shape} {op} {right.shape}",
-            notes=tuple(f"`{quote(side.source)}` is {side.shape}" for side in (left, right)),
-            help="join keys and values with `concat`" if pair else None,
-        )
 
     def call(self, call: ast.Call) -> Term:
         name = call.function
@@ -188,13 +185,13 @@ class TermLowering:
         except Illegal as illegal:
             raise self._illegal(illegal, use, bound.second if illegal.argument == "second" else bound.input) from None
         if owner is not None:
-            # Parameters of a form that stands anywhere belong to one site, which may use them twice.
+            # A form of any shape has parameters for each site, which may use them twice.
             scope = f"{owner} at {self.site.path}" if form.anywhere else owner
             self.context.check_shared_shapes(owner, scope, form, dims, use)
         return FormCall(instance, value, second, shape=shape, source=use)
 
     def _illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:
-        """The refusal of a form, at the argument that it blames, with the shapes and their states."""
+        """The refusal of a form, at the argument that it blames, with shapes and states."""
         keyword = next((k for k in call.kwargs if k.name == illegal.argument), None)
         reads = illegal.argument in ("input", "second")
         span = keyword.span if keyword else value.span if reads and value else call.span
@@ -221,7 +218,7 @@ def error(
 
 
 def _as_weight(name: str, site: Site) -> str | None:
-    """How to write an edit of `h` at a matrix of stacked experts, whose `x` and `h` are in no graph."""
+    """How to write an edit of `h` at one of stacked experts, whose `x` and `h` are in no graph."""
     weight = site.states.get("w")
     if name not in ("x", "h") or weight is None or weight.weight is None or weight.weight.stacked_slice is None:
         return None

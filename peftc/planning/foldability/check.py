@@ -53,7 +53,7 @@ def check_foldability(
 ) -> list[Foldability]:
     """The foldability of each edit.
 
-    An edit folds if it folds at all its sites, and no edit that stays acts between it and the weight.
+    An edit folds if it folds at all sites, and no edit that stays acts between it and the weight.
 
     Args:
         edits: each edit as its site edits, in the order of the spec.
@@ -112,7 +112,7 @@ def _name(target: FoldTarget) -> str:
 
 
 def _blocked(folds: Sequence[Sequence[_SiteFold]]) -> dict[int, str]:
-    """The foldable edits that an edit which stays prevents from folding, by order, with the reason."""
+    """The foldable edits that another edit prevents from folding, by order, with the reason."""
     stays = [fold for site_folds in folds if any(f.reason for f in site_folds) for fold in site_folds]
     by_module: dict[str, list[_SiteFold]] = defaultdict(list)
     for fold in stays:
@@ -164,7 +164,6 @@ def _between(stays: _SiteFold, folds: _SiteFold) -> bool:
 
 
 def _same_rows(one: WeightRef, other: WeightRef) -> bool:
-    """Whether two views of a module's parameters have rows in common."""
     if one.module != other.module:
         return False
     a, b = one.stacked_slice, other.stacked_slice

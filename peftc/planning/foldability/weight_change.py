@@ -17,7 +17,7 @@ Matrix = Literal["zero", "identity", "other"]
 
 @dataclass(frozen=True)
 class AffineStructure:
-    """What counting needs of an affine value A h + B x + c: the kind of A, and whether B and c exist."""
+    """An affine value A h + B x + c for counting: the kind of A, and whether B and c exist."""
 
     matrix: Matrix = "zero"
     input: bool = False
@@ -82,7 +82,7 @@ def _written_entries(site_edit: SiteEdit, parameters: Parameters) -> Iterator[Ro
 
 
 def _added_selectors(term: Term, state: str) -> list[FormInstance] | None:
-    """For `state + f + g`, the forms that select where f and g are not zero; None for other terms."""
+    """In `state + f + g`, the forms that select where f and g are nonzero; None for other terms."""
     match term:
         case Arithmetic(op="+", left=left, right=right):
             reads = (isinstance(part, Read) and part.state == state for part in subterms(left))

@@ -1,4 +1,4 @@
-"""The Plan: what the compiler will do, as JSON that can be compared, and as tables of 80 columns."""
+"""The Plan: what the compiler will do, as JSON and as tables of 80 columns."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peftc.addressing.path_compression import compress_paths
+from peftc.addressing.sites import UntracedModule
 from peftc.planning.counts import percent
 from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.planning.report.text import plain_text
@@ -58,7 +59,7 @@ class PlanEdit(_Record):
 
 
 class PlanTotals(_Record):
-    """Parameters: of the base, trained, in the saved adapter, changed in the base, left after folding."""
+    """Parameters: of the base, trained, saved, changed in the base, left after folding."""
 
     base: int
     trained: int
@@ -127,7 +128,8 @@ def render_plan(plan: Plan, site_edits: Sequence[SiteEdit] = ()) -> RenderableTy
     if plan.expectations:
         parts += [Text(), _expectations(plan)]
     if plan.unread:
-        parts += [Text(), Text("not traced", "bold"), *map(_indented, map(Text, reason_lines(plan.unread)))]
+        modules = [UntracedModule(m.module, m.type, m.reason) for m in plan.unread]
+        parts += [Text(), Text("not traced", "bold"), *map(_indented, map(Text, reason_lines(modules)))]
     return Group(*parts)
 
 

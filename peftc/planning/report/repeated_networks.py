@@ -40,7 +40,11 @@ class RepeatedNetworks:
         for steps, inside in networks.items():
             key = (steps[:-1], steps[-1][0], steps[-1][1] is None, *map(_signature, inside))
             groups.setdefault(key, []).append(steps)
-        self._new = {group[0]: _group(group, networks) for group in groups.values()}
+        self._new: dict[Steps, NetworkGroup] = {}
+        for group in groups.values():
+            numbers = tuple(index for steps in group if (index := steps[-1][1]) is not None)
+            sites = tuple(site for steps in group for site in networks[steps])
+            self._new[group[0]] = NetworkGroup(group[0], numbers, sites)
         self._repeats = {steps for group in groups.values() for steps in group[1:]}
 
     def repeats(self, site: Site) -> bool:
@@ -51,11 +55,6 @@ class RepeatedNetworks:
         """The group that begins with this site; each group once."""
         group = self._new.pop(site.steps[self._depth : -1], None)
         return [group] if group else []
-
-
-def _group(group: Sequence[Steps], networks: dict[Steps, list[Site]]) -> NetworkGroup:
-    numbers = tuple(index for steps in group if (index := steps[-1][1]) is not None)
-    return NetworkGroup(group[0], numbers, tuple(site for steps in group for site in networks[steps]))
 
 
 def _signature(site: Site) -> object:

@@ -62,7 +62,6 @@ def _shared_modules(table: SiteTable) -> list[RenderableType]:
 
 
 def _widths(rows: Sequence[Row], width: int) -> tuple[int, int]:
-    """The widths of modules and states, the columns that are wrapped."""
     site, module, shape, parameters, states = (max((len(row[i]) for row in rows), default=0) for i in range(5))
     rest = width - min(site, MAX_SITE) - shape - max(parameters, len("parameters")) - 8
     module = max(MIN_STATES, min(module, rest - min(states, MIN_STATES)))
@@ -70,7 +69,6 @@ def _widths(rows: Sequence[Row], width: int) -> tuple[int, int]:
 
 
 def _wrap_site(site: str) -> str:
-    """Wraps the name of a site, and indents each line like the first."""
     name = site.lstrip()
     indent = " " * (len(site) - len(name))
     return indent + _wrap(name, MAX_SITE - len(indent), " ").replace("\n", f"\n{indent}")
@@ -200,7 +198,7 @@ def _relative_module(site: Site, layer: Sequence[Site]) -> str:
 
 
 def _shape(site: Site) -> str:
-    """`4096 × 1024` of a weight (out × in), `16 × 64` of heads, `1024` features of a hidden state."""
+    """`4096 × 1024` of a weight (out × in), `16 × 64` of heads, `1024` of a hidden state."""
     state = site.states.get("w") or site.states.get("h")
     sizes = vars(state.shape).values() if state else ()
     return " × ".join(str(size) for size in sizes if isinstance(size, int))

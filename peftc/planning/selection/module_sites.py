@@ -6,17 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from peftc.addressing.paths import stack_steps
-from peftc.addressing.sites import (
-    INPUT,
-    OUTPUT,
-    ActivationRef,
-    ModuleInfo,
-    Site,
-    SiteTable,
-    State,
-    Steps,
-    WeightRef,
-)
+from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, ModuleInfo, Site, SiteTable, State, Steps, WeightRef
 from peftc.forms.shapes import Tokens, Vector, Weight
 
 NAMES = {"weight": "w", "bias": "b"}
@@ -24,7 +14,7 @@ TRANSPOSED = frozenset({"Conv1D"})  # transformers' Conv1D stores (in, out)
 
 
 def module_site(module: ModuleInfo, table: SiteTable) -> Site:
-    """The only site that this module computes as a whole, else one with the module's own tensors."""
+    """The only site that the whole module computes, else one with the module's own tensors."""
     sites = [site for site in table.sites if site.module == module.name and not _is_part(site)]
     owners = [site for site in sites if any(state.weight for state in site.states.values())]
     if not owners and not module.parameters and sites:  # a container: its widest role
@@ -39,7 +29,7 @@ def module_site(module: ModuleInfo, table: SiteTable) -> Site:
 
 
 def _is_part(site: Site) -> bool:
-    """Whether the site is some rows of a module (q of a fused qkv), or reads another module's weight."""
+    """Whether the site is rows of a module (q of a fused qkv), or reads another module's weight."""
     refs = [state.weight for state in site.states.values() if state.weight]
     return any(ref.module != site.module or ref.is_partial for ref in refs)
 

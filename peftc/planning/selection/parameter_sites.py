@@ -43,7 +43,7 @@ def parameter_sites(edit: ast.Edit, sites: Sequence[Site], table: SiteTable) -> 
     """A site for each weight and each bias, in model order; tied parameters are one site.
 
     Raises:
-        P205: sites that have neither, such as sub-layers and modules that stack the weights of experts.
+        P205: sites that have neither, such as sub-layers and modules with stacked experts.
     """
     if errors := [error for site in sites if (error := _no_parameters(edit, site, table)) is not None]:
         raise PeftcError(for_sites(errors, " of this edit"))

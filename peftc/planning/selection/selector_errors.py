@@ -1,4 +1,4 @@
-"""Errors of selectors that match nothing: the step that fails, what exists there, and the nearest name."""
+"""Errors of selectors that match nothing, with what exists there and the nearest name."""
 
 from __future__ import annotations
 
@@ -108,27 +108,20 @@ def no_match_in_layers(path: ast.Path, table: SiteTable) -> Diagnostic:
 
 
 def removes_nothing(selector: ast.Difference, left: Sequence[str], right: Sequence[str]) -> Diagnostic:
+    sides = (("left", left), ("right", right))
     return Diagnostic(
         "P203",
         f"`- {print_selector(selector.right)}` removes nothing",
         selector.right.span,
         label="none of these sites is on the left",
-        notes=tuple(
-            f"the {side} side has {plural(len(sites), 'site')}, such as `{sites[0]}`"
-            for side, sites in (("left", left), ("right", right))
-        ),
+        notes=tuple(f"the {side} side has {plural(len(s), 'site')}, such as `{s[0]}`" for side, s in sides),
         help="leave this part out",
     )
 
 
 def not_indexed(step: ast.Step) -> Diagnostic:
-    return Diagnostic(
-        "P202",
-        f"`{step.name}` takes no index here: there is one in each place",
-        step.span,
-        label="not numbered",
-        help=f"write `{step.name}`",
-    )
+    message = f"`{step.name}` takes no index here: there is one in each place"
+    return Diagnostic("P202", message, step.span, label="not numbered", help=f"write `{step.name}`")
 
 
 def no_such_index(index: ast.Index, step: ast.Step, sizes: Mapping[StepList, int]) -> Diagnostic:
@@ -176,7 +169,6 @@ def _child(name: str, parent: str) -> str:
 
 
 def name_span(step: ast.Step) -> Span:
-    """The span of a step's name, without its brackets."""
     return _subspan(step.span, 0, len(step.name))
 
 

@@ -41,7 +41,7 @@ def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
     untraced = untraced_errors(selector, paths)
     if errors := [*untraced, *(e for e in resolver.errors if not (untraced and e.code == "P201"))]:
         raise PeftcError(errors)
-    return _in_model_order(sites.values(), table)
+    return _in_model_order(sites, table)
 
 
 def coverage_warnings(selector: ast.Selector, table: SiteTable) -> list[Diagnostic]:
@@ -181,21 +181,14 @@ def _missing_in_layers(path: ast.Path, layers: StepList, named: int, missing: li
 
 
 def _past_the_end(index: ast.Index, steps: StepList, size: int) -> Diagnostic:
-    return Diagnostic(
-        "P204",
-        f"`{print_index(index)}` goes past the end of `{steps}`",
-        index.span,
-        label=f"`{steps}` has 0..{size - 1}",
-        notes=("only the layers that exist are selected",),
-        severity="warning",
-    )
+    message, label = f"`{print_index(index)}` goes past the end of `{steps}`", f"`{steps}` has 0..{size - 1}"
+    notes = ("only the layers that exist are selected",)
+    return Diagnostic("P204", message, index.span, label=label, notes=notes, severity="warning")
 
 
-def _in_model_order(sites: Iterable[Site], table: SiteTable) -> list[Site]:
-    """In the order of the table; if there are modules that are no sites, in that of the modules."""
-    sites = list(sites)
+def _in_model_order(sites: SitesByPath, table: SiteTable) -> list[Site]:
     position = {site.path: i for i, site in enumerate(table.sites)}
-    if all(site.path in position for site in sites):
-        return sorted(sites, key=lambda site: position[site.path])
-    module = {info.name: i for i, info in enumerate(table.modules)}
-    return sorted(sites, key=lambda site: (module.get(site.module, -1), position.get(site.path, -1)))
+    if sites.keys() <= position.keys():
+        return sorted(sites.values(), key=lambda site: position[site.path])
+    module = {info.name: i for i, info in enumerate(table.modules)}  # some sites are modules without a role
+    return sorted(sites.values(), key=lambda site: (module.get(site.module, -1), position.get(site.path, -1)))

@@ -42,7 +42,7 @@ class SharedModules:
         return [merged for site in sites if (merged := self._merged(site, selected)) is not None]
 
     def _refuse_cross_layer_calls(self, sites: Sequence[Site], selector: ast.Selector) -> None:
-        """Raises: P211 if the code of another layer calls the module of a site without registering it."""
+        """Raises: P211 if another layer calls the module of a site without registering it."""
         calls = dict(self.table.cross_layer_calls)
         for site in sites:
             if (layer := calls.get(site.module)) is not None and site.module not in self.groups:
@@ -81,7 +81,7 @@ class SharedModules:
 
 
 def _role(site: Site) -> tuple[object, ...]:
-    """What of its module a site is: a part of the weight, or something else that the module computes."""
+    """What of its module a site is: part of the weight, or something that the module computes."""
     refs = (state.weight for state in site.states.values() if state.weight is not None)
     parts = sorted({(str(ref.rows), str(ref.stacked_slice)) for ref in refs if ref.module == site.module})
     below = site.steps[stack_steps([name for name, _ in site.steps]) + 1 :]

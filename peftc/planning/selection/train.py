@@ -24,7 +24,7 @@ class TrainTarget:
 
 
 def resolve_train(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> TrainTarget:
-    """The parameters of a `train` statement; a site need not have all the states (an RMS norm has no `b`).
+    """The parameters of a `train` statement; an RMS norm, for one, need not have a `b`.
 
     Raises:
         P205: no site has any of the states. P211: layers use the parameter at other sites, too.
@@ -87,11 +87,13 @@ def _tied(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Diag
     """P211 for a parameter that layers also use at sites that are not selected."""
     states = [use.states.get(name) for site in sites for use in site.uses for name in statement.states]
     selected = {parameter_name(state.weight) for state in states if state is not None and state.weight is not None}
+    layers = tuple({f"{site.root}." for site in table.sites if any(step == "layer" for step, _ in site.steps)})
+    refs = [(site, state.weight) for site in reversed(table.sites) for state in site.states.values()]
+    paths = {parameter_name(ref): site.path for site, ref in refs if ref is not None and not ref.is_partial}
     for group, used in zip(table.tied, used_ties(table), strict=True):
         name = next((name for name in group if name in selected), None)
-        others = [other for other in used if other not in selected and _in_layers(other, table)]
+        others = [other for other in used if other not in selected and other.startswith(layers)]
         if name and others:
-            paths = _site_paths(table)
             union = " | ".join(paths.get(n, f'"{n.rpartition(".")[0]}"') for n in (name, *others))
             return Diagnostic(
                 "P211",
@@ -101,17 +103,6 @@ def _tied(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Diag
                 help="name all of its uses in layers" + (f", `at {union}`" if len(others) < MAX_NAMES else ""),
             )
     return None
-
-
-def _in_layers(name: str, table: SiteTable) -> bool:
-    layers = {site.root for site in table.sites if any(step == "layer" for step, _ in site.steps)}
-    return any(name.startswith(f"{layer}.") for layer in layers)
-
-
-def _site_paths(table: SiteTable) -> dict[str, str]:
-    """From each parameter that belongs to one site alone to that site's path."""
-    states = [(site, state.weight) for site in reversed(table.sites) for state in site.states.values()]
-    return {parameter_name(ref): site.path for site, ref in states if ref is not None and not ref.is_partial}
 
 
 def _no_states(statement: ast.Train, sites: Sequence[Site]) -> Diagnostic:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 from peftc.addressing.path_compression import compress_paths
 from peftc.addressing.paths import BRANCHES, SitePaths
@@ -21,17 +20,6 @@ from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_selector
 
 UntracedModules = tuple[UntracedModule, ...]
-
-
-class Untraced(Protocol):
-    """An untraced module, in a site table or in a plan."""
-
-    @property
-    def module(self) -> str: ...
-    @property
-    def type(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
 
 
 def untraced_errors(selector: ast.Selector, paths: SitePaths) -> list[Diagnostic]:
@@ -120,7 +108,7 @@ def _traced_branches(below: Sequence[str], modules: UntracedModules, paths: Site
     return list(dict.fromkeys(name for name in branches if name in BRANCHES))
 
 
-def reason_lines(modules: Iterable[Untraced]) -> list[str]:
+def reason_lines(modules: Iterable[UntracedModule]) -> list[str]:
     """Each module with its reason; names that differ in a number, in one line."""
     groups: dict[tuple[str, str], list[str]] = {}
     for module in modules:
