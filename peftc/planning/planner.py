@@ -225,7 +225,7 @@ class _Planner:
 
     def locate(self, statement: ast.Statement, diagnostics: Iterable[Diagnostic]) -> Iterable[Diagnostic]:
         """Diagnostics in the text of the statement, with how expansion produced it."""
-        return (with_origin(found, statement, self.spec).with_source(self.source) for found in diagnostics)
+        return (with_origin(d, statement, self.spec).with_source(self.source) for d in diagnostics)
 
     def stop_at_errors(self) -> None:
         """Raises all errors in the order of the text; equal ones in several lines as one."""
