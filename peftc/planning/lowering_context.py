@@ -122,7 +122,8 @@ class LoweringContext:
 def path_spot(path: str, d_in: int, d_out: int) -> Spot:
     """`decoder.layer[3].attn.cross` is `attn.cross` of `decoder.layer[3]`."""
     match = _LAYER_PATH.fullmatch(path)
-    return Spot(*(match.groups() if match else ("", path)), d_in, d_out)
+    layer, part = match.groups() if match else ("", path)
+    return Spot(layer, part, d_in, d_out)
 
 
 def _mapping(source: Shape | None, target: Shape) -> str:
