@@ -34,7 +34,7 @@ def run_sites(args: Namespace) -> int:
     """`peftc sites --model M`: the tree of places. Raises: P5xx, P2xx for a model whose layers are not understood."""
     table = sites(args.model, trust_remote_code=args.trust_remote_code)
     show(lambda width: render_sites(table, width))
-    for warning in (*table.warnings, *(f"could not be read: {line}" for line in reason_lines(table.untraced))):
+    for warning in (*table.warnings, *(f"cannot be traced: {line}" for line in reason_lines(table.untraced))):
         print(f"warning: {warning}", file=sys.stderr)
     return 0
 

@@ -27,8 +27,7 @@ from peftc.recognition.analysis import ModelLike
 from peftc.runtime import respecialize
 from peftc.semantics.load import Include
 from peftc.semantics.spec_argument import Settings, SpecLike, default_name, flat_spec
-from peftc.specialization.generated_class import GeneratedClass
-from peftc.specialization.variants import captions
+from peftc.specialization.generated_class import GeneratedClass, captions
 
 PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
 

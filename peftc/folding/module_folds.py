@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.affine_values import Refusal, fold_terms, sum_dtype
 from peftc.folding.report import Change, dtype_name
 from peftc.forms.module import FormModule
-from peftc.planning.foldability.affine import FoldTarget
+from peftc.planning.foldability.target import FoldTarget
 from peftc.planning.ir import SiteEdit
 from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import blocks_of, dense, stacked_slice

@@ -24,9 +24,9 @@ from peftc.runtime import untraced
 from peftc.specialization.code_layout import indented, wrapped
 from peftc.specialization.expressions import INFIX, PREFIX, Expressions
 from peftc.specialization.names import GlobalNames, LocalNames, unpacked_count
+from peftc.specialization.variable_names import variable_of
 from peftc.tracing.in_place import AUGMENTED
 from peftc.tracing.operations import branch, collect, end_loop, enter_context, exit_context, new_version, segment
-from peftc.tracing.variable_names import variable_of
 
 TORCH = Path(torch.__file__).parent
 NESTED = 88  # characters of an expression that others are nested into

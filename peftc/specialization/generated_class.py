@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import linecache
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from peftc.concurrency.checkpointing import preserve_choices
 from peftc.concurrency.context import ALL, CHOICE, ChoiceVar
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.diagnostic import printable
 from peftc.modules.instance_forward import FORWARD, GENERATED
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.container import own_children, own_length
@@ -27,7 +29,6 @@ from peftc.specialization.code_layout import call_arguments, conjunction, dispat
 from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.derived_classes import replace_base, with_generated_forward
 from peftc.specialization.names import GlobalNames
-from peftc.specialization.variants import Variant, captions
 from peftc.tracing.module_calls import bind_arguments
 from peftc.tracing.region_trace import RegionTrace
 from peftc.tracing.tracer_base import is_tracing
@@ -59,6 +60,38 @@ def specializing_both_modes() -> Generator[None]:
 
 def base_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     return inspect.unwrap(cls.forward)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a forward. `traits`: what its conditions mean."""
+
+    name: str
+    conditions: tuple[str, ...]
+    graph: fx.Graph
+    source: str
+    holds: Callable[..., bool]
+    passthrough: frozenset[str]
+    traits: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def captions(variants: Sequence[Variant]) -> list[str]:
+    """What each variant is for: `evaluation, with a cache`. Named is what tells the variants apart.
+
+    Variants with the same traits are told apart by their first condition that others do not have.
+    """
+    names = dict.fromkeys(name for v in variants for name in v.traits if name not in ("mode", "cache"))
+    differing = [name for name in names if len({v.traits.get(name) for v in variants}) > 1]
+    labels: list[str] = []
+    for variant in variants:
+        words = [variant.traits.get("mode", "training and evaluation"), variant.traits.get("cache")]
+        labels.append(", ".join(filter(None, [*words, *(variant.traits.get(name) for name in differing)])))
+    found: list[str] = []
+    for variant, label in zip(variants, labels, strict=True):
+        twins = [v for v, other in zip(variants, labels, strict=True) if other == label and v is not variant]
+        own = next((c for c in variant.conditions if any(c not in v.conditions for v in twins)), None)
+        found.append(printable(label if own is None else f"{label}, {own}")[:110])
+    return found
 
 
 class GeneratedClass:

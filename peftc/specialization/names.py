@@ -16,7 +16,7 @@ from peftc import runtime
 from peftc.dataflow.nodes import is_edit
 from peftc.rewriting.boundary import base_call
 from peftc.rewriting.in_place_writes import REPLACES
-from peftc.tracing.variable_names import aliases_of, statement_variable, unpacked_by_model, variable_of
+from peftc.specialization.variable_names import aliases_of, statement_variable, unpacked_by_model, variable_of
 
 _TORCH: tuple[tuple[str, Any], ...] = (
     ("torch", torch),
