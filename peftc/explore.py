@@ -156,8 +156,8 @@ def rewrite(
     weights = {s.weight.module for use in uses for s in use.site.states.values() if s.weight is not None}
     entered = {name[len(region.module) + 1 :] for name in weights}
     traced = retrace(region.kind, entered, analysis)
-    inserter, region_edits = Inserter(traced), LayerRegions(region.kind, region.module, {}).whole(uses)
-    inserter.lookup.prepare(region_edits)
+    inserter, region_edits = Inserter(traced), LayerRegions(region.kind, region.module, {}).layer_edits(uses)
+    inserter.lookup.resolve(region_edits)
     for edit in region_edits:
         inserter.insert(edit)
     return traced.graph

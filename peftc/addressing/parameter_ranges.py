@@ -1,9 +1,9 @@
-"""Sets of entries of base parameters, so that what is changed twice or under two names is counted once."""
+"""Sets of entries of base parameters: an entry counts once, however many edits change it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -13,94 +13,96 @@ from peftc.forms.shapes import Shape, Vector, Weight
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [start, stop) of a parameter, seen as (out, in); `width` entries a row."""
+    """Rows [start, stop) of a parameter, seen as (out, in)."""
 
     parameter: str
     start: int
     stop: int
-    width: int = 1
+    width: int = 1  # entries in a row
 
 
 @dataclass(frozen=True)
 class EntryChoice:
-    """Some of the entries of a region. What has one `choice` has `count` of them in all."""
+    """Entries that a method selects at run time within some rows.
 
-    choice: tuple[str, ...]
+    All choices with one `key` together select `count` entries.
+    """
+
+    key: tuple[str, ...]
     count: int
-    among: RowRange
+    rows: RowRange
 
 
 class Parameters:
-    """The base parameters of a model by name; tied ones under one name."""
+    """The base parameters of a model; tied ones have one canonical name."""
 
     def __init__(self, table: SiteTable) -> None:
-        self._first = {name: group[0] for group in table.tied for name in group}
+        self._canonical = {name: group[0] for group in table.tied for name in group}
         self._sizes = {f"{m.name}.{a}".lstrip("."): shape for m in table.modules for a, shape in m.parameters.items()}
 
     def canonical(self, ref: WeightRef) -> str:
         name = parameter_name(ref)
-        return self._first.get(name, name)
+        return self._canonical.get(name, name)
 
     def numel(self, name: str) -> int:
         return prod(self._sizes[name])
 
-    def regions(self, ref: WeightRef, shape: Shape) -> Iterator[RowRange]:
-        """All the entries that a state `w` or `b` of this shape has."""
+    def row_ranges(self, ref: WeightRef, shape: Shape) -> Iterator[RowRange]:
+        """The rows of a state `w` or `b` of this shape."""
         assert isinstance(shape, Weight | Vector)
         rows, width = (shape.d_out, shape.d_in) if isinstance(shape, Weight) else (shape.d, 1)
-        name = self.canonical(ref)
-        first = (
-            self.numel(name) // ref.stacked_slice.count // width * ref.stacked_slice.index if ref.stacked_slice else 0
-        )
-        return self.rows(name, ref.rows or Slice(0, rows), width, first)
-
-    def rows(self, name: str, rows: Slice, width: int = 1, first: int = 0) -> Iterator[RowRange]:
-        """Some rows of a parameter, counted from its row `first` on; one region a block."""
-        return (RowRange(name, first + start, first + stop, width) for start, stop in rows.blocks())
+        name, stacked, offset = self.canonical(ref), ref.stacked_slice, 0
+        if stacked is not None:
+            offset = self.numel(name) // stacked.count // width * stacked.index
+        for start, stop in (ref.rows or Slice(0, rows)).blocks():
+            yield RowRange(name, offset + start, offset + stop, width)
 
 
 def parameter_name(ref: WeightRef) -> str:
-    """The dotted name of a parameter."""
     return f"{ref.module}.{ref.attribute}".lstrip(".")
 
 
 def used_ties(table: SiteTable) -> list[list[str]]:
-    """The groups of tied parameters without names that nothing reads: of modules that no forward calls, such as a `shared` embedding
-    beside those of the stacks, and of modules around the one that reads it, such as a head's `bias` that is its Linear's.
+    """The groups of tied parameters, without names through which no forward reads the parameter.
+
+    Such names belong to modules that no forward calls (a `shared` embedding next to those of the
+    stacks), and to modules around the called one (a head whose `bias` is that of its Linear).
     """
-    idle = {module.name for module in table.modules if not module.called}
-    return [[name for name in group if not _unread(name, group, idle)] for group in table.tied]
+    uncalled = {module.name for module in table.modules if not module.called}
+
+    def is_read(name: str, group: Iterable[str]) -> bool:
+        module = name.rpartition(".")[0]
+        return module not in uncalled and not any(o.rpartition(".")[0].startswith(f"{module}.") for o in group)
+
+    return [[name for name in group if is_read(name, group)] for group in table.tied]
 
 
-def _unread(name: str, group: Iterable[str], idle: Collection[str]) -> bool:
-    module = name.rpartition(".")[0]
-    return module in idle or any(other.rpartition(".")[0].startswith(f"{module}.") for other in group)
-
-
-def numel(found: Iterable[RowRange | EntryChoice]) -> int:
-    """Entries in the union of the regions and of what is chosen, where no two choices are of the same entries."""
-    found = set(found)
-    whole = {one for one in found if isinstance(one, RowRange)}
-    counts = {one.choice: one.count for one in found if isinstance(one, EntryChoice)}
-    among: dict[tuple[str, ...], set[RowRange]] = defaultdict(set)
-    for one in found:
-        if isinstance(one, EntryChoice):
-            among[one.choice].add(one.among)
+def numel(entries: Iterable[RowRange | EntryChoice]) -> int:
+    """The number of entries in the union. Choices with different keys are taken to be disjoint."""
+    whole: set[RowRange] = set()
+    counts: dict[tuple[str, ...], int] = {}
+    candidates: dict[tuple[str, ...], set[RowRange]] = defaultdict(set)
+    for item in entries:
+        if isinstance(item, RowRange):
+            whole.add(item)
+        else:
+            counts[item.key] = item.count
+            candidates[item.key].add(item.rows)
     total = _union(whole)
-    apart = sum(min(count, _union(whole | among[choice]) - total) for choice, count in counts.items())
-    return min(total + apart, _union(whole.union(*among.values())))
+    selected = sum(min(count, _union(whole | candidates[key]) - total) for key, count in counts.items())
+    return min(total + selected, _union(whole.union(*candidates.values())))
 
 
-def _union(regions: Iterable[RowRange]) -> int:
+def _union(ranges: Iterable[RowRange]) -> int:
     spans: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-    for region in set(regions):
-        spans[region.parameter, region.width].append((region.start, region.stop))
-    return sum(width * _length(found) for (_, width), found in spans.items())
+    for rows in ranges:
+        spans[rows.parameter, rows.width].append((rows.start, rows.stop))
+    return sum(width * _length(intervals) for (_, width), intervals in spans.items())
 
 
-def _length(spans: list[tuple[int, int]]) -> int:
-    total, reached = 0, 0
-    for start, stop in sorted(spans):
-        total += max(0, stop - max(start, reached))
-        reached = max(reached, stop)
+def _length(intervals: list[tuple[int, int]]) -> int:
+    total, end = 0, 0
+    for start, stop in sorted(intervals):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
     return total

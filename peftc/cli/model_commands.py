@@ -35,7 +35,7 @@ def run_sites(args: Namespace) -> int:
     """Prints the sites of a model. Raises: P2xx, P5xx (the model)."""
     table = sites(args.model, trust_remote_code=args.trust_remote_code)
     show(lambda width: render_sites(table, width))
-    for warning in (*table.warnings, *(f"could not be traced: {line}" for line in reason_lines(table.untraced))):
+    for warning in (*table.warnings, *(f"cannot be traced: {line}" for line in reason_lines(table.untraced))):
         print(f"warning: {warning}", file=sys.stderr)
     return 0
 

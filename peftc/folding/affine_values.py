@@ -15,7 +15,8 @@ from torch import Tensor
 from peftc.concurrency.interrupts import shielded
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
-from peftc.planning.foldability.affine import NotAffine, Side, is_linear, show_term
+from peftc.planning.foldability.affine import NotAffine, show_term
+from peftc.planning.foldability.target import Side, is_linear
 from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
 
 Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w

@@ -15,7 +15,7 @@ from peftc.folding.weights import NOT_SELECTED, Folding
 from peftc.forms.module import FormModule, Pair
 from peftc.forms.shapes import KeyValue, Tokens
 from peftc.planning import ir
-from peftc.rewriting.positions import picks
+from peftc.rewriting.positions import selects_positions
 from peftc.runtime.call_arguments import starts_of
 from peftc.runtime.prompts import insert_rows
 from peftc.tracing.module_calls import forward_signature
@@ -109,7 +109,7 @@ def refusal(sites: list[ir.SiteEdit], folding: Folding) -> str | None:
             return "it does more than to put trained rows before `kv`, or before the tokens"
         if any(instance.tasks for instance in one.instances):
             return "it has parameters for each task"
-    counting = next((p.edit for p in folding.record.site_edits if any(map(picks, p.instances))), None)
+    counting = next((p.edit for p in folding.record.site_edits if any(map(selects_positions, p.instances))), None)
     if counting is not None:
         return f"`{counting}` counts the tokens before those of the input, too"
     config = getattr(folding.model, "config", None)

@@ -25,7 +25,7 @@ from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import installation_of, is_installed
-from peftc.planning.foldability.affine import is_linear
+from peftc.planning.foldability.target import is_linear
 from peftc.planning.ir import SiteEdit
 from peftc.recognition.layers import LayerType
 from peftc.rewriting.container import CONTAINER, SHARED

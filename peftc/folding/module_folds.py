@@ -13,9 +13,9 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.affine_values import Refusal, fold_terms, sum_dtype
 from peftc.folding.report import Change, dtype_name
 from peftc.forms.module import FormModule
-from peftc.planning.foldability.affine import FoldTarget
+from peftc.planning.foldability.target import FoldTarget
 from peftc.planning.ir import SiteEdit
-from peftc.rewriting.insert import layout
+from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import blocks_of, dense, stacked_slice
 
 
@@ -98,7 +98,7 @@ class UnroundedParameters:
         tensor = tensor.t() if ref.transposed else tensor
         if ref.rows is None or ref.rows.count == 1:
             return (tensor if ref.rows is None else tensor[ref.rows.start : ref.rows.stop]).unsqueeze(0)
-        return blocks_of(tensor, 0, *layout(ref.rows, tensor.shape[0]))
+        return blocks_of(tensor, 0, *row_arguments(ref.rows, tensor.shape[0]))
 
     def bias(self, target: FoldTarget) -> WeightRef | None:
         """The site's bias, one that an earlier fold made included."""

@@ -21,8 +21,8 @@ from peftc.installation.completeness import active_installation
 from peftc.installation.journal import Journal, transaction
 from peftc.modules.memory import storage_id
 from peftc.observation.parameter_uses import parameter_views
-from peftc.planning.foldability.affine import FoldTarget, fold_target
 from peftc.planning.foldability.check import check_foldability
+from peftc.planning.foldability.target import FoldTarget, fold_target
 from peftc.planning.ir import SiteEdit
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import slug

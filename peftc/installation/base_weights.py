@@ -10,8 +10,8 @@ from torch import nn
 from peftc.addressing.sites import WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.offload import offloaded_value
-from peftc.rewriting.insert import layout
-from peftc.rewriting.legality.preconditions import no_values
+from peftc.rewriting.legality.preconditions import missing_values
+from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import dense, is_quantised, rows_of, stacked_slice
 
 
@@ -26,7 +26,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         weight = weight_view(self.model, self.weights[key]).detach()
         if weight.is_meta:
-            raise PeftcError(no_values([f"{key} of {self.form}"], "the initial values are computed from it"))
+            raise PeftcError(missing_values([f"{key} of {self.form}"], "the initial values are computed from it"))
         return weight
 
     def __iter__(self) -> Iterator[str]:
@@ -53,7 +53,7 @@ def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
         return tensor
     if ref.rows.count == 1:
         return tensor[ref.rows.start : ref.rows.stop]
-    return rows_of(tensor, 0, *layout(ref.rows, tensor.shape[0]))
+    return rows_of(tensor, 0, *row_arguments(ref.rows, tensor.shape[0]))
 
 
 def refuse_quantised(parameters: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:

@@ -27,8 +27,8 @@ from peftc.modules.offload import execution_device
 from peftc.planning import ir
 from peftc.rewriting.container import CONTAINER, SHARED, Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
-from peftc.rewriting.legality.preconditions import check_forwards, refuse_half
-from peftc.rewriting.positions import SEQUENCE, picks
+from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
+from peftc.rewriting.positions import SEQUENCE, selects_positions
 from peftc.specialization.generated_class import GeneratedClass
 
 
@@ -83,12 +83,12 @@ class InstallationBuilder:
         """
         partly_loaded = len({p.is_meta for p in self.model.parameters()}) > 1
         for region in regions:
-            self.sequences |= dict.fromkeys(region.serves, Sequence())
+            self.sequences |= dict.fromkeys(region.position_sites, Sequence())
         for region in regions:
             module = self.model.get_submodule(region.module)
             check_forwards(region, self.model)
             if partly_loaded:
-                refuse_half(region.module, module)
+                check_loaded(region.module, module)
             if CONTAINER in vars(module)["_modules"] or hasattr(module, CONTAINER):
                 message = f"`{region.module}` already has something named `{CONTAINER}`"
                 raise PeftcError(Diagnostic("P411", message, help="rename it: edits are registered under this name"))
@@ -109,8 +109,8 @@ class InstallationBuilder:
     def container(self, region: Region, module: nn.Module) -> nn.Module:
         """The region's own modules: `peftc.<edit>.<site>.<form>`."""
         root = Container()
-        if region.serves:
-            vars(root)[SEQUENCE] = self.sequences[region.serves[0]]
+        if region.position_sites:
+            vars(root)[SEQUENCE] = self.sequences[region.position_sites[0]]
         for edit, site_edit in zip(region.edits, region.site_edits, strict=True):
             for instance in site_edit.instances:
                 at = FormSite(site_edit, instance, module)
@@ -154,7 +154,7 @@ class InstallationBuilder:
 
     def attach_sequence(self, form: FormModule, at: FormSite) -> None:
         """Shows a form that selects positions the calls of its stack."""
-        if picks(at.instance):
+        if selects_positions(at.instance):
             vars(form)[SEQUENCE] = self.sequences[at.site_edit.edit, at.site_edit.owner_path]
 
     def shared_form(self, owner: str, at: FormSite) -> FormModule:

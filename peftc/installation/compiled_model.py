@@ -26,7 +26,7 @@ from peftc.models.runnable import check_runs, check_sample
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult, make_plan
 from peftc.recognition.analysis import Analysis, ModelLike, analyse
-from peftc.rewriting.positions import refused
+from peftc.rewriting.positions import prompt_and_position_errors
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 
@@ -185,7 +185,10 @@ def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> 
             replace(d, notes=(*d.notes, *notes)) if d.code == "P201" else d for d in error.diagnostics
         ) from error
     statements = {s.name: s for s in spec.statements if isinstance(s, ast.Edit)}
-    wrong = [with_origin(d, statements[edit], spec) for edit, d in refused(planned.site_edits, analysis.structure)]
+    wrong = [
+        with_origin(d, statements[edit], spec)
+        for edit, d in prompt_and_position_errors(planned.site_edits, analysis.structure)
+    ]
     if wrong:
         raise PeftcError(wrong)
     return planned

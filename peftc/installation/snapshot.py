@@ -18,7 +18,7 @@ from peftc.installation.record import RECORD, is_installed
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.planning.planner import PlanResult
 from peftc.rewriting.container import CONTAINER, SHARED
-from peftc.rewriting.legality.preconditions import no_values
+from peftc.rewriting.legality.preconditions import missing_values
 from peftc.rewriting.positions import SEQUENCE
 from peftc.specialization.generated_class import GeneratedClass
 
@@ -97,7 +97,7 @@ class TrainedParameters:
         if meta := [n for n in self.new if self.parameters[n].is_meta]:
             why = "what `train` names is kept as it is before training"
             is_offloaded = offloaded_parameters(before.model).issuperset(meta)
-            raise PeftcError(offloaded_error(meta, why) if is_offloaded else no_values(meta, why))
+            raise PeftcError(offloaded_error(meta, why) if is_offloaded else missing_values(meta, why))
         refuse_quantised(self.parameters, self.new)
         values = known | {n: self.parameters[n].detach().clone() for n in self.new}
         self.originals = {n: values[n] for n in names}

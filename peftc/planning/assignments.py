@@ -1,64 +1,59 @@
-"""Two edits that assign one state: the second would throw the first away."""
+"""Finds pairs of edits that assign one state: the second would undo the first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from peftc.addressing.sites import Slice, State
+from peftc.addressing.sites import Slice
 from peftc.diagnostics import Diagnostic
 from peftc.planning.ir import Assign, SiteEdit
 from peftc.syntax import ast
 
 
-@dataclass(frozen=True)
-class Clash:
-    statement: ast.Edit  # the later of the two
-    diagnostic: Diagnostic
+class _Assignment(NamedTuple):
+    edit: ast.Edit
+    path: str
+    assign: Assign
+    rows: Slice | None
 
 
-def clashes(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterable[Clash]:
-    """P302, once for each pair of edits that both assign (`=`, not `+=` or `*=`) a state of some site."""
-    first: dict[object, list[tuple[ast.Edit, SiteEdit, Assign, Slice | None]]] = {}
-    told: set[tuple[str, str]] = set()
-    for edit, places in edits:
-        for placed in (use for one in places for use in one.uses()):
-            for assign in _assigned(placed):
-                where, rows = _where(placed, placed.site.states[assign.state])
-                for before, at, earlier, other in first.get(where, ()):
-                    if before.name != edit.name and _overlap(rows, other) and (before.name, edit.name) not in told:
-                        told.add((before.name, edit.name))
-                        yield Clash(edit, _clash(before, at, earlier, edit, assign))
-                first.setdefault(where, []).append((edit, placed, assign, rows))
+def conflicts(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterable[tuple[ast.Edit, Diagnostic]]:
+    """P302, with the later edit, for each pair of edits that assign (`=`) a state of one site."""
+    earlier: dict[object, list[_Assignment]] = {}
+    reported: set[tuple[str, str]] = set()
+    for edit, site_edits in edits:
+        for site_edit in (use for one in site_edits for use in one.uses()):
+            for assign in {a.state: a for a in site_edit.assigns if a.source.op == "="}.values():
+                key, rows = _storage(site_edit, assign.state)
+                current = _Assignment(edit, site_edit.site.path, assign, rows)
+                for first in earlier.setdefault(key, []):
+                    pair = (first.edit.name, edit.name)
+                    overlap = rows is None or first.rows is None or rows.overlaps(first.rows)
+                    if first.edit.name != edit.name and overlap and pair not in reported:
+                        reported.add(pair)
+                        yield edit, _conflict(first, current)
+                earlier[key].append(current)
 
 
-def _assigned(placed: SiteEdit) -> Iterable[Assign]:
-    return {assign.state: assign for assign in placed.assigns if assign.source.op == "="}.values()
-
-
-def _where(placed: SiteEdit, state: State) -> tuple[object, Slice | None]:
-    """The same for two names of one state, such as `z` of an ffn and `h` of `ffn.hidden`."""
+def _storage(site_edit: SiteEdit, name: str) -> tuple[object, Slice | None]:
+    """The same key for two names of one state, such as `z` of an ffn and `h` of `ffn.hidden`."""
+    state = site_edit.site.states[name]
     if state.weight is not None:
         return (state.weight.module, state.weight.attribute, state.weight.stacked_slice), state.weight.rows
     if state.activation is not None:
-        return (placed.site.root, state.activation.node), state.activation.rows
-    return (placed.site.path, state.name), None
+        return (site_edit.site.root, state.activation.node), state.activation.rows
+    return (site_edit.site.path, name), None
 
 
-def _overlap(rows: Slice | None, others: Slice | None) -> bool:
-    return rows is None or others is None or rows.overlaps(others)
-
-
-def _clash(before: ast.Edit, at: SiteEdit, earlier: Assign, edit: ast.Edit, assign: Assign) -> Diagnostic:
-    line = earlier.source.span.line
-    help_ = (
-        "put all rows in one `concat`" if assign.state == "kv" else "write both equations in one edit, or add with `+=`"
-    )
+def _conflict(first: _Assignment, second: _Assignment) -> Diagnostic:
+    name, state = first.edit.name, second.assign.state
+    help_ = "put all rows in one `concat`" if state == "kv" else "write both equations in one edit, or add with `+=`"
     return Diagnostic(
         "P302",
-        f"`{before.name}` and `{edit.name}` both assign `{assign.state}` of `{at.site.path}`",
-        assign.source.span,
+        f"`{name}` and `{second.edit.name}` both assign `{state}` of `{first.path}`",
+        second.assign.source.span,
         label="this would undo the other",
-        notes=(f"`{before.name}` assigns `{earlier.state}` in line {line}",),
+        notes=(f"`{name}` assigns `{first.assign.state}` in line {first.assign.source.span.line}",),
         help=help_,
     )

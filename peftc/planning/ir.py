@@ -1,13 +1,14 @@
-"""Equations after resolution at one site: typed, named arguments gone, every form an `Instance`.
+"""The planner's IR: the typed equations of one edit at one site.
 
-The planner makes it, and identity, folding and rewriting read it. Sub-expressions bound by `let` are the same object
-wherever they are used: an interpreter memoises by `id`.
+Names are resolved to states, `let` is gone, and every form has a `FormInstance`. A sub-expression
+bound by `let` is one object wherever it is used, so interpreters memoise by `id`. Identity checks,
+folding and rewriting read this IR.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from peftc.addressing.sites import Site
@@ -18,33 +19,26 @@ from peftc.syntax import ast
 
 @dataclass(frozen=True, eq=False)
 class FormInstance:
-    """A form with its arguments at a place: one set of parameters.
+    """A form with its arguments at a site: one set of parameters."""
 
-    `key` is unique within its edit at its site ("adapter", "adapter_2"). `owner` is None for parameters of this site alone,
-    else the name under which several sites share them, or the common part of them ("prefix.encoder.self", or the name of a
-    `shared` let); then `index` is this site's number among them and `dims.sites` their number. `tasks`: those that have
-    parameters of their own each; what a form has in common besides is common to them, too.
-    """
-
-    key: str
+    key: str  # unique in its edit at its site: "adapter", "adapter_2"
     form: Form
     args: Args
     dims: Dims
-    owner: str | None = None
-    index: int = 0
-    tasks: tuple[str, ...] = ()
+    owner: str | None = None  # the name under which sites share the parameters, or their common part
+    index: int = 0  # of this site among the `dims.sites` that share them
+    tasks: tuple[str, ...] = ()  # those with parameters of their own
 
     @property
     def has_site_parameters(self) -> bool:
-        """Whether the site has parameters of its own."""
         return self.owner is None or self.form.common_count is not None
 
     def task_suffixes(self) -> tuple[tuple[str | None, str], ...]:
-        """The tasks, and what follows the names of the parameters of each; one without where there are no tasks."""
+        """Each task with the suffix of its parameter names; (None, "") without tasks."""
         return tuple((task, f".tasks.{task}") for task in self.tasks) or ((None, ""),)
 
     def owner_of(self, task: str | None) -> str | None:
-        """Where all that is trained is in common, each task has it once."""
+        """The owner of what a task shares: its own owner if all trained parameters are shared."""
         if self.owner is None or task is None:
             return self.owner
         trains = self.has_site_parameters and not self.form.apart and self.form.count(self.args, self.dims).trained
@@ -52,20 +46,16 @@ class FormInstance:
 
     @property
     def all_tasks_owner(self) -> str | None:
-        """The name of what all tasks have in common, where each of them has a common part of its own besides."""
+        """The owner of what all tasks share, if each task also has a common part of its own."""
         return None if self.owner is None or self.form.all_count is None else f"{self.owner}.all"
 
     def owners(self) -> list[str]:
-        """The names of all that the sites have in common."""
         names = [*(self.owner_of(task) for task, _ in self.task_suffixes()), self.all_tasks_owner]
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def common_count(self, owner: str) -> Count:
-        """The parameters of that part of what they have in common."""
-        form = self.form
-        return ((form.all_count if owner == self.all_tasks_owner else form.common_count) or form.count)(
-            self.args, self.dims
-        )
+        count = self.form.all_count if owner == self.all_tasks_owner else self.form.common_count
+        return (count or self.form.count)(self.args, self.dims)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,7 +66,7 @@ class TypedTerm:
 
 @dataclass(frozen=True, eq=False)
 class Read(TypedTerm):
-    """The present value of a state at the site."""
+    """The current value of a state."""
 
     state: str
 
@@ -88,7 +78,7 @@ class Constant(TypedTerm):
 
 @dataclass(frozen=True, eq=False)
 class FormCall(TypedTerm):
-    """A form applied to its input, and to a second one where it takes two; a form without an input has `input` None."""
+    """A form applied to no, one or two inputs."""
 
     instance: FormInstance
     input: Term | None
@@ -96,7 +86,6 @@ class FormCall(TypedTerm):
 
     @property
     def inputs(self) -> tuple[Term, ...]:
-        """What it is applied to."""
         return tuple(term for term in (self.input, self.second) if term is not None)
 
 
@@ -118,7 +107,7 @@ class Arithmetic(TypedTerm):
 
 @dataclass(frozen=True, eq=False)
 class Concat(TypedTerm):
-    """Keys and values joined along the tokens, in this order; exactly one part is the state `kv` itself."""
+    """Rows joined along the tokens, in this order; exactly one part is the state itself."""
 
     parts: tuple[Term, ...]
 
@@ -128,7 +117,7 @@ Term = Read | Constant | FormCall | FrozenCall | Arithmetic | Concat
 
 @dataclass(frozen=True, eq=False)
 class Assign:
-    """`state = value`; `h += f` has become `h = h + f`."""
+    """`state = value`; `h += f` is lowered to `h = h + f`."""
 
     state: str
     value: Term
@@ -137,77 +126,77 @@ class Assign:
 
 @dataclass(frozen=True, eq=False)
 class SiteEdit:
-    """One edit at one site. `lets`: (i, term) is computed once, just before equation i. `of`: the site whose parameters
-    these are, where it is another one of the same module.
-    """
+    """One edit at one site."""
 
     edit: str
     site: Site
     assigns: tuple[Assign, ...]
-    instances: tuple[FormInstance, ...] = field(default=())
-    lets: tuple[tuple[int, Term], ...] = ()
-    parameter_site: Site | None = None
+    instances: tuple[FormInstance, ...] = ()
+    lets: tuple[tuple[int, Term], ...] = ()  # (i, term): computed once, just before equation i
+    parameter_site: Site | None = None  # the site that owns the parameters, if it is another of the module
 
     @property
     def owner_path(self) -> str:
-        """The path of the site under which its parameters are saved."""
+        """The path of the site under which the parameters are saved."""
         return (self.parameter_site or self.site).path
 
     @property
     def modules(self) -> list[str]:
         """The dotted names of the site's module, at all its uses."""
-        home = self.parameter_site or self.site
-        return [home.module, *(site.module for site in home.shared_with)]
+        return [site.module for site in (self.parameter_site or self.site).uses]
 
     def uses(self) -> Iterator[SiteEdit]:
         """The edit at each site of the module."""
         yield self
         for site in self.site.shared_with:
-            yield _moved(self, site)
+            yield _with_site(self, site)
+
+    def reads(self) -> set[str]:
+        roots = [*(assign.value for assign in self.assigns), *(term for _, term in self.lets)]
+        return {term.state for root in roots for term in subterms(root) if isinstance(term, Read)}
 
 
 def subterms(term: Term) -> Iterator[Term]:
-    """A term and all terms in it."""
+    """A term and all terms in it, outermost first."""
     yield term
     match term:
-        case FormCall(inputs=values):
-            for value in values:
-                yield from subterms(value)
+        case FormCall():
+            children = term.inputs
         case FrozenCall(input=value):
-            yield from subterms(value)
+            children = (value,)
         case Arithmetic(left=left, right=right):
-            yield from subterms(left)
-            yield from subterms(right)
-        case Concat(parts=terms):
-            for part in terms:
-                yield from subterms(part)
-        case _:
-            pass
-
-
-def _moved(placed: SiteEdit, site: Site) -> SiteEdit:
-    """The edit with the same parameters at another site of the module, where it applies the frozen modules of that one."""
-    memory: dict[int, Term] = {}
-
-    def moved(term: Term) -> Term:
-        if id(term) not in memory:
-            memory[id(term)] = _rebuilt(term, moved, site)
-        return memory[id(term)]
-
-    assigns = tuple(replace(assign, value=moved(assign.value)) for assign in placed.assigns)
-    lets = tuple((i, moved(term)) for i, term in placed.lets)
-    return replace(placed, site=site, assigns=assigns, lets=lets, parameter_site=placed.parameter_site or placed.site)
-
-
-def _rebuilt(term: Term, moved: Callable[[Term], Term], site: Site) -> Term:
-    match term:
-        case FormCall(input=value, second=second) if value is not None:
-            return replace(term, input=moved(value), second=None if second is None else moved(second))
-        case FrozenCall(function=function, input=value):
-            return replace(term, module=site.frozen_modules[function], input=moved(value))
-        case Arithmetic(left=left, right=right):
-            return replace(term, left=moved(left), right=moved(right))
+            children = (left, right)
         case Concat(parts=parts):
-            return replace(term, parts=tuple(map(moved, parts)))
+            children = parts
         case _:
-            return term
+            return
+    for child in children:
+        yield from subterms(child)
+
+
+def _with_site(site_edit: SiteEdit, site: Site) -> SiteEdit:
+    """The edit with the same parameters and the frozen modules of another site."""
+    copies: dict[int, Term] = {}
+
+    def copy(term: Term) -> Term:
+        if id(term) not in copies:
+            copies[id(term)] = rebuild(term)
+        return copies[id(term)]
+
+    def rebuild(term: Term) -> Term:
+        match term:
+            case FormCall(input=value, second=second) if value is not None:
+                return replace(term, input=copy(value), second=None if second is None else copy(second))
+            case FrozenCall(function=function, input=value):
+                return replace(term, module=site.frozen_modules[function], input=copy(value))
+            case Arithmetic(left=left, right=right):
+                return replace(term, left=copy(left), right=copy(right))
+            case Concat(parts=parts):
+                return replace(term, parts=tuple(map(copy, parts)))
+            case _:
+                return term
+
+    assigns = tuple(replace(assign, value=copy(assign.value)) for assign in site_edit.assigns)
+    lets = tuple((i, copy(term)) for i, term in site_edit.lets)
+    owner = site_edit.parameter_site or site_edit.site
+    return replace(site_edit, site=site, assigns=assigns, lets=lets, parameter_site=owner)

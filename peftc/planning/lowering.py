@@ -1,4 +1,4 @@
-"""An edit at a site: its equations, typed."""
+"""Lowers an edit at a site: from the AST to typed equations."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterable, Sequence
 from peftc.addressing.sites import Site
 from peftc.diagnostics import Diagnostic, Span
 from peftc.forms.shapes import KeyValue
-from peftc.planning.form_instances import Instances
+from peftc.planning.form_instances import FormInstances
 from peftc.planning.ir import Assign, Concat, SiteEdit, Term
 from peftc.planning.lowering_context import LoweringContext
 from peftc.planning.selection.parameter_sites import body_at
-from peftc.planning.term_lowering import Terms, error, quoted
+from peftc.planning.term_lowering import TermLowering, error, quote
 from peftc.semantics.walk import names_in
 from peftc.syntax import ast
 
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
 
 
-def lower_edit(edit: ast.Edit, site: Site, scope: LoweringContext) -> SiteEdit:
-    """The edit at one site of the model.
-
-    `h += f` becomes `h = h + f`; what `let` binds is computed where it stands.
+def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit:
+    """The typed equations of an edit at one site; `h += f` becomes `h = h + f`.
 
     Raises:
-        P101, P105: no such form, not a value. P205: no such state here. P301: shapes that do not go together.
-        P303: a `concat`, or keys and values, out of place. P305: shared parameters of two shapes. P306: a state that
-        cannot be written. P307: a frozen module that this site does not have. What `bind` and `Form.shape` raise.
+        P101, P105: no such form, or not a value. P205: no such state. P301: shapes that do not go
+        together. P303: a misplaced `concat`, or misplaced keys and values. P305: shared parameters
+        of two shapes. P306: a state that is read-only. P307: a frozen module that the site does not
+        have. Also what `bind` and `Form.shape` raise.
     """
-    terms = Terms(edit.name, site, scope, Instances(edit.name, site, scope, scope.tasks if edit.per_task else ()))
+    instances = FormInstances(edit.name, site, context, context.tasks if edit.per_task else ())
+    terms = TermLowering(edit.name, site, context, instances)
     assigns: list[Assign] = []
     lets: list[tuple[int, Term]] = []
     body = body_at(edit, site)
@@ -39,7 +39,7 @@ def lower_edit(edit: ast.Edit, site: Site, scope: LoweringContext) -> SiteEdit:
             terms.target = terms.state(*use)
             terms.lets[line.name] = terms.term(line.value)
             lets.append((len(assigns), terms.lets[line.name]))
-    return SiteEdit(edit.name, site, tuple(assigns), tuple(terms.instances.made), tuple(lets))
+    return SiteEdit(edit.name, site, tuple(assigns), tuple(instances.instances), tuple(lets))
 
 
 def unused(edit: ast.Edit) -> Iterable[Diagnostic]:
@@ -50,7 +50,7 @@ def unused(edit: ast.Edit) -> Iterable[Diagnostic]:
 
 
 def _first_use(let: ast.Let, rest: Sequence[ast.Equation | ast.Let]) -> tuple[str, Span] | None:
-    """The state that the first equation using a `let` writes: the shapes of its forms follow from it."""
+    """What the first equation that uses a `let` writes; the shapes of its forms follow from it."""
     used = {let.name}
     for line in rest:
         if not used & set(names_in(line.value)):
@@ -61,7 +61,7 @@ def _first_use(let: ast.Let, rest: Sequence[ast.Equation | ast.Let]) -> tuple[st
     return None
 
 
-def _assign(equation: ast.Equation, terms: Terms) -> Assign:
+def _assign(equation: ast.Equation, terms: TermLowering) -> Assign:
     terms.target = target = terms.state(equation.target, equation.target_span)
     if target.name not in WRITABLE:
         help_ = "write `h`, the state that the site computes" if "h" in terms.site.states else None
@@ -85,6 +85,6 @@ def _assign(equation: ast.Equation, terms: Terms) -> Assign:
             f"`{target.name}` of `{terms.site.path}` is {target.shape}, but the value is {value.shape}",
             equation.value.span,
             label=f"{value.shape}",
-            notes=(f"`{target.name}` is {target.shape}", f"`{quoted(value.source)}` is {value.shape}"),
+            notes=(f"`{target.name}` is {target.shape}", f"`{quote(value.source)}` is {value.shape}"),
         )
     return Assign(target.name, value, equation)

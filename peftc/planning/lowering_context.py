@@ -1,11 +1,12 @@
-"""What lowering knows beyond one edit at one site: the model, `shared` parameters, and who shares a group's."""
+"""What lowering knows beyond one edit at one site: the model, and who shares parameters."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,119 +19,110 @@ from peftc.planning.ir import SiteEdit
 from peftc.semantics.arguments import BoundArguments, bind
 from peftc.syntax import ast
 
+DEFAULT_TASK = "default"  # of edits `per task` where no tasks are named
+_LAYER_PATH = re.compile(r"(.*?\blayer\[\d+\])\.?(.*)")
+
 
 @dataclass(frozen=True)
-class Shared:
-    """`let NAME = shared(form(…))` outside an edit: one set of parameters wherever NAME is called."""
+class SharedForm:
+    """`let NAME = shared(form(…))`, outside an edit: one set of parameters for all its calls."""
 
     let: ast.Let
     call: ast.Call
-    uses: dict[int, tuple[ast.Call, ast.Call]] = field(
+    calls: dict[int, tuple[ast.Call, ast.Call]] = field(
         default_factory=dict[int, tuple[ast.Call, ast.Call]], compare=False
     )
 
-    def at(self, use: ast.Call) -> ast.Call:
-        """The call of the form with the input it has at this use; the same object each time."""
-        if id(use) not in self.uses:
-            made = replace(self.call, args=use.args, kwargs=(*self.call.kwargs, *use.kwargs), span=use.span)
-            self.uses[id(use)] = (use, made)
-        return self.uses[id(use)][1]
+    def call_at(self, use: ast.Call) -> ast.Call:
+        """The call of the form with the arguments of one use; the same object each time."""
+        if id(use) not in self.calls:
+            call = replace(self.call, args=use.args, kwargs=(*self.call.kwargs, *use.kwargs), span=use.span)
+            self.calls[id(use)] = (use, call)  # the use is stored, too, so that its id is not reused
+        return self.calls[id(use)][1]
 
 
-class Member(NamedTuple):
-    """A place of a shared set of parameters: the edit, the path of the site, the features it reads and writes there, and the
-    entries of which some may be chosen, such as those of the weight or bias that it changes; the dotted name of its module.
-    """
+class Sharer(NamedTuple):
+    """A site of an edit that shares a set of parameters."""
 
     edit: str
     path: str
-    features: tuple[int, int]
-    entries: int
+    features: tuple[int, int]  # of its input and of the state that it writes
+    entries: int  # from which a method may select, such as those of the weight that it changes
     module: str = ""
-
-    @property
-    def spot(self) -> Spot:
-        return spot(self.path, *self.features)
-
-
-DEFAULT_TASK = "default"  # the task of edits `per task` where none are named
 
 
 @dataclass
 class LoweringContext:
-    """One planning run. Bound arguments are kept, so that an equation is bound once and not at every site.
+    """One planning run. An equation's arguments are bound once, not at every site.
 
-    `shared_by` lists the places of every shared set of parameters; it is complete after a first pass over all edits.
+    `sharers` is known after a first pass over all edits.
     """
 
     table: SiteTable
     tasks: tuple[str, ...] = (DEFAULT_TASK,)
-    shared: Mapping[str, Shared] = field(default_factory=dict[str, Shared])
-    shared_by: Mapping[str, Sequence[Member]] = field(default_factory=dict[str, Sequence[Member]])
-    groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)
+    shared: Mapping[str, SharedForm] = field(default_factory=dict[str, SharedForm])
+    sharers: Mapping[str, Sequence[Sharer]] = field(default_factory=dict[str, Sequence[Sharer]])  # by owner
+    groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
     bindings: dict[tuple[int, int], tuple[ast.Call, BoundArguments]] = field(default_factory=dict)
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
-    depths: dict[str, int] = field(default_factory=dict[str, int])
-    layers: dict[str, str] = field(default_factory=dict[str, str])  # their paths, by module
 
     def bound(self, call: ast.Call, form: Form) -> BoundArguments:
         key = (id(call), id(form))
-        if key not in self.bindings:  # the call is kept too, so that its id stays its own
+        if key not in self.bindings:  # the call is stored, too, so that its id is not reused
             self.bindings[key] = (call, bind(call, form))
         return self.bindings[key][1]
 
-    def weight_of(self, module: str) -> tuple[int, ...]:
+    def weight_size(self, module: str) -> tuple[int, ...]:
         """The stored size of a module's weight; empty where it has none."""
-        info = next((one for one in self.table.modules if one.name == module), None)
+        info = next((info for info in self.table.modules if info.name == module), None)
         return info.parameters.get("weight", ()) if info else ()
 
     def group_of(self, edit: str, site: Site, state: str) -> tuple[str, Sequence[str]]:
-        """The name of the attention group, and the sites of the edit in it whose state has the same shape."""
-        shape = site.states[state].shape
-        alike = {key: paths for key, paths in self.groups[edit].items() if key[:2] == (site.group, state)}
-        name = site.group if len(alike) == 1 else f"{site.group}.{list(alike).index((site.group, state, shape)) + 1}"
-        return name, alike[site.group, state, shape]
+        """The attention group's name, and the edit's sites in it whose state has the same shape."""
+        key = (site.group, state, site.states[state].shape)
+        shapes = [other for other in self.groups[edit] if other[:2] == key[:2]]
+        name = site.group if len(shapes) == 1 else f"{site.group}.{shapes.index(key) + 1}"
+        return name, self.groups[edit][key]
 
     def depth(self, site: Site) -> int:
-        """How many layers there are in the stack of a site; 0 outside of layers."""
-        stack = spot(site.path, 0, 0).layer.rpartition("[")[0]
-        if stack not in self.depths:
-            layers = (spot(other.path, 0, 0).layer for other in self.table.sites)
-            self.depths[stack] = len({layer for layer in layers if stack and layer.rpartition("[")[0] == stack})
-        return self.depths[stack]
+        """How many layers the site's stack has; 0 outside layers."""
+        return self._depths[path_spot(site.path, 0, 0).layer.rpartition("[")[0]]
 
-    def spot(self, member: Member) -> Spot:
-        """The place of a member, with the layer that its module is in."""
-        if not self.layers:
-            self.layers |= {site.module: site.path for site in self.table.sites if site.steps[-1][0] == "layer"}
-        names = accumulate(member.module.split("."), lambda above, part: f"{above}.{part}")
-        home = next((self.layers[name] for name in names if name in self.layers), member.module)
-        return member.spot._replace(home=home)
+    @cached_property
+    def _depths(self) -> Counter[str]:
+        layers = {path_spot(site.path, 0, 0).layer for site in self.table.sites}
+        return Counter(layer.rpartition("[")[0] for layer in layers if layer)
 
-    def agree(self, name: str, place: str, form: Form, dims: Dims, span: ast.Expr) -> None:
-        """Raises: P305 where a shared set of parameters would need another shape than where it was used first in `place`."""
-        found = (form, dims.target, dims.input)
-        first = self.owners.setdefault(place, found)
-        if first != found:
-            before, now = ((shapes[2], shapes[1]) for shapes in (first, found))
+    @cached_property
+    def _layers(self) -> dict[str, str]:
+        return {site.module: site.path for site in self.table.sites if site.steps[-1][0] == "layer"}
+
+    def spot(self, sharer: Sharer) -> Spot:
+        """A sharer's spot, with the layer that its module is in."""
+        prefixes = accumulate(sharer.module.split("."), lambda parent, part: f"{parent}.{part}")
+        home = next((self._layers[name] for name in prefixes if name in self._layers), sharer.module)
+        return path_spot(sharer.path, *sharer.features)._replace(home=home)
+
+    def check_shared_shapes(self, name: str, owner: str, form: Form, dims: Dims, span: ast.Expr) -> None:
+        """Raises: P305 if shared parameters need another shape than at their first use."""
+        first = self.owners.setdefault(owner, (form, dims.target, dims.input))
+        if first != (form, dims.target, dims.input):
             raise PeftcError(
                 Diagnostic(
                     "P305",
                     f"`{name}` is shared by places of different shapes",
                     span.span,
-                    label=f"here {_mapping(*now)}",
-                    notes=(f"first used with {_mapping(*before)}",),
+                    label=f"here {_mapping(dims.input, dims.target)}",
+                    notes=(f"first used with {_mapping(first[2], first[1])}",),
                     help="let each shape have its own `shared`",
                 )
             )
 
 
-LAYER = re.compile(r"(.*?\blayer\[\d+\])\.?(.*)")
-
-
-def spot(path: str, d_in: int, d_out: int) -> Spot:
+def path_spot(path: str, d_in: int, d_out: int) -> Spot:
     """`decoder.layer[3].attn.cross` is `attn.cross` of `decoder.layer[3]`."""
-    layer, part = found.groups() if (found := LAYER.fullmatch(path)) else ("", path)
+    match = _LAYER_PATH.fullmatch(path)
+    layer, part = match.groups() if match else ("", path)
     return Spot(layer, part, d_in, d_out)
 
 
@@ -139,35 +131,30 @@ def _mapping(source: Shape | None, target: Shape) -> str:
 
 
 def groups_of(sites: Iterable[Site]) -> dict[tuple[str, str, Shape], list[str]]:
-    """The sites of an edit by attention group, state and its shape."""
-    found: dict[tuple[str, str, Shape], list[str]] = defaultdict(list)
+    """The paths of an edit's sites by attention group, state and the state's shape."""
+    groups: dict[tuple[str, str, Shape], list[str]] = defaultdict(list)
     for site in sites:
         for state in site.states.values():
-            found[site.group, state.name, state.shape].append(site.path)
-    return dict(found)
+            groups[site.group, state.name, state.shape].append(site.path)
+    return dict(groups)
 
 
-def shared_members(places: Iterable[SiteEdit], lets: Container[str]) -> dict[str, list[Member]]:
-    """The places, in order, of each set of parameters that a `shared` or the sites of an edit have in common; from a first
-    pass. An attention group is known without one.
-    """
-    found: dict[str, list[Member]] = defaultdict(list)
-    for placed in places:
-        for one in placed.instances:
-            if one.owner is not None and (one.owner in lets or one.form.common(one.args) == "edit"):
-                features = (width_of(one.dims.input), width_of(one.dims.target))
-                found[one.owner].append(
-                    Member(
-                        placed.edit,
-                        placed.site.path,
-                        features,
-                        one.form.entries(one.args, one.dims),
-                        placed.site.module,
-                    )
+def sharers_of(site_edits: Iterable[SiteEdit], shared: Container[str]) -> dict[str, list[Sharer]]:
+    """The sharers of each owner, in order, except those of attention groups."""
+    sharers: dict[str, list[Sharer]] = defaultdict(list)
+    for site_edit in site_edits:
+        site = site_edit.site
+        for instance in site_edit.instances:
+            form, args, dims = instance.form, instance.args, instance.dims
+            if instance.owner is not None and (instance.owner in shared or form.common(args) == "edit"):
+                entries = form.entries(args, dims)
+                sharers[instance.owner].append(
+                    Sharer(site_edit.edit, site.path, features_of(dims), entries, site.module)
                 )
-    return dict(found)
+    return dict(sharers)
 
 
-def width_of(shape: Shape | None) -> int:
-    """The features of hidden states or of a bias; 0 for anything else."""
-    return shape.d if isinstance(shape, Tokens | Vector) else 0
+def features_of(dims: Dims) -> tuple[int, int]:
+    """The features of input and target; 0 for what is neither hidden states nor a bias."""
+    d_in, d_out = (s.d if isinstance(s, Tokens | Vector) else 0 for s in (dims.input, dims.target))
+    return d_in, d_out

@@ -1,4 +1,4 @@
-"""From an expanded spec and the sites of a model to the Plan. No weight is read."""
+"""Plans an expanded spec on the sites of a model. No weight is read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from peftc.addressing.parameter_ranges import EntryChoice, RowRange, numel
 from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.forms import FORMS
-from peftc.planning import counts, expectations
-from peftc.planning.assignments import clashes
+from peftc.planning.assignments import conflicts
+from peftc.planning.counts import count_parameters
+from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import Foldability, check_foldability
 from peftc.planning.identity import is_identity
 from peftc.planning.ir import SiteEdit
 from peftc.planning.lowering import lower_edit, unused
-from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, Shared, groups_of, shared_members
+from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, SharedForm, groups_of, sharers_of
+from peftc.planning.messages import for_sites, plural, with_notes
 from peftc.planning.report.plan import (
     Plan,
     PlanEdit,
@@ -30,30 +32,27 @@ from peftc.planning.report.plan import (
     PlanTotals,
     PlanUnread,
 )
-from peftc.planning.selection.parameter_sites import left_out, of_parameters, parameter_sites
+from peftc.planning.selection.parameter_sites import edits_parameters, other_parameters, parameter_sites
 from peftc.planning.selection.selectors import coverage_warnings, resolve
-from peftc.planning.selection.shared_modules import Sharing, uses
-from peftc.planning.selection.train import Trained, missing, trained
-from peftc.planning.selection.untraced import in_layers_of, warning
+from peftc.planning.selection.shared_modules import SharedModules
+from peftc.planning.selection.train import TrainTarget, missing_states, resolve_train
+from peftc.planning.selection.untraced import untraced_in_layers, untraced_warning
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Lowered = list[tuple[ast.Edit, list[SiteEdit]]]
 
 
 class PlanResult(NamedTuple):
-    """A plan and what the compiler needs beyond it.
-
-    `placed`: every edit at every site, in the order of the spec. `trained`: base parameters that get a gradient, from
-    `<statement>/<dotted name>` to the dotted name, each once. `findings`: expectations that do not hold. `warnings`: what
-    is probably not meant, such as uneven coverage.
-    """
+    """A plan and what the compiler needs beyond it."""
 
     plan: Plan
-    site_edits: tuple[SiteEdit, ...]
-    trained_parameters: Mapping[str, str]
+    site_edits: tuple[SiteEdit, ...]  # every edit at every site, in the order of the spec
+    trained_parameters: Mapping[str, str]  # `<statement>/<dotted name>` -> dotted name of a base parameter
     failed_expectations: tuple[Diagnostic, ...]
-    warnings: tuple[Diagnostic, ...]
+    warnings: tuple[Diagnostic, ...]  # such as uneven coverage
 
 
 def make_plan(
@@ -61,14 +60,15 @@ def make_plan(
 ) -> PlanResult:
     """Resolves, types and counts every edit of an expanded spec.
 
-    An expectation that does not hold is a finding, not an exception: there is a plan, and it says so.
+    An expectation that does not hold is no exception: the plan records it.
 
     Args:
-        spec: after `peftc.semantics` has expanded it: only edits, `train`, `expect` and shared `let` are left.
-        source: the text that is named and hashed in the plan; that of the spec without it.
-        tasks: those that `per task` makes parameters for.
+        spec: as `peftc.semantics` expands it: edits, `train`, `expect` and shared `let`.
+        source: the text that the plan names and hashes; by default that of the spec.
+        tasks: those for which `per task` creates parameters.
 
-    Raises: everything wrong in the whole spec at once: P1xx, P201-P205, P214, P301-P309 and what forms refuse.
+    Raises:
+        P1xx, P201-P205, P214, P301-P309 and what forms refuse: all errors of the spec at once.
     """
     planner = _Planner(spec, table, source or spec.source, tasks)
     edits, trains = planner.edits(), planner.trains()
@@ -76,10 +76,10 @@ def make_plan(
     plan = planner.plan(edits, trains)
     plan = planner.with_expectations(plan)
     planner.stop_at_errors()
-    placed = tuple(placed for _, places in edits for placed in places)
-    first = {name: made.name for made in reversed(list(trains.values())) for name in made.parameters}
+    site_edits = tuple(site_edit for _, site_edits in edits for site_edit in site_edits)
+    first = {name: target.name for target in reversed(trains.values()) for name in target.parameters}
     names = {f"{statement}/{name}": name for name, statement in first.items()}
-    return PlanResult(plan, placed, names, tuple(planner.findings), tuple(planner.warnings))
+    return PlanResult(plan, site_edits, names, tuple(planner.failed_expectations), tuple(planner.warnings))
 
 
 @dataclass
@@ -89,210 +89,189 @@ class _Planner:
     source: Source
     tasks: tuple[str, ...]
     errors: list[Diagnostic] = field(default_factory=list[Diagnostic])
-    findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
+    failed_expectations: list[Diagnostic] = field(default_factory=list[Diagnostic])
     warnings: list[Diagnostic] = field(default_factory=list[Diagnostic])
-    unread: dict[UntracedModule, None] = field(
-        default_factory=dict[UntracedModule, None]
-    )  # in the layers of any statement
+    untraced: dict[UntracedModule, None] = field(default_factory=dict[UntracedModule, None])  # in edited layers
 
     @cached_property
-    def sharing(self) -> Sharing:
-        return Sharing(self.table)
+    def shared_modules(self) -> SharedModules:
+        return SharedModules(self.table)
 
-    # Statements to places --------------------------------------------------------------------------------------------
+    # Resolution and lowering
 
-    def edits(self) -> list[tuple[ast.Edit, list[SiteEdit]]]:
-        """Every edit with its places; twice where parameters are shared, since their number is known after one pass."""
-        found = [(edit, self.places_of(edit)) for edit in self.spec.statements if isinstance(edit, ast.Edit)]
-        for edit, _ in found:
+    def edits(self) -> Lowered:
+        """Every edit at its sites, lowered twice if parameters are shared."""
+        sites = [(edit, self.edit_sites(edit)) for edit in self.spec.statements if isinstance(edit, ast.Edit)]
+        for edit, _ in sites:
             self.warn(edit, unused(edit))
-        groups = {edit.name: groups_of(sites) for edit, sites in found}
-        scope = LoweringContext(self.table, self.tasks, self.shared(), groups=groups)
-        placed = self.placed(found, scope)
-        members = shared_members((p for _, places in placed for p in places), scope.shared)
-        if members and not self.errors:
-            placed = self.placed(found, LoweringContext(self.table, self.tasks, scope.shared, members, groups))
-        for clash in clashes(placed):
-            self.report(clash.statement, (clash.diagnostic,))
-        return placed
+        groups = {edit.name: groups_of(edit_sites) for edit, edit_sites in sites}
+        context = LoweringContext(self.table, self.tasks, self.shared_forms(), groups=groups)
+        edits = [(edit, self.lower(edit, edit_sites, context)) for edit, edit_sites in sites]
+        sharers = sharers_of((site_edit for _, site_edits in edits for site_edit in site_edits), context.shared)
+        if sharers and not self.errors:
+            context = LoweringContext(self.table, self.tasks, context.shared, sharers, groups)
+            edits = [(edit, self.lower(edit, edit_sites, context)) for edit, edit_sites in sites]
+        for edit, diagnostic in conflicts(edits):
+            self.report(edit, (diagnostic,))
+        return edits
 
-    def places_of(self, edit: ast.Edit) -> list[Site]:
+    def edit_sites(self, edit: ast.Edit) -> list[Site]:
         """The sites of an edit; those of `wb` are weights and biases."""
         sites = self.sites(edit)
-        if not sites or not of_parameters(edit):
+        if not sites or not edits_parameters(edit):
             return sites
-        parts = self.attempt(edit, lambda: parameter_sites(edit, sites, self.table))
-        self.warn(edit, left_out(edit, sites, self.table) if parts else ())
-        return parts or []
+        parameters = self.attempt(edit, parameter_sites, edit, sites, self.table)
+        self.warn(edit, other_parameters(edit, sites, self.table) if parameters else ())
+        return parameters or []
 
-    def placed(
-        self, found: Sequence[tuple[ast.Edit, Sequence[Site]]], scope: LoweringContext
-    ) -> list[tuple[ast.Edit, list[SiteEdit]]]:
-        return [(edit, self.places(edit, sites, scope)) for edit, sites in found]
-
-    def places(self, edit: ast.Edit, sites: Sequence[Site], scope: LoweringContext) -> list[SiteEdit]:
-        placed: list[SiteEdit] = []
-        wrong: dict[object, list[Diagnostic]] = defaultdict(list)
+    def lower(self, edit: ast.Edit, sites: Sequence[Site], context: LoweringContext) -> list[SiteEdit]:
+        site_edits: list[SiteEdit] = []
+        errors: dict[object, list[Diagnostic]] = defaultdict(list)
         for site in sites:
             try:
-                placed.append(lower_edit(edit, site, scope))
+                site_edits.append(lower_edit(edit, site, context))
             except PeftcError as error:
                 for diagnostic in error.diagnostics:
-                    wrong[diagnostic.code, diagnostic.span].append(diagnostic)
-        self.report(edit, (_at_all(same) for same in wrong.values()))
-        return placed
+                    errors[diagnostic.code, diagnostic.span].append(diagnostic)
+        self.report(edit, (for_sites(diagnostics, " of this edit") for diagnostics in errors.values()))
+        return site_edits
 
-    def trains(self) -> dict[str, Trained]:
-        found: dict[str, Trained] = {}
+    def trains(self) -> dict[str, TrainTarget]:
+        targets: dict[str, TrainTarget] = {}
         for statement in self.spec.statements:
-            if isinstance(statement, ast.Train) and (sites := self.sites(statement)):
-                with_sites = lambda statement=statement, sites=sites: trained(statement, sites, self.table)  # noqa: E731
-                if made := self.attempt(statement, with_sites):
-                    found[statement.name] = made
-                    self.warn(statement, missing(statement, made))
-        return found
+            if not isinstance(statement, ast.Train) or not (sites := self.sites(statement)):
+                continue
+            if target := self.attempt(statement, resolve_train, statement, sites, self.table):
+                targets[statement.name] = target
+                self.warn(statement, missing_states(statement, target))
+        return targets
 
     def sites(self, statement: ast.Edit | ast.Train) -> list[Site]:
-        sharing = self.sharing
-        found = self.attempt(
-            statement, lambda: sharing.united(resolve(statement.selector, self.table), statement.selector)
-        )
-        if found:
-            self.warn(statement, coverage_warnings(statement.selector, self.table))
-            self.warn_unread(statement, found)
-        return found or []
+        selector = statement.selector
+        sites = self.attempt(statement, resolve, selector, self.table)
+        sites = sites and self.attempt(statement, self.shared_modules.merge, sites, selector)
+        if not sites:
+            return []
+        self.warn(statement, coverage_warnings(selector, self.table))
+        untraced = [module for module in untraced_in_layers(sites, self.table) if module not in self.untraced]
+        if untraced:
+            self.untraced |= dict.fromkeys(untraced)
+            self.warn(statement, (untraced_warning(selector, untraced),))
+        return sites
 
-    def warn_unread(self, statement: ast.Edit | ast.Train, sites: Sequence[Site]) -> None:
-        """P215 for modules that no earlier statement has met."""
-        if fresh := [module for module in in_layers_of(sites, self.table) if module not in self.unread]:
-            self.unread |= dict.fromkeys(fresh)
-            self.warn(statement, (warning(statement.selector, fresh),))
-
-    def shared(self) -> dict[str, Shared]:
-        found: dict[str, Shared] = {}
+    def shared_forms(self) -> dict[str, SharedForm]:
+        forms: dict[str, SharedForm] = {}
         for let in self.spec.statements:
             match let:
                 case ast.Let(name, ast.Call("shared", (ast.Call(function) as call,), ())) if function in FORMS:
-                    found[name] = Shared(let, call)
+                    forms[name] = SharedForm(let, call)
                 case ast.Let(_, ast.Call("shared") as call):
-                    wrong = Diagnostic(
-                        "P303", "`shared` takes one form", call.span, help="write `shared(adapter(r=64))`"
-                    )
-                    self.report(let, (wrong,))
+                    help_ = "write `shared(adapter(r=64))`"
+                    self.report(let, (Diagnostic("P303", "`shared` takes one form", call.span, help=help_),))
                 case _:
                     pass
-        return found
+        return forms
 
-    # Places to a plan ------------------------------------------------------------------------------------------------
+    # The plan
 
-    def plan(self, edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]], trains: dict[str, Trained]) -> Plan:
-        judged = check_foldability([places for _, places in edits], self.table)
-        entries = {edit.name: _entry(edit, places, v) for (edit, places), v in zip(edits, judged, strict=True)}
-        entries |= {name: _train_entry(made) for name, made in trains.items()}
+    def plan(self, edits: Lowered, trains: dict[str, TrainTarget]) -> Plan:
+        foldability = check_foldability([site_edits for _, site_edits in edits], self.table)
+        entries = {
+            edit.name: _edit_entry(edit, site_edits, fold)
+            for (edit, site_edits), fold in zip(edits, foldability, strict=True)
+        }
+        entries |= {name: _train_entry(target) for name, target in trains.items()}
         names = [s.name for s in self.spec.statements if isinstance(s, ast.Edit | ast.Train)]
-        model = self.table
+        table = self.table
         return Plan(
             spec=PlanSpec(path=self.source.path, sha256=hashlib.sha256(self.source.text.encode()).hexdigest()),
             model=PlanModel(
-                id=model.model_id,
-                type=model.model_type,
-                parameters=model.parameters,
-                fingerprint=model.fingerprint,
-                fingerprint_version=model.fingerprint_version,
+                id=table.model_id,
+                type=table.model_type,
+                parameters=table.parameters,
+                fingerprint=table.fingerprint,
+                fingerprint_version=table.fingerprint_version,
             ),
             edits=tuple(entries[name] for name in names),
-            totals=_totals(edits, judged, trains.values(), model.parameters),
+            totals=_totals(edits, foldability, trains.values(), table.parameters),
             expectations=(),
-            unread=tuple(PlanUnread(module=m.module, type=m.type, reason=m.reason) for m in self.unread),
+            unread=tuple(PlanUnread(module=m.module, type=m.type, reason=m.reason) for m in self.untraced),
         )
 
     def with_expectations(self, plan: Plan) -> Plan:
         outcomes: list[PlanExpectation] = []
         for statement in self.spec.statements:
-            if not isinstance(statement, ast.Expect):
-                continue
-            evaluated = self.attempt(statement, lambda statement=statement: expectations.evaluate(statement, plan))
-            if evaluated is None:
-                continue
-            outcomes.append(PlanExpectation(text=evaluated.text, holds=evaluated.holds))
-            if evaluated.failure:
-                self.findings.extend(self.located(statement, (evaluated.failure,)))
+            if isinstance(statement, ast.Expect) and (outcome := self.attempt(statement, evaluate, statement, plan)):
+                outcomes.append(PlanExpectation(text=outcome.text, holds=outcome.holds))
+                if outcome.failure:
+                    self.failed_expectations.extend(self.locate(statement, (outcome.failure,)))
         return plan.model_copy(update={"expectations": tuple(outcomes)})
 
-    # What is wrong ---------------------------------------------------------------------------------------------------
+    # Diagnostics
 
-    def attempt(self, statement: ast.Statement, made: Callable[[], T]) -> T | None:
+    def attempt(self, statement: ast.Statement, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """The result of a stage, or None after its errors are reported."""
         try:
-            return made()
+            return stage(*args, **kwargs)
         except PeftcError as error:
             self.report(statement, error.diagnostics)
             return None
 
     def report(self, statement: ast.Statement, diagnostics: Iterable[Diagnostic]) -> None:
-        self.errors.extend(self.located(statement, diagnostics))
+        self.errors.extend(self.locate(statement, diagnostics))
 
     def warn(self, statement: ast.Statement, diagnostics: Iterable[Diagnostic]) -> None:
-        self.warnings.extend(self.located(statement, diagnostics))
+        self.warnings.extend(self.locate(statement, diagnostics))
 
-    def located(self, statement: ast.Statement, diagnostics: Iterable[Diagnostic]) -> Iterable[Diagnostic]:
-        """In the text the statement came from, and how expansion brought it here."""
-        return (with_origin(found, statement, self.spec).with_source(self.source) for found in diagnostics)
+    def locate(self, statement: ast.Statement, diagnostics: Iterable[Diagnostic]) -> Iterable[Diagnostic]:
+        """Diagnostics in the text of the statement, with how expansion produced it."""
+        return (with_origin(d, statement, self.spec).with_source(self.source) for d in diagnostics)
 
     def stop_at_errors(self) -> None:
-        """Raises everything that is wrong so far, in the order of the text."""
+        """Raises all errors in the order of the text; equal ones in several lines as one."""
         if self.errors:
-            alike: dict[Diagnostic, list[Diagnostic]] = defaultdict(list)
-            for found in sorted(self.errors, key=_position):
-                alike[replace(found, span=None)].append(found)
-            raise PeftcError(map(_in_lines, alike.values()))
+            groups: dict[Diagnostic, list[Diagnostic]] = defaultdict(list)
+            for error in sorted(self.errors, key=_position):
+                groups[replace(error, span=None)].append(error)
+            raise PeftcError(map(_in_lines, groups.values()))
 
 
-def _position(found: Diagnostic) -> tuple[str, int]:
-    return (found.source.path if found.source else "", found.span.start if found.span else 0)
+def _position(error: Diagnostic) -> tuple[str, int]:
+    return (error.source.path if error.source else "", error.span.start if error.span else 0)
 
 
-def _at_all(same: Sequence[Diagnostic]) -> Diagnostic:
-    """One message for what is wrong at many sites of an edit."""
-    first, more = same[0], len(same) - 1
-    if not more:
+def _in_lines(errors: Sequence[Diagnostic]) -> Diagnostic:
+    first, lines = errors[0], dict.fromkeys(f"{error.span.line}" for error in errors[1:] if error.span)
+    if len(errors) == 1:
         return first
-    return replace(first, notes=(*first.notes, f"the same at {more} more site{'s' * (more > 1)} of this edit"))
+    times = f"the same {plural(len(errors) - 1, 'more time')}"
+    return with_notes(first, f"{times}, in line{'s' * (len(lines) > 1)} {', '.join(lines)}")
 
 
-def _in_lines(same: Sequence[Diagnostic]) -> Diagnostic:
-    """One message for what is wrong at several places of the text in the same way."""
-    first, lines = same[0], dict.fromkeys(f"{found.span.line}" for found in same[1:] if found.span)
-    if len(same) == 1:
-        return first
-    times = f"the same {len(same) - 1} more time{'s' * (len(same) > 2)}"
-    return replace(first, notes=(*first.notes, f"{times}, in line{'s' * (len(lines) > 1)} {', '.join(lines)}"))
-
-
-def _entry(edit: ast.Edit, places: Sequence[SiteEdit], verdict: Foldability) -> PlanEdit:
-    count = counts.count(places)
+def _edit_entry(edit: ast.Edit, site_edits: Sequence[SiteEdit], fold: Foldability) -> PlanEdit:
+    count = count_parameters(site_edits)
     return PlanEdit(
         name=edit.name,
-        sites=_plan_sites(p.site for p in places),
+        sites=_plan_sites(site_edit.site for site_edit in site_edits),
         trained=count.trained,
         stored=count.stored,
-        changed=numel(verdict.changed),
-        served=0 if verdict.foldable else count.stored,
-        foldable=verdict.foldable,
-        reason=verdict.reason,
-        identity=all(is_identity(p) for p in places),
+        changed=numel(fold.changed),
+        served=0 if fold.foldable else count.stored,
+        foldable=fold.foldable,
+        reason=fold.reason,
+        identity=all(map(is_identity, site_edits)),
     )
 
 
 def _plan_sites(sites: Iterable[Site]) -> tuple[PlanSite, ...]:
-    return tuple(PlanSite(path=one.path, module=one.module) for site in sites for one in uses(site))
+    return tuple(PlanSite(path=use.path, module=use.module) for site in sites for use in site.uses)
 
 
-def _train_entry(made: Trained) -> PlanEdit:
-    """Parameters of the base itself: trained, stored, changed in place, and nothing is left over."""
-    total = numel(made.regions)
+def _train_entry(target: TrainTarget) -> PlanEdit:
+    total = numel(target.ranges)
     return PlanEdit(
-        name=made.name,
-        sites=_plan_sites(made.sites),
+        name=target.name,
+        sites=_plan_sites(target.sites),
         trained=total,
         stored=total,
         changed=total,
@@ -303,21 +282,17 @@ def _train_entry(made: Trained) -> PlanEdit:
     )
 
 
-def _totals(
-    edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]],
-    judged: Sequence[Foldability],
-    trains: Iterable[Trained],
-    base: int,
-) -> PlanTotals:
-    """Over the whole plan: shared sets of parameters and entries of the base once, however many edits name them."""
-    own = frozenset[RowRange]().union(*(made.regions for made in trains))
-    changed = frozenset[RowRange | EntryChoice](own).union(*(verdict.changed for verdict in judged))
-    all_of_them = counts.count(p for _, places in edits for p in places)
-    stays = [p for (_, places), verdict in zip(edits, judged, strict=True) if not verdict.foldable for p in places]
+def _totals(edits: Lowered, foldability: Sequence[Foldability], trains: Iterable[TrainTarget], base: int) -> PlanTotals:
+    """Counts over the whole plan: shared parameters and entries of the base count once."""
+    base_ranges = frozenset[RowRange]().union(*(target.ranges for target in trains))
+    changed = frozenset[RowRange | EntryChoice](base_ranges).union(*(fold.changed for fold in foldability))
+    folds = list(zip(edits, foldability, strict=True))
+    count = count_parameters(site_edit for _, site_edits in edits for site_edit in site_edits)
+    served = count_parameters(e for (_, site_edits), fold in folds if not fold.foldable for e in site_edits)
     return PlanTotals(
         base=base,
-        trained=all_of_them.trained + numel(own),
-        stored=all_of_them.stored + numel(own),
+        trained=count.trained + numel(base_ranges),
+        stored=count.stored + numel(base_ranges),
         changed=numel(changed),
-        served=counts.count(stays).stored,
+        served=served.stored,
     )

@@ -1,4 +1,4 @@
-"""Expressions to typed terms at one site: names become states, calls become forms with shapes."""
+"""Lowers expressions to typed terms: names become states, calls become forms with shapes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms import FORMS, Dims, Form, Illegal
 from peftc.forms.prompt import PROMPT
 from peftc.forms.shapes import KeyValue, Scalar, Tokens
-from peftc.planning.form_instances import Instances
+from peftc.planning.arithmetic import ARITHMETIC, combine_shapes
+from peftc.planning.form_instances import FormInstances
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, Term
 from peftc.planning.lowering_context import LoweringContext
-from peftc.planning.shape_arithmetic import combine
 from peftc.semantics.constants import numeric_value
 from peftc.semantics.vocabulary import FROZEN_MODULES
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_expression
 
-LONGEST = 50  # characters of an expression that is quoted in a message
+MAX_QUOTE = 50  # characters of an expression in a message
 
 
 @dataclass
-class Terms:
-    """Expressions of one edit at one site. `target` is the state that the present equation writes."""
+class TermLowering:
+    """Lowers the expressions of one edit at one site."""
 
     edit: str
     site: Site
-    scope: LoweringContext
-    instances: Instances
+    context: LoweringContext
+    instances: FormInstances
     lets: dict[str, Term] = field(default_factory=dict[str, Term])
-    target: State | None = None
+    target: State | None = None  # the state that the current equation writes
 
     def term(self, source: ast.Expr) -> Term:
         match source:
@@ -58,8 +58,8 @@ class Terms:
         return Read(name, shape=state.shape, source=ast.Name(name, span=span))
 
     def state(self, name: str, span: Span) -> State:
-        if (found := self.site.states.get(name)) is not None:
-            return found
+        if (state := self.site.states.get(name)) is not None:
+            return state
         states = list(self.site.states)
         raise error(
             "P205",
@@ -72,84 +72,78 @@ class Terms:
 
     def arithmetic(self, op: str, left: Term, right: Term, source: ast.Expr) -> Term:
         if op == "/" and isinstance(right, Constant) and right.value == 0:
-            raise error("P120", f"`{quoted(source)}` divides by zero", source.span)
+            raise error("P120", f"`{quote(source)}` divides by zero", source.span)
         if isinstance(left, Constant) and isinstance(right, Constant):
-            return constant(_calculate(op, left.value, right.value), source)
-        shape = combine(op, left.shape, right.shape)
+            return constant(ARITHMETIC[op](left.value, right.value), source)
+        shape = combine_shapes(op, left.shape, right.shape)
         if shape is None or isinstance(left, Concat) or isinstance(right, Concat):
-            raise self.mismatch(op, left, right, source)
+            pair = isinstance(left.shape, KeyValue) or isinstance(right.shape, KeyValue)
+            raise error(
+                "P301",
+                f"`{op}` puts together {left.shape} and {right.shape} at `{self.site.path}`",
+                source.span,
+                label=f"{left.shape} {op} {right.shape}",
+                notes=tuple(f"`{quote(side.source)}` is {side.shape}" for side in (left, right)),
+                help="join keys and values with `concat`" if pair else None,
+            )
         assert op in ("+", "-", "*", "/")
         return Arithmetic(op, left, right, shape=shape, source=source)
-
-    def mismatch(self, op: str, left: Term, right: Term, source: ast.Expr) -> PeftcError:
-        pair = isinstance(left.shape, KeyValue) or isinstance(right.shape, KeyValue)
-        return error(
-            "P301",
-            f"`{op}` puts together {left.shape} and {right.shape} at `{self.site.path}`",
-            source.span,
-            label=f"{left.shape} {op} {right.shape}",
-            notes=tuple(f"`{quoted(side.source)}` is {side.shape}" for side in (left, right)),
-            help="join keys and values with `concat`" if pair else None,
-        )
-
-    # Calls -----------------------------------------------------------------------------------------------------------
 
     def call(self, call: ast.Call) -> Term:
         name = call.function
         if name == "concat":
             return self.concat(call)
-        if (shared := self.scope.shared.get(name)) is not None:
-            return self.applied(shared.at(call), FORMS[shared.call.function], owner=name, at=call)
+        if (shared := self.context.shared.get(name)) is not None:
+            return self.form_call(shared.call_at(call), FORMS[shared.call.function], owner=name, use=call)
         if (module := self.site.frozen_modules.get(name)) is not None:
-            return self.frozen(call, module)
+            return self.frozen_call(call, module)
         if (form := FORMS.get(name)) is not None:
-            return self.applied(call, form)
+            return self.form_call(call, form)
         if name in FROZEN_MODULES:
-            own = join_names(self.site.frozen_modules) if self.site.frozen_modules else "none"
-            notes = (f"frozen modules of `{self.site.path}`: {own}",)
+            modules = join_names(self.site.frozen_modules) if self.site.frozen_modules else "none"
+            notes = (f"frozen modules of `{self.site.path}`: {modules}",)
             raise error("P307", f"`{self.site.path}` has no `{name}`", call.function_span, notes=notes)
-        known = ["concat", *self.site.frozen_modules, *FORMS, *self.scope.shared]
+        known = ["concat", *self.site.frozen_modules, *FORMS, *self.context.shared]
         raise error("P101", f"there is no form `{name}`", call.function_span, help=did_you_mean(name, known))
 
     def concat(self, call: ast.Call) -> Concat:
         parts = tuple(self.term(argument) for argument in call.args)
         if parts and isinstance(parts[-1].shape, Tokens):
-            return self.prompted(call, parts)
-        wrong = next((part for part in parts if not isinstance(part.shape, KeyValue)), None)
-        if wrong is not None:
-            raise error("P303", "`concat` joins keys and values", wrong.source.span, label=f"this is {wrong.shape}")
-        own = [part for part in parts if isinstance(part, Read)]
-        if len(own) != 1 or any(isinstance(part, Concat) for part in parts):
+            return self._concat_prompt(call, parts)
+        for part in parts:
+            if not isinstance(part.shape, KeyValue):
+                raise error("P303", "`concat` joins keys and values", part.source.span, label=f"this is {part.shape}")
+        reads = [part for part in parts if isinstance(part, Read)]
+        if len(reads) != 1 or any(isinstance(part, Concat) for part in parts):
             raise error(
                 "P303",
                 "`concat` takes rows to add and, exactly once, `kv`",
                 call.span,
-                label=f"`kv` stands here {len(own)} times" if len(own) != 1 else "",
+                label=f"`kv` stands here {len(reads)} times" if len(reads) != 1 else "",
                 help="write `kv = concat(prefix(…), kv)`",
             )
-        return Concat(parts, shape=own[0].shape, source=call)
+        return Concat(parts, shape=reads[0].shape, source=call)
 
-    def prompted(self, call: ast.Call, parts: tuple[Term, ...]) -> Concat:
-        """Tokens before those of the input: `concat(prompt(…), h)`."""
-        *rows, own = parts
-        assert isinstance(own.shape, Tokens)
+    def _concat_prompt(self, call: ast.Call, parts: tuple[Term, ...]) -> Concat:
+        """`concat(prompt(…), h)`: trained tokens before those of the input."""
+        *rows, state = parts
+        assert isinstance(state.shape, Tokens)
         if self.site.steps[-1][0] != "embed":
             help_ = "write it at `embed`, as tokens of the input; or join keys and values, `kv = concat(prefix(…), kv)`"
-            raise error(
-                "P303", "tokens are joined where tokens are embedded", call.span, label="not `embed`", help=help_
-            )
-        wrong = next((p for p in rows if p.shape != Tokens(own.shape.d, PROMPT)), None)
-        if not rows or wrong is not None or call.kwargs or not isinstance(own, Read) or own.state != "h":
-            at = call.span if wrong is None else wrong.source.span
+            message = "tokens are joined where tokens are embedded"
+            raise error("P303", message, call.span, label="not `embed`", help=help_)
+        wrong = next((row for row in rows if row.shape != Tokens(state.shape.d, PROMPT)), None)
+        if not rows or wrong is not None or call.kwargs or not isinstance(state, Read) or state.state != "h":
+            span = call.span if wrong is None else wrong.source.span
             message = "`concat` of tokens takes trained rows and then `h`"
-            raise error("P303", message, at, help="write `h = concat(prompt(len=…), h)`")
-        return Concat(parts, shape=own.shape, source=call)
+            raise error("P303", message, span, help="write `h = concat(prompt(len=…), h)`")
+        return Concat(parts, shape=state.shape, source=call)
 
-    def frozen(self, call: ast.Call, module: str) -> FrozenCall:
+    def frozen_call(self, call: ast.Call, module: str) -> FrozenCall:
         if len(call.args) != 1 or call.kwargs:
             raise error("P108", f"`{call.function}` is a module of the model and takes one value", call.span)
-        size = self.scope.weight_of(module)
-        value = self.inside(call.args[0], Tokens(size[-1])) if size else self.term(call.args[0])
+        size = self.context.weight_size(module)
+        value = self._argument(call.args[0], Tokens(size[-1])) if size else self.term(call.args[0])
         if not isinstance(value.shape, Tokens) or (size and size[-1] != value.shape.d):
             expected = f"[…, {size[-1]}]" if size else "hidden states"
             raise error(
@@ -162,40 +156,42 @@ class Terms:
         shape = Tokens(size[0], value.shape.of) if len(size) == 2 else value.shape
         return FrozenCall(call.function, module, value, shape=shape, source=call)
 
-    def inside(self, source: ast.Expr, shape: Tokens) -> Term:
-        """An argument of a frozen module: its forms give what that module reads."""
+    def _argument(self, source: ast.Expr, shape: Tokens) -> Term:
+        """The argument of a frozen module, whose forms produce what that module reads."""
         assert self.target is not None
-        outside, self.target = self.target, replace(self.target, shape=shape)
+        outer, self.target = self.target, replace(self.target, shape=shape)
         try:
             return self.term(source)
         finally:
-            self.target = outside
+            self.target = outer
 
-    def applied(self, call: ast.Call, form: Form, owner: str | None = None, at: ast.Call | None = None) -> FormCall:
-        use = at or call
-        bound = self.scope.bound(call, form)
+    def form_call(self, call: ast.Call, form: Form, owner: str | None = None, use: ast.Call | None = None) -> FormCall:
+        """A call of a form.
+
+        Args:
+            owner: the name of the `shared` through which the form is called at `use`.
+        """
+        use = use or call
+        bound = self.context.bound(call, form)
         value = None if bound.input is None else self.term(bound.input)
         second = None if bound.second is None else self.term(bound.second)
         assert self.target is not None
-        table = self.scope.table
-        source = None if value is None else value.shape
-        beside = None if second is None else second.shape
-        dims = Dims(source, self.target.shape, table.d_model, positions=table.positions, second=beside)
-        instance = self.instances.make(form, bound.args, dims, self.target.name, owner)
+        table = self.context.table
+        source, second_shape = (None if term is None else term.shape for term in (value, second))
+        dims = Dims(source, self.target.shape, table.d_model, positions=table.positions, second=second_shape)
+        instance = self.instances.create(form, bound.args, dims, self.target.name, owner)
         try:
             shape = form.shape(bound.args, instance.dims)
         except Illegal as illegal:
-            blamed = bound.second if illegal.argument == "second" else bound.input
-            raise self.illegal(illegal, use, blamed) from None
+            raise self._illegal(illegal, use, bound.second if illegal.argument == "second" else bound.input) from None
         if owner is not None:
-            place = (
-                f"{owner} at {self.site.path}" if form.anywhere else owner
-            )  # each site has its own, used once or twice
-            self.scope.agree(owner, place, form, dims, use)
+            # A form of any shape has parameters for each site, which may use them twice.
+            scope = f"{owner} at {self.site.path}" if form.anywhere else owner
+            self.context.check_shared_shapes(owner, scope, form, dims, use)
         return FormCall(instance, value, second, shape=shape, source=use)
 
-    def illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:
-        """What a form refuses, at the argument it blames, with the shapes it saw and where they come from."""
+    def _illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:
+        """The refusal of a form, at the argument that it blames, with shapes and states."""
         keyword = next((k for k in call.kwargs if k.name == illegal.argument), None)
         reads = illegal.argument in ("input", "second")
         span = keyword.span if keyword else value.span if reads and value else call.span
@@ -210,10 +206,9 @@ def constant(value: float, source: ast.Expr) -> Constant:
     return Constant(value, shape=Scalar(), source=source)
 
 
-def quoted(source: ast.Expr) -> str:
-    """An expression as it stands in the text, cut where it is long."""
+def quote(source: ast.Expr) -> str:
     text = print_expression(source)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return text if len(text) <= MAX_QUOTE else f"{text[: MAX_QUOTE - 1]}…"
 
 
 def error(
@@ -222,20 +217,8 @@ def error(
     return PeftcError(Diagnostic(code, message, span, label=label, notes=notes, help=help))
 
 
-def _calculate(op: str, left: float, right: float) -> float:
-    match op:
-        case "+":
-            return left + right
-        case "-":
-            return left - right
-        case "*":
-            return left * right
-        case _:
-            return left / right
-
-
 def _as_weight(name: str, site: Site) -> str | None:
-    """What to write at a Linear whose input and output no code of the model shows, as those of an expert."""
+    """How to write an edit of `h` at one of stacked experts, whose `x` and `h` are in no graph."""
     weight = site.states.get("w")
     if name not in ("x", "h") or weight is None or weight.weight is None or weight.weight.stacked_slice is None:
         return None

@@ -1,17 +1,18 @@
-"""Where a hidden state is, said so that it can be found again in another trace of the same code.
+"""Anchors: code positions that identify a state in any trace of the same code.
 
-A value can have several anchors: the output of a Linear is also what its parent returns. An anchor names a module and a
-boundary of it (an argument, a part of the result), or an operation that the module's own code runs, by where it stands there. All of
-these stay the same when other children are inlined, and between training, evaluation and decoding. Where an optional argument puts
-another operation in between, they come apart.
+A value can have several anchors: the output of a Linear may also be the result of its parent. An
+anchor is a boundary of a module (an argument, a part of the result), or an operation of a module's
+own code at a position there. Anchors do not change when other children are inlined, or between
+training, evaluation and decoding. Aliases diverge where an optional argument inserts an operation
+between them.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import fx, nn
@@ -22,45 +23,47 @@ from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
 @dataclass(frozen=True)
 class Ordinal:
-    """One of the operations of one sort that a module's code runs: that at `index` of `turns`, which are all of them."""
+    """One of the operations of one kind that a module runs; `occurrences` are all of them."""
 
     index: int
-    turns: tuple[Occurrence, ...]
+    occurrences: tuple[Occurrence, ...]
 
     @property
-    def place(self) -> str:
-        """Where in the code it is."""
-        return self.turns[self.index][0]
+    def position(self) -> str:
+        return self.occurrences[self.index][0]
 
-    def among(self, turns: list[Occurrence]) -> int | None:
-        """Which it is in another trace, whose operations of that sort are these: the one at the same place of the code.
+    def find_in(self, occurrences: Sequence[Occurrence]) -> int | None:
+        """The index of this operation in another trace: the one at the same code position.
 
-        Where nothing runs at that place, or not as often, it is the one at the same index: if there are as many, and those of them
-        that both traces have are at one index in both.
+        If nothing runs at that position, or not as often, it is the one at the same index, provided
+        that both traces have as many operations, and those that both have are at the same index.
         """
-        own = self.turns[self.index]
-        if own in turns and self.often(own, self.turns) == self.often(own, turns):
-            return turns.index(own)
-        if len(turns) != len(self.turns):
+        own = self.occurrences[self.index]
+        if own in occurrences and self.runs(self.occurrences) == self.runs(occurrences):
+            return occurrences.index(own)
+        if len(occurrences) != len(self.occurrences):
             return None
-        alike = all(mine == turn for mine, turn in zip(self.turns, turns, strict=True) if turn in self.turns)
-        return self.index if alike else None
+        pairs = zip(self.occurrences, occurrences, strict=True)
+        return self.index if all(mine == other for mine, other in pairs if other in self.occurrences) else None
 
-    @staticmethod
-    def often(own: Occurrence, turns: list[Occurrence] | tuple[Occurrence, ...]) -> int:
-        return sum(place == own[0] for place, _ in turns)
+    def runs(self, occurrences: Sequence[Occurrence]) -> int:
+        return sum(position == self.position for position, _ in occurrences)
 
     def __str__(self) -> str:
-        return f"{self.index + 1} of {len(self.turns)}, at {self.place}"
+        return f"{self.index + 1} of {len(self.occurrences)}, at {self.position}"
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """`in`: argument `key` = (parameter, *path) of `module`; `out`: part `key` of its result; `node`: `key` = (operation, ordinal)
-    in the code of `module`; `operand`: what such an operation takes, `key` = (operation, ordinal, position); `argument`: `key` =
-    (operation, ordinal, name, *(operation, ordinal) of others) one of q, k, v, kv of an attention call there, and of the others
-    that take the same; `tokens`: what a stack takes as its tokens, `key` = (the embedding in it, whether its result has those of
-    a prompt); `context`: what a stack attends to.
+    """A code position in `module`. What `key` is depends on `kind`:
+
+    - `in`: (parameter, *path), an argument of the module; `out`: a path into its result;
+    - `node`: (operation, ordinal), the result of an operation in the module's code;
+    - `operand`: (operation, ordinal, argument index), an operand of one;
+    - `argument`: (operation, ordinal, name, *(operation, ordinal)), the q, k, v or kv of an
+      attention call, and of further calls that read the same value;
+    - `tokens`: (embedding, whether the result keeps the prompt), the input of a stack;
+    - `context`: the states that a stack attends to; `positions`: the positions of a stack's tokens.
     """
 
     kind: Literal["in", "out", "node", "operand", "argument", "tokens", "context", "positions"]
@@ -71,26 +74,30 @@ class Anchor:
         return f"{self.kind} {' '.join(map(str, self.key))} of `{self.module or 'the region'}`"
 
     def each(self) -> Iterator[Anchor]:
-        """The same for each attention call by itself."""
-        yield Anchor(self.kind, self.module, self.key[:3])
-        for operation, n in self.key[3:]:
-            yield Anchor(self.kind, self.module, (operation, n, self.key[2]))
+        """An `argument` anchor for each attention call by itself."""
+        yield replace(self, key=self.key[:3])
+        for operation, ordinal in self.key[3:]:
+            yield replace(self, key=(operation, ordinal, self.key[2]))
 
     def relative(self, region: str) -> Anchor:
-        """This anchor, its module named from `region`."""
-        called = str(self.key[0]).partition("call_module ")[2] if self.kind in ("node", "operand") else ""
-        outside = called.startswith(f"{region}.")  # of the code that calls it; else it is named from there
-        key = (f"call_module {relative(called, region)}", *self.key[1:]) if outside else self.key
+        """This anchor with names relative to `region`."""
+        target = str(self.key[0]).partition("call_module ")[2] if self.kind in ("node", "operand") else ""
+        # a target inside the calling module is relative to that module already
+        is_absolute = target.startswith(f"{region}.")
+        key = (f"call_module {relative(target, region)}", *self.key[1:]) if is_absolute else self.key
         return Anchor(self.kind, relative(self.module, region), key)
 
 
 def relative(name: str, region: str) -> str:
-    """`name` as seen from `region`, which contains it."""
+    """A dotted name relative to a module that contains it."""
     return name if not region else name[len(region) + 1 :]
 
 
 def contains(region: str, name: str) -> bool:
     return not region or name == region or name.startswith(region + ".")
+
+
+# Values ------------------------------------------------------------------------------------------
 
 
 def parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
@@ -106,10 +113,10 @@ def parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def value_at(value: Any, path: tuple[Any, ...]) -> fx.Node | None:
-    """The node at a path of nested arguments or results; the parts of an opaque result are taken out of it."""
+    """The node at a path of nested values; results of nodes are indexed in the graph."""
     for key in path:
         if isinstance(value, fx.Node):
-            value = taken_out(value, key)
+            value = item_of(value, key)
             continue
         try:
             value = value[key]
@@ -118,125 +125,120 @@ def value_at(value: Any, path: tuple[Any, ...]) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
-def taken_out(node: fx.Node, key: Any) -> fx.Node:
-    """The one node that takes `key` out of what `node` returns."""
-    found = [u for u in node.users if u.target is operator.getitem and u.args[1] == key]
-    for other in found[1:]:
-        other.replace_all_uses_with(found[0])
-    if found:
-        return found[0]
+def item_of(node: fx.Node, key: Any) -> fx.Node:
+    """The only node that reads `key` from the result of `node`; duplicates are merged."""
+    items = [u for u in node.users if u.target is operator.getitem and u.args[1] == key]
+    for duplicate in items[1:]:
+        duplicate.replace_all_uses_with(items[0])
+    if items:
+        return items[0]
     with node.graph.inserting_after(node):
         return node.graph.call_function(operator.getitem, (node, key))
 
 
-def calls_of(traced: RegionTrace) -> list[ModuleCall]:
-    """The calls of modules that are called just once, the region itself among them."""
-    often = Counter(c.name for c in traced.calls)
-    return [*(c for c in traced.calls if often[c.name] == 1), own_call(traced)]
+# Calls of modules --------------------------------------------------------------------------------
 
 
-def own_call(traced: RegionTrace) -> ModuleCall:
-    """The region's own call, as seen from inside."""
-    placeholders = {str(n.target).lstrip("*"): n for n in traced.graph.nodes if n.op == "placeholder"}
-    output = next(n for n in traced.graph.nodes if n.op == "output")
-    result = output.args[0] if traced.result is None else traced.result
-    return ModuleCall("", "", placeholders, result, inlined=True)
+def calls_of(trace: RegionTrace) -> list[ModuleCall]:
+    """The modules that are called once, including the region itself."""
+    counts = Counter(c.name for c in trace.calls)
+    placeholders = {str(n.target).lstrip("*"): n for n in trace.graph.nodes if n.op == "placeholder"}
+    result = trace.graph.output_node().args[0] if trace.result is None else trace.result
+    own = ModuleCall("", "", placeholders, result, inlined=True)
+    return [*(c for c in trace.calls if counts[c.name] == 1), own]
 
 
-def anchors(node: fx.Node, traced: RegionTrace) -> list[Anchor]:
-    """Every way to name a node's value."""
-    found: list[Anchor] = []
-    for call in calls_of(traced):
-        found += [Anchor("in", call.name, path) for path, n in parts(call.arguments) if n is node]
-        found += [Anchor("out", call.name, path) for path, n in parts(call.result) if n is node]
-    for name, computed in uncalled(traced).items():
-        found += [Anchor("in", name, ("input",))] if computed.args[0] is node else []
-        found += [Anchor("out", name)] if computed is node else []
-    many = node.op == "call_module" and len([c for c in traced.calls if c.name == node.target]) != 1
-    if many or node.op not in ("placeholder", "call_module"):  # one call of several is told by its number
-        found.append(Anchor("node", node.meta["origin"][0], ordinal(node, traced)))
-    return found
+def weight_only_linears(trace: RegionTrace) -> dict[str, fx.Node]:
+    """The Linears whose weights the code around them uses, once, instead of calling them."""
+    calls = {c.name for c in trace.calls}
+    nodes = [n for n in trace.graph.nodes if n.op == "call_module" and n.target not in calls and "origin" in n.meta]
+    counts = Counter(n.target for n in nodes)
+    return {str(n.target): n for n in nodes if counts[n.target] == 1}
 
 
-def ordinal(node: fx.Node, traced: RegionTrace) -> tuple[str, Ordinal]:
-    """The sort of an operation, and which of its module's code it is."""
-    frame, operation, turn = origin(node)
-    turns = tuple(origin(n)[2] for n in alike(frame, operation, traced))
-    return operation, Ordinal(turns.index(turn), turns)
+def callers_of(trace: RegionTrace) -> dict[str, tuple[str, str]]:
+    """For each module, the module whose code calls it, and the position in that code."""
+    linears = {name: (origin(n)[0], origin(n)[2][0]) for name, n in weight_only_linears(trace).items()}
+    return linears | {c.name: (c.caller, c.position) for c in trace.calls}
 
 
-def operand(node: fx.Node, user: fx.Node, traced: RegionTrace) -> Anchor:
-    """A node's value as what an operation takes."""
-    return Anchor("operand", origin(user)[0], (*ordinal(user, traced), user.args.index(node)))
+def frames_between(region: str, anchor: Anchor, trace: RegionTrace) -> frozenset[str] | None:
+    """The modules to enter from `region` to reach an anchor; None if it is not inside `region`."""
+    callers = {name: caller for name, (caller, _) in callers_of(trace).items()}
+    at_boundary = anchor.kind in ("in", "out")
+    if at_boundary and anchor.module == region:
+        return frozenset()
+    frame = callers.get(anchor.module, "") if at_boundary else anchor.module
+    if not contains(region, anchor.module) or not contains(region, frame):
+        return None
+    frames = {frame}
+    while frame != region:
+        if frame not in callers or not contains(region, callers[frame]):
+            return None
+        frame = callers[frame]
+        frames.add(frame)
+    return frozenset(frames)
+
+
+# From nodes to anchors, and back -----------------------------------------------------------------
+
+
+def anchors(node: fx.Node, trace: RegionTrace) -> list[Anchor]:
+    """All anchors of a node's value."""
+    result: list[Anchor] = []
+    for call in calls_of(trace):
+        result += [Anchor("in", call.name, path) for path, n in parts(call.arguments) if n is node]
+        result += [Anchor("out", call.name, path) for path, n in parts(call.result) if n is node]
+    for name, linear in weight_only_linears(trace).items():
+        result += [Anchor("in", name, ("input",))] if linear.args[0] is node else []
+        result += [Anchor("out", name)] if linear is node else []
+    calls = [c for c in trace.calls if node.op == "call_module" and c.name == node.target]
+    if node.op not in ("placeholder", "call_module") or (node.op == "call_module" and len(calls) != 1):
+        result.append(Anchor("node", origin(node)[0], ordinal(node, trace)))
+    return result
+
+
+def ordinal(node: fx.Node, trace: RegionTrace) -> tuple[str, Ordinal]:
+    """A node's kind of operation, and its ordinal."""
+    frame, operation, occurrence = origin(node)
+    occurrences = tuple(origin(n)[2] for n in operations(frame, operation, trace))
+    return operation, Ordinal(occurrences.index(occurrence), occurrences)
+
+
+def operand(node: fx.Node, user: fx.Node, trace: RegionTrace) -> Anchor:
+    return Anchor("operand", origin(user)[0], (*ordinal(user, trace), user.args.index(node)))
 
 
 def origin(node: fx.Node) -> Origin:
     return node.meta["origin"]
 
 
-def alike(frame: str, operation: str, traced: RegionTrace) -> list[fx.Node]:
-    """The operations of one sort that the code of one module runs."""
-    return [n for n in traced.graph.nodes if n.meta.get("origin", ())[:2] == (frame, operation)]
+def operations(frame: str, operation: str, trace: RegionTrace) -> list[fx.Node]:
+    return [n for n in trace.graph.nodes if n.meta.get("origin", ())[:2] == (frame, operation)]
 
 
-def uncalled(traced: RegionTrace) -> dict[str, fx.Node]:
-    """The Linears that a trace does not call, where the code around computes with the weight as they would; each once."""
-    called = {c.name for c in traced.calls}
-    nodes = [n for n in traced.graph.nodes if n.op == "call_module" and n.target not in called and "origin" in n.meta]
-    often = Counter(n.target for n in nodes)
-    return {str(n.target): n for n in nodes if often[n.target] == 1}
-
-
-def callers_of(traced: RegionTrace) -> dict[str, tuple[str, str]]:
-    """The module whose code calls each module, and where."""
-    read = {name: (origin(n)[0], origin(n)[2][0]) for name, n in uncalled(traced).items()}
-    return read | {c.name: (c.caller, c.position) for c in traced.calls}
-
-
-def find(anchor: Anchor, traced: RegionTrace) -> fx.Node | None:
-    """The node that an anchor names in this trace; None where this trace has no such value."""
+def find(anchor: Anchor, trace: RegionTrace) -> fx.Node | None:
+    """The node that an anchor identifies in this trace; None where the trace has no such value."""
     if anchor.kind in ("in", "out"):
-        for call in calls_of(traced):
-            if call.name == anchor.module:
-                return value_at(call.arguments if anchor.kind == "in" else call.result, anchor.key)
-        return at_matrix(anchor, traced)
-    nodes, which = alike(anchor.module, anchor.key[0], traced), anchor.key[1]
-    if isinstance(which, int):  # of a model that an earlier version has pickled
-        return next((n for n in nodes if n.meta["number"] == which), None)
-    index = which.among([origin(n)[2] for n in nodes])
+        call = next((call for call in calls_of(trace) if call.name == anchor.module), None)
+        if call is None:
+            return find_weight_only(anchor, trace)
+        return value_at(call.arguments if anchor.kind == "in" else call.result, anchor.key)
+    nodes = operations(anchor.module, anchor.key[0], trace)
+    index = anchor.key[1].find_in([origin(n)[2] for n in nodes])
     node = None if index is None else nodes[index]
     return value_at(node.args, anchor.key[2:3]) if node is not None and anchor.kind == "operand" else node
 
 
-def at_matrix(anchor: Anchor, traced: RegionTrace) -> fx.Node | None:
-    """The boundary of a module that this trace does not call, where the code around computes with its weight as it would, once."""
+def find_weight_only(anchor: Anchor, trace: RegionTrace) -> fx.Node | None:
+    """The input or output of a Linear that this trace replaces by its weight, once."""
     if len(anchor.key) != int(anchor.kind == "in"):
         return None
-    node = uncalled(traced).get(anchor.module)
+    node = weight_only_linears(trace).get(anchor.module)
     if node is None:
-        reads = {n for n in traced.graph.nodes if n.op == "get_attr" and n.target == f"{anchor.module}.weight"}
+        reads = {n for n in trace.graph.nodes if n.op == "get_attr" and n.target == f"{anchor.module}.weight"}
         users = {user for read in reads for user in read.users}
         node = users.pop() if len(users) == 1 else None
         if node is None or node.target is not nn.functional.linear or node.args[0] in reads or anchor.kind == "out":
             return None
     return value_at(node.args, (0,)) if anchor.kind == "in" else node
-
-
-def frames_between(region: str, anchor: Anchor, traced: RegionTrace) -> frozenset[str] | None:
-    """The modules whose code must be entered, from `region` on, to reach an anchor; empty at the region's own boundary.
-
-    None where the anchor is not inside `region`.
-    """
-    callers = {name: frame for name, (frame, _) in callers_of(traced).items()}
-    if anchor.kind in ("in", "out") and anchor.module == region:
-        return frozenset()
-    frame = callers.get(anchor.module, "") if anchor.kind in ("in", "out") else anchor.module
-    if not contains(region, anchor.module) or not contains(region, frame):
-        return None
-    found = {frame}
-    while frame != region:
-        if frame not in callers or not contains(region, callers[frame]):
-            return None
-        frame = callers[frame]
-        found.add(frame)
-    return frozenset(found)

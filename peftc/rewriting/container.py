@@ -1,4 +1,4 @@
-"""What the modules of edits are registered in."""
+"""The module in which a region's form modules are registered."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-CONTAINER = "peftc"  # the name under which a region's own modules are registered
+CONTAINER = "peftc"  # the container's name in its region
 SHARED = "peftc_shared"  # the name, at the model's root, of the modules that several sites share
 
 
 class Container(nn.Module):
-    """Holds modules by name. They are plain attributes, too: Python finds those five times as fast, once a call."""
+    """Holds modules by name, and as plain attributes, which Python finds five times as fast."""
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         super().add_module(name, module)
@@ -25,7 +25,7 @@ class Container(nn.Module):
 
 
 def own_children(sequence: Any) -> Iterator[nn.Module]:
-    """The modules that an edited `nn.Sequential` runs: all but the container."""
+    """The children that an edited `nn.Sequential` runs: all but the container."""
     return (module for name, module in sequence._modules.items() if name != CONTAINER)
 
 

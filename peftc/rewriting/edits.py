@@ -1,4 +1,4 @@
-"""An edit as a region sees it, and what can be said of its equations without a graph."""
+"""Edits of a region, and properties of their equations that need no graph."""
 
 from __future__ import annotations
 
@@ -18,69 +18,78 @@ from peftc.syntax.printer import print_statement
 
 _PLAIN = nn.Module()
 EQUATIONS = "equations"  # in a node's meta: the comments above its line
-STREAM = "<stream>"  # the layer's input, used only for its batch and tokens
+STREAM = "<stream>"  # the layer's input, read for its batch and tokens only
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A state of an edit, found: by an anchor in its region, or as a parameter. Names are relative to the region.
+class RegionState:
+    """A state of an edit in its region: an anchor, or a parameter. Names are relative to the
+    region.
 
-    `defining`: the anchors of what the language calls by that name, whatever else another call makes of the value; `also`: all
-    that name the value in the layer's trace. Where the state is only some rows of the value, `width` is the number of all its rows.
+    Args: `width`: the number of all rows, where the state is some `rows` of a value. `flat`: (batch
+    · tokens, d) in the model's code. `image`: the value is an image, with features as its second or
+    its last dimension. `definitions`: the anchors that define the state, whatever a call computes
+    there. `aliases`: all anchors of its value in the layer's trace. `overwritten`: code of the
+    region that is not entered writes to it in place.
     """
 
     anchor: Anchor | None = None
     rows: Slice | None = None
     width: int = 0
-    flat: bool = False  # (batch · tokens, d) in the model's own code
-    map: Literal["", "second", "last"] = ""  # an image there: which of its dimensions is d
+    flat: bool = False
+    image: Literal["", "channels first", "channels last"] = ""
     weight: WeightRef | None = None
-    defining: tuple[Anchor, ...] = ()
-    also: tuple[Anchor, ...] = ()
-    overwritten: bool = False  # by the code of the region, which is not entered
+    definitions: tuple[Anchor, ...] = ()
+    aliases: tuple[Anchor, ...] = ()
+    overwritten: bool = False
 
 
 @dataclass(frozen=True)
 class RegionEdit:
-    """One edit at one site, as a region sees it. `slug` names the site within the region."""
+    """One edit at one site, in its region. `slug` names the site within the region."""
 
     edit: str
     slug: str
     assigns: tuple[ir.Assign, ...]
-    states: dict[str, Bound]
+    states: dict[str, RegionState]
     functions: dict[str, str]
     keys: tuple[str, ...]
     lets: tuple[tuple[int, ir.Term], ...] = ()
 
+    @classmethod
+    def of(
+        cls, site_edit: ir.SiteEdit, states: dict[str, RegionState], functions: dict[str, str] | None = None
+    ) -> RegionEdit:
+        p = site_edit
+        keys = tuple(instance.key for instance in p.instances)
+        return cls(p.edit, slug(p), p.assigns, states, functions or {}, keys, p.lets)
+
     @property
     def edit_name(self) -> str:
-        """The edit's name as the name of a module."""
         return module_name(self.edit.replace(".", "__"))
 
     @property
     def fingerprint(self) -> str:
-        """A text that two edits share exactly if they rewrite a region in the same way."""
-        return repr(
-            (
-                self.edit,
-                self.slug,
-                self.states,
-                self.functions,
-                [describe(a) for a in self.assigns],
-                [(i, describe_term(t)) for i, t in self.lets],
-            )
-        )
+        """A text that is equal for edits that rewrite a region in the same way."""
+        assigns = [(a.state, describe(a.value)) for a in self.assigns]
+        lets = [(i, describe(term)) for i, term in self.lets]
+        return repr((self.edit, self.slug, self.states, self.functions, assigns, lets))
 
 
 @dataclass
 class Region:
-    """A module to rewrite: its dotted name in the model, the modules in it whose code is entered, its edits in order."""
+    """A module to rewrite, by its dotted name, with its edits in order.
+
+    Args: `inline`: relative names of the modules whose code is entered; "" is the region itself;
+    empty for a region that is edited at its boundary only. `position_sites`: (edit, site) of the
+    forms that read token positions from it.
+    """
 
     module: str
-    inline: frozenset[str]  # relative names; "" is the region itself; empty: nothing but its boundary is touched
+    inline: frozenset[str]
     edits: list[RegionEdit]
     site_edits: list[ir.SiteEdit] = field(default_factory=list[ir.SiteEdit])
-    serves: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (edit, site) that it tells positions
+    position_sites: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
 
 def equation_comment(edit: str, assign: ir.Assign) -> str:
@@ -88,11 +97,7 @@ def equation_comment(edit: str, assign: ir.Assign) -> str:
     return printable(f"edit {edit}: {print_statement(replace(assign.source, leading=(), trailing=None))}")
 
 
-def describe(assign: ir.Assign) -> object:
-    return (assign.state, describe_term(assign.value))
-
-
-def describe_term(term: ir.Term) -> object:
+def describe(term: ir.Term) -> object:
     match term:
         case ir.Read(state=state):
             return state
@@ -100,82 +105,84 @@ def describe_term(term: ir.Term) -> object:
             return value
         case ir.FormCall(instance=instance, inputs=values):
             arguments = sorted(instance.args.items(), key=lambda item: item[0])
-            return (instance.key, instance.form.name, arguments, *map(describe_term, values))
+            return (instance.key, instance.form.name, arguments, *map(describe, values))
         case ir.FrozenCall(function=function, input=value):
-            return (function, describe_term(value))
+            return (function, describe(value))
         case ir.Arithmetic(op=op, left=left, right=right):
-            return (op, describe_term(left), describe_term(right))
+            return (op, describe(left), describe(right))
         case ir.Concat(parts=parts):
-            return ("concat", *map(describe_term, parts))
+            return ("concat", *map(describe, parts))
 
 
-def terms_of(placed: ir.SiteEdit) -> list[ir.Term]:
-    """Every term of an edit, those of its lets included."""
-    roots = [a.value for a in placed.assigns] + [term for _, term in placed.lets]
-    return [part for root in roots for part in ir.subterms(root)]
+def terms_of(site_edit: ir.SiteEdit) -> list[ir.Term]:
+    """All terms of an edit, including those of its lets."""
+    roots = [a.value for a in site_edit.assigns] + [term for _, term in site_edit.lets]
+    return [term for root in roots for term in ir.subterms(root)]
 
 
-def frozen_modules(placed: ir.SiteEdit) -> dict[str, str]:
+def frozen_modules(site_edit: ir.SiteEdit) -> dict[str, str]:
     """The frozen sub-modules that an edit applies: name to dotted name."""
-    return {t.function: t.module for t in terms_of(placed) if isinstance(t, ir.FrozenCall)}
+    return {t.function: t.module for t in terms_of(site_edit) if isinstance(t, ir.FrozenCall)}
 
 
-def together(placed: Iterable[ir.SiteEdit]) -> list[list[ir.SiteEdit]]:
-    """Edits of one state at one site stay together: they apply in the order of the spec."""
+def group_by_state(site_edits: Iterable[ir.SiteEdit]) -> list[list[ir.SiteEdit]]:
+    """Groups edits of one state at one site: they share a region and apply in order."""
     groups: list[list[ir.SiteEdit]] = []
-    for p in placed:
-        mine = [g for g in groups if g[0].site.path == p.site.path and any(written(o) & written(p) for o in g)]
-        groups = [g for g in groups if g not in mine]
-        groups.append([*(o for g in mine for o in g), p])
+    for new in site_edits:
+        same = [
+            group
+            for group in groups
+            if group[0].site.path == new.site.path and any(written_states(p) & written_states(new) for p in group)
+        ]
+        groups = [group for group in groups if group not in same]
+        groups.append([*(p for group in same for p in group), new])
     return groups
 
 
-def depth(placed: ir.SiteEdit) -> int:
-    """Sorts Linears before the sub-layers they are in."""
-    return -placed.site.path.count(".")
+def innermost_first(site_edit: ir.SiteEdit) -> int:
+    """A sort key: edits of Linears before those of the sub-layers around them."""
+    return -site_edit.site.path.count(".")
 
 
-def used_states(placed: ir.SiteEdit) -> list[str]:
-    """The states that an edit reads or writes, and the stream where it needs the batch back: for a number an example, for the tasks
-    of the examples.
-    """
-    terms = terms_of(placed)
-    names = dict.fromkeys([*(t.state for t in terms if isinstance(t, ir.Read)), *(a.state for a in placed.assigns)])
-    if placed.site.layer_input is not None and (
-        any(isinstance(t.shape, Scalar) and t.shape.per_example for t in terms)
-        or any(instance.tasks for instance in placed.instances)
-    ):
+def used_states(site_edit: ir.SiteEdit) -> list[str]:
+    """The states that an edit reads or writes, and the stream if it needs the batch of examples."""
+    terms = terms_of(site_edit)
+    reads = [t.state for t in terms if isinstance(t, ir.Read)]
+    names = dict.fromkeys([*reads, *(a.state for a in site_edit.assigns)])
+    per_example = any(isinstance(t.shape, Scalar) and t.shape.per_example for t in terms)
+    needs_batch = per_example or any(instance.tasks for instance in site_edit.instances)
+    if site_edit.site.layer_input is not None and needs_batch:
         names[STREAM] = None
     return list(names)
 
 
-def written(placed: ir.SiteEdit) -> set[str]:
-    return {a.state for a in placed.assigns}
+def written_states(site_edit: ir.SiteEdit) -> set[str]:
+    return {a.state for a in site_edit.assigns}
 
 
-def slug(placed: ir.SiteEdit) -> str:
-    """The site's path below its layer as an identifier: `attn_self_q`; `h` for the layer itself."""
-    steps = placed.site.steps
-    cut = next((i + 1 for i, (name, _) in enumerate(steps) if name == "layer"), 0)
-    words = [name if index is None else f"{name}_{index}" for name, index in steps[cut:]]
+def slug(site_edit: ir.SiteEdit) -> str:
+    """The site's path below its layer as an identifier, such as `attn_self_q`."""
+    steps = site_edit.site.steps
+    start = next((i + 1 for i, (name, _) in enumerate(steps) if name == "layer"), 0)
+    words = [name if index is None else f"{name}_{index}" for name, index in steps[start:]]
     text = "_".join(words) or "layer"
     return module_name("".join(c if c.isalnum() else "_" for c in text))
 
 
 def module_name(text: str) -> str:
-    """An identifier under which a child can be registered in any module: no keyword, no attribute of nn.Module."""
+    """A name that any module can register a child under."""
     while keyword.iskeyword(text) or hasattr(_PLAIN, text):
         text += "_"
     return text
 
 
-def heads_of(term: ir.Term) -> int:
-    """The heads of a term of keys and values."""
+def kv_heads(term: ir.Term) -> int:
     assert isinstance(term.shape, KeyValue)
     return term.shape.kv_heads
 
 
 def contains_state(term: ir.Term) -> bool:
+    """Whether a term of keys and values contains the model's own."""
     match term:
         case ir.Read():
             return True
@@ -187,18 +194,18 @@ def contains_state(term: ir.Term) -> bool:
             return False
 
 
-def rows(term: ir.Term) -> int:
-    """The number of rows of keys, or of tokens, that a term has besides those of the state itself."""
+def row_count(term: ir.Term) -> int:
+    """The number of rows of keys, or of tokens, that a term adds to a state."""
     match term:
         case ir.FormCall(input=value) if value is not None:
-            return rows(value)
+            return row_count(value)
         case ir.FormCall(instance=instance):
             length = instance.args.get("len", 0)  # a factor has none
             assert isinstance(length, int)
             return length
         case ir.Arithmetic(left=left, right=right):
-            return max(rows(left), rows(right))
+            return max(row_count(left), row_count(right))
         case ir.Concat(parts=parts):
-            return sum(map(rows, parts))
+            return sum(map(row_count, parts))
         case _:
             return 0

@@ -1,139 +1,151 @@
-"""Writes the equations of edits into the graph of a region."""
+"""Inserts the equations of edits into the graph of a region."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
 
-from peftc.addressing.sites import Slice
+from peftc.addressing.parameter_ranges import parameter_name
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import EDIT, is_edit
+from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
-from peftc.rewriting.attention import Called, Written
-from peftc.rewriting.base_call import base_call
+from peftc.rewriting.attention import AttentionCall, ManualAttention
+from peftc.rewriting.boundary import base_call
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import (
     EQUATIONS,
     STREAM,
-    Bound,
     RegionEdit,
+    RegionState,
     contains_state,
     equation_comment,
-    heads_of,
-    rows,
+    kv_heads,
+    row_count,
 )
-from peftc.rewriting.overwritten import STANDS_FOR, copy_of, keep_reads
-from peftc.rewriting.positions import located_call, tells
-from peftc.rewriting.prompts import prompted_call, set_tokens
-from peftc.rewriting.stacked_weights import StackedWeights, layout
-from peftc.rewriting.state_lookup import Lookup
+from peftc.rewriting.in_place_writes import REPLACES, copy_operands_of_edits, copy_value
+from peftc.rewriting.node_builder import NodeBuilder
+from peftc.rewriting.positions import provide_positions, provides_positions
+from peftc.rewriting.prompts import prepend_tokens, prompted_call
+from peftc.rewriting.stacked_weights import StackedWeight
+from peftc.rewriting.state_lookup import StateLookup
 from peftc.runtime.layouts import image_to_tokens, tokens_to_image, unflatten_tokens
-from peftc.runtime.parameters import full_precision, rows_of, stored_as, with_rows
+from peftc.runtime.parameters import full_precision, stored_as
 from peftc.runtime.prompts import batch_like
 from peftc.tracing.region_trace import RegionTrace
 
-OPERATORS: dict[str, Callable[..., Any]] = dict(
-    zip("+-*/", (operator.add, operator.sub, operator.mul, operator.truediv), strict=True)
-)
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
 
 
 class Inserter:
     """Inserts edits one after the other. A later edit reads what an earlier one wrote."""
 
-    def __init__(self, traced: RegionTrace, base: type | None = None) -> None:
-        self.traced, self.graph, self.base = traced, traced.graph, base
-        self.latest: dict[fx.Node, fx.Node] = {}
-        self.lookup = Lookup(traced)
-        self.made = 0
+    def __init__(self, trace: RegionTrace, base: type | None = None) -> None:
+        self.trace, self.graph, self.base = trace, trace.graph, base
+        self.replacements: dict[fx.Node, fx.Node] = {}
+        self.lookup = StateLookup(trace)
+        self.numbers = count()  # of the nodes of all edits
 
     def insert(self, edit: RegionEdit) -> None:
+        """Raises: P403 where this trace has no such state, P404, P405, P415."""
         memo: dict[int, Any] = {}
-        if tells(edit):
-            located_call(self.graph)
+        if provides_positions(edit):
+            provide_positions(self.graph).meta[EQUATIONS] = ("tells the edits inside the positions of the tokens",)
         for i, assign in enumerate(edit.assigns):
-            lets = [term for at, term in edit.lets if at == i]
-            _Assignment(self, edit, assign, memo, lets).run()
-        keep_reads(self.graph)
+            lets = [term for before, term in edit.lets if before == i]
+            EquationInserter(self, edit, assign, memo, lets).insert()
+        copy_operands_of_edits(self.graph)
         try:
             self.graph.lint()
         except RuntimeError as error:
-            raise PeftcError(
-                Diagnostic(
-                    "P405", f"`{edit.edit}` reads a state that is computed after the one it writes", notes=(str(error),)
-                )
-            ) from error
+            message = f"`{edit.edit}` reads a state that the model computes from the one that it writes"
+            raise PeftcError(Diagnostic("P405", message, notes=(str(error),))) from error
 
-    def now(self, node: fx.Node) -> fx.Node:
-        while node in self.latest:
-            node = self.latest[node]
+    def latest(self, node: fx.Node) -> fx.Node:
+        """The node that holds a state's value after the edits so far."""
+        while node in self.replacements:
+            node = self.replacements[node]
         return node
 
 
-class _Assignment:
-    """One equation of one edit: nodes are added after everything they depend on, then the state's users are redirected."""
+class EquationInserter(NodeBuilder):
+    """One equation of an edit. Its nodes follow all their operands; then the state's other uses
+    read the new value.
+
+    Args: `memo`: the edit's terms that have nodes already, by id: a `let` is computed once. `lets`:
+    those of this equation.
+    """
 
     def __init__(
-        self, inserter: Inserter, edit: RegionEdit, assign: ir.Assign, memo: dict[int, Any], lets: list[ir.Term]
+        self, inserter: Inserter, edit: RegionEdit, assign: ir.Assign, memo: dict[int, Any], lets: Sequence[ir.Term]
     ) -> None:
-        self.inserter, self.edit, self.assign = inserter, edit, assign
-        self.graph = inserter.graph
+        super().__init__(inserter.graph, inserter.numbers)
+        self.inserter, self.edit, self.assign, self.memo, self.lets = inserter, edit, assign, memo, lets
         self.comment = equation_comment(edit.edit, assign)
-        self.made: list[fx.Node] = []
-        self.memo = memo  # of the whole edit: what `let` bound is computed once
-        self.lets = lets
-        self.present: dict[str, Any] = {}
-        self.like: fx.Node | None = None  # gives forms without an input dtype and device, where no state is read
+        self.reads: dict[str, Any] = {}
+        self.like: fx.Node | None = None  # gives dtype and device to forms without an input, where no state is read
 
-    def run(self) -> None:
-        bound = self.edit.states[self.assign.state]
-        if bound.weight is not None:
-            self.write_parameter(bound)
-        elif bound.anchor is not None and bound.anchor.kind in ("tokens", "context"):
-            self.write_tokens(bound.anchor)
-        elif bound.anchor is not None and bound.anchor.kind == "argument":
-            for anchor in bound.anchor.each():
+    def insert(self) -> None:
+        state = self.edit.states[self.assign.state]
+        if state.weight is not None:
+            self.write_parameter(state)
+        elif state.anchor is not None and state.anchor.kind in ("tokens", "context"):
+            self.write_tokens(state.anchor)
+        elif state.anchor is not None and state.anchor.kind == "argument":
+            for anchor in state.anchor.each():
                 self.write_argument(anchor)
         else:
-            self.write_value(bound)
+            self.write_value(state)
 
-    # Writing -----------------------------------------------------------------------------------------------------
+    def add(self, node: fx.Node) -> fx.Node:
+        self.explain(node)
+        return super().add(node)
 
-    def write_value(self, bound: Bound) -> None:
-        assert bound.anchor is not None
-        node = self.inserter.now(self.inserter.lookup.state(bound, self.assign.state))
+    def explain(self, node: fx.Node) -> None:
+        """The equation is printed above a node that it adds or changes."""
+        node.meta[EQUATIONS] = tuple(dict.fromkeys([*node.meta.get(EQUATIONS, ()), self.comment]))
+
+    # Writing -------------------------------------------------------------------------------------
+
+    def write_value(self, state: RegionState) -> None:
+        node = self.inserter.latest(self.inserter.lookup.node_of(state, self.assign.state))
         self.start_after(node)
         new = self.value()
-        if self.unflattened(bound):
+        if self.is_unflattened(state):
             new = self.method("flatten", new, 0, 1)
-        if bound.map:
-            new = self.function(tokens_to_image, new, node, bound.map == "second")
-        if bound.rows is not None:
-            new = self.joined(node, bound.rows, new, -1, bound.width)
-        mine = set(self.made)
-        node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in mine)
-        new.meta[STANDS_FOR] = node.meta.get(STANDS_FOR, node)
-        self.inserter.latest[node] = new
+        if state.image:
+            new = self.function(tokens_to_image, new, node, state.image == "channels first")
+        if state.rows is not None:
+            new = self.put_rows(node, state.rows, new, -1, state.width)
+        own = set(self.nodes)
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
+        new.meta[REPLACES] = node.meta.get(REPLACES, node)
+        self.inserter.replacements[node] = new
 
     def write_tokens(self, anchor: Anchor) -> None:
-        """Tokens before those that a stack takes, or before those that it attends to."""
+        """Puts tokens before a stack's input, or before the context that it attends to."""
         call = prompted_call(self.graph)
         self.explain(call)
         assert isinstance(self.assign.value, ir.Concat)
         if anchor.kind == "context":
-            set_tokens(call, context=rows(self.assign.value))
+            prepend_tokens(call, context=row_count(self.assign.value))
             return
         self.start_before(call)
         embedding, keep = anchor.key
         self.like = self.function(batch_like, *call.args[2:4], self.add(self.graph.get_attr(f"{embedding}.weight")))
-        made = [self.term(part) for part in self.assign.value.parts[:-1]]
-        set_tokens(call, made, embedding, keep)
+        prepend_tokens(call, [self.term(part) for part in self.assign.value.parts[:-1]], embedding, keep)
 
     def write_argument(self, anchor: Anchor) -> None:
         call, name = self.attention_call(anchor)
@@ -141,158 +153,155 @@ class _Assignment:
         self.start_before(call)
         for let in self.lets:
             self.term(let)
-        if self.is_written(call):
-            self.join_written(Written(call, self.inserter.traced))
+        root = self.inserter.trace.root
+        if root is not None and LayerGraph(self.graph, root).op(call) is Op.SOFTMAX:
+            self.join_manually(ManualAttention(call, self.inserter.trace, self))
             return
-        attention = Called(call)
+        attention = AttentionCall(call)
         if name == "kv":
-            attention.join(*self.pair(self.assign.value, attention))
+            attention.join(*self.key_value(self.assign.value, attention))
         else:
             attention.set(name, self.term(self.assign.value))
 
-    def is_written(self, call: fx.Node) -> bool:
-        root = self.inserter.traced.root
-        return root is not None and LayerGraph(self.graph, root).op(call) is Op.SOFTMAX
-
-    def join_written(self, attention: Written) -> None:
-        """Rows joined to an attention without a call that takes keys and values."""
+    def join_manually(self, attention: ManualAttention) -> None:
         term = self.assign.value
         parts = term.parts if isinstance(term, ir.Concat) else (term,)
-        own = next(i for i, p in enumerate(parts) if contains_state(p))
+        own = next(i for i, part in enumerate(parts) if contains_state(part))
         if not isinstance(parts[own], ir.Read):
-            help_ = "join rows: `kv = concat(prefix(len=l), kv)`"
-            message = f"`{self.edit.edit}` changes the keys and values of an attention that is written out in the model"
-            raise PeftcError(Diagnostic("P415", message, help=help_))
-        like = attention.like(self, heads_of(self.assign.value))
+            message = f"`{self.edit.edit}` can only join rows to the attention here, which the model computes itself"
+            raise PeftcError(Diagnostic("P415", message, help="join rows: `kv = concat(prefix(len=l), kv)`"))
+        like = attention.batch_like(kv_heads(self.assign.value))
         for i in [*reversed(range(own)), *range(own + 1, len(parts))]:
             self.start_before(attention.softmax)
-            key, value, _, _ = self.pair(parts[i], None, like)
-            attention.join(self, key, value, after=i > own)
+            key, value, _, _ = self.key_value(parts[i], None, like)
+            attention.join(key, value, after=i > own)
 
-    def pair(self, term: ir.Term, call: Called | None, like: Any = None) -> tuple[Any, Any, int, int]:
-        """Keys, values, and how many rows were joined before and after, of a term of keys and values."""
+    def key_value(self, term: ir.Term, call: AttentionCall | None, like: Any = None) -> tuple[Any, Any, int, int]:
+        """Keys, values, and the numbers of rows joined before and after the own ones."""
         if isinstance(term, ir.Read):
             assert call is not None
             return call.get("k"), call.get("v"), 0, 0
         if isinstance(term, ir.Concat):
-            parts = [self.pair(p, call, like) for p in term.parts]
-            own = next(i for i, p in enumerate(term.parts) if contains_state(p))
-            before = sum(rows(p) for p in term.parts[:own]) + parts[own][2]
-            after = sum(rows(p) for p in term.parts[own + 1 :]) + parts[own][3]
-            keys, values = [p[0] for p in parts], [p[1] for p in parts]
+            parts = [self.key_value(part, call, like) for part in term.parts]
+            own = next(i for i, part in enumerate(term.parts) if contains_state(part))
+            before = sum(map(row_count, term.parts[:own])) + parts[own][2]
+            after = sum(map(row_count, term.parts[own + 1 :])) + parts[own][3]
+            keys, values = [part[0] for part in parts], [part[1] for part in parts]
             return self.function(torch.cat, keys, 2), self.function(torch.cat, values, 2), before, after
         if isinstance(term, ir.FormCall):
-            made = self.applied(term, like=like if call is None else call.get("k"))
-            return self.function(operator.getitem, made, 0), self.function(operator.getitem, made, 1), 0, 0
-        if isinstance(term, ir.Arithmetic):
-            return self.scaled_pair(term, call, like)
-        raise AssertionError(term)
+            pair = self.form_call(term, like=like if call is None else call.get("k"))
+            return self.function(operator.getitem, pair, 0), self.function(operator.getitem, pair, 1), 0, 0
+        assert isinstance(term, ir.Arithmetic), term
+        return self.key_value_arithmetic(term, call, like)
 
-    def scaled_pair(self, term: ir.Arithmetic, call: Called | None, like: Any) -> tuple[Any, Any, int, int]:
-        """A number or a gate times keys and values."""
-        sides = [isinstance(t.shape, type(term.shape)) for t in (term.left, term.right)]
-        which = 0 if sides[0] else 1
-        inner, factor = (term.left, term.right) if which == 0 else (term.right, term.left)
-        key, value, before, after = self.pair(inner, call, like)
+    def key_value_arithmetic(
+        self, term: ir.Arithmetic, call: AttentionCall | None, like: Any
+    ) -> tuple[Any, Any, int, int]:
+        """Keys and values times a factor, or two pairs."""
+        left_is_pair = isinstance(term.left.shape, type(term.shape))
+        pair, factor = (term.left, term.right) if left_is_pair else (term.right, term.left)
+        key, value, before, after = self.key_value(pair, call, like)
         if isinstance(factor.shape, type(term.shape)):
-            other = self.pair(factor, call, like)
-            both = ((key, other[0]), (value, other[1]))
+            factors = self.key_value(factor, call, like)[:2]
         else:
-            by = self.per_head(self.term(factor), factor)
-            both = ((key, by), (value, by))
-        made = [self.function(OPERATORS[term.op], *(pair if which == 0 else pair[::-1])) for pair in both]
-        return made[0], made[1], before, after
+            scale = self.term(factor)
+            if getattr(factor.shape, "per_example", False):  # (batch, 1, 1) times (batch, heads, tokens, d_head)
+                scale = self.method("unsqueeze", scale, 1)
+            factors = (scale, scale)
+        function = OPERATORS[term.op]
+        new = [
+            self.function(function, *((x, y) if left_is_pair else (y, x)))
+            for x, y in zip((key, value), factors, strict=True)
+        ]
+        return new[0], new[1], before, after
 
-    def per_head(self, value: Any, term: ir.Term) -> Any:
-        """A number an example, (batch, 1, 1), made to fit (batch, heads, tokens, d_head)."""
-        per_example = getattr(term.shape, "per_example", False)
-        return self.method("unsqueeze", value, 1) if per_example else value
-
-    def write_parameter(self, bound: Bound) -> None:
-        """`w` and `b`: every read of the parameter by the model gets the new value."""
-        assert bound.weight is not None
-        if bound.weight.stacked_slice is not None:
-            StackedWeights(self, bound).write()
+    def write_parameter(self, state: RegionState) -> None:
+        """Replaces every read of the parameter (`w` or `b`) by the model's code."""
+        assert state.weight is not None
+        if state.weight.stacked_slice is not None:
+            stacked = StackedWeight(self, state, self.inserter.latest)
+            parameter = stacked.write(self.value)
+            if parameter is not stacked.node:
+                self.inserter.replacements[stacked.node] = parameter
             return
-        name = f"{bound.weight.module}.{bound.weight.attribute}".lstrip(".")
-        nodes = [n for n in self.graph.nodes if n.op == "get_attr" and n.target == name and n not in set(self.made)]
-        if not nodes:
+        name = parameter_name(state.weight)
+        reads = [n for n in self.graph.nodes if n.op == "get_attr" and n.target == name]
+        if not reads:
             raise PeftcError(Diagnostic("P404", f"the forward of the module at this site does not read `{name}`"))
-        node = self.inserter.now(nodes[0])
+        node = self.inserter.latest(reads[0])
         self.start_after(node)
-        new = self.value()
-        new = self.function(stored_as, new, node)
-        if bound.weight.rows is not None:
-            seen = self.method("t", node) if bound.weight.transposed else node
-            new = self.joined(seen, bound.weight.rows, new, 0, bound.width)
-        if bound.weight.transposed:
+        new = self.function(stored_as, self.value(), node)
+        if state.weight.rows is not None:
+            whole = self.method("t", node) if state.weight.transposed else node
+            new = self.put_rows(whole, state.weight.rows, new, 0, state.width)
+        if state.weight.transposed:
             new = self.method("contiguous", self.method("t", new))  # as it was stored
-        for read in nodes:  # an equation that has read the parameter keeps the value that it read
-            self.inserter.now(read).replace_all_uses_with(new, delete_user_cb=lambda user: not is_edit(user))
-        self.inserter.latest[node] = new
+        for read in reads:  # earlier equations keep the value that they read
+            self.inserter.latest(read).replace_all_uses_with(new, delete_user_cb=lambda user: not is_edit(user))
+        self.inserter.replacements[node] = new
 
-    # Reading -----------------------------------------------------------------------------------------------------
+    # Reading -------------------------------------------------------------------------------------
 
     def read(self, state: str) -> Any:
-        """The present value of a state, the same node wherever this equation reads it."""
-        if state not in self.present:
-            self.present[state] = self.new_read(state)
-        if isinstance(self.present[state], fx.Node):
-            self.move_after(self.present[state])
-        return self.present[state]
+        """The present value of a state, the same node for all reads of this equation."""
+        if state not in self.reads:
+            self.reads[state] = self.new_read(state)
+        if isinstance(self.reads[state], fx.Node):
+            self.move_after(self.reads[state])
+        return self.reads[state]
 
-    def new_read(self, state: str) -> Any:
-        bound = self.edit.states[state]
-        if bound.weight is not None:
-            return self.read_parameter(bound)
-        assert bound.anchor is not None
-        if bound.anchor.kind == "argument":
-            call, name = self.attention_call(bound.anchor)
-            return Called(call).get(name)
-        node = self.inserter.now(self.inserter.lookup.state(bound, state))
+    def new_read(self, name: str) -> Any:
+        state = self.edit.states[name]
+        if state.weight is not None:
+            return self.read_parameter(state)
+        assert state.anchor is not None
+        if state.anchor.kind == "argument":
+            call, argument = self.attention_call(state.anchor)
+            return AttentionCall(call).get(argument)
+        node = self.inserter.latest(self.inserter.lookup.node_of(state, name))
         self.move_after(node)
-        if bound.overwritten:
-            node = copy_of(node)
-        value = node if bound.rows is None else self.cut(node, bound.rows, -1, bound.width)
-        if bound.map:
-            return self.function(image_to_tokens, value, bound.map == "second")
-        return self.function(unflatten_tokens, value, self.read(STREAM)) if self.unflattened(bound) else value
+        if state.overwritten:
+            node = copy_value(node)
+        value = node if state.rows is None else self.take_rows(node, state.rows, -1, state.width)
+        if state.image:
+            return self.function(image_to_tokens, value, state.image == "channels first")
+        return self.function(unflatten_tokens, value, self.read(STREAM)) if self.is_unflattened(state) else value
 
-    def unflattened(self, bound: Bound) -> bool:
-        """Whether a state that the model keeps as (batch · tokens, d) is given its batch back in this edit."""
-        return bound.flat and STREAM in self.edit.states
+    def is_unflattened(self, state: RegionState) -> bool:
+        """Whether the edit needs the batch of a state kept as (batch · tokens, d)."""
+        return state.flat and STREAM in self.edit.states
 
-    def read_parameter(self, bound: Bound) -> fx.Node:
-        assert bound.weight is not None
-        if bound.weight.stacked_slice is not None:
-            return StackedWeights(self, bound).read()
-        name = f"{bound.weight.module}.{bound.weight.attribute}".lstrip(".")
+    def read_parameter(self, state: RegionState) -> fx.Node:
+        assert state.weight is not None
+        if state.weight.stacked_slice is not None:
+            return StackedWeight(self, state, self.inserter.latest).read()
+        name = parameter_name(state.weight)
         node = next((n for n in self.graph.nodes if n.op == "get_attr" and n.target == name), None)
-        if node is None:
-            node = self.add(self.graph.get_attr(name))
-        node = self.inserter.now(node)
+        node = self.inserter.latest(node if node is not None else self.add(self.graph.get_attr(name)))
         self.move_after(node)
-        seen = self.function(full_precision, node)
-        seen = self.method("t", seen) if bound.weight.transposed else seen
-        return seen if bound.weight.rows is None else self.cut(seen, bound.weight.rows, 0, bound.width)
+        value = self.function(full_precision, node)
+        value = self.method("t", value) if state.weight.transposed else value
+        rows = state.weight.rows
+        return value if rows is None else self.take_rows(value, rows, 0, state.width)
 
     def attention_call(self, anchor: Anchor) -> tuple[fx.Node, str]:
-        return self.inserter.lookup.at(anchor, str(anchor.key[2])), str(anchor.key[2])
+        name = str(anchor.key[2])
+        return self.inserter.lookup.node_at(anchor, name), name
+
+    # Terms ---------------------------------------------------------------------------------------
 
     def value(self) -> Any:
         for let in self.lets:
             self.term(let)
         return self.term(self.assign.value)
 
-    # Terms -------------------------------------------------------------------------------------------------------
-
     def term(self, term: ir.Term) -> Any:
         if id(term) not in self.memo:
             self.memo[id(term)] = self.new_term(term)
-        made = self.memo[id(term)]
-        if isinstance(made, fx.Node):
-            self.move_after(made)
-        return made
+        value = self.memo[id(term)]
+        if isinstance(value, fx.Node):
+            self.move_after(value)
+        return value
 
     def new_term(self, term: ir.Term) -> Any:
         match term:
@@ -301,99 +310,35 @@ class _Assignment:
             case ir.Constant(value=value):
                 return value
             case ir.FormCall():
-                return self.applied(term, like=None)
+                return self.form_call(term, like=None)
             case ir.FrozenCall(function=function, input=value):
                 argument, name = self.term(value), self.edit.functions[function]
-                if not name:  # the region itself, as it is without edits
+                if not name:  # the region itself, without its edits
                     return self.function(base_call, self.inserter.base, argument)
                 return self.module(name, argument)
-            case ir.Arithmetic(op="+", left=left, right=ir.FormCall() as form) if self.adds(form, left):
-                return self.applied(form, like=None, plus=self.term(left))
+            case ir.Arithmetic(op="+", left=left, right=ir.FormCall() as form) if self.fuses_sum(form, left):
+                return self.form_call(form, like=None, plus=self.term(left))
             case ir.Arithmetic(op=op, left=left, right=right):
-                a, b = self.term(left), self.term(right)
-                return self.function(OPERATORS[op], a, b)
+                operands = self.term(left), self.term(right)
+                return self.function(OPERATORS[op], *operands)
             case ir.Concat():
-                raise AssertionError("keys and values are written in pairs")
+                raise AssertionError("`key_value` and `write_tokens` handle concatenations")
 
-    def adds(self, term: ir.FormCall, to: ir.Term) -> bool:
-        """Whether a form's own module can add its value to that of another term, of the same shape."""
-        instance = term.instance
-        return (
-            instance.form.adds
-            and instance.has_site_parameters
-            and not instance.tasks
-            and term.shape == to.shape
-            and id(term) not in self.memo
-        )
+    def fuses_sum(self, form: ir.FormCall, addend: ir.Term) -> bool:
+        """Whether the form's module can compute the sum of its value and the addend."""
+        instance = form.instance
+        fuses = instance.form.adds and instance.has_site_parameters and not instance.tasks
+        return fuses and form.shape == addend.shape and id(form) not in self.memo
 
-    def applied(self, term: ir.FormCall, like: Any, plus: Any = None) -> Any:
+    def form_call(self, term: ir.FormCall, like: Any, plus: Any = None) -> Any:
         if id(term) in self.memo:
             return self.memo[id(term)]
         argument = self.term(term.input) if term.input is not None else like
-        if argument is None:
-            argument = self.like or self.read(
-                self.assign.state
-            )  # a form without an input takes dtype and batch from the state
+        if argument is None:  # a form without an input takes batch, dtype and device from the state
+            argument = self.like or self.read(self.assign.state)
         name = f"{CONTAINER}.{self.edit.edit_name}.{self.edit.slug}.{term.instance.key}"
         arguments = (argument,) if term.second is None else (argument, self.term(term.second))
         if plus is not None:
             return self.module(name, *arguments, plus=plus)
-        self.memo[id(term)] = made = self.module(name, *arguments)
-        return made
-
-    # Nodes -------------------------------------------------------------------------------------------------------
-
-    def start_after(self, node: fx.Node) -> None:
-        self.point = node
-        while self.point.op == "placeholder" and self.point.next.op == "placeholder":
-            self.point = self.point.next
-
-    def start_before(self, node: fx.Node) -> None:
-        self.start_after(node.prev)
-
-    def move_after(self, node: fx.Node) -> None:
-        """What is read must have been computed: later nodes go behind it."""
-        if node.op != "placeholder" and self.point < node:
-            self.point = node
-
-    def add(self, node: fx.Node) -> fx.Node:
-        node.meta["origin"] = (EDIT, self.inserter.made, 0)
-        self.explain(node)
-        self.inserter.made += 1
-        self.point.append(node)
-        self.point = node
-        self.made.append(node)
-        return node
-
-    def explain(self, node: fx.Node) -> None:
-        node.meta[EQUATIONS] = tuple(dict.fromkeys([*node.meta.get(EQUATIONS, ()), self.comment]))
-
-    def function(self, target: Callable[..., Any], *args: Any) -> fx.Node:
-        return self.add(self.graph.call_function(target, args))
-
-    def method(self, name: str, *args: Any) -> fx.Node:
-        return self.add(self.graph.call_method(name, args))
-
-    def module(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.add(self.graph.create_node("call_module", name, args, kwargs))
-
-    def copied(self, node: fx.Node, instead: Mapping[fx.Node, Any]) -> fx.Node:
-        """The same operation on other values."""
-        return self.add(self.graph.node_copy(node, lambda n: instead.get(n, n)))
-
-    def cut(self, node: Any, rows: Slice, dim: int, width: int) -> fx.Node:
-        if rows.count > 1:
-            return self.function(rows_of, node, dim, *layout(rows, width))
-        piece = slice(rows.start, rows.stop)
-        return self.function(operator.getitem, node, (..., piece) if dim == -1 else piece)
-
-    def joined(self, whole: fx.Node, rows: Slice, new: Any, dim: int, width: int) -> fx.Node:
-        """`whole`, `width` long, with `rows` of it replaced."""
-        if rows.count > 1:
-            return self.function(with_rows, whole, new, dim, *layout(rows, width))
-        pieces: list[Any] = [new]
-        if rows.start > 0:
-            pieces.insert(0, self.cut(whole, Slice(0, rows.start), dim, width))
-        if rows.stop < width:
-            pieces.append(self.cut(whole, Slice(rows.stop, width), dim, width))
-        return self.function(torch.cat, pieces, dim)
+        self.memo[id(term)] = value = self.module(name, *arguments)
+        return value

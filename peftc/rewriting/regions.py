@@ -1,4 +1,4 @@
-"""Chooses, for each edit, the smallest module that contains every hidden state it reads or writes."""
+"""Chooses, for each edit, the smallest module that contains every state that it reads or writes."""
 
 from __future__ import annotations
 
@@ -10,34 +10,55 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from peftc.addressing.paths import stack_steps
 from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Site, State
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
 from peftc.recognition.layers import LayerType
 from peftc.rewriting.anchors import Anchor, calls_of, contains, frames_between, relative
-from peftc.rewriting.edits import Bound, Region, RegionEdit, depth, frozen_modules, slug, together, used_states, written
-from peftc.rewriting.legality.fast_paths import callers, has_fast_path
+from peftc.rewriting.edits import (
+    Region,
+    RegionEdit,
+    RegionState,
+    frozen_modules,
+    group_by_state,
+    innermost_first,
+    used_states,
+    written_states,
+)
+from peftc.rewriting.legality.fast_paths import has_fast_path, parents
 from peftc.rewriting.legality.gradients import check_gradients
 from peftc.rewriting.legality.parameter_reads import own_parameters, parameter_reads
-from peftc.rewriting.states import comes_apart, definitions, may_write, node_of, overwritten, state_anchors, state_of
+from peftc.rewriting.states import (
+    activation_of,
+    aliases_may_diverge,
+    definitions,
+    is_overwritten,
+    may_write,
+    node_of,
+    state_anchors,
+    state_of,
+    steps_below_layer,
+)
 from peftc.runtime.parameters import stacked_slice
 from peftc.tracing.bytecode import mutates_conditionally
 from peftc.tracing.module_calls import forward_signature
 
 
 @dataclass(frozen=True)
-class _Choice:
-    region: str  # relative to the layer
-    inline: frozenset[str]  # relative to the layer
-    anchors: dict[str, Anchor]  # relative to the layer
+class _Placement:
+    """The region of edits, the modules to enter, and anchors, all relative to the layer."""
+
+    region: str
+    inline: frozenset[str]
+    anchors: dict[str, Anchor]
 
 
 class LayerRegions:
-    """The regions of one layer, for the edits placed in it. Choices are remembered by kind of layer and edit.
+    """The regions of one layer, for the edits of its sites.
 
-    `shared`: groups of dotted names that are one module.
+    Args: `memory`: results for layers of the same type. `shared`: groups of dotted names that are
+    one module.
     """
 
     def __init__(
@@ -47,289 +68,270 @@ class LayerRegions:
         memory: dict[tuple[object, ...], Any],
         shared: Iterable[tuple[str, ...]] = (),
     ) -> None:
-        self.kind, self.layer, self.memory = kind, layer, memory
+        self.kind, self.trace, self.layer, self.memory = kind, kind.traced, layer, memory
         self.shared = {
             relative(name, layer): group for group in shared for name in group if f"{name}.".startswith(f"{layer}.")
         }
 
-    def regions(self, placed: Iterable[ir.SiteEdit]) -> list[Region]:
-        chosen = [(p, c) for group in together(placed) for c in [self.choice(group)] for p in group]
-        groups = self.merged([(c.region, c.inline) for _, c in chosen])
-        found: list[Region] = []
-        for region, inline in groups:
-            members = [(p, c) for p, c in chosen if self.home(c.region, groups) == region]
-            members.sort(key=lambda item: depth(item[0]))
+    def regions(self, site_edits: Iterable[ir.SiteEdit]) -> list[Region]:
+        placements = [(p, c) for group in group_by_state(site_edits) for c in [self.placement(group)] for p in group]
+        groups = self.merge_entered([c for _, c in placements])
+        members: dict[str, list[tuple[ir.SiteEdit, _Placement]]] = {region: [] for region in groups}
+        for p, c in sorted(placements, key=lambda item: innermost_first(item[0])):
+            merged = next((region for region, inline in groups.items() if c.region in inline), c.region)
+            members[c.region if c.region in groups else merged].append((p, c))
+        regions: list[Region] = []
+        for region, inline in groups.items():
+            edits = [self.region_edit(p, c, region) for p, c in members[region]]
+            entered = frozenset(relative(m, region) if m != region else "" for m in inline)
             name = f"{self.layer}.{region}".rstrip(".")
-            edits = [self.edit(p, c, region) for p, c in members]
-            entered = frozenset(relative(f, region) if f != region else "" for f in inline)
-            found.append(Region(name, entered, edits, [p for p, _ in members]))
-        return found
+            regions.append(Region(name, entered, edits, [p for p, _ in members[region]]))
+        return regions
 
-    def whole(self, placed: Iterable[ir.SiteEdit]) -> list[RegionEdit]:
-        """The edits as seen from the whole layer."""
-        return [self.edit(p, _Choice("", frozenset(), {}), "") for p in sorted(placed, key=depth)]
+    def layer_edits(self, site_edits: Iterable[ir.SiteEdit]) -> list[RegionEdit]:
+        """The edits in a region that is the whole layer."""
+        whole = _Placement("", frozenset(), {})
+        return [self.region_edit(p, whole, "") for p in sorted(site_edits, key=innermost_first)]
 
-    def merged(self, chosen: list[tuple[str, frozenset[str]]]) -> list[tuple[str, frozenset[str]]]:
-        """Joins a region into one whose code is entered around it."""
+    def merge_entered(self, placements: list[_Placement]) -> dict[str, frozenset[str]]:
+        """Regions with the modules they enter; an entered region joins the outer one."""
         groups: dict[str, frozenset[str]] = {}
-        for region, inline in chosen:
-            groups[region] = groups.get(region, frozenset()) | inline
-        changed = True
-        while changed:
-            changed = False
-            for outer, inline in list(groups.items()):
-                for inner in [r for r in groups if r != outer and r in inline]:
-                    groups[outer] = groups[outer] | groups.pop(inner) | self.path(outer, inner)
-                    changed = True
-                if changed:
-                    break
-        return list(groups.items())
+        for c in placements:
+            groups[c.region] = groups.get(c.region, frozenset()) | c.inline
+        while pair := next(((o, i) for o, inline in groups.items() for i in groups if i != o and i in inline), None):
+            outer, inner = pair
+            groups[outer] = groups[outer] | groups.pop(inner) | self.modules_between(outer, inner)
+        return groups
 
-    def path(self, outer: str, inner: str) -> frozenset[str]:
-        # a module whose parameters alone are used is entered where they are
-        nodes = (n for n in self.kind.traced.graph.nodes if n.op == "call_module")
+    def modules_between(self, outer: str, inner: str) -> frozenset[str]:
+        """The modules through whose code `outer` reaches `inner`, both included."""
+        nodes = (n for n in self.trace.graph.nodes if n.op == "call_module")
         callers = {str(n.target): str(n.meta["origin"][0]) for n in nodes}
-        callers |= {c.name: c.caller for c in self.kind.traced.calls}
-        found = {inner}
+        callers |= {c.name: c.caller for c in self.trace.calls}
+        modules = {inner}
         while inner != outer:
-            inner = callers.get(inner, inner.rpartition(".")[0])  # one that nothing calls has its parameters read
-            found.add(inner)
-        return frozenset(found)
+            inner = callers.get(inner, inner.rpartition(".")[0])  # nothing calls it: its parent reads its parameters
+            modules.add(inner)
+        return frozenset(modules)
 
-    def home(self, region: str, groups: list[tuple[str, frozenset[str]]]) -> str:
-        if any(region == r for r, _ in groups):
-            return region
-        return next(r for r, inline in groups if region in inline)
+    # Edits in a region ---------------------------------------------------------------------------
 
-    def edit(self, placed: ir.SiteEdit, choice: _Choice, region: str) -> RegionEdit:
-        states = {
-            name: self.bound(state_of(placed.site, name), anchor, region, placed.site)
-            for name, anchor in self.anchored(placed, choice, region).items()
-        }
-        functions = {f: relative(relative(m, self.layer), region) for f, m in frozen_modules(placed).items()}
-        keys = tuple(i.key for i in placed.instances)
-        return RegionEdit(placed.edit, slug(placed), placed.assigns, states, functions, keys, placed.lets)
+    def region_edit(self, site_edit: ir.SiteEdit, placement: _Placement, region: str) -> RegionEdit:
+        states: dict[str, RegionState] = {}
+        for name in used_states(site_edit):
+            state, anchor = state_of(site_edit.site, name), placement.anchors.get(name)
+            if state.weight is None and (anchor is None or region != placement.region):
+                reachable = self.reachable_anchors(state, name in written_states(site_edit), region, site_edit.site)
+                anchor = self.cheapest(reachable, state, site_edit.site)[0]
+            states[name] = self.region_state(state, anchor, region, site_edit.site)
+        functions = {f: relative(relative(m, self.layer), region) for f, m in frozen_modules(site_edit).items()}
+        return RegionEdit.of(site_edit, states, functions)
 
-    def bound(self, state: State, anchor: Anchor | None, region: str, site: Site) -> Bound:
+    def region_state(self, state: State, anchor: Anchor | None, region: str, site: Site) -> RegionState:
         if state.weight is not None:
             module = relative(state.weight.module, self.layer)
-            stored = getattr(self.kind.root.get_submodule(module), state.weight.attribute)
+            value = getattr(self.kind.root.get_submodule(module), state.weight.attribute)
             stacked = state.weight.stacked_slice
             if stacked is not None:
-                stored = stacked_slice(stored, stacked.count, stacked.index)
+                value = stacked_slice(value, stacked.count, stacked.index)
                 stacked = replace(stacked, reader="")
-            width = stored.shape[-1 if state.weight.transposed else 0]
-            return Bound(
-                width=width, weight=replace(state.weight, module=relative(module, region), stacked_slice=stacked)
-            )
+            weight = replace(state.weight, module=relative(module, region), stacked_slice=stacked)
+            return RegionState(width=value.shape[-1 if weight.transposed else 0], weight=weight)
         assert anchor is not None
-        assert state.activation is not None
-        rows = state.activation.rows
-        node = node_of(state, self.layer, site, self.kind.traced)
+        rows = activation_of(state).rows
+        node = node_of(state, self.layer, site, self.trace)
         example = node.meta["example"]
-        flat = site.layer_input is not None and isinstance(state.shape, Tokens) and example.ndim == 2
-        width = example.shape[-1] if rows else 0
-        defining, also = self.named(state, anchor, region, site)
-        shape = map_of(state, site, example)
-        bound = Bound(anchor.relative(region), rows, width, flat=flat, map=shape, defining=defining, also=also)
-        return replace(bound, overwritten=overwritten(anchor, region, node))
+        defining, aliases = self.names_in_region(state, anchor, region, site)
+        return RegionState(
+            anchor.relative(region),
+            rows,
+            width=example.shape[-1] if rows else 0,
+            flat=site.layer_input is not None and isinstance(state.shape, Tokens) and example.ndim == 2,
+            image=image_layout(state, site, example),
+            definitions=defining,
+            aliases=aliases,
+            overwritten=is_overwritten(anchor, region, node),
+        )
 
-    def named(
+    def names_in_region(
         self, state: State, anchor: Anchor, region: str, site: Site
     ) -> tuple[tuple[Anchor, ...], tuple[Anchor, ...]]:
-        """The anchors in a region that define a state, and all that name it there; two of its own arguments need not be one."""
+        """The definitions and the aliases of a state in a region."""
         if anchor.kind == "argument":
             return (), ()
-        own = (relative(site.module, self.layer), site.steps[stack_steps([n for n, _ in site.steps]) + 1 :])
-        key = ("named", id(self.kind), own, state, anchor, region)
+        own = (relative(site.module, self.layer), steps_below_layer(site))
+        key = ("names", id(self.kind), own, state, anchor, region)
         if key not in self.memory:
-            defining, taken = definitions(state, self.layer, site, self.kind)
-            known = state_anchors(state, self.layer, site, self.kind.traced)
-            others = [a for a in known if a == anchor or a.kind == "node" or a.module != region]
-            sure = [a for a in others if not any(comes_apart(a, end, self.kind.traced) for end in taken)]
-            others = sure or others
-            self.memory[key] = self.inside(region, defining), self.inside(region, [*others, *taken])
+            defining, uses = definitions(state, self.layer, site, self.kind)
+            # two arguments of the region that are one value here need not be one in other calls
+            aliases = [
+                alias
+                for alias in state_anchors(state, self.layer, site, self.trace)
+                if alias == anchor or alias.kind == "node" or alias.module != region
+            ]
+            sure = [a for a in aliases if not any(aliases_may_diverge(a, use, self.trace) for use in uses)]
+            inside = [
+                tuple(a.relative(region) for a in names if frames_between(region, a, self.trace) is not None)
+                for names in (defining, [*(sure or aliases), *uses])
+            ]
+            self.memory[key] = inside[0], inside[1]
         return self.memory[key]
 
-    def inside(self, region: str, found: list[Anchor]) -> tuple[Anchor, ...]:
-        """The anchors that are in a region, as seen from it."""
-        return tuple(a.relative(region) for a in found if frames_between(region, a, self.kind.traced) is not None)
+    # The choice of a region ----------------------------------------------------------------------
 
-    def anchored(self, placed: ir.SiteEdit, choice: _Choice, region: str) -> dict[str, Anchor | None]:
-        if region == choice.region and choice.anchors:
-            return {n: choice.anchors.get(n) for n in used_states(placed)}
-        found: dict[str, Anchor | None] = {}
-        for name in used_states(placed):
-            state = state_of(placed.site, name)
-            if state.weight is not None:
-                found[name] = None
-                continue
-            options = self.options(state, name in written(placed), region, placed.site)
-            found[name] = self.nearest(options, state, placed.site)[0] if options else None
-        return found
-
-    def choice(self, group: list[ir.SiteEdit]) -> _Choice:
-        """The region for edits that have to be applied in one place."""
+    def placement(self, group: list[ir.SiteEdit]) -> _Placement:
         states = {n: state_of(p.site, n) for p in group for n in used_states(p)}
-        writes = {n for p in group for n in written(p)}
+        writes = {n for p in group for n in written_states(p)}
         functions = {relative(m, self.layer) for p in group for m in frozen_modules(p).values()}
-        barred = self.barred(group)
+        excluded = self.partly_edited(group)
         key = (
             id(self.kind),
-            barred,
-            group[0].site.steps[stack_steps([name for name, _ in group[0].site.steps]) + 1 :] or group[0].site.path,
+            excluded,
+            steps_below_layer(group[0].site) or group[0].site.path,
             *map(tuple, map(sorted, (states, writes, functions))),
         )
         if key not in self.memory:
-            self.memory[key] = self.choose(group, states, writes, functions, barred)
+            self.memory[key] = self.find_region(group[0], states, writes, functions, excluded)
         return self.memory[key]
 
-    def barred(self, group: list[ir.SiteEdit]) -> frozenset[str]:
-        """The modules in which the edits cannot be: they are used elsewhere, too, where these edits are not."""
-        modules = group[0].modules  # edits together are at one site
+    def partly_edited(self, group: list[ir.SiteEdit]) -> frozenset[str]:
+        """The modules that are shared with places where these edits do not apply."""
+        modules = group[0].modules  # all are at one site
 
-        def covered(name: str) -> bool:
+        def is_edited(name: str) -> bool:
             return any(contains(name, module) or contains(module, name) for module in modules)
 
-        return frozenset(own for own, names in self.shared.items() if not all(map(covered, names)))
+        return frozenset(own for own, names in self.shared.items() if not all(map(is_edited, names)))
 
-    def choose(
+    def find_region(
         self,
-        group: list[ir.SiteEdit],
+        first: ir.SiteEdit,
         states: dict[str, State],
         writes: set[str],
         functions: set[str],
-        barred: frozenset[str],
-    ) -> _Choice:
-        traced, site = self.kind.traced, group[0].site
-        check_gradients([(n, nodes) for n in sorted(writes) if (nodes := self.users(states[n], site))], traced.graph)
-        readers = {
-            s.weight.stacked_slice.reader
-            for s in states.values()
-            if s.weight is not None and s.weight.stacked_slice is not None
-        }
-        if readers:  # what a parameter's pieces are is not seen in the code of its module, which is run as it is
-            return _Choice(relative(readers.pop(), self.layer), frozenset(), {})
-        names = sorted({c.name for c in calls_of(self.kind.traced)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
-        for region in names:
+        excluded: frozenset[str],
+    ) -> _Placement:
+        site = first.site
+        check_gradients({n: self.nodes_of(states[n], site) for n in sorted(writes)}, self.trace.graph)
+        weights = [s.weight for s in states.values() if s.weight is not None]
+        readers = [w.stacked_slice.reader for w in weights if w.stacked_slice is not None]
+        if readers:  # the code that indexes a stacked parameter is not entered
+            return _Placement(relative(readers[0], self.layer), frozenset(), {})
+        depth_first = sorted({c.name for c in calls_of(self.trace)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
+        for region in depth_first:
             module = self.kind.root.get_submodule(region)
-            if region in barred or self.bypassed(region):
+            if region in excluded or self.has_external_reads(region) or next(module.parameters(), None) is None:
                 continue
-            if next(module.parameters(), None) is None or not all(
-                contains(region, f) and f != region for f in functions
-            ):
-                continue
-            choice = self.try_region(region, states, writes, group[0].site)
-            if choice is not None:
-                return choice
-        where = f"of {group[0].site.root} contains all the states that `{group[0].edit}` uses at {group[0].site.path}"
-        raise PeftcError(Diagnostic("P401", f"no one module {where}", notes=(f"states: {', '.join(states)}",)))
+            if all(contains(region, f) and f != region for f in functions):
+                placement = self.place_in(region, states, writes, site)
+                if placement is not None:
+                    return placement
+        message = f"no module of {site.root} contains all the states that `{first.edit}` uses at {site.path}"
+        raise PeftcError(Diagnostic("P401", message, notes=(f"states: {', '.join(states)}",)))
 
-    def altering(self, region: str, argument: str) -> frozenset[str]:
-        """The modules to enter where the code of a region may change an argument in place, in some calls."""
-        inside = [c.name for c in self.kind.traced.calls if c.inlined and contains(region, c.name)]
-        root = self.kind.root
-        forwards = {name: (inspect.unwrap((cls := type(root.get_submodule(name))).forward), cls) for name in inside}
-        forwards |= {region: (inspect.unwrap((cls := type(root.get_submodule(region))).forward), cls)} if inside else {}
-        writers = [
-            n for n, forward in forwards.items() if mutates_conditionally(*forward, argument if n == region else "")
-        ]
-        return frozenset[str]().union(*(self.path(region, name) for name in writers))
-
-    def bypassed(self, region: str) -> bool:
-        """Whether code around a region may read its parameters without calling it: the edits have to be in that code, too."""
-        root = self.kind.root
-        around = [n for n in callers(region) if not has_fast_path(type(root.get_submodule(n)))]
-        names = own_parameters(root.get_submodule(region), region, recurse=True) if around else []
-        return any(
-            next(parameter_reads(root.get_submodule(n), [relative(name, n) for name in names]), None) for n in around
-        )
-
-    def users(self, state: State, site: Site) -> list[fx.Node]:
-        """Where the layer computes a state, or what computes with a parameter."""
-        traced = self.kind.traced
+    def nodes_of(self, state: State, site: Site) -> list[fx.Node]:
+        """The node that computes a state, or the nodes that read a parameter."""
         if state.weight is None:
-            return [node_of(state, self.layer, site, traced)]
+            return [node_of(state, self.layer, site, self.trace)]
         module = relative(state.weight.module, self.layer)
         names = (module, f"{module}.{state.weight.attribute}")
-        return [n for n in traced.graph.nodes if n.op in ("call_module", "get_attr") and n.target in names]
+        return [n for n in self.trace.graph.nodes if n.op in ("call_module", "get_attr") and n.target in names]
 
-    def try_region(self, region: str, states: dict[str, State], writes: set[str], site: Site) -> _Choice | None:
+    def has_external_reads(self, region: str) -> bool:
+        """Whether code around a region may read its parameters without calling it."""
+        root = self.kind.root
+        outer = [n for n in parents(region) if not has_fast_path(type(root.get_submodule(n)))]
+        names = own_parameters(root.get_submodule(region), region, recurse=True) if outer else []
+        return any(
+            next(parameter_reads(root.get_submodule(n), [relative(name, n) for name in names]), None) for n in outer
+        )
+
+    def place_in(self, region: str, states: dict[str, State], writes: set[str], site: Site) -> _Placement | None:
         inline: frozenset[str] = frozenset()
-        found: dict[str, Anchor] = {}
+        anchors: dict[str, Anchor] = {}
         for name, state in states.items():
             if state.weight is not None:
                 module = relative(state.weight.module, self.layer)
                 if not contains(region, module):
                     return None
-                inline |= self.path(region, module)
+                inline |= self.modules_between(region, module)
                 continue
-            options = self.options(state, name in writes, region, site)
-            if not options:
+            reachable = self.reachable_anchors(state, name in writes, region, site)
+            if not reachable:
                 return None
-            found[name], frames = self.nearest(options, state, site)
+            anchors[name], frames = self.cheapest(reachable, state, site)
             inline |= frames
-        return _Choice(region, inline, found)
+        return _Placement(region, inline, anchors)
 
-    def nearest(
-        self, options: list[tuple[Anchor, frozenset[str]]], state: State, site: Site
+    def cheapest(
+        self, reachable: list[tuple[Anchor, frozenset[str]]], state: State, site: Site
     ) -> tuple[Anchor, frozenset[str]]:
-        """The option for which the fewest modules are entered; one that defines the state before others."""
+        """The anchor with the fewest modules to enter; definitions come first."""
         defining, _ = definitions(state, self.layer, site, self.kind)
-        return min(options, key=lambda option: (len(option[1]), option[0] not in defining))
+        return min(reachable, key=lambda item: (len(item[1]), item[0] not in defining))
 
-    def options(self, state: State, write: bool, region: str, site: Site) -> list[tuple[Anchor, frozenset[str]]]:
-        """The anchors of a state that can be used in `region`, each with the modules to enter for it."""
-        traced = self.kind.traced
-        found: list[tuple[Anchor, frozenset[str]]] = []
-        defining, taken = definitions(state, self.layer, site, self.kind)
-        for anchor in state_anchors(state, self.layer, site, traced):
-            ends = [] if anchor in defining else [e for e in (*defining, *taken) if comes_apart(anchor, e, traced)]
-            ways = [frames_between(region, one, traced) for one in (anchor, *ends)]
-            if None in ways:
+    def reachable_anchors(
+        self, state: State, write: bool, region: str, site: Site
+    ) -> list[tuple[Anchor, frozenset[str]]]:
+        """The anchors at which `region` can use a state, with the modules to enter."""
+        reachable: list[tuple[Anchor, frozenset[str]]] = []
+        defining, uses = definitions(state, self.layer, site, self.kind)
+        for anchor in state_anchors(state, self.layer, site, self.trace):
+            required = [anchor]
+            if anchor not in defining:
+                required += [a for a in (*defining, *uses) if aliases_may_diverge(anchor, a, self.trace)]
+            paths = [frames_between(region, a, self.trace) for a in required]
+            if None in paths:
                 continue
-            frames = frozenset[str]().union(*filter(None, ways))
+            frames = frozenset[str]().union(*filter(None, paths))
             if anchor.kind == "in" and anchor.module == region and not frames:
-                frames = self.altering(region, str(anchor.key[0]))
-            if write and not may_write(anchor, frames, node_of(state, self.layer, site, traced)):
-                continue
-            found.append((anchor, frames))
-        return found
+                frames = self.mutating_modules(region, str(anchor.key[0]))
+            if not write or may_write(anchor, frames, node_of(state, self.layer, site, self.trace)):
+                reachable.append((anchor, frames))
+        return reachable
+
+    def mutating_modules(self, region: str, argument: str) -> frozenset[str]:
+        """The modules to enter whose code may write in place to an argument."""
+        names = {c.name for c in self.trace.calls if c.inlined and contains(region, c.name)}
+        result = frozenset[str]()
+        for name in {*names, region} if names else ():
+            cls = type(self.kind.root.get_submodule(name))
+            if mutates_conditionally(inspect.unwrap(cls.forward), cls, argument if name == region else ""):
+                result |= self.modules_between(region, name)
+        return result
 
 
-def map_of(state: State, site: Site, example: object) -> Literal["", "second", "last"]:
-    """How a state has its image, where one of the site's is an image with d as its second dimension."""
-    if state.activation is not None and state.activation.feature_map:
-        return "second"
-    maps = any(s.activation is not None and s.activation.feature_map for s in site.states.values())
-    image = isinstance(example, torch.Tensor) and example.ndim > 3
-    return "last" if maps and image and isinstance(state.shape, Tokens) else ""
+def image_layout(state: State, site: Site, example: object) -> Literal["", "channels first", "channels last"]:
+    """The layout of a state at a site with images (batch, d, height, width)."""
+    if activation_of(state).feature_map:
+        return "channels first"
+    has_images = any(s.activation is not None and s.activation.feature_map for s in site.states.values())
+    is_image = isinstance(example, torch.Tensor) and example.ndim > 3
+    return "channels last" if has_images and is_image and isinstance(state.shape, Tokens) else ""
 
 
-def module_region(placed: list[ir.SiteEdit], region: str, model: nn.Module) -> Region:
-    """The region of edits at a site that is one whole module outside the layers, or of its parameters that `region` reads."""
+def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) -> Region:
+    """The region of edits outside the layers."""
     module = model.get_submodule(region)
     edits: list[RegionEdit] = []
     inline = frozenset[str]()
-    for p in placed:
-        states: dict[str, Bound] = {}
+    for p in site_edits:
+        states: dict[str, RegionState] = {}
         for name in used_states(p):
             state = p.site.states[name]
             if state.weight is not None:
                 inner = relative(state.weight.module, region)
-                states[name] = Bound(weight=replace(state.weight, module=inner))
+                states[name] = RegionState(weight=replace(state.weight, module=inner))
                 inline |= {".".join(inner.split(".")[:i]) for i in range(inner.count(".") + 2)}
             else:
-                assert state.activation is not None
-                states[name] = Bound(anchor=boundary(state.activation, module), rows=state.activation.rows)
-        functions = {f: relative(m, region) for f, m in frozen_modules(p).items()}
-        keys = tuple(i.key for i in p.instances)
-        edits.append(RegionEdit(p.edit, slug(p), p.assigns, states, functions, keys, p.lets))
-    return Region(region, inline, edits, placed)
+                activation = activation_of(state)
+                states[name] = RegionState(anchor=boundary_anchor(activation, module), rows=activation.rows)
+        edits.append(RegionEdit.of(p, states, {f: relative(m, region) for f, m in frozen_modules(p).items()}))
+    return Region(region, inline, edits, site_edits)
 
 
-def boundary(place: ActivationRef, module: nn.Module) -> Anchor:
-    if place.node == OUTPUT:
-        return Anchor("out", "", place.key_path)
-    assert place.node == INPUT
-    return Anchor("in", "", place.key_path or (list(forward_signature(module).parameters)[1],))
+def boundary_anchor(activation: ActivationRef, module: nn.Module) -> Anchor:
+    if activation.node == OUTPUT:
+        return Anchor("out", "", activation.key_path)
+    assert activation.node == INPUT
+    return Anchor("in", "", activation.key_path or (list(forward_signature(module).parameters)[1],))

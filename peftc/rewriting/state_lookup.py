@@ -1,4 +1,4 @@
-"""Finds the states of edits in the trace of one call, which may go another way through the code than the call that was analysed."""
+"""Finds the states of edits in the trace of a call, which may differ from the sample."""
 
 from __future__ import annotations
 
@@ -8,73 +8,58 @@ from torch import fx
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting.anchors import Anchor, find
-from peftc.rewriting.edits import STREAM, Bound, RegionEdit
+from peftc.rewriting.edits import STREAM, RegionEdit, RegionState
 from peftc.tracing.region_trace import RegionTrace
 
 
-class Lookup:
+class StateLookup:
     """The nodes of states in one trace.
 
-    What defines a state comes first: the `x` of a Linear is what it takes, whatever that is made of in this call. Where a state has
-    no such anchor here, all others have to name one node.
+    The anchors that define a state decide: the `x` of a Linear is its operand, however this call
+    computes it. If this trace has none of them, all aliases have to identify one node.
     """
 
-    def __init__(self, traced: RegionTrace) -> None:
-        self.traced = traced
-        self.nodes: dict[Bound, list[fx.Node]] = {}
+    def __init__(self, trace: RegionTrace) -> None:
+        self.trace = trace
+        self.nodes: dict[RegionState, list[fx.Node]] = {}
 
-    def prepare(self, edits: Iterable[RegionEdit]) -> None:
-        """Finds the states of edits before the first is inserted, which may write what the next one's are told by."""
-        for name, bound in (item for edit in edits for item in edit.states.items()):
-            if bound.anchor is not None and bound.anchor.kind in ("in", "out", "node") and bound not in self.nodes:
-                self.nodes[bound] = self.named(bound, name)
+    def resolve(self, edits: Iterable[RegionEdit]) -> None:
+        """Looks up all states first: an edit may replace what identifies the state of the next."""
+        for name, state in (item for edit in edits for item in edit.states.items()):
+            if state.anchor is not None and state.anchor.kind in ("in", "out", "node") and state not in self.nodes:
+                self.nodes[state] = self.candidates(state, name)
 
-    def named(self, bound: Bound, name: str) -> list[fx.Node]:
-        """The nodes of a state: one, none where this call does not compute it, several where its anchors come apart."""
-        assert bound.anchor is not None
-        for anchors in (bound.defining, bound.also or (bound.anchor,)):
-            nodes = [node for anchor in anchors if (node := find(anchor, self.traced)) is not None]
+    def candidates(self, state: RegionState, name: str) -> list[fx.Node]:
+        """The nodes of a state: none if not computed, several if its aliases diverged."""
+        assert state.anchor is not None
+        for anchors in (state.definitions, state.aliases or (state.anchor,)):
+            nodes = [node for anchor in anchors if (node := find(anchor, self.trace)) is not None]
             if nodes:
                 return list(dict.fromkeys(nodes if name != STREAM else nodes[:1]))
         return []
 
-    def state(self, bound: Bound, what: str) -> fx.Node:
-        """The node of a state.
-
-        Raises: P403 where this call computes none, or several.
-        """
-        assert bound.anchor is not None
-        nodes = self.nodes[bound] if bound in self.nodes else self.named(bound, what)
+    def node_of(self, state: RegionState, name: str) -> fx.Node:
+        """Raises: P403 where this call computes no such state, or several."""
+        assert state.anchor is not None
+        nodes = self.nodes[state] if state in self.nodes else self.candidates(state, name)
         if not nodes:
-            raise PeftcError(missing(what, bound.anchor))
+            raise PeftcError(missing(name, state.anchor))
         if len(nodes) > 1:
-            raise PeftcError(several(what, bound))
+            message = f"the sample forward has one value `{name}` here, and this call has several"
+            notes = tuple(f"it was {anchor}" for anchor in state.definitions or state.aliases)
+            help_ = "compile with a `sample` that has the arguments of this call"
+            raise PeftcError(Diagnostic("P403", message, notes=notes, help=help_))
         return nodes[0]
 
-    def at(self, anchor: Anchor, what: str) -> fx.Node:
-        """The node that an anchor names.
-
-        Raises: P403 where this call has none.
-        """
-        node = find(anchor, self.traced)
+    def node_at(self, anchor: Anchor, name: str) -> fx.Node:
+        """Raises: P403 where this trace has no such node."""
+        node = find(anchor, self.trace)
         if node is None:
-            raise PeftcError(missing(what, anchor))
+            raise PeftcError(missing(name, anchor))
         return node
 
 
-def missing(what: str, anchor: Anchor) -> Diagnostic:
-    return Diagnostic(
-        "P403",
-        f"in this call pattern the model computes no `{what}` where its layer was analysed",
-        notes=(f"looked for {anchor}",),
-        help="report the model and the call; the model has not been changed by this call",
-    )
-
-
-def several(what: str, bound: Bound) -> Diagnostic:
-    return Diagnostic(
-        "P403",
-        f"in this call pattern what was one value, `{what}`, where its layer was analysed is several",
-        notes=tuple(f"it was {anchor}" for anchor in bound.defining or bound.also),
-        help="give a `sample` with the arguments of this call when the model is compiled",
-    )
+def missing(name: str, anchor: Anchor) -> Diagnostic:
+    message = f"in this call, the model computes no `{name}` where the sample forward does"
+    help_ = "report the model and the call; the model has not been changed by this call"
+    return Diagnostic("P403", message, notes=(f"looked for {anchor}",), help=help_)

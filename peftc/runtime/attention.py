@@ -1,4 +1,4 @@
-"""Attention over keys and values to which rows were joined that every query sees (prefixes)."""
+"""Attention over keys and values with joined rows that every query sees (prefixes)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def attention_with_rows(
 
     The mask gets open columns for the rows, a position bias zero columns.
 
-    Shapes: query (batch, heads, q, d_head); key, value (batch, kv_heads, before + k + after, d_head);
-    attention_mask (…, q, k).
+    Shapes: query (batch, heads, q, d_head); key, value (batch, kv_heads, before + k + after,
+    d_head); attention_mask (…, q, k).
     Raises: P402 where the attention implementation cannot take such a mask.
     """
     length = key.shape[2] - before - after
@@ -52,7 +52,7 @@ def sdpa_with_rows(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """torch's `scaled_dot_product_attention` with joined rows. Shapes as in `attention_with_rows`."""
+    """torch's `scaled_dot_product_attention` with joined rows. Shapes: as above."""
     length = key.shape[2] - before - after
     if attn_mask is None and is_causal:
         attn_mask = causal_mask(query, length)
@@ -74,7 +74,7 @@ def causal_mask(query: torch.Tensor, length: int) -> torch.Tensor:
 def open_columns(
     module: Any, query: torch.Tensor, mask: Any, length: int, before: int, after: int, is_causal: bool | None
 ) -> torch.Tensor | BlockMask | None:
-    """The mask of `length` keys with open columns; made explicit where the implementation implies a causal one."""
+    """The mask of `length` keys with open columns; explicit if the implementation implies one."""
     implementation: str = module.config._attn_implementation
     if implementation not in ("eager", "sdpa", "flex_attention"):
         raise PeftcError(
@@ -98,8 +98,8 @@ def open_columns(
 def pad_block_mask(mask: BlockMask, length: int, before: int, after: int) -> BlockMask:
     """A flex attention mask of `length` keys with open columns on both sides.
 
-    A new block overlaps two old ones. It is computed if either was, or if it has open columns; `mask_mod` decides
-    within it.
+    A new block overlaps two old ones. It is computed if either was, or if it has open columns;
+    `mask_mod` decides within it.
     """
 
     def mask_mod(batch: Any, head: Any, query: Any, column: Any) -> Any:
@@ -119,14 +119,14 @@ def pad_block_mask(mask: BlockMask, length: int, before: int, after: int) -> Blo
     )
 
 
-# Attention that the model computes itself ----------------------------------------------------------------------------
+# Attention that the model computes itself --------------------------------------------------------
 
 
 def rows_like_operand(rows: torch.Tensor, operand: torch.Tensor, order: tuple[int, ...], merged: bool) -> torch.Tensor:
     """Rows (batch, heads, rows, d) in the layout of an operand of a product.
 
-    Args: `order`: the operand's dimensions as indices into those of the rows; index 4 is a dimension of blocks of
-    tokens. `merged`: batch and heads are one dimension of the operand.
+    Args: `order`: the operand's dimensions as indices into those of the rows; index 4 is a
+    dimension of blocks of tokens. `merged`: batch and heads are one dimension of the operand.
     """
     rows = rows.to(operand.dtype)
     rows = rows.unsqueeze(-1) if len(order) == 5 else rows  # the same for each block
@@ -139,6 +139,8 @@ def scores_like(scores: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def extend_mask(mask: torch.Tensor, scores: torch.Tensor, visible: float, after: bool) -> torch.Tensor:
-    """A mask with a column of the value `visible` for each joined row, before or `after` the others."""
+    """A mask with a column of the value `visible` for each joined row, before or `after` the
+    others.
+    """
     columns = mask.new_full((*mask.shape[:-1], scores.shape[-1]), visible)
     return torch.cat([mask, columns] if after else [columns, mask], -1)

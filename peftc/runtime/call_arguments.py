@@ -1,4 +1,4 @@
-"""Tokens, masks and caches among the arguments of a call, under the names that transformers' models give them."""
+"""Tokens, masks and caches among the arguments of a call of a transformers model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokens_of(arguments: Mapping[str, Any]) -> Any:
 
 
 def starts_of(mask: Tensor) -> Tensor:
-    """The column of each row's first visible token, (batch, 1); 0 for a row that is all padding."""
+    """The column of each row's first visible token, (batch, 1); 0 if all are padding."""
     return (mask != 0).int().argmax(1, keepdim=True)
 
 
@@ -46,7 +46,8 @@ def is_tensors(cache: Any) -> bool:
 
 
 def past_of(arguments: dict[str, Any]) -> Any:
-    """The number of tokens in the cache of a call: a tensor for caches of a fixed size, 0 without a cache.
+    """The number of tokens in the cache of a call: a tensor for caches of a fixed size, 0 without a
+    cache.
 
     Returns: None for a recurrent state, which has tokens and does not count them.
     Raises: UnknownCache.

@@ -1,4 +1,4 @@
-"""What a generated forward does when a call differs from the calls that it was traced for."""
+"""Guards of generated forwards, and calls that no variant was traced for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def recheck_guard(value: Any, kind: str, expected: Any) -> None:
 
 
 def untraced(reason: str) -> PeftcError:
-    """P417: the error of a call that takes a branch which could not be traced."""
     return PeftcError(
         Diagnostic(
             "P417",

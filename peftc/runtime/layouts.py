@@ -24,7 +24,7 @@ def unflatten_tokens(value: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
 
 
 def image_to_tokens(image: torch.Tensor, channels_first: bool) -> torch.Tensor:
-    """(batch, d, height, width) where `channels_first`, else (batch, height, width, d), as (batch, height · width, d)."""
+    """An image, with features second if `channels_first`, as (batch, height · width, d)."""
     return image.flatten(2).transpose(1, 2) if channels_first else image.flatten(1, -2)
 
 

@@ -1,4 +1,4 @@
-"""Parameters in generated forwards: quantised ones, row slices, one of several stacked in a tensor, values for one call."""
+"""Parameters in generated forwards: quantised, sliced, stacked, or replaced for one call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 Rows = tuple[int, int, int, int, int]
-"""Interleaved rows (base, count, stride, start, stop): [start, stop) of each of `count` blocks of `stride` rows from `base`."""
+"""(base, count, stride, start, stop): rows [start, stop) of `count` blocks of `stride` rows."""
 
 
 def is_quantised(weight: torch.Tensor) -> bool:
@@ -21,7 +21,7 @@ def dense(weight: torch.Tensor) -> torch.Tensor:
 
 
 def full_precision(weight: torch.Tensor) -> torch.Tensor:
-    """A parameter to compute with: half precision becomes float32, so that small changes are not lost."""
+    """A parameter to compute with: half precision becomes float32, to keep small changes."""
     weight = dense(weight)
     return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
 
@@ -52,7 +52,7 @@ def with_rows(
 
 
 def stacked_slice(whole: torch.Tensor, count: int, index: int) -> torch.Tensor:
-    """A view of one of `count` matrices stacked along a parameter's first dimension, such as an expert's."""
+    """A view of one of `count` matrices stacked along the first dimension."""
     return stacked_slices(whole, count)[index]
 
 
@@ -70,7 +70,8 @@ def with_stacked_slices(
 ) -> torch.Tensor:
     """A copy of `whole` with new values of some stacked matrices, or of some rows of them.
 
-    Args: `transposed`: the matrices are stored (in, out). `slices`: (index, rows), where None means all rows.
+    Args: `transposed`: the matrices are stored (in, out). `slices`: (index, rows), where None means
+    all rows.
     Shapes: values (rows, in), or (rows,).
     """
     matrices = [matrix.t() if transposed else matrix for matrix in stacked_slices(whole, count).unbind(0)]
@@ -81,7 +82,7 @@ def with_stacked_slices(
 
 
 class ModuleView:
-    """A module in which some parameters have other values. Everything else is read from, and written to, the module."""
+    """A module in which some parameters have other values; all else is that of the module."""
 
     def __init__(self, module: Any, values: dict[str, Any]) -> None:
         vars(self)["_module"] = module

@@ -1,4 +1,4 @@
-"""The positions of a call's tokens, for forms that act at the first or last ones. Generated forwards call this."""
+"""The positions of a call's tokens, for forms that act at the first or last ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def forward_with_positions(base: type[nn.Module], module: Any, named: dict[str, 
 
 
 def positions_of(arguments: dict[str, Any]) -> Where | None:
-    """The columns of a call's tokens, counted from the first and the last visible token of their rows.
+    """The columns of a call's tokens, counted from the first and the last visible token of their
+    rows.
 
     Without a mask no token is padding.
     Returns: None for a call without tokens.
@@ -68,7 +69,7 @@ def known_past(arguments: dict[str, Any]) -> Any:
 
 
 def check_one_sequence_per_row(position_ids: Any) -> None:
-    """Raises: P423 for position ids that start again within a row, as those of packed sequences do."""
+    """Raises: P423 for the position ids of packed sequences."""
     if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
         return
     if not has_values(position_ids) or torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Forwards of stacks whose input has the rows of a prompt before its tokens. Generated forwards call this."""
+"""Forwards of stacks whose input has the rows of a prompt before its tokens."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def forward_with_prompt(
 ) -> Any:
     """The forward of `base` with `rows` before the tokens of each example.
 
-    The rows stand between an example's padding and its first token, in the cache too. Every token sees them, and
-    positions count them. In calls that continue a cache, masks and positions are shifted by their number.
+    The rows stand between an example's padding and its first token, in the cache too. Every token
+    sees them, and positions count them. In calls that continue a cache, masks and positions are
+    shifted by their number.
 
-    Args: `embedding`: the module that embeds ids. `keep`: the result keeps the rows. `context`: how many tokens the
-    encoder's states are longer than their mask.
+    Args: `embedding`: the module that embeds ids. `keep`: the result keeps the rows. `context`: how
+    many tokens the encoder's states are longer than their mask.
     Shapes: rows (len, d), or (batch, len, d).
-    Raises: P419 for masks that cannot be extended, and for caches without the rows; P428 for an example whose first
-    token is behind padding in a cache.
+    Raises: P419 for masks that cannot be extended, and for caches without the rows; P428 for an
+    example whose first token is behind padding in a cache.
     """
     arguments = {**named, **rest}
     if context:
@@ -49,46 +50,55 @@ def forward_with_prompt(
     past = known_past(arguments)
     if past is None:
         return base.forward(module, **shift_recurrent_call(arguments, tokens, count))
-    first = past == 0
-    if first and (reason := cannot_prepend(arguments)) is not None:
+    if past != 0:
+        return base.forward(module, **shift_cached_call(arguments, tokens, count, past - count))
+    if (reason := cannot_prepend(arguments)) is not None:
         raise refusal(reason)
-    starts = None
-    if (mask := arguments.get("attention_mask")) is not None:
-        starts = starts_of(checked_mask(mask, None if first else past - count + tokens.shape[1]))
-        if not first:
-            check_starts(starts, past - count)
-        arguments["attention_mask"] = insert_rows(mask.new_ones(count), mask, starts)
-    elif not first:
-        check_first_position(arguments.get("position_ids"), past - count)
-    arguments |= shift_positions(arguments, count, starts, first)
-    if not first:
-        return base.forward(module, **arguments)
-    if starts is not None and "position_ids" in arguments and arguments["position_ids"] is None:
-        arguments["position_ids"] = offset_position_ids(module, embedding, starts, count + tokens.shape[1])
-    for name in KINDS:
-        if (kinds := arguments.get(name)) is not None:
-            arguments[name] = insert_rows(kinds.new_zeros(count), kinds, starts)
-    embedded = tokens if tokens.is_floating_point() else module.get_submodule(embedding)(tokens)
-    prompt = torch.cat([row.to(embedded.dtype).expand(len(tokens), -1, -1) for row in rows], 1)
-    arguments |= {"input_ids": None, "inputs_embeds": insert_rows(prompt, embedded, starts)}
-    result = base.forward(module, **arguments)
+    mask = arguments.get("attention_mask")
+    starts = None if mask is None else starts_of(mask)
+    result = base.forward(module, **prepend_rows(module, arguments, tokens, rows, starts, embedding))
     return result if keep else without_rows(result, count, starts, tokens.shape[1])
 
 
+def prepend_rows(
+    module: nn.Module,
+    arguments: dict[str, Any],
+    tokens: Tensor,
+    rows: list[Tensor],
+    starts: Tensor | None,
+    embedding: str,
+) -> dict[str, Any]:
+    """The arguments of a call without a cache, with rows before its tokens."""
+    embedded = tokens if tokens.is_floating_point() else module.get_submodule(embedding)(tokens)
+    prompt = torch.cat([row.to(embedded.dtype).expand(len(tokens), -1, -1) for row in rows], 1)
+    count, arguments = prompt.shape[1], dict(arguments)
+    for name, value in arguments.items():
+        if name in POSITIONS and value is not None:
+            arguments[name] = extend_positions(value, count, starts)
+        elif name == "position_ids" and starts is not None:
+            arguments[name] = offset_position_ids(module, embedding, starts, count + tokens.shape[1])
+        elif name in KINDS and value is not None:
+            arguments[name] = insert_rows(value.new_zeros(count), value, starts)
+        elif name == "attention_mask" and value is not None:
+            arguments[name] = insert_rows(value.new_ones(count), value, starts)
+    return arguments | {"input_ids": None, "inputs_embeds": insert_rows(prompt, embedded, starts)}
+
+
 def batch_like(named: dict[str, Any], rest: dict[str, Any], weight: Tensor) -> Tensor:
-    """A tensor (batch, 1, d) with the batch of a call, and features, dtype and device of its embedding's weight."""
+    """(batch, 1, d) with the batch of a call, and dtype and device of its embedding's weight."""
     tokens = tokens_of({**named, **rest})
     return weight[:1].expand(1 if tokens is None else tokens.shape[0], 1, -1)
 
 
-# Rows among tokens ---------------------------------------------------------------------------------------------------
+# Rows among tokens -------------------------------------------------------------------------------
 
 
 def insert_rows(rows: Tensor, values: Tensor, starts: Tensor | None) -> Tensor:
-    """Values of tokens with `rows` directly before the first token of each example; in front where `starts` is None.
+    """Values of tokens with `rows` directly before the first token of each example; in front where
+    `starts` is None.
 
-    Shapes: values (batch, tokens, …); rows (batch, len, …), or (len, …) where all examples have the same;
-    starts (batch, 1).
+    Shapes: values (batch, tokens, …); rows (batch, len, …), or (len, …) where all examples have the
+    same; starts (batch, 1).
     """
     if rows.ndim < values.ndim:
         rows = rows.expand(len(values), *rows.shape)
@@ -109,7 +119,7 @@ def remove_rows(values: Tensor, count: int, starts: Tensor | None) -> Tensor:
 
 
 def gather_columns(values: Tensor, columns: Tensor) -> Tensor:
-    """The values of each example at its columns. Shapes: values (batch, tokens, …), columns (batch, count)."""
+    """Values (batch, tokens, …) of each example at its columns (batch, count)."""
     columns = columns.expand(len(values), -1)
     features = values.shape[2:]
     return values.gather(1, columns.view(*columns.shape, *(1 for _ in features)).expand(*columns.shape, *features))
@@ -118,7 +128,8 @@ def gather_columns(values: Tensor, columns: Tensor) -> Tensor:
 def without_rows(result: Any, count: int, starts: Tensor | None, tokens: int) -> Any:
     """A stack's result with the last hidden states of the `tokens` of the input only.
 
-    Raises: P419 where it has states of further tokens (of an image, for instance): the prompt's are unknown then.
+    Raises: P419 where it has states of further tokens (of an image, for instance): the prompt's are
+    unknown then.
     """
     states = result if isinstance(result, Tensor) else result[0]
     if states.shape[1] != tokens + count:
@@ -134,39 +145,47 @@ def without_rows(result: Any, count: int, starts: Tensor | None, tokens: int) ->
     return result
 
 
-# Arguments of the call -----------------------------------------------------------------------------------------------
+# Arguments of the call ---------------------------------------------------------------------------
 
 
 def known_past(arguments: dict[str, Any]) -> Any:
-    """`past_of`. Raises: P419 for a cache that may or may not have the rows."""
     try:
         return past_of(arguments)
     except UnknownCache as error:
         raise refusal(str(error)) from error
 
 
-def shift_recurrent_call(arguments: dict[str, Any], tokens: Tensor, count: int) -> dict[str, Any]:
-    """The arguments of a call that continues a recurrent state, which has the rows. Masks are of this call alone.
+def shift_cached_call(arguments: dict[str, Any], tokens: Tensor, count: int, past: Any) -> dict[str, Any]:
+    """The arguments of a call whose cache has `past` tokens of the input. Raises: P419, P428."""
+    mask, expected = arguments.get("attention_mask"), past + tokens.shape[1]
+    if mask is None:
+        check_first_position(arguments.get("position_ids"), past)
+        return shift_positions(arguments, count)
+    if (reason := cannot_prepend({"attention_mask": mask})) is not None:
+        raise refusal(reason)
+    if mask.shape[1] != expected:
+        raise refusal(f"the attention mask is for {mask.shape[1]} tokens, and the cache and the call have {expected}")
+    starts = starts_of(mask)
+    check_starts(starts, past)
+    return shift_positions(arguments, count) | {"attention_mask": insert_rows(mask.new_ones(count), mask, starts)}
 
-    Raises: P428.
-    """
-    mask = arguments.get("attention_mask")
+
+def shift_recurrent_call(arguments: dict[str, Any], tokens: Tensor, count: int) -> dict[str, Any]:
+    """The arguments of a call that continues a recurrent state. Raises: P428."""
+    mask = arguments.get("attention_mask")  # of this call alone
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
         check_starts(starts_of(mask), mask.shape[1] - tokens.shape[1])
-    return arguments | shift_positions(arguments, count, None, first=False)
+    return shift_positions(arguments, count)
 
 
-def shift_positions(arguments: dict[str, Any], count: int, starts: Tensor | None, first: bool) -> dict[str, Any]:
-    numbers = {name: arguments[name] for name in POSITIONS if arguments.get(name) is not None}
-    return {name: extend_positions(value, count, starts, first) for name, value in numbers.items()}
+def shift_positions(arguments: dict[str, Any], count: int) -> dict[str, Any]:
+    return arguments | {name: arguments[name] + count for name in POSITIONS if arguments.get(name) is not None}
 
 
-def extend_positions(positions: Tensor, count: int, starts: Tensor | None, first: bool) -> Tensor:
-    """Positions with those of the prompt's rows, which come first; in later calls, shifted by the number of rows."""
-    if not first:
-        return positions + count
+def extend_positions(positions: Tensor, count: int, starts: Tensor | None) -> Tensor:
+    """Positions of a prompt's rows and of the tokens behind them."""
     if positions.ndim > 2:  # several numbers a token
-        return torch.stack([extend_positions(each, count, starts, first) for each in positions])
+        return torch.stack([extend_positions(each, count, starts) for each in positions])
     rows = torch.arange(count, dtype=positions.dtype, device=positions.device)
     if starts is None or positions.ndim < 2:
         return torch.cat([rows.expand(*positions.shape[:-1], count), positions + count], -1)
@@ -176,7 +195,8 @@ def extend_positions(positions: Tensor, count: int, starts: Tensor | None, first
 
 
 def offset_position_ids(module: nn.Module, embedding: str, starts: Tensor, count: int) -> Tensor | None:
-    """Position ids for a model that computes them from ids, with `padding_idx` as the offset; embeddings have no ids.
+    """Position ids for a model that computes them from ids, with `padding_idx` as the offset;
+    embeddings have no ids.
 
     Returns: None for a model whose table of positions has no row for padding.
     """
@@ -190,7 +210,7 @@ def offset_position_ids(module: nn.Module, embedding: str, starts: Tensor, count
 
 
 def extend_context_mask(arguments: dict[str, Any], count: int) -> dict[str, Any]:
-    """The arguments with an encoder mask that shows the `count` rows before the encoder's states."""
+    """The arguments with an encoder mask that shows the `count` rows of the prompt."""
     mask, states = arguments.get("encoder_attention_mask"), arguments.get("encoder_hidden_states")
     if not isinstance(mask, Tensor) or not isinstance(states, Tensor):
         return arguments
@@ -201,11 +221,11 @@ def extend_context_mask(arguments: dict[str, Any], count: int) -> dict[str, Any]
     return {**arguments, "encoder_attention_mask": insert_rows(mask.new_ones(count), mask, starts_of(mask))}
 
 
-# Calls that are refused ----------------------------------------------------------------------------------------------
+# Calls that are refused --------------------------------------------------------------------------
 
 
 def cannot_prepend(arguments: Mapping[str, Any]) -> str | None:
-    """Why the arguments of a call cannot be extended by rows: one has a value for each token, and none for rows."""
+    """Why rows cannot join the arguments: one has a value for each token, and none for rows."""
     mask, tokens = arguments.get("attention_mask"), tokens_of(arguments)
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         return f"an attention mask with {mask_format(mask)} cannot be extended by the tokens of a prompt"
@@ -220,17 +240,8 @@ def cannot_prepend(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def checked_mask(mask: Any, expected: int | None) -> Tensor:
-    """A mask (batch, tokens) of the expected number of tokens. Raises: P419 for any other."""
-    if (reason := cannot_prepend({"attention_mask": mask})) is not None:
-        raise refusal(reason)
-    if expected is not None and mask.shape[1] != expected:
-        raise refusal(f"the attention mask is for {mask.shape[1]} tokens, and the cache and the call have {expected}")
-    return mask
-
-
 def check_starts(starts: Tensor, past: int) -> None:
-    """Raises: P428 for an example that had only padding in the first call: its prompt stands before that padding."""
+    """Raises: P428 for an example with only padding in the cache: its prompt is before that."""
     if not has_values(starts) or torch.compiler.is_compiling() or not bool((starts >= past).any()):
         return
     message = "an example of the batch has only padding in the cache, so its prompt is separated from its first token"
@@ -241,7 +252,8 @@ def check_starts(starts: Tensor, past: int) -> None:
 def check_first_position(position_ids: Any, expected: int) -> None:
     """Raises: P419 where a call's first position does not follow those in the cache.
 
-    Without a mask, only this shows that `generate` has counted the prompt's rows as tokens of the input.
+    Without a mask, only this shows that `generate` has counted the prompt's rows as tokens of the
+    input.
     """
     if not isinstance(position_ids, Tensor) or not has_values(position_ids) or torch.compiler.is_compiling():
         return

@@ -17,9 +17,9 @@ from torch.fx.node import map_arg
 from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import is_size
 from peftc.diagnostics import PeftcError
-from peftc.rewriting.base_call import base_call
+from peftc.rewriting.boundary import base_call
 from peftc.rewriting.edits import EQUATIONS
-from peftc.rewriting.overwritten import STANDS_FOR
+from peftc.rewriting.in_place_writes import REPLACES
 from peftc.runtime import untraced
 from peftc.specialization.code_layout import indented, wrapped
 from peftc.specialization.expressions import INFIX, PREFIX, Expressions
@@ -238,7 +238,7 @@ class GraphPrinter:
         (user,) = node.users
         if user.target in SEPARATE or is_size(user) or user.meta.get(EQUATIONS) != node.meta.get(EQUATIONS):
             return False
-        one_statement = STANDS_FOR not in node.meta and is_edit(user) == is_edit(node) and not variable_of(node)
+        one_statement = REPLACES not in node.meta and is_edit(user) == is_edit(node) and not variable_of(node)
         return one_statement and reads(user, node) == 1 and not self.unpacked(node)
 
     def nested(self, node: fx.Node, text: Callable[[], str] | None = None) -> str:

@@ -14,7 +14,7 @@ from torch import fx
 
 from peftc.dataflow.nodes import ancestors
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.rewriting.base_call import base_call
+from peftc.rewriting.boundary import base_call
 from peftc.specialization.code_layout import call_arguments
 from peftc.specialization.names import GlobalNames
 

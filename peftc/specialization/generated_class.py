@@ -223,7 +223,7 @@ class GeneratedClass:
 
     def rewrite(self, traced: RegionTrace) -> None:
         inserter = Inserter(traced, self.base)
-        inserter.lookup.prepare(self.edits)
+        inserter.lookup.resolve(self.edits)
         for edit in self.edits:
             inserter.insert(edit)
 

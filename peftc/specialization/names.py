@@ -14,8 +14,8 @@ from torch import fx, nn
 
 from peftc import runtime
 from peftc.dataflow.nodes import is_edit
-from peftc.rewriting.base_call import base_call
-from peftc.rewriting.overwritten import STANDS_FOR
+from peftc.rewriting.boundary import base_call
+from peftc.rewriting.in_place_writes import REPLACES
 from peftc.specialization.variable_names import aliases_of, statement_variable, unpacked_by_model, variable_of
 
 _TORCH: tuple[tuple[str, Any], ...] = (
@@ -90,7 +90,7 @@ def base_name(node: fx.Node) -> str:
 
     What an edit makes of a state has the name of the state.
     """
-    state = node.meta.get(STANDS_FOR)
+    state = node.meta.get(REPLACES)
     name = base_name(state) if state is not None else None
     if state is None and node.op != "get_attr":  # which is read where it is used
         name = variable_of(node) or (statement_variable(node) if node.target != "size" else None)

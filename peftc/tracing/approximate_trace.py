@@ -1,6 +1,7 @@
 """Traces that are read and never run: branches on data are not taken, and loops over data run once.
 
-An experts' forward asks which experts were hit, and loops over them. What one iteration does with the weights is what all do.
+An experts' forward asks which experts were hit, and loops over them. What one iteration does with
+the weights is what all do.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers
-from peftc.tracing.context_managers import patch_attribute
 from peftc.tracing.region_trace import RegionTrace
 from peftc.tracing.tracer import RegionTracer
+from peftc.tracing.tracer_base import patch_attribute
 
 
 class ApproximateTracer(RegionTracer):

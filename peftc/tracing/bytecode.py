@@ -1,6 +1,7 @@
-"""Data flow in the bytecode of functions: whether a value depends on the path taken, or is mutated on some paths only.
+"""Data flow in bytecode: values and in-place changes that depend on the path taken.
 
-The analysis errs towards yes. It knows names and the ranges of source positions of instructions, not the stack.
+The analysis errs towards yes. It knows names and the ranges of source positions of instructions,
+not the stack.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class FunctionCode:
         return (callee for i in instructions if (callee := self.callee(i, instructions)) is not None)
 
     def callee(self, call: dis.Instruction, instructions: Sequence[dis.Instruction]) -> FunctionType | None:
-        """The function that a call names as a global or as a method of `self`. None for torch's, and where unknown."""
+        """The global or method of `self` that is called; None for torch's, and where unknown."""
         if not call.opname.startswith("CALL") or call.positions is None:
             return None
         loads = [i for i in _loads(instructions) if i.offset < call.offset and _start(i) == _start(call)]
@@ -59,7 +60,7 @@ class FunctionCode:
 
 @cache
 def is_path_dependent(function: FunctionCode, start: int, stop: int | None) -> bool:
-    """Whether a name that is read at `stop`, or at the return, has another value on another path from `start` to it.
+    """Whether what is read at `stop`, or at the return, depends on the path from `start`.
 
     Args: `start`, `stop`: offsets of instructions.
     """
@@ -77,7 +78,7 @@ def is_path_dependent(function: FunctionCode, start: int, stop: int | None) -> b
 
 
 def mutates_conditionally(function: FunctionType, owner: type | None = None, argument: str = "") -> bool:
-    """Whether a function may change `argument`, or any if "", in place on some of its paths only, or calls one that may."""
+    """Whether some paths of a function, but not all, may change `argument` (or any) in place."""
     return _mutates_conditionally(function, owner, argument, DEPTH)
 
 
@@ -96,7 +97,7 @@ def _mutates_conditionally(function: FunctionType, owner: type | None, argument:
 
 @cache
 def compares_identity(function: Callable[..., Any], owner: type, depth: int = DEPTH) -> bool:
-    """Whether a function, or one that it calls, tests `is` with a constant (`x is True`, `x is Mode.FAST`).
+    """Whether a function, or one that it calls, tests `x is True` or `x is Mode.FAST`.
 
     A proxy cannot observe that. `is None` does not count, since None is never a proxy.
     """
@@ -115,7 +116,7 @@ def _loads_constant(instruction: dis.Instruction) -> bool:
 
 
 def _aliases(names: set[str], instructions: Sequence[dis.Instruction]) -> set[str]:
-    """`names`, and those that may be views of their values: `u = t.view(-1)`, `u = t[0]`, `u = t`."""
+    """`names`, and those that may be views of them: `u = t.view(-1)`, `u = t[0]`, `u = t`."""
     aliases = set(names)
     for last, store in pairwise(instructions):
         if store.opname.startswith("STORE_FAST") and last.opname.startswith(("CALL", "BINARY_SUBSCR", "LOAD_FAST")):
@@ -126,7 +127,7 @@ def _aliases(names: set[str], instructions: Sequence[dis.Instruction]) -> set[st
 
 
 def _mutated_names(code: CodeType, instruction: dis.Instruction, instructions: Sequence[dis.Instruction]) -> set[str]:
-    """The names whose tensors an instruction may change in place: `t.mul_`, `t[0] = …`, `t += …`, `out=t`."""
+    """The names of tensors that `t.mul_`, `t[0] = …`, `t += …` or `out=t` changes in place."""
     name = instruction.argval
     method = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and name.endswith("_") and not name.endswith("__")
     augmented = instruction.opname == "BINARY_OP" and instruction.argrepr.endswith("=")
@@ -143,7 +144,7 @@ def _mutated_names(code: CodeType, instruction: dis.Instruction, instructions: S
 def _calls_path_dependent(
     function: FunctionCode, call: dis.Instruction, path: list[dis.Instruction], reads: set[str]
 ) -> bool:
-    """Whether `call` defines or mutates one of the names in `reads` depending on a path inside the callee."""
+    """Whether a path in the callee decides on one of `reads`, or on a change of it in place."""
     callee = function.callee(call, path)
     if callee is None or not _has_path_dependent_effect(callee, function.owner):
         return False
@@ -172,7 +173,7 @@ def _start(instruction: dis.Instruction) -> tuple[int | None, int | None]:
 
 
 def _reads_for(instruction: dis.Instruction, stop: dis.Instruction) -> bool:
-    """Whether an instruction may read a name for `stop`. One that also stores (`STORE_FAST_LOAD_FAST`) may, wherever it is."""
+    """An instruction that also stores (`STORE_FAST_LOAD_FAST`) may read for any `stop`."""
     return "LOAD" in instruction.opname and (instruction.opname.startswith("STORE") or _within(instruction, stop))
 
 

@@ -1,4 +1,4 @@
-"""Positions in a module's code that identify an operation: the same in every call, whatever branches are taken."""
+"""Positions in code that identify an operation in every call, whatever branches are taken."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Occurrence(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What identifies a node in any trace of the same code: whose code ran it, what it does, which one it is."""
+    """What identifies a node in any trace: whose code ran it, what it does, which one it is."""
 
     module: str
     operation: str
@@ -37,9 +37,10 @@ class Origin(NamedTuple):
 
 
 def code_position() -> str:
-    """Function, line and column of each running frame, from the operation out to the forward of its module.
+    """Function, line and column of each frame, from the operation out to its module's forward.
 
-    Lines count from the head of their function. Frames of peftc and of torch's own tracing are left out.
+    Lines count from the head of their function. Frames of peftc and of torch's own tracing are left
+    out.
     """
     return position_of(running_stack())
 
@@ -74,9 +75,10 @@ def instructions_of(stack: Stack) -> list[tuple[CodeType, int]]:
 
 
 def may_diverge(start: str, stop: str) -> bool:
-    """Whether what is read at position `stop` depends on the path that the code takes there from `start`.
+    """Whether what is read at position `stop` depends on the path from `start` to it.
 
-    An empty position is the beginning or the end of the code. Positions from other processes may diverge.
+    An empty position is the beginning or the end of the code. Positions from other processes may
+    diverge.
     """
     if any(position and position not in _stack_at for position in (start, stop)):
         return True

@@ -18,7 +18,7 @@ class NoneAccess(TraceError):
 
 
 class UnknownLength(TraceError):
-    """Code needs a number of segments that only data tells; `caller` is the module that read their sizes."""
+    """Code needs a number that only data tells; `caller` is the module that read the sizes."""
 
     def __init__(self, caller: str) -> None:
         super().__init__("the number of segments is known only at run time")

@@ -1,9 +1,11 @@
 """In-place writes: which node stands for a tensor after an operation has changed its memory.
 
-    y.mul_(e)    y += e    torch.relu_(y)    nn.ReLU(inplace=True)(y)    torch.add(y, e, out=y)    y[:, 0] = 0    y.view(-1).copy_(e)
+    y.mul_(e)    y += e    torch.relu_(y)    nn.ReLU(inplace=True)(y)
+    torch.add(y, e, out=y)    y[:, 0] = 0    y.view(-1).copy_(e)
 
-Writes are detected by torch's version counter, which views share. If the operation returns the tensor, its node is the new
-version. For any other tensor on the same memory, a node `new_version` is created at its next use.
+Writes are detected by torch's version counter, which views share. If the operation returns the
+tensor, its node is the new version. For any other tensor on the same memory, a node `new_version`
+is created at its next use.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ disable_function_modes: Any = torch._C.DisableTorchFunction  # pyright: ignore[r
 
 
 class Binding:
-    """The node that stands for a value at present. `original` is the node before all writes, with the same sizes."""
+    """The node that stands for a value at present. `original`: the one before all writes."""
 
     def __init__(self, tracer: fx.Tracer, node: fx.Node, value: Any) -> None:
         self.tracer, self.value = tracer, value
@@ -70,7 +72,7 @@ class Binding:
 
 
 class MutationTracker:
-    """Applies the writes of nodes to the bindings of a trace. `loop_body`: the nodes of the open loop iteration."""
+    """Applies writes to the bindings of a trace. `loop_body`: nodes of the open iteration."""
 
     def __init__(self, tracer: fx.Tracer) -> None:
         self.tracer = tracer
@@ -78,13 +80,13 @@ class MutationTracker:
         self.loop_body: list[fx.Node] | None = None
         self.written_in_loop = set[Binding]()  # of tensors from before the loop
 
-    def record(self, node: fx.Node, result: Any, versions_before: list[tuple[torch.Tensor, int]]) -> None:
-        """Records what `node`, which returns `result`, has written. `versions_before`: of its arguments."""
+    def record(self, node: fx.Node, result: Any, versions_before: list[tuple[torch.Tensor, int | None]]) -> None:
+        """Records what a node has written. `versions_before`: of its arguments."""
         node.meta["example"] = result
         written = [
             t
             for t, before in versions_before
-            if version(t) != before or (is_inference(t) and self.writes_inference_tensor(node, t, result))
+            if (self.writes_inference_tensor(node, t, result) if before is None else version(t) != before)
         ]
         if not written:
             return
@@ -96,7 +98,7 @@ class MutationTracker:
                 binding.write(node, result)
 
     def writes_inference_tensor(self, node: fx.Node, tensor: torch.Tensor, result: object) -> bool:
-        """Tells by the operation's name, since tensors made in `inference_mode` have no version counter."""
+        """Tells by name: tensors from `inference_mode` have no version counter."""
         if node.target is operator.setitem or result is not tensor:
             return node.target is operator.setitem
         name = str(getattr(node.target, "__name__", node.target))
@@ -119,25 +121,23 @@ def storage_id(value: object) -> int:
         return value.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
-def version(tensor: torch.Tensor) -> int:
+def version(tensor: torch.Tensor) -> int | None:
+    """The version counter; None for a tensor from `inference_mode`, which has none."""
     with disable_function_modes():
-        return 0 if tensor.is_inference() else tensor._version
+        return None if tensor.is_inference() else tensor._version
 
 
-def is_inference(tensor: torch.Tensor) -> bool:
-    with disable_function_modes():
-        return tensor.is_inference()
-
-
-def versions(value: Any) -> Iterator[tuple[torch.Tensor, int]]:
-    """The tensors in nested arguments, with their versions."""
-    if isinstance(value, torch.Tensor):
-        yield value, version(value)
-    elif isinstance(value, (tuple, list)):
-        for part in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from versions(part)
-    elif isinstance(value, dict):
-        yield from versions(list(value.values()))  # pyright: ignore[reportUnknownArgumentType]
+def leaves(value: Any) -> Iterator[Any]:
+    """The values in nested containers and slices. Does not ask a proxy for its type."""
+    if issubclass(type(value), (tuple, list)):
+        for part in value:
+            yield from leaves(part)
+    elif issubclass(type(value), dict):
+        yield from leaves(list(value.values()))
+    elif type(value) is slice:
+        yield from leaves((value.start, value.stop, value.step))
+    else:
+        yield value
 
 
 def writes_to(node: fx.Node, value: object) -> bool:

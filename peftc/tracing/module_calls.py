@@ -37,7 +37,8 @@ def with_positional_tensors(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of one of torch's operations, its required tensors as positional ones.
 
-    `linear(input=x, weight=w)` becomes `linear(x, w)`, so that readers of a graph find operands by index.
+    `linear(input=x, weight=w)` becomes `linear(x, w)`, so that readers of a graph find operands by
+    index.
     """
     rest = dict(kwargs)
     for name in _required_parameters(kind, target)[len(args) :] if rest else ():
@@ -58,7 +59,7 @@ def _required_parameters(kind: str, target: Any) -> tuple[str, ...]:
 
 
 def functional_linear(tracer: TracerBase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """The name of the nn.Linear whose weight and bias code passes to `torch.nn.functional.linear` itself."""
+    """The nn.Linear whose weight and bias code passes to `F.linear` without calling it."""
     name, _, attribute = tracer.tensor_names.get(id(args[1]), "").rpartition(".")
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     if bias is None or attribute != "weight":

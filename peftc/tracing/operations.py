@@ -1,4 +1,4 @@
-"""Targets of nodes that fx has no node for: leaves that are not traced into, and markers of control flow and context."""
+"""Targets of nodes: leaves that are not traced into, and markers of control flow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def autograd_function(*args: Any, function: type[torch.autograd.Function]) -> Any:
-    """Leaf: an autograd function, whose gradient may differ from that of the operations in its code."""
+    """Leaf: an autograd function, whose gradient need not be that of its operations."""
     return function.apply(*args)
 
 
@@ -56,5 +56,5 @@ def end_loop(first: Any) -> None:
 
 
 def new_version(value: Any, *_writers: Any) -> Any:
-    """Marker: a tensor after `_writers` have changed its memory in place. Nothing is printed for it."""
+    """Marker: a tensor after `_writers` have changed its memory; nothing is printed."""
     return value

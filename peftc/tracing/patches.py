@@ -1,4 +1,4 @@
-"""What a trace patches: modules, the attention registry, and functions of torch that would not accept proxies."""
+"""What a trace patches: modules, attention, and functions of torch that reject proxies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils import checkpoint
 from transformers.modeling_utils import AttentionInterface
 
 from peftc.concurrency.interrupts import shielded
-from peftc.tracing.context_managers import patch_attribute, patch_context_managers
+from peftc.tracing.context_managers import patch_context_managers
 from peftc.tracing.operations import attention, autograd_function, script_function
 from peftc.tracing.proxy import contains_proxy
 from peftc.tracing.tensor_provenance import RecordedCall
-from peftc.tracing.tracer_base import TracerBase, current_tracer
+from peftc.tracing.tracer_base import TracerBase, current_tracer, intercept, patch_attribute
 
 FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
 TAKE_SIZES = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch converts sizes in the arguments to numbers
@@ -30,7 +30,7 @@ _patching = threading.RLock()  # reentrant: a leaf that runs while examples are 
 
 
 def instrument(cls: type) -> type:
-    """A subclass of a module class that reports calls and reads of numbers to the current tracer."""
+    """A subclass that reports calls and reads of numbers to the current tracer."""
     if cls in _instrumented:
         return _instrumented[cls]
     parent: Any = cls
@@ -67,21 +67,21 @@ def instrument_modules(root: nn.Module) -> Generator[None]:
 
 @shielded
 def patch_libraries(tracer: TracerBase) -> Generator[None]:
-    """Inside, torch and transformers record to `tracer` what neither proxies nor instrumented modules would see."""
-    autograd, script = torch.autograd.Function, torch.jit.ScriptFunction
-    with _patching, contextlib.ExitStack() as patches:
-        patches.enter_context(patch_attribute(AttentionInterface, "get_interface", _recording_interface))
-        for name in FACTORIES + TAKE_SIZES + CRASH:
-            patches.enter_context(patch_attribute(torch, name, _recording_function))
-        patches.enter_context(patch_attribute(torch, "_check_with", _guarding_check))
-        patches.enter_context(patch_context_managers())
-        patches.enter_context(patch_attribute(script, "__call__", _recording_script_function))
-        patches.enter_context(
-            patch_attribute(checkpoint, "_checkpoint_without_reentrant_generator", _transparent_checkpoint)
-        )
-        patches.enter_context(patch_attribute(nn.functional, "multi_head_attention_forward", _transparent_attention))
-        patches.enter_context(_patch_apply(autograd))
-        patches.enter_context(tracer.activate())
+    """Inside, libraries record what neither proxies nor instrumented modules would see."""
+    patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (AttentionInterface, "get_interface", intercept(_record_interface)),
+        *((torch, name, intercept(_record_function, contains_proxy)) for name in FACTORIES + TAKE_SIZES + CRASH),
+        (torch, "_check_with", intercept(_guard_check, contains_proxy)),
+        (torch.jit.ScriptFunction, "__call__", intercept(_record_script_function, contains_proxy)),
+        (torch.autograd.Function, "apply", _recording_apply),
+        (checkpoint, "_checkpoint_without_reentrant_generator", intercept(_skip_checkpoint, contains_proxy)),
+        (nn.functional, "multi_head_attention_forward", intercept(_trace_attention, contains_proxy)),
+    ]
+    with _patching, contextlib.ExitStack() as stack:
+        for owner, name, wrap in patches:
+            stack.enter_context(patch_attribute(owner, name, wrap))
+        stack.enter_context(patch_context_managers())
+        stack.enter_context(tracer.activate())
         yield
 
 
@@ -107,93 +107,46 @@ class ProvenanceMode(TorchFunctionMode):
         return result
 
 
-def _recording_tracer(*values: Any) -> TracerBase | None:
-    """The current tracer, where one of `values` is traced."""
-    tracer = current_tracer()
-    return tracer if tracer is not None and contains_proxy(values) else None
+def _record_function(tracer: TracerBase, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return tracer.record("call_function", function, args, kwargs)
 
 
-def _recording_function(function: Any) -> Any:
-    def recording_function(*args: Any, **kwargs: Any) -> Any:
-        tracer = _recording_tracer(args, kwargs)
-        return function(*args, **kwargs) if tracer is None else tracer.record("call_function", function, args, kwargs)
+def _record_interface(
+    tracer: TracerBase, get_interface: Any, registry: Any, attn_implementation: str, default: Any
+) -> Any:
+    def call(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return tracer.record("call_function", attention, (module, default, query, key, value, *args), kwargs)
 
-    return recording_function
-
-
-def _recording_interface(get_interface: Any) -> Any:
-    def recording_get_interface(self: Any, attn_implementation: str, default: Any) -> Any:
-        tracer = current_tracer()
-        if tracer is None:
-            return get_interface(self, attn_implementation, default)
-
-        def call(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            return tracer.record("call_function", attention, (module, default, query, key, value, *args), kwargs)
-
-        return call
-
-    return recording_get_interface
+    return call
 
 
-@contextlib.contextmanager
-def _patch_apply(owner: Any) -> Generator[None]:
-    """Calls of autograd functions become leaves: their C code would take proxies for tensors."""
-    original = vars(owner)["apply"]
+def _record_script_function(tracer: TracerBase, call: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return tracer.record("call_function", script_function, args, {**kwargs, "function": function})
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        tracer = _recording_tracer(args, kwargs)
-        if tracer is None:
-            return original.__func__(cls, *args, **kwargs)
+
+def _recording_apply(apply: Any) -> Any:
+    """Autograd functions become leaves: their C code would take proxies for tensors."""
+
+    def record(tracer: TracerBase, _: Any, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
             function, _, *arguments = args
             return function(*arguments)
         return tracer.record("call_function", autograd_function, args, {**kwargs, "function": cls})
 
-    owner.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        owner.apply = original
+    return classmethod(intercept(record, contains_proxy)(apply.__func__))
 
 
-def _recording_script_function(call: Any) -> Any:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tracer = _recording_tracer(args, kwargs)
-        if tracer is None:
-            return call(self, *args, **kwargs)
-        return tracer.record("call_function", script_function, args, {**kwargs, "function": self})
-
-    return __call__
+def _skip_checkpoint(tracer: TracerBase, generator: Any, /, *args: Any, **kwargs: Any) -> Generator[None]:
+    """A checkpoint would save proxies for the backward pass as if they were tensors."""
+    yield
 
 
-def _transparent_checkpoint(generator: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint around traced code does nothing: it would save proxies for the backward pass as if they were tensors."""
-
-    def transparent_generator(*args: Any, **kwargs: Any) -> Generator[None]:
-        if _recording_tracer(args, kwargs) is None:
-            yield from generator(*args, **kwargs)
-        else:
-            yield
-
-    return transparent_generator
+def _trace_attention(tracer: TracerBase, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """torch's own multi-head attention is written in Python: its code is traced."""
+    with patch_attribute(nn.functional, "has_torch_function", lambda _: lambda _args: False):
+        return function(*args, **kwargs)
 
 
-def _transparent_attention(function: Any) -> Any:
-    """torch's own multi-head attention is traced through: it is written in Python."""
-
-    def transparent_function(*args: Any, **kwargs: Any) -> Any:
-        if _recording_tracer(args, kwargs) is None:
-            return function(*args, **kwargs)
-        with patch_attribute(nn.functional, "has_torch_function", lambda _: lambda _args: False):
-            return function(*args, **kwargs)
-
-    return transparent_function
-
-
-def _guarding_check(check: Callable[..., None]) -> Callable[..., None]:
+def _guard_check(tracer: TracerBase, check: Any, error_type: Any, cond: Any, message: Any) -> None:
     """The condition of a `torch._check` becomes a guard: another call may fail it."""
-
-    def guarding_check(error_type: Any, cond: Any, message: Any) -> None:
-        check(error_type, bool(cond) if _recording_tracer(cond) is not None else cond, message)
-
-    return guarding_check
+    check(error_type, bool(cond), message)

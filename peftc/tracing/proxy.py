@@ -1,4 +1,4 @@
-"""Proxies that carry the values of one call, so that ordinary Python runs on them while a graph is recorded."""
+"""Proxies with the values of one call: ordinary Python runs on them and records a graph."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.tracing.errors import UnknownLength
-from peftc.tracing.in_place import AUGMENTED, Binding
+from peftc.tracing.in_place import AUGMENTED, Binding, leaves
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
 from peftc.tracing.region_trace import is_input
 from peftc.tracing.tracer_base import TracerBase
 
-# Properties of a tensor that do not depend on its values. Those of an argument may differ in another call.
+# Independent of a tensor's values. Those of an argument may differ in another call.
 TENSOR_PROPERTIES = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
 
 
 class ConcreteProxy(fx.Proxy):
     """A `Proxy` with the concrete value of its node.
 
-    Python's questions (type, truth, length, dtype) are answered from the value. The tracer records a guard for each
-    answer that may differ in another call. Sizes of tensors stay symbolic.
+    Python's questions (type, truth, length, dtype) are answered from the value. The tracer records
+    a guard for each answer that may differ in another call. Sizes of tensors stay symbolic.
     """
 
     tracer: TracerBase  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -131,7 +131,7 @@ class ConcreteProxy(fx.Proxy):
         return self._guarded_if_given("keys", keys) if plain else keys
 
     def _guarded_if_given(self, kind: str, value: Any) -> Any:
-        """Guards a fact about arguments and attributes; what an operation returns has as many entries in every call."""
+        """Not of an operation's result, which has as many entries in every call."""
         given = is_input(self.node) or self.node.target is getattr
         return self.tracer.guard(self.node, kind, value) if given else value
 
@@ -157,7 +157,7 @@ class ConcreteProxy(fx.Proxy):
 
 
 def _augmented_assignment(function: Callable[..., Any]) -> Callable[..., Any]:
-    # fx records `x += y` as `x = x + y`, which loses the write where code has a second name for `x`.
+    # fx records `x = x + y`, which loses the write where code has a second name for `x`.
     def method(self: ConcreteProxy, other: Any) -> Any:
         if not isinstance(self._value, torch.Tensor):  # pyright: ignore[reportPrivateUsage]
             return NotImplemented
@@ -179,23 +179,15 @@ def _are_tuples(*values: Any) -> bool:
 
 
 class Attribute:
-    """A number read from a module's attribute. The graph reads the attribute, so that layers can share it.
+    """A number read from a module's attribute. The graph reads the attribute, so that layers can
+    share it.
 
     Whenever Python computes or compares with the number, the tracer guards its value.
     """
 
     path: str
     tracer: TracerBase
-
-
-def _guarded_operator(kind: type, name: str) -> Callable[..., Any]:
-    operation = getattr(kind, name)
-
-    def method(self: Any, *args: Any) -> Any:
-        self.tracer.guard_attribute(self.path, self.real)
-        return operation(self, *args)
-
-    return method
+    value: bool | int | float
 
 
 _OPERATORS = (
@@ -203,35 +195,27 @@ _OPERATORS = (
 )
 
 
+def _guarded_operator(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        self.tracer.guard_attribute(self.path, self.value)
+        return operation(self, *args)
+
+    return method
+
+
 def _attribute_class(kind: type) -> type:
     names = [f"__{name}__" for name in _OPERATORS.split()]
-    methods: dict[str, Any] = {name: _guarded_operator(kind, name) for name in names if hasattr(kind, name)}
-    methods["__hash__"] = kind.__hash__
-    return type(f"Attribute{kind.__name__.title()}", (Attribute, kind), methods)
+    methods: dict[str, Any] = {name: _guarded_operator(getattr(kind, name)) for name in names if hasattr(kind, name)}
+    return type(f"Attribute{kind.__name__.title()}", (Attribute, kind), methods | {"__hash__": kind.__hash__})
 
 
-AttributeInt = _attribute_class(int)
-AttributeFloat = _attribute_class(float)
-
-
-class AttributeBool(Attribute, int):
-    """`training`, since `bool` cannot be subclassed."""
-
-    def __bool__(self) -> bool:
-        value = int(self) != 0
-        self.tracer.guard_attribute(self.path, value)
-        return value
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self) == other
-
-    __hash__ = int.__hash__
+_ATTRIBUTES = {int: _attribute_class(int), float: _attribute_class(float)}
+_ATTRIBUTES[bool] = _ATTRIBUTES[int]  # `bool` cannot be subclassed
 
 
 def attribute_proxy(value: float, path: str, tracer: TracerBase) -> Any:
-    cls = AttributeBool if isinstance(value, bool) else AttributeInt if isinstance(value, int) else AttributeFloat
-    attribute: Any = cls(value)
-    attribute.path, attribute.tracer = path, tracer
+    attribute: Any = _ATTRIBUTES[type(value)](value)
+    attribute.path, attribute.tracer, attribute.value = path, tracer, value
     return attribute
 
 
@@ -239,8 +223,8 @@ def concrete_values(value: Any) -> Any:
     """`value` with the concrete value of each proxy in it."""
     if is_proxy(value):
         return value._value
-    if isinstance(value, AttributeBool):
-        return value.real != 0
+    if isinstance(value, Attribute):
+        return value.value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(concrete_values, value))
     if isinstance(value, (tuple, list)):
@@ -264,10 +248,4 @@ def nested_nodes(value: Any) -> Any:
 
 
 def contains_proxy(value: Any) -> bool:
-    if is_proxy(value):
-        return True
-    if isinstance(value, (tuple, list)):
-        return any(map(contains_proxy, value))
-    if isinstance(value, dict):
-        return any(map(contains_proxy, value.values()))
-    return isinstance(value, slice) and any(map(contains_proxy, (value.start, value.stop, value.step)))
+    return any(map(is_proxy, leaves(value)))

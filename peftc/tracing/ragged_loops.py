@@ -1,9 +1,10 @@
-"""Loops over the segments of a packed tensor, whose number only data tells: images packed one after the other.
+"""Loops over the segments of a packed tensor (images in a row), whose number only data tells.
 
     for q, k in zip(query.split(lengths.tolist()), key.split(lengths.tolist())): ...
 
-Two iterations are traced. The graph keeps the first, from the `segment` nodes, its loop variables, to `end_loop`. The second
-shows that iterations are independent. After the loop, `collect` is the list of what all of them have computed.
+Two iterations are traced. The graph keeps the first, from the `segment` nodes, its loop variables,
+to `end_loop`. The second shows that iterations are independent. After the loop, `collect` is the
+list of what all of them have computed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from peftc.tracing.tensor_provenance import TensorProvenance
 
 
 class RaggedSizes(list[int]):
-    """Sizes that only the data of a tensor tells, read by `caller`. Its example is the first split: two halves."""
+    """Sizes that only data tells, read by `caller`. The first split fills in two halves."""
 
     caller = ""
 
@@ -88,7 +89,7 @@ class Loops:
         self.log_lengths: list[int] = []  # when the second iteration began
 
     def iterate(self, segments: fx.Node, examples: Segments) -> Iterator[fx.Node]:
-        """The loop variable in each of two iterations. Tensors that are iterated in step (`zip`) share one loop."""
+        """The loop variable in two iterations. Tensors that are iterated in step share one loop."""
         for index in (0, 1):
             self.begin(index)
             node = self.tracer.create_node("call_function", segment, (self.in_scope(segments),), {})
@@ -139,7 +140,7 @@ class Loops:
         return node
 
     def collected(self, values: Sequence[Any], container: Callable[..., Any]) -> fx.Node | None:
-        """The list or tuple of one value of each iteration; None where `values` are anything else."""
+        """The list or tuple of one value of each iteration; None for any other `values`."""
         if len(values) != 2 or not all(isinstance(value, fx.Node) for value in values):
             return None
         if self.counterparts.get(values[1]) is not values[0]:
@@ -154,7 +155,7 @@ class Loops:
 
 
 def match_iterations(first: list[fx.Node], second: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """The node of the first iteration for each of the second. Raises: TraceError where they differ."""
+    """Second to first iteration, node by node. Raises: TraceError where they differ."""
     matches: dict[fx.Node, fx.Node] = {}
     for one, other in zip(first, second, strict=False):
         args, kwargs = fx.map_arg((other.args, other.kwargs), lambda n: matches.get(n, n))  # pyright: ignore

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 @dataclass(frozen=True)
 class Guard:
-    """A Python decision: the graph holds only where `kind` ("bool", "int", "len", "is", …) of `node` is `value`."""
+    """The graph holds only where `kind` ("bool", "len", "is", …) of `node` is `value`."""
 
     node: fx.Node
     kind: str
@@ -21,7 +21,7 @@ class Guard:
 
 @dataclass
 class ModuleCall:
-    """A call of the child `name` by the code of `caller`, at `position`. Arguments and result hold nodes."""
+    """A call of a child by the code of `caller`, at `position`. Values are nested nodes."""
 
     name: str
     caller: str
@@ -36,7 +36,8 @@ class RegionTrace:
     """The graph of a region. Dotted names are relative to `root`.
 
     Args:
-        attribute_guards: values of module attributes that decisions rest on, by (module, attribute).
+        attribute_guards: values of module attributes that decisions rest on, by (module,
+            attribute).
         parameter_dtype: one parameter with its dtype, which stands for that of all.
         result: of a region whose code is a leaf, the parts of its result by path.
         outcomes: those taken at each `branch`, in order.
@@ -61,7 +62,7 @@ def getitem_root(node: fx.Node) -> fx.Node:
 
 
 def is_input(node: fx.Node) -> bool:
-    """Whether a node is an argument of the region, or a part of a tuple, list or dictionary in one."""
+    """Whether a node is an argument of the region, or an item of a container in one."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         if not isinstance(node.meta["example"], (tuple, list, dict)):

@@ -1,7 +1,7 @@
 """Tensors that the traced code computes from constants and parameters alone, without its arguments.
 
-Python runs such code on plain tensors. Their calls are recorded, so that nodes can be created for them once one of the
-tensors meets a traced value.
+Python runs such code on plain tensors. Their calls are recorded, so that nodes can be created for
+them once one of the tensors meets a traced value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from peftc.tracing.operations import enter_context
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """A call, in the terms of a graph's node. `after` is the last node that there was at the time."""
+    """A call, in the terms of a graph's node. `after`: the last node at the time."""
 
     kind: str
     target: Any
@@ -51,7 +51,7 @@ class RecordedCall:
 
 
 class TensorProvenance:
-    """The calls that made and changed each tensor, and the nodes created for them. Keys are ids of objects.
+    """The calls that made and changed each tensor, and their nodes. Keys are ids.
 
     Args: `parameters`: the ids of parameters and buffers, which have nodes of their own.
     """
@@ -109,14 +109,14 @@ class TensorProvenance:
         return self.call_nodes[id(call)]
 
     def insertion_point(self, call: RecordedCall) -> contextlib.AbstractContextManager[Any]:
-        """The end of the graph, at the first use; where there are `with` blocks, the place of the call in the code."""
+        """The first use; where there are `with` blocks, the place of the call in the code."""
         graph = self.tracer.graph
         if call.after is None or not any(node.target is enter_context for node in graph.nodes):
             return contextlib.nullcontext()
         return graph.inserting_before(self.next_nodes.setdefault(call.after, call.after.next))
 
     def chunk_source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that `tensor` is a copy of, where equal ones were concatenated and chunked again; else itself."""
+        """The source of `tensor` if several were concatenated and chunked again, or itself."""
         split, index = self.parts.get(id(tensor), (None, 0))
         if split is None or split.target != "chunk":
             return tensor

@@ -1,7 +1,8 @@
-"""Traces the forward of one module, a region of any model, into an fx graph, by running it on proxies with values.
+"""Traces the forward of a region, one module of any model, by running it on proxies.
 
-`torch.fx.symbolic_trace` fails on every transformers model. Unlike it, this tracer enters only the chosen children,
-keeps attention as one leaf, reads numbers of modules as attributes, and records Python's decisions as guards.
+`torch.fx.symbolic_trace` fails on every transformers model. Unlike it, this tracer enters only the
+chosen children, keeps attention as one leaf, reads numbers of modules as attributes, and records
+Python's decisions as guards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_
 from peftc.tracing.code_positions import Origin, code_position
 from peftc.tracing.context_managers import has_context_decorator
 from peftc.tracing.errors import TraceError
-from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, versions
+from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
 from peftc.tracing.operations import attention
 from peftc.tracing.patches import ProvenanceMode, instrument_modules, patch_libraries
@@ -35,7 +36,8 @@ class RegionTracer(TracerBase):
     """Traces `root.forward`.
 
     Args:
-        inline: says of a child's name whether its code is entered; other children are `call_module` nodes.
+        inline: says of a child's name whether its code is entered; other children are `call_module`
+            nodes.
         path_prefix: the outcomes of the first branches on tensor values.
     """
 
@@ -43,8 +45,6 @@ class RegionTracer(TracerBase):
         super().__init__(path_prefix)
         self.inline = inline
         self.optional_results = set[Origin]()  # parts of results that Python gets as None where they are None
-
-    # Guards ------------------------------------------------------------------------------------------------------
 
     def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         owner = self.module_names.get(id(module))
@@ -73,9 +73,11 @@ class RegionTracer(TracerBase):
         self.reject_none(node, value)
 
     def specializes(self, node: fx.Node, value: Any) -> bool:
-        """Whether Python gets the value itself, guarded, instead of a proxy: None, dtypes and strings.
+        """Whether Python gets the value itself, guarded, instead of a proxy: None, dtypes and
+        strings.
 
-        Parts of results of children and attention stay proxies: they may be None in some calls, and are only passed on.
+        Parts of results of children and attention stay proxies: they may be None in some calls, and
+        are only passed on.
         """
         source = getitem_root(node)
         if node.meta["origin"] in self.optional_results:
@@ -84,8 +86,6 @@ class RegionTracer(TracerBase):
         if source.op == "call_module" or source.target in (attention, operator.setitem):
             return False
         return value is None or isinstance(value, (torch.dtype, str))
-
-    # Nodes -------------------------------------------------------------------------------------------------------
 
     def create_proxy(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -104,7 +104,7 @@ class RegionTracer(TracerBase):
         if linear is not None and not self.inline(linear):
             kind, target, args, kwargs = "call_module", linear, args[:1], {}
         operands = concrete_values(tuple(args)), concrete_values(dict(kwargs))
-        versions_before = list(versions(operands))
+        versions_before = [(t, version(t)) for t in leaves(operands) if isinstance(t, torch.Tensor)]
         with self.pause():
             value = self.compute(kind, target, *operands)
         arguments = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs))
@@ -143,7 +143,7 @@ class RegionTracer(TracerBase):
         if isinstance(a, slice):
             return slice(*map(self.create_arg, (a.start, a.stop, a.step)))
         if isinstance(a, Attribute):
-            return self.attribute_node(a.path, a.real)  # pyright: ignore[reportAttributeAccessIssue]
+            return self.attribute_node(a.path, a.value)
         if isinstance(a, nn.Module):
             if id(a) not in self.module_names:
                 raise TraceError(f"a {type(a).__name__} from outside the region is used in it")
@@ -160,8 +160,6 @@ class RegionTracer(TracerBase):
         node = self.create_node("get_attr", path, (), {})
         node.meta["example"] = value
         return node
-
-    # Running -----------------------------------------------------------------------------------------------------
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records the call of a child as a node, or enters its code."""
@@ -187,7 +185,7 @@ class RegionTracer(TracerBase):
         return result
 
     def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
-        """Traces `root` on the bound arguments of one call, which the code may change: pass copies."""
+        """Traces `root` on the arguments of one call. The code may change them: pass copies."""
         self.root = root
         self.graph = fx.Graph(tracer_cls=type(self))
         self.module_names |= {id(module): name for name, module in root.named_modules()}
@@ -224,7 +222,9 @@ class RegionTracer(TracerBase):
     def placeholders(
         self, signature: inspect.Signature, arguments: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """A placeholder for each parameter, and the arguments with which to call: proxies and constants."""
+        """A placeholder for each parameter, and the arguments with which to call: proxies and
+        constants.
+        """
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for p in list(signature.parameters.values())[1:]:

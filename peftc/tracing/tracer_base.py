@@ -1,4 +1,4 @@
-"""The part of the tracer that proxies and patches use: nodes, guards, and whether operations are recorded now."""
+"""The part of the tracer that proxies and patches use: nodes, guards, the recording state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import operator
 import threading
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,11 @@ class OpenContext:
 
 
 class TracerBase(fx.Tracer):
-    """Like `torch.fx.proxy.TracerBase`: what a proxy may call. Subclasses implement `create_proxy` and `create_arg`.
+    """Like `torch.fx.proxy.TracerBase`: what a proxy may call. Subclasses implement `create_proxy`
+    and `create_arg`.
 
-    Args: `path_prefix`: the outcomes of the first branches on tensor values; later ones take their likely outcome.
+    Args: `path_prefix`: the outcomes of the first branches on tensor values; later ones take their
+    likely outcome.
     """
 
     def __init__(self, path_prefix: tuple[bool, ...] = ()) -> None:
@@ -63,8 +65,6 @@ class TracerBase(fx.Tracer):
         """The name of the module whose code is running; "" for the region itself."""
         return self.call_stack[-1] if self.call_stack else ""
 
-    # Guards ------------------------------------------------------------------------------------------------------
-
     def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
         """Records that Python asked `kind` of `node` and got `value`, which is returned."""
         if self.recording:
@@ -72,7 +72,7 @@ class TracerBase(fx.Tracer):
         return value
 
     def guard_type(self, node: fx.Node, cls: type) -> None:
-        """Guards the type of what a method or attribute of an object returns: a cache's length may be int or tensor."""
+        """Guards the type of a member's value: a cache's length may be int or tensor."""
         is_member = node.op == "call_method" or node.target is getattr
         source = node.args[0] if is_member and node.args else None
         if isinstance(source, fx.Node) and not isinstance(source.meta.get("example"), torch.Tensor):
@@ -108,8 +108,6 @@ class TracerBase(fx.Tracer):
         """What Python gets when it reads `value` from an attribute of `module`."""
         return value
 
-    # Nodes -------------------------------------------------------------------------------------------------------
-
     def record(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         return self.create_proxy(op, target, args, dict(kwargs or {}))
 
@@ -138,8 +136,6 @@ class TracerBase(fx.Tracer):
             return str(target).removeprefix(f"{self.caller}.")
         name = OUT_OF_PLACE_NAMES.get(target) or getattr(target, "__name__", target)
         return str(name)
-
-    # Recording ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def activate(self) -> Generator[None]:
@@ -170,3 +166,32 @@ def current_tracer() -> TracerBase | None:
 def is_tracing() -> bool:
     """Whether this thread traces a region, also while its tracer is paused."""
     return getattr(_active, "tracer", None) is not None
+
+
+@contextlib.contextmanager
+def patch_attribute(owner: object, name: str, wrap: Callable[[Any], Any]) -> Generator[None]:
+    """Inside, `owner.name` is `wrap(owner.name)`."""
+    own = vars(owner).get(name)
+    setattr(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        if own is not None:
+            setattr(owner, name, own)
+        else:
+            delattr(owner, name)
+
+
+def intercept(record: Callable[..., Any], when: Callable[[Any], bool] = lambda _: True) -> Callable[[Any], Any]:
+    """A patch that calls `record(tracer, original, *args, **kwargs)` while a tracer records."""
+
+    def wrap(original: Any) -> Any:
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            tracer = current_tracer()
+            if tracer is None or not when((args, kwargs)):
+                return original(*args, **kwargs)
+            return record(tracer, original, *args, **kwargs)
+
+        return intercepted
+
+    return wrap

@@ -10,7 +10,8 @@ from torch.nn.functional import linear
 
 from peftc.folding.affine_values import Refusal, fold_terms
 from peftc.forms.shapes import KeyValue, Tokens, Vector, Weight
-from peftc.planning.foldability.affine import affine_reason, fold_reason, fold_target
+from peftc.planning.foldability.affine import affine_reason, fold_reason
+from peftc.planning.foldability.target import fold_target
 from peftc.planning.ir import Assign, Concat
 from tests.folding import equations as eq
 

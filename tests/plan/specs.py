@@ -24,12 +24,12 @@ def refused(text: str, table: SiteTable) -> tuple[Diagnostic, ...]:
     """What is wrong with a text; each diagnostic knows where in it."""
     with pytest.raises(PeftcError) as caught:
         planned(text, table)
-    found = caught.value.diagnostics
-    assert all(one.span and one.source and one.source.path == "test.peft" for one in found)
-    return found
+    diagnostics = caught.value.diagnostics
+    assert all(one.span and one.source and one.source.path == "test.peft" for one in diagnostics)
+    return diagnostics
 
 
-def underlined(found: Diagnostic) -> str:
-    assert found.source
-    assert found.span
-    return found.source.text[found.span.start : found.span.end]
+def underlined(diagnostic: Diagnostic) -> str:
+    assert diagnostic.source
+    assert diagnostic.span
+    return diagnostic.source.text[diagnostic.span.start : diagnostic.span.end]

@@ -42,25 +42,28 @@ edit ffn    at layer[*].ffn  { h += 4 * adapter(x, r=512, act=relu, init=lora) }
     ],
 )
 def test_expectations(expectation, holds):
-    made = planned(f"{MAM}expect {expectation}", BART)
-    (found,) = made.plan.expectations
-    assert found.holds is holds
-    assert [one.code for one in made.failed_expectations] == ([] if holds else ["P304"])
+    result = planned(f"{MAM}expect {expectation}", BART)
+    (outcome,) = result.plan.expectations
+    assert outcome.holds is holds
+    assert [one.code for one in result.failed_expectations] == ([] if holds else ["P304"])
 
 
 def test_expectations_are_shown_as_the_formatter_prints_them():
-    made = planned(f"{MAM}expect stored<=3%+3.8%\nexpect   foldable( prefix )==false", BART)
-    assert [found.text for found in made.plan.expectations] == ["stored <= 6.8%", "foldable(prefix) == false"]
+    result = planned(f"{MAM}expect stored<=3%+3.8%\nexpect   foldable( prefix )==false", BART)
+    assert [outcome.text for outcome in result.plan.expectations] == [
+        "stored <= 6.8%",
+        "foldable(prefix) == false",
+    ]
 
 
 def test_a_failure_says_what_was_found():
-    (found,) = planned(f"{MAM}expect stored <= 6.7%", BART).failed_expectations
-    assert underlined(found) == "stored <= 6.7%"
-    assert found.label == "`stored` is 27,414,528, 6.747 % of the base"
-    assert found.notes == ("`prefix` has 2,211,840", "`ffn` has 25,202,688")
-    (found,) = planned(f"{MAM}expect foldable(ffn)", BART).failed_expectations
-    assert found.label == "`foldable(ffn)` is false"
-    assert found.notes[0].startswith("`ffn` does not fold: `adapter(x)`")
+    (diagnostic,) = planned(f"{MAM}expect stored <= 6.7%", BART).failed_expectations
+    assert underlined(diagnostic) == "stored <= 6.7%"
+    assert diagnostic.label == "`stored` is 27,414,528, 6.747 % of the base"
+    assert diagnostic.notes == ("`prefix` has 2,211,840", "`ffn` has 25,202,688")
+    (diagnostic,) = planned(f"{MAM}expect foldable(ffn)", BART).failed_expectations
+    assert diagnostic.label == "`foldable(ffn)` is false"
+    assert diagnostic.notes[0].startswith("`ffn` does not fold: `adapter(x)`")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,6 @@ def test_a_failure_says_what_was_found():
     ],
 )
 def test_what_means_nothing(expectation, code, span):
-    (found,) = refused(f"{MAM}expect {expectation}", BART)
-    assert found.code == code
-    assert span is None or underlined(found) == span
+    (diagnostic,) = refused(f"{MAM}expect {expectation}", BART)
+    assert diagnostic.code == code
+    assert span is None or underlined(diagnostic) == span

@@ -44,10 +44,10 @@ SPECS = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_plan(name, golden):
-    made = planned(SPECS[name], BART)
-    text = plan_text(made.plan, made.site_edits)
+    result = planned(SPECS[name], BART)
+    text = plan_text(result.plan, result.site_edits)
     assert max(map(len, text.splitlines())) <= 80
-    findings = (*made.failed_expectations, *made.warnings)
+    findings = (*result.failed_expectations, *result.warnings)
     golden(f"plan_{name}.txt", text + ("\n" + render_text(findings) if findings else ""))
 
 
@@ -83,8 +83,8 @@ def test_diagnostic(name, golden):
 
 
 def test_uneven_coverage(golden):
-    found = planned("edit e at layer[*].attn.v { h += lora(x, r=2) }", TABLES["llama"]).warnings
-    golden("warning_uneven.txt", render_text(found))
+    warnings = planned("edit e at layer[*].attn.v { h += lora(x, r=2) }", TABLES["llama"]).warnings
+    golden("warning_uneven.txt", render_text(warnings))
 
 
 def test_json_has_these_keys_and_reads_back():
@@ -108,5 +108,5 @@ def test_json_has_these_keys_and_reads_back():
 
 
 def test_a_plan_prints_itself():
-    made = planned(SPECS["mam"], BART)
-    assert str(made.plan).startswith("test.peft on facebook/bart-large")
+    result = planned(SPECS["mam"], BART)
+    assert str(result.plan).startswith("test.peft on facebook/bart-large")

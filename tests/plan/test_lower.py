@@ -3,8 +3,8 @@
 import pytest
 
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Tokens, Vector, Weight
+from peftc.planning.arithmetic import combine_shapes
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read
-from peftc.planning.shape_arithmetic import combine
 from tests.plan import tables
 from tests.plan.specs import planned, refused, underlined
 from tests.work import calls
@@ -46,7 +46,7 @@ H, B, W, KV = Tokens(8), Vector(8), Weight(8, 4), KeyValue(2, 4)
     ],
 )
 def test_shapes_in_arithmetic(left, op, right, result):
-    assert combine(op, left, right) == result
+    assert combine_shapes(op, left, right) == result
 
 
 def test_an_equation_becomes_a_term():
@@ -66,9 +66,9 @@ def test_an_equation_becomes_a_term():
 
 
 def test_every_site_has_parameters_of_its_own():
-    placed = planned("edit e at layer[*].ffn { h += adapter(x, r=8) + adapter(h, r=4) }", BART).site_edits
-    assert [[one.key for one in p.instances] for p in placed] == [["adapter", "adapter_2"]] * 4
-    assert len({id(one) for p in placed for one in p.instances}) == 8
+    site_edits = planned("edit e at layer[*].ffn { h += adapter(x, r=8) + adapter(h, r=4) }", BART).site_edits
+    assert [[one.key for one in p.instances] for p in site_edits] == [["adapter", "adapter_2"]] * 4
+    assert len({id(one) for p in site_edits for one in p.instances}) == 8
 
 
 def test_let_is_computed_once_where_it_stands():
@@ -87,30 +87,30 @@ def test_let_is_computed_once_where_it_stands():
 
 
 def test_a_let_that_nothing_uses_makes_no_parameters():
-    made = planned("edit e at layer[*].ffn { let g = gate(x)  h += adapter(x, r=4) }", BART)
-    assert [one.key for one in made.site_edits[0].instances] == ["adapter"]
-    assert [found.code for found in made.warnings] == ["P114"]
+    result = planned("edit e at layer[*].ffn { let g = gate(x)  h += adapter(x, r=4) }", BART)
+    assert [one.key for one in result.site_edits[0].instances] == ["adapter"]
+    assert [diagnostic.code for diagnostic in result.warnings] == ["P114"]
 
 
 def test_a_reparametrised_prefix_is_one_set_for_each_attention_group():
-    placed = planned("edit p at layer[*].attn { kv = concat(prefix(len=5, reparam=mlp(7)), kv) }", BART).site_edits
-    owners = [(one.owner, one.index, one.dims.sites) for p in placed for one in p.instances]
+    site_edits = planned("edit p at layer[*].attn { kv = concat(prefix(len=5, reparam=mlp(7)), kv) }", BART).site_edits
+    owners = [(one.owner, one.index, one.dims.sites) for p in site_edits for one in p.instances]
     groups = ["encoder.self", "encoder.self", "decoder.self", "decoder.cross", "decoder.self", "decoder.cross"]
     assert [owner for owner, _, _ in owners] == [f"p.prefix.{group}" for group in groups]
     assert [index for _, index, _ in owners] == [0, 1, 0, 0, 1, 1]
     assert {sites for _, _, sites in owners} == {2}
-    concat = placed[0].assigns[0].value
+    concat = site_edits[0].assigns[0].value
     assert isinstance(concat, Concat)
     assert concat.shape == KeyValue(16, 64)
 
 
 def test_shared_parameters_are_counted_once():
     text = "let A = shared(adapter(r=8))\nedit e at layer[*].ffn { h += A(x) }\nedit f at layer[*].attn { h += A(h) }"
-    made = planned(text, BART)
-    assert {one.owner for p in made.site_edits for one in p.instances} == {"A"}
+    result = planned(text, BART)
+    assert {one.owner for p in result.site_edits for one in p.instances} == {"A"}
     one = 2 * 8 * 1024 + 8 + 1024
-    assert [edit.trained for edit in made.plan.edits] == [one, one]
-    assert made.plan.totals.trained == one
+    assert [edit.trained for edit in result.plan.edits] == [one, one]
+    assert result.plan.totals.trained == one
 
 
 def test_frozen_modules():
@@ -174,15 +174,15 @@ def _terms(term):
     ],
 )
 def test_refusals(text, code, span):
-    found = refused(text, BART)
-    assert [one.code for one in found] == [code]
-    assert span is None or underlined(found[0]) == span
+    diagnostics = refused(text, BART)
+    assert [diagnostic.code for diagnostic in diagnostics] == [code]
+    assert span is None or underlined(diagnostics[0]) == span
 
 
 def test_a_mismatch_shows_both_shapes_and_their_sources():
-    (found,) = refused("edit e at layer[*].ffn { h += adapter(x, r=8) + z }", BART)
-    assert found.label == "[…, 1024] + […, 4096]"
-    assert found.notes == (
+    (diagnostic,) = refused("edit e at layer[*].ffn { h += adapter(x, r=8) + z }", BART)
+    assert diagnostic.label == "[…, 1024] + […, 4096]"
+    assert diagnostic.notes == (
         "`adapter(x, r=8)` is […, 1024]",
         "`z` is […, 4096]",
         "the same at 3 more sites of this edit",
@@ -201,21 +201,21 @@ def test_several_mistakes_are_told_at_once_in_the_order_of_the_text():
 
 def test_two_assignments_of_one_state():
     text = "edit a at layer[*].attn { kv = concat(prefix(len=3), kv) }\nedit b at layer[1].attn.self { kv = concat(prefix(len=4), kv) }"
-    (found,) = refused(text, BART)
-    assert found.code == "P302"
-    assert "`a` and `b`" in found.message
+    (diagnostic,) = refused(text, BART)
+    assert diagnostic.code == "P302"
+    assert "`a` and `b`" in diagnostic.message
 
 
 def test_one_state_under_two_names():
     """`z` of an ffn is `h` of its `hidden`; a fused weight is the weight of its parts."""
     whole = 'edit a at "transformer.h.0.attn.c_attn" { w = w + lowrank(r=2) }\n'
     part = "edit b at layer[*].attn.q { w = magnitude(w) }"
-    (found,) = refused(whole + part, GPT2)
-    assert found.code == "P302"
+    (diagnostic,) = refused(whole + part, GPT2)
+    assert diagnostic.code == "P302"
     states = "edit a at layer[*].ffn { z = 2 * z }\nedit b at layer[1].ffn.hidden { h = 3 * h }"
-    (found,) = refused(states, GPT2)
-    assert found.code == "P302"
-    assert found.notes[0] == "`a` assigns `z` in line 2"
+    (diagnostic,) = refused(states, GPT2)
+    assert diagnostic.code == "P302"
+    assert diagnostic.notes[0] == "`a` assigns `z` in line 2"
     parts = "edit a at layer[*].attn.q { w = magnitude(w) }\nedit b at layer[*].attn.k { w = magnitude(w) }"
     assert len(planned(parts, GPT2).site_edits) == 4
 
@@ -226,24 +226,28 @@ def test_adding_twice_is_fine():
 
 
 def test_shared_parameters_need_one_shape():
-    (found,) = refused("let A = shared(lora(r=2))\nedit e at layer[*].ffn.up | layer[*].ffn.down { h += A(x) }", BART)
-    assert found.code == "P305"
-    assert found.notes[0] == "first used with […, 1024] to […, 4096]"
+    (diagnostic,) = refused(
+        "let A = shared(lora(r=2))\nedit e at layer[*].ffn.up | layer[*].ffn.down { h += A(x) }", BART
+    )
+    assert diagnostic.code == "P305"
+    assert diagnostic.notes[0] == "first used with […, 1024] to […, 4096]"
 
 
 @pytest.mark.parametrize("form", ["hyper(r=2, nets=positions)", "vera(r=2)"])
 def test_what_is_shared_by_any_shapes_has_one_at_a_site(form: str):
-    (found,) = refused(f"let s = shared({form})\nedit e at layer[*].ffn.down {{ h += s(h) + s(x) }}", BART)
-    assert found.code == "P305"
-    (found,) = refused("let s = shared(sparse(density=1%))\nedit e at layer[*].ffn.down { w += s()\n b += s() }", BART)
-    assert found.code == "P305"
+    (diagnostic,) = refused(f"let s = shared({form})\nedit e at layer[*].ffn.down {{ h += s(h) + s(x) }}", BART)
+    assert diagnostic.code == "P305"
+    (diagnostic,) = refused(
+        "let s = shared(sparse(density=1%))\nedit e at layer[*].ffn.down { w += s()\n b += s() }", BART
+    )
+    assert diagnostic.code == "P305"
 
 
 def test_grouped_queries_have_narrow_keys():
-    placed = planned("edit p at layer[*].attn { kv = concat(prefix(len=3), kv) }", LLAMA)
-    assert placed.plan.totals.trained == 4 * 2 * 3 * 16
-    (found,) = refused("edit e at layer[*].attn.k { h += lora(x, r=32) }", LLAMA)
-    assert found.code == "P311"
+    plan = planned("edit p at layer[*].attn { kv = concat(prefix(len=3), kv) }", LLAMA).plan
+    assert plan.totals.trained == 4 * 2 * 3 * 16
+    (diagnostic,) = refused("edit e at layer[*].attn.k { h += lora(x, r=32) }", LLAMA)
+    assert diagnostic.code == "P311"
 
 
 def test_twice_the_layers_are_twice_the_work():
@@ -255,9 +259,9 @@ def test_twice_the_layers_are_twice_the_work():
 
 def test_the_same_mistake_at_several_places_is_told_once():
     text = "edit e at layer[50].attn | layer[50].ffn { h += adapter(h, r=2) }\nedit f at layer[50].attn { h += adapter(h, r=2) }"
-    (found,) = refused(text, BART)
-    assert underlined(found) == "50"
-    assert found.notes[-1] == "the same 2 more times, in lines 2, 3"
+    (diagnostic,) = refused(text, BART)
+    assert underlined(diagnostic) == "50"
+    assert diagnostic.notes[-1] == "the same 2 more times, in lines 2, 3"
 
 
 def test_twice_the_arms_are_twice_the_work():

@@ -42,26 +42,26 @@ def test_a_recipe_plans(name: str, model: str) -> None:
         with pytest.raises(peftc.PeftcError, match="P201"):
             planned(name, model)
         return
-    found = planned(name, model)
-    assert not found.failed_expectations
-    assert all(expectation.holds for expectation in found.plan.expectations)
-    assert found.plan.totals.trained == entries(found, model) > 0
+    result = planned(name, model)
+    assert not result.failed_expectations
+    assert all(expectation.holds for expectation in result.plan.expectations)
+    assert result.plan.totals.trained == entries(result, model) > 0
 
 
-def entries(found: PlanResult, model: str) -> int:
+def entries(result: PlanResult, model: str) -> int:
     """How many entries the tensors have that would be trained: those of forms, and of the base."""
     base = {f"{m.name}.{a}": prod(size) for m in table(model).modules for a, size in m.parameters.items()}
     forms: dict[object, FormModule] = {}
-    for placed in found.site_edits:
-        for one in placed.instances:
+    for site_edit in result.site_edits:
+        for one in site_edit.instances:
             for owner in one.owners():
                 if owner not in forms:
                     make = build_of_all if owner == one.all_tasks_owner else build_owner
                     forms[owner] = make(one, dtype=torch.float32, device="meta")
             if one.has_site_parameters:
-                forms[placed.edit, placed.site.path, one.key] = build(one, dtype=torch.float32, device="meta")
+                forms[site_edit.edit, site_edit.site.path, one.key] = build(one, dtype=torch.float32, device="meta")
     own = sum(p.numel() for form in forms.values() for p in form.parameters())
-    return own + sum(base[name] for name in set(found.trained_parameters.values()))
+    return own + sum(base[name] for name in set(result.trained_parameters.values()))
 
 
 # What each recipe trains on BART-large: d = 1024, 4096 in the ffn, 12 attentions and ffns in the encoder, 24 and 12 in the decoder.

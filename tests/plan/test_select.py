@@ -90,7 +90,7 @@ def test_a_norm_is_not_the_final_norm_of_a_layer():
 def test_the_stacks_of_the_input_and_the_output():
     assert paths("input.embed", BART) == paths("input.embed", BERT) == ["encoder.embed"]
     assert paths("input.embed", LLAMA) == ["decoder.embed"]
-    assert {found.split(".")[0] for found in paths("output.layer[*].attn", BART)} == {"decoder"}
+    assert {site.split(".")[0] for site in paths("output.layer[*].attn", BART)} == {"decoder"}
     assert paths("output.layer[0].ffn", BERT) == ["encoder.layer[0].ffn"]
     assert [site.path for site in resolve(ast.Difference(path("embed"), path("input.embed")), T5)] == ["decoder.embed"]
 
@@ -103,8 +103,8 @@ def test_indices_count_in_each_stack():
 
 def test_model_order_whatever_the_order_of_arms():
     both = ast.Union((path("decoder.layer[1].ffn"), path("encoder.layer[3].attn"), path("encoder.layer[0].ffn")))
-    found = [site.path for site in resolve(both, BART)]
-    assert found == ["encoder.layer[0].ffn", "encoder.layer[3].attn.self", "decoder.layer[1].ffn"]
+    site_paths = [site.path for site in resolve(both, BART)]
+    assert site_paths == ["encoder.layer[0].ffn", "encoder.layer[3].attn.self", "decoder.layer[1].ffn"]
 
 
 def test_difference():
@@ -133,9 +133,9 @@ def test_a_sub_layer_that_is_no_module_of_its_own():
 
 
 def test_globs():
-    found = resolve(ast.Glob("model.layers.*.mlp.*_proj"), LLAMA)
-    assert len(found) == 12
-    assert found[0].path == "decoder.layer[0].ffn.gate"
+    sites = resolve(ast.Glob("model.layers.*.mlp.*_proj"), LLAMA)
+    assert len(sites) == 12
+    assert sites[0].path == "decoder.layer[0].ffn.gate"
     assert not {"model.layers.0"} & {site.module for site in resolve(ast.Glob("model.layers.*.mlp"), LLAMA)}
     everything = resolve(ast.Glob("model.layers.0.**"), LLAMA)
     assert {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp"} <= {site.module for site in everything}
@@ -161,12 +161,12 @@ def error(selector, table):
 
 
 def test_a_dead_step():
-    (found,) = error(path("layer[*].attn.croos"), BART)
-    assert found.code == "P201"
-    assert found.message == "`layer[*].attn.croos` matches nothing in facebook/bart-large"
-    assert found.label == "no such site under `layer[*].attn`"
-    assert found.notes == ("`layer[*].attn` has `self` (24 sites) and `cross` (12 sites)",)
-    assert found.help == "did you mean `cross`?"
+    (diagnostic,) = error(path("layer[*].attn.croos"), BART)
+    assert diagnostic.code == "P201"
+    assert diagnostic.message == "`layer[*].attn.croos` matches nothing in facebook/bart-large"
+    assert diagnostic.label == "no such site under `layer[*].attn`"
+    assert diagnostic.notes == ("`layer[*].attn` has `self` (24 sites) and `cross` (12 sites)",)
+    assert diagnostic.help == "did you mean `cross`?"
 
 
 @pytest.mark.parametrize(
@@ -190,78 +190,78 @@ def test_a_dead_step():
     ],
 )
 def test_nearest_names(text, table, help_text):
-    (found,) = error(path(text), table)
-    assert (found.code, found.help) == ("P201", help_text)
+    (diagnostic,) = error(path(text), table)
+    assert (diagnostic.code, diagnostic.help) == ("P201", help_text)
 
 
 def test_cross_attention_where_there_is_none():
-    (found,) = error(path("layer[*].attn.cross"), BERT)
-    assert found.notes == ("`layer[*].attn` has `self` (12 sites)",)
+    (diagnostic,) = error(path("layer[*].attn.cross"), BERT)
+    assert diagnostic.notes == ("`layer[*].attn` has `self` (12 sites)",)
 
 
 def test_every_dead_arm_is_told():
-    found = error(ast.Union((path("layer[*].ffn"), path("layer[*].fnn"), path("layer[*].atn"))), BART)
-    assert [diagnostic.help for diagnostic in found] == ["did you mean `ffn`?", "did you mean `attn`?"]
+    errors = error(ast.Union((path("layer[*].ffn"), path("layer[*].fnn"), path("layer[*].atn"))), BART)
+    assert [diagnostic.help for diagnostic in errors] == ["did you mean `ffn`?", "did you mean `attn`?"]
 
 
 @pytest.mark.parametrize(
     "text", ["layer[99].ffn", "layer[0, 99].ffn", "layer[0..12].ffn", "layer[-13..].ffn", "layer[5..3].ffn"]
 )
 def test_indices_that_do_not_exist(text):
-    (found,) = error(path(text), BART)
-    assert found.code == "P202"
-    assert "`encoder.layer` has 0..11" in found.notes
+    (diagnostic,) = error(path(text), BART)
+    assert diagnostic.code == "P202"
+    assert "`encoder.layer` has 0..11" in diagnostic.notes
 
 
 def test_no_embedding_reads_the_input():
     blind = replace(BERT, sites=tuple(site for site in BERT.sites if site.steps[-1][0] != "embed"))
     written = path("input.embed")
-    (found,) = error(written, blind)
-    assert (found.code, found.label, found.span) == ("P201", "no such site", written.steps[1].span)
+    (diagnostic,) = error(written, blind)
+    assert (diagnostic.code, diagnostic.label, diagnostic.span) == ("P201", "no such site", written.steps[1].span)
 
 
 def test_an_index_where_nothing_is_numbered():
-    (found,) = error(path("input[0].embed"), BART)
-    assert (found.code, found.help) == ("P202", "write `input`")
-    (found,) = error(path("layer[*].attn[0].q"), BART)
-    assert (found.code, found.help) == ("P202", "write `attn`")
+    (diagnostic,) = error(path("input[0].embed"), BART)
+    assert (diagnostic.code, diagnostic.help) == ("P202", "write `input`")
+    (diagnostic,) = error(path("layer[*].attn[0].q"), BART)
+    assert (diagnostic.code, diagnostic.help) == ("P202", "write `attn`")
 
 
 def test_a_dead_right_side():
-    (found,) = error(ast.Difference(path("layer[*].attn.self"), path("layer[*].attn.cross")), BART)
-    assert found.code == "P203"
-    (found,) = error(ast.Difference(path("layer[*].attn"), path("layer[*].attn.croos")), BART)
-    assert found.code == "P201"
-    (found,) = error(ast.Difference(path("layer[*].attn"), path("layer[*].attn")), BART)
-    assert (found.code, found.label) == ("P203", "takes all of them away")
+    (diagnostic,) = error(ast.Difference(path("layer[*].attn.self"), path("layer[*].attn.cross")), BART)
+    assert diagnostic.code == "P203"
+    (diagnostic,) = error(ast.Difference(path("layer[*].attn"), path("layer[*].attn.croos")), BART)
+    assert diagnostic.code == "P201"
+    (diagnostic,) = error(ast.Difference(path("layer[*].attn"), path("layer[*].attn")), BART)
+    assert (diagnostic.code, diagnostic.label) == ("P203", "takes all of them away")
 
 
 def test_a_dead_glob():
-    (found,) = error(ast.Glob("model.layers.*.mlp.gate_prj"), LLAMA)
-    assert found.help == 'did you mean `"model.layers.*.mlp.gate_proj"`?'
-    assert found.label == 'no such module under `"model.layers.*.mlp"`'
+    (diagnostic,) = error(ast.Glob("model.layers.*.mlp.gate_prj"), LLAMA)
+    assert diagnostic.help == 'did you mean `"model.layers.*.mlp.gate_proj"`?'
+    assert diagnostic.label == 'no such module under `"model.layers.*.mlp"`'
 
 
 def test_uneven_coverage_is_a_warning():
     table = tables.llama(layers=6, v_missing=(1, 4, 5))
     assert len(resolve(path("layer[*].attn.v"), table)) == 3
-    (found,) = coverage_warnings(path("layer[*].attn.v"), table)
-    assert (found.code, found.severity) == ("P204", "warning")
-    assert found.notes == ("without it: decoder.layer[1, 4..5]",)
+    (diagnostic,) = coverage_warnings(path("layer[*].attn.v"), table)
+    assert (diagnostic.code, diagnostic.severity) == ("P204", "warning")
+    assert diagnostic.notes == ("without it: decoder.layer[1, 4..5]",)
     assert coverage_warnings(path("layer[*].attn.q"), table) == []
     assert coverage_warnings(path("layer[*].attn"), BART) == []
 
 
 def test_a_range_past_the_end_of_one_stack_is_a_warning():
-    (found,) = coverage_warnings(path("layer[0..4].ffn"), tables.bart(layers=(6, 3)))
-    assert found.message == "`0..4` goes past the end of `decoder.layer`"
+    (diagnostic,) = coverage_warnings(path("layer[0..4].ffn"), tables.bart(layers=(6, 3)))
+    assert diagnostic.message == "`0..4` goes past the end of `decoder.layer`"
 
 
 def test_an_attention_without_what_its_layers_other_attention_has_is_a_warning():
-    kept = [site for site in BART.sites if site.path != "decoder.layer[3].attn.cross.v"]
-    (found,) = coverage_warnings(path("layer[*].attn.v"), replace(BART, sites=tuple(kept)))
-    assert found.message == "`layer[*].attn.v` is missing on 1 of 36 attentions of these layers"
-    assert found.notes == ("without it: decoder.layer[3].attn.cross",)
+    sites = [site for site in BART.sites if site.path != "decoder.layer[3].attn.cross.v"]
+    (diagnostic,) = coverage_warnings(path("layer[*].attn.v"), replace(BART, sites=tuple(sites)))
+    assert diagnostic.message == "`layer[*].attn.v` is missing on 1 of 36 attentions of these layers"
+    assert diagnostic.notes == ("without it: decoder.layer[3].attn.cross",)
     assert coverage_warnings(path("layer[*].attn.v"), BART) == []
 
 
@@ -269,19 +269,19 @@ def test_an_index_from_the_end_reaches_the_first_layer_and_no_further():
     table = tables.llama(layers=3)
     assert paths("layer[-3].ffn", table) == ["decoder.layer[0].ffn"]
     assert paths("layer[-3..-2].ffn", table) == ["decoder.layer[0].ffn", "decoder.layer[1].ffn"]
-    (found,) = error(path("layer[-4].ffn"), table)
-    assert found.code == "P202"
+    (diagnostic,) = error(path("layer[-4].ffn"), table)
+    assert diagnostic.code == "P202"
 
 
 @pytest.mark.parametrize("wildcard", ["?", "*"])
 def test_a_wildcard_of_one_segment_does_not_span_a_dot(wildcard):
     assert resolve(ast.Glob(f"model.layers.{wildcard}.mlp.down_proj"), LLAMA)
-    (found,) = error(ast.Glob(f"model.layers{wildcard}0.mlp.down_proj"), LLAMA)
-    assert found.code == "P201"
+    (diagnostic,) = error(ast.Glob(f"model.layers{wildcard}0.mlp.down_proj"), LLAMA)
+    assert diagnostic.code == "P201"
 
 
 def test_uneven_coverage_of_what_a_difference_takes_from_is_a_warning():
     table = tables.llama(layers=6, v_missing=(1, 4, 5))
-    (found,) = coverage_warnings(ast.Difference(path("layer[*].attn.v"), path("layer[0].attn.v")), table)
-    assert found.code == "P204"
+    (diagnostic,) = coverage_warnings(ast.Difference(path("layer[*].attn.v"), path("layer[0].attn.v")), table)
+    assert diagnostic.code == "P204"
     assert coverage_warnings(ast.Difference(path("layer[*].attn.q"), path("layer[0..2].attn.v")), table) == []

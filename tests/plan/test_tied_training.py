@@ -73,9 +73,9 @@ def code_of(text: str, model: nn.Module) -> str | None:
     try:
         peftc.plan(text, model)
     except PeftcError as error:
-        (found,) = error.diagnostics
-        assert found.span is not None
-        return found.code
+        (diagnostic,) = error.diagnostics
+        assert diagnostic.span is not None
+        return diagnostic.code
     return None
 
 
@@ -131,11 +131,11 @@ def test_the_message_says_what_to_name() -> None:
     model.layers[1].self_attn.k_proj.weight = model.layers[0].self_attn.q_proj.weight
     with pytest.raises(PeftcError) as error:
         peftc.plan("peft 1\ntrain t = [w] at layer[0].attn.q", model)
-    (found,) = error.value.diagnostics
+    (diagnostic,) = error.value.diagnostics
     names = ("layers.0.self_attn.q_proj.weight", "layers.1.self_attn.k_proj.weight")
-    assert found.message == f"`{names[0]}` is one parameter with `{names[1]}`"
-    assert found.help is not None
-    selector = found.help.partition("`at ")[2].removesuffix("`")
+    assert diagnostic.message == f"`{names[0]}` is one parameter with `{names[1]}`"
+    assert diagnostic.help is not None
+    selector = diagnostic.help.partition("`at ")[2].removesuffix("`")
     assert peftc.plan(f"peft 1\ntrain t = [w] at {selector}", model).totals.trained == 32 * 32
 
 

@@ -40,7 +40,7 @@ def test_what_folds(site, equations, changed, reason):
 
 
 @pytest.mark.parametrize(
-    ("site", "equations", "said"),
+    ("site", "equations", "reason"),
     [
         ("ffn", "h += adapter(x, r=4)", "`adapter(x)`"),
         ("ffn", "h += adapter(h, r=4)", "`adapter(h)`"),
@@ -53,10 +53,10 @@ def test_what_folds(site, equations, changed, reason):
         ("attn", "q *= vector()", "`q`"),
     ],
 )
-def test_what_does_not_fold(site, equations, said):
+def test_what_does_not_fold(site, equations, reason):
     edit = only_edit(f"edit e at encoder.layer[0].{site} {{ {equations} }}", BART)
     assert not edit.foldable
-    assert said in edit.reason
+    assert reason in edit.reason
     assert edit.changed == 0
     assert edit.served == edit.stored
 
@@ -131,23 +131,26 @@ def test_entries_that_are_chosen_are_counted_once_a_choice_and_never_above_what_
 
 
 def test_tied_parameters_are_trained_once():
-    made = planned("train e = [w] at embed | head", BART)
-    assert made.plan.totals.trained == 50265 * D
-    assert made.trained_parameters == {"e/model.shared.weight": "model.shared.weight"}
+    result = planned("train e = [w] at embed | head", BART)
+    assert result.plan.totals.trained == 50265 * D
+    assert result.trained_parameters == {"e/model.shared.weight": "model.shared.weight"}
 
 
 def test_names_of_what_is_trained():
-    made = planned("train n = [w] at layer[*].norm\ntrain all = [w, b] at layer[*].norm", LLAMA)
-    assert made.trained_parameters == {
+    result = planned("train n = [w] at layer[*].norm\ntrain all = [w, b] at layer[*].norm", LLAMA)
+    assert result.trained_parameters == {
         "n/model.layers.0.input_layernorm.weight": "model.layers.0.input_layernorm.weight",
         "n/model.layers.0.post_attention_layernorm.weight": "model.layers.0.post_attention_layernorm.weight",
     }
-    assert [warning.code for warning in made.warnings] == ["P204"]
+    assert [warning.code for warning in result.warnings] == ["P204"]
 
 
 def test_part_of_a_parameter_cannot_be_trained():
-    (found,) = refused("train q = [w] at layer[*].attn.q", GPT2)
-    assert (found.code, found.help) == ("P309", 'train all of it, by name: `at "transformer.h.0.attn.c_attn"`')
+    (diagnostic,) = refused("train q = [w] at layer[*].attn.q", GPT2)
+    assert (diagnostic.code, diagnostic.help) == (
+        "P309",
+        'train all of it, by name: `at "transformer.h.0.attn.c_attn"`',
+    )
     whole = planned("train q = [w] at layer[*].attn.q | layer[*].attn.k | layer[*].attn.v", GPT2)
     assert whole.plan.totals.trained == 3 * 64 * 64
     assert list(whole.trained_parameters.values()) == ["transformer.h.0.attn.c_attn.weight"]

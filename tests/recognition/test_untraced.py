@@ -176,7 +176,7 @@ def test_what_is_not_in_it_is_planned_with_a_warning(inner: Callable[[], nn.Modu
     assert (found.code, found.severity) == ("P215", "warning")
     assert any("blocks.{0..1}.inner" in note and inner.__name__ in note for note in found.notes)
     assert [m.module for m in made.plan.unread] == ["blocks.0.inner", "blocks.1.inner"]
-    assert "not read" in str(made.plan)
+    assert "not traced" in str(made.plan)
     assert Plan.model_validate_json(made.plan.model_dump_json()) == made.plan
 
 

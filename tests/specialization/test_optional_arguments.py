@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ from torch.nn import functional
 import peftc
 from peftc.installation.record import installation_of
 from peftc.rewriting.anchors import Ordinal
-from peftc.rewriting.edits import Bound
-from peftc.specialization.generated_class import GeneratedClass
 from tests.laws.harness import close
 from tests.matrix import checkerboard
 
@@ -286,35 +282,6 @@ def test_what_a_module_makes_of_its_own_result_is_made_of_the_new_one(state: str
     close(x, want, "stream")
 
 
-def as_before(bound: Bound) -> Bound:
-    """A state as it was told when operations were told by their number alone."""
-    assert bound.anchor is not None
-    key = tuple(part.index if isinstance(part, Ordinal) else part for part in bound.anchor.key)
-    old = replace(bound, anchor=replace(bound.anchor, key=key))
-    del old.__dict__["defining"], old.__dict__["also"]
-    return old
-
-
-@pytest.mark.parametrize(
-    "equation",
-    [
-        "ffn.add { h += adapter(h, r=2) }",
-        "attn.add { h += adapter(h, r=2) }",
-        "attn { kv = concat(prefix(len=2), kv) }",
-    ],
-)
-def test_models_pickled_by_earlier_versions(equation: str) -> None:
-    model = compiled(model_of(Block), equation, given())
-    want = model(**given())
-    for layer in model.layers:
-        kind = type(layer)._peftc_kind
-        (edit,) = kind.edits
-        old = replace(edit, states={name: as_before(bound) for name, bound in edit.states.items()})
-        assert old.states != edit.states
-        layer.__class__ = GeneratedClass(kind.base, kind.inline, (old,), kind.name, kind.absent, kind.entered).cls
-    close(pickle.loads(pickle.dumps(model))(**given()), want, equation)
-
-
 # torch's own layers ------------------------------------------------------------------------------------------------
 
 
@@ -418,4 +385,4 @@ def test_an_operation_among_those_of_another_trace(index: int, here: str, there:
     def turns(places: str) -> list[tuple[str, int]]:
         return [(place, places[:i].count(place)) for i, place in enumerate(places)]
 
-    assert Ordinal(index, tuple(turns(here))).among(turns(there)) == expected
+    assert Ordinal(index, tuple(turns(here))).find_in(turns(there)) == expected

@@ -48,12 +48,12 @@ def moved(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.SiteEdit], ir.Si
 
 def rewritten(monkeypatch: pytest.MonkeyPatch, term: Callable[[Any, Any, Any], Any]) -> None:
     """Lets the rewriter write other terms: `term(assignment, original, term)`."""
-    original = insert._Assignment.new_term
+    original = insert.EquationInserter.new_term
 
     def new_term(self: Any, value: Any) -> Any:
         return term(self, lambda t: original(self, t), value)
 
-    monkeypatch.setattr(insert._Assignment, "new_term", new_term)
+    monkeypatch.setattr(insert.EquationInserter, "new_term", new_term)
 
 
 def test_nothing_is_found_without_a_fault() -> None:

@@ -1,120 +1,111 @@
-"""Whether an edit folds into a weight, read off its equations: no tensors.
+"""Whether the equations of an edit are affine, and so fold into a weight. No tensors.
 
-An edit of `h` folds where its value is affine, with constant coefficients, in what its Linear reads; the arithmetic
-itself is `peftc.folding.affine_values`, which interprets the same terms.
+An edit of `h` folds if its value is affine, with constant coefficients, in what its Linear reads.
+`peftc.folding.affine_values` interprets the same terms to compute that weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from peftc.addressing.sites import Site, WeightRef
-from peftc.forms.shapes import Tokens, Weight
+from peftc.addressing.sites import Site
+from peftc.forms.shapes import Tokens
+from peftc.planning.foldability.target import FoldTarget, fold_target, linear_states
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
-
-Side = Literal["weight", "output", "input"]
-OUTPUT_OF = {"ffn": "down", "attn": "o", "self": "o", "cross": "o"}  # sub-layer -> the Linear that computes its h
-
-
-@dataclass(frozen=True)
-class FoldTarget:
-    """The parameters that an edit folds into.
-
-    side "weight": equations of w and b alone. "output": the value of h becomes the Linear's output, so W' = value's matrix.
-    "input": the edit changes what the Linear reads, so W' = W · value's matrix. `bias` is None where there is none yet.
-    """
-
-    side: Side
-    site: Site
-    weight: WeightRef | None
-    bias: WeightRef | None
 
 
 @dataclass(eq=False)
 class NotAffine(Exception):
-    """`reason`: why a term does not fold, naming the sub-expression; `term`: that sub-expression."""
-
-    reason: str
+    reason: str  # why `term`, a sub-expression, does not fold
     term: Term
 
 
-def fold_target(placed: SiteEdit, sites: Mapping[str, Site]) -> FoldTarget | str:
-    """What the edit folds into, or the reason why there is no such Linear. `sites`: by path."""
-    states = {assign.state for assign in placed.assigns}
-    site = placed.site
-    if states <= {"w", "b"}:
-        return _target("weight", site)
-    if states <= {"h", "w", "b"} and is_linear(site):
-        return _target("output", site)
-    if states == {"h"} and site.steps[-1][0] == "hidden":
-        return _sibling("input", sites, _parent(site.path), "down")
-    if states == {"z"} and site.steps[-1][0] == "ffn":
-        return _sibling("input", sites, site.path, "down")
-    if states == {"h"} and site.steps[-1][0] in OUTPUT_OF:
-        return _sublayer(site, sites)
-    return f"`{min(states - {'w', 'b'})}` of `{site.path}` is not the output of a Linear"
-
-
 def fold_reason(
-    placed: SiteEdit,
+    site_edit: SiteEdit,
     sites: Mapping[str, Site],
     tied: Collection[Collection[str]] = (),
     overlaps: Collection[Collection[str]] = (),
-    own: Collection[str] = (),
-    elsewhere: Iterable[Sequence[str]] = (),
+    edited: Collection[str] = (),
+    external_reads: Iterable[Sequence[str]] = (),
 ) -> str | None:
-    """None where the edit folds exactly at its site, else why not.
+    """Why an edit does not fold at its site; None if it folds exactly.
 
-    Args: dotted names of parameters. `tied`: those that are one parameter; `overlaps`: those that share memory; `own`: those
-    that the same edit folds into at other sites of the module; `elsewhere`: a parameter, and the modules that compute with it beside its
-    own.
+    Args:
+        tied: groups of dotted names that are one parameter.
+        overlaps: groups of parameters that share memory.
+        edited: the parameters that the same edit folds into at all sites of the module.
+        external_reads: a parameter, and the modules other than its own that compute with it.
     """
-    if tasks := next((one.tasks for one in placed.instances if one.tasks), ()):
+    if tasks := next((instance.tasks for instance in site_edit.instances if instance.tasks), ()):
         return f"it has parameters for each task ({', '.join(tasks)}), and a weight is one for all"
-    target = fold_target(placed, sites)
+    target = fold_target(site_edit, sites)
     if isinstance(target, str):
-        return _first_reason(placed, placed.site.states.keys()) or target
-    reason = _first_reason(placed, linear_states(target, placed.site))
+        return _not_affine(site_edit, site_edit.site.states.keys()) or target
     return (
-        reason
+        _not_affine(site_edit, linear_states(target, site_edit.site))
         or _called_again(target)
-        or _elsewhere(target, tied, own, "is tied to")
-        or _elsewhere(target, overlaps, own, "shares memory with")
-        or _repeated(target, overlaps)
-        or _read_elsewhere(target, elsewhere)
+        or _other_use(target, tied, edited, "is tied to")
+        or _other_use(target, overlaps, edited, "shares memory with")
+        or _overlaps_itself(target, overlaps)
+        or _external_read(target, external_reads)
     )
 
 
-def affine_reason(term: Term, linear: Collection[str]) -> str | None:
-    """None where `term` is affine with constant coefficients in the states named in `linear`, else why not."""
-    try:
-        depends(term, linear)
-    except NotAffine as found:
-        return found.reason
+def _not_affine(site_edit: SiteEdit, linear: Collection[str]) -> str | None:
+    values = [assign.value for assign in site_edit.assigns if assign.state not in ("w", "b")]
+    return next((reason for value in values if (reason := affine_reason(value, linear))), None)
+
+
+def _called_again(target: FoldTarget) -> str | None:
+    calls, module = target.site.calls, target.site.module
+    if target.side == "weight" or calls == 1:
+        return None
+    return f"`{module}` is called {calls} times, and the edit is at one of these calls: a fold would change all"
+
+
+def _other_use(
+    target: FoldTarget, groups: Iterable[Collection[str]], edited: Collection[str], relation: str
+) -> str | None:
+    for group in groups:
+        shared = target.parameters & set(group)
+        others = sorted(set(group) - target.parameters - set(edited))
+        if shared and others:
+            return f"`{min(shared)}` {relation} `{others[0]}`: a fold would change both uses"
     return None
 
 
-def linear_states(target: FoldTarget, site: Site) -> frozenset[str]:
-    """The states at the edit's site that are linear in what the folded Linear reads."""
-    if target.side == "input":
-        return frozenset({"h"} if site.steps[-1][0] == "hidden" else {"z"})
-    return frozenset({"h", "x"} if site.path == target.site.path else {"h"})
+def _overlaps_itself(target: FoldTarget, overlaps: Iterable[Collection[str]]) -> str | None:
+    names = [name for group in overlaps if len(group) == 1 for name in group if name in target.parameters]
+    if not names:
+        return None
+    return (
+        f"entries of `{min(names)}` are in the same place in memory, as in an expanded tensor: a fold would change both"
+    )
 
 
-def is_linear(site: Site) -> bool:
-    """A site that multiplies its x by a weight (out, in) of its own and gives the result as h."""
-    weight, x, h = (site.states.get(name) for name in ("w", "x", "h"))
-    if weight is None or x is None or h is None or not isinstance(weight.shape, Weight):
-        return False
-    return (x.shape, h.shape) == (Tokens(weight.shape.d_in), Tokens(weight.shape.d_out))
+def _external_read(target: FoldTarget, reads: Iterable[Sequence[str]]) -> str | None:
+    for name, reader, *_ in reads:
+        if name in target.parameters:
+            subject = f"`{reader}` computes" if reader else "the model's own code computes"
+            return f"{subject} with `{name}`, too: a fold would change both uses"
+    return None
+
+
+def affine_reason(term: Term, linear: Collection[str]) -> str | None:
+    """Why `term` is not affine with constant coefficients in the states `linear`; None if it is."""
+    try:
+        depends(term, linear)
+    except NotAffine as error:
+        return error.reason
+    return None
 
 
 def depends(term: Term, linear: Collection[str]) -> bool:
-    """Whether an affine term depends on the states in `linear` at all (else it is constant).
+    """Whether an affine term depends on the states in `linear` at all, or is constant.
 
-    Raises: NotAffine.
+    Raises:
+        NotAffine: the term is not affine.
     """
     match term:
         case Constant():
@@ -123,19 +114,29 @@ def depends(term: Term, linear: Collection[str]) -> bool:
             if state not in linear:
                 raise NotAffine(f"`{state}` is not what the Linear reads", term)
             return True
-        case FormCall(input=value):
-            return _applied(term, value, linear)
+        case FormCall(instance=instance, input=value):
+            if (reason := instance.form.affine(instance.args)) is not None:
+                raise NotAffine(f"`{show_term(term)}`: {reason}", term)
+            if value is not None and not depends(value, linear):
+                raise NotAffine(f"`{show_term(term)}` reads nothing that the Linear reads", term)
+            return value is not None
         case Arithmetic(op=op, left=left, right=right):
-            return _arithmetic(term, op, depends(left, linear), depends(right, linear))
+            left_depends, right_depends = depends(left, linear), depends(right, linear)
+            if op == "*" and left_depends and right_depends:
+                message = f"`{show_term(term)}` multiplies two values that both depend on the input"
+                raise NotAffine(message, term)
+            if op == "/" and right_depends:
+                raise NotAffine(f"`{show_term(term)}` divides by a value that depends on the input", term)
+            return left_depends or right_depends
         case FrozenCall(function=function):
             raise NotAffine(f"`{show_term(term)}`: the model's own `{function}` is not folded through", term)
         case Concat(shape=shape):
-            what = "tokens to the input" if isinstance(shape, Tokens) else "rows to the keys and values"
-            raise NotAffine(f"`{show_term(term)}` adds {what}, which no weight holds", term)
+            rows = "tokens to the input" if isinstance(shape, Tokens) else "rows to the keys and values"
+            raise NotAffine(f"`{show_term(term)}` adds {rows}, which no weight holds", term)
 
 
 def show_term(term: Term) -> str:
-    """A term in few words, for messages: `adapter(h)`, `1 - g` as `1 - scalar()`."""
+    """A term without the arguments of its forms: `1 - scalar()`, `adapter(h)`."""
     match term:
         case Read(state=state):
             return state
@@ -146,95 +147,7 @@ def show_term(term: Term) -> str:
         case FrozenCall(function=function, input=value):
             return f"{function}({show_term(value)})"
         case Arithmetic(op=op, left=left, right=right):
-            return f"{_grouped(left)} {op} {_grouped(right)}"
+            sides = (f"({show_term(s)})" if isinstance(s, Arithmetic) else show_term(s) for s in (left, right))
+            return f" {op} ".join(sides)
         case Concat(parts=parts):
             return f"concat({', '.join(map(show_term, parts))})"
-
-
-def _applied(term: FormCall, value: Term | None, linear: Collection[str]) -> bool:
-    reason = term.instance.form.affine(term.instance.args)
-    if reason is not None:
-        raise NotAffine(f"`{show_term(term)}`: {reason}", term)
-    if value is not None and not depends(value, linear):
-        raise NotAffine(f"`{show_term(term)}` reads nothing that the Linear reads", term)
-    return value is not None
-
-
-def _arithmetic(term: Arithmetic, op: str, left: bool, right: bool) -> bool:
-    if op == "*" and left and right:
-        raise NotAffine(f"`{show_term(term)}` multiplies two values that both depend on the input", term)
-    if op == "/" and right:
-        raise NotAffine(f"`{show_term(term)}` divides by a value that depends on the input", term)
-    return left or right
-
-
-def _grouped(term: Term) -> str:
-    return f"({show_term(term)})" if isinstance(term, Arithmetic) else show_term(term)
-
-
-def _first_reason(placed: SiteEdit, linear: Collection[str]) -> str | None:
-    equations = [a for a in placed.assigns if a.state not in ("w", "b")]
-    return next((r for r in (affine_reason(a.value, linear) for a in equations) if r), None)
-
-
-def _target(side: Side, site: Site) -> FoldTarget:
-    weight, bias = site.states.get("w"), site.states.get("b")
-    return FoldTarget(side, site, weight.weight if weight else None, bias.weight if bias else None)
-
-
-def _sibling(side: Side, sites: Mapping[str, Site], parent: str, name: str) -> FoldTarget | str:
-    found = sites.get(f"{parent}.{name}")
-    if found is None or not is_linear(found):
-        return f"`{parent}` has no single Linear `{name}`"
-    return _target(side, found)
-
-
-def _sublayer(site: Site, sites: Mapping[str, Site]) -> FoldTarget | str:
-    found = sites.get(site.states["h"].linear)
-    if found is None or not is_linear(found):
-        return f"`h` of `{site.path}` is not simply the output of `{OUTPUT_OF[site.steps[-1][0]]}`"
-    return _target("output", found)
-
-
-def _called_again(target: FoldTarget) -> str | None:
-    calls = target.site.calls
-    if target.side == "weight" or calls == 1:
-        return None
-    return f"`{target.site.module}` is called {calls} times, and the edit is at one of these calls: a fold would change all"
-
-
-def _repeated(target: FoldTarget, overlaps: Collection[Collection[str]]) -> str | None:
-    """A parameter that shares memory with itself is a group alone."""
-    alone = {name for group in overlaps if len(group) == 1 for name in group}
-    repeated = sorted(parameter_names(target) & alone)
-    if not repeated:
-        return None
-    return f"entries of `{repeated[0]}` are in the same place in memory, as in an expanded tensor: a fold would change both"
-
-
-def _elsewhere(target: FoldTarget, groups: Collection[Collection[str]], own: Collection[str], what: str) -> str | None:
-    mine = parameter_names(target)
-    for group in groups:
-        others = sorted(set(group) - mine - set(own))
-        if mine & set(group) and others:
-            return f"`{min(mine & set(group))}` {what} `{others[0]}`: a fold would change both uses"
-    return None
-
-
-def _read_elsewhere(target: FoldTarget, elsewhere: Iterable[Sequence[str]]) -> str | None:
-    for name, reader, *_ in elsewhere:
-        if name in parameter_names(target):
-            who = f"`{reader}` computes" if reader else "the model's own code computes"
-            return f"{who} with `{name}`, too: a fold would change both uses"
-    return None
-
-
-def parameter_names(target: FoldTarget) -> frozenset[str]:
-    """The dotted names of the weight and the bias."""
-    return frozenset(
-        f"{ref.module}.{ref.attribute}".lstrip(".") for ref in (target.weight, target.bias) if ref is not None
-    )
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""The Plan: what the compiler will do, as plain data that can be printed as JSON and compared, and as tables of 80 columns."""
+"""The Plan: what the compiler will do, as JSON and as tables of 80 columns."""
 
 from __future__ import annotations
 
@@ -12,44 +12,40 @@ from rich.table import Table
 from rich.text import Text
 
 from peftc.addressing.path_compression import compress_paths
-from peftc.addressing.sites import Site
+from peftc.addressing.sites import UntracedModule
 from peftc.planning.counts import percent
-from peftc.planning.ir import SiteEdit
-from peftc.planning.report.shapes import mappings
+from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.planning.report.text import plain_text
-from peftc.planning.selection.shared_modules import uses
 from peftc.planning.selection.untraced import reason_lines
 from peftc.semantics.vocabulary import PLAN_COUNTS
 
 
-class _Part(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PlanSpec(_Part):
-    """The text that was planned, by its hash."""
-
+class PlanSpec(_Record):
     path: str
     sha256: str
 
 
-class PlanModel(_Part):
-    """The base; `parameters` counts tied weights once. A fingerprint is compared with others of its version."""
+class PlanModel(_Record):
+    """The base; `parameters` counts tied weights once."""
 
     id: str
     type: str
     parameters: int
     fingerprint: str
-    fingerprint_version: int = 1  # where nothing is said
+    fingerprint_version: int = 1  # of plans that do not say
 
 
-class PlanSite(_Part):
+class PlanSite(_Record):
     path: str
     module: str
 
 
-class PlanEdit(_Part):
-    """One edit or `train` statement. Counts in parameters; `reason` says why it folds or does not."""
+class PlanEdit(_Record):
+    """One edit or `train` statement, with counts in parameters."""
 
     name: str
     sites: tuple[PlanSite, ...]
@@ -58,12 +54,12 @@ class PlanEdit(_Part):
     changed: int
     served: int
     foldable: bool
-    reason: str
+    reason: str  # why it folds or does not
     identity: bool
 
 
-class PlanTotals(_Part):
-    """Parameters: of the base, with a gradient, in the saved adapter, changed and left over after folding what folds."""
+class PlanTotals(_Record):
+    """Parameters: of the base, trained, saved, changed in the base, left after folding."""
 
     base: int
     trained: int
@@ -72,23 +68,24 @@ class PlanTotals(_Part):
     served: int
 
 
-class PlanExpectation(_Part):
+class PlanExpectation(_Record):
     text: str
     holds: bool
 
 
-class PlanUnread(_Part):
-    """A module in a layer that the spec changes, without names for what is in it, and why."""
+class PlanUnread(_Record):
+    """An untraced module in a layer that the spec edits."""
 
     module: str
     type: str
     reason: str
 
 
-class Plan(_Part):
-    """What a spec does to a model. No weight was read to make it.
+class Plan(_Record):
+    """What a spec does to a model.
 
-    Raises (on reading JSON): pydantic.ValidationError for unknown or missing keys.
+    Raises:
+        pydantic.ValidationError: unknown or missing keys in the JSON.
     """
 
     format_version: Literal["1.0"] = "1.0"
@@ -100,89 +97,93 @@ class Plan(_Part):
     unread: tuple[PlanUnread, ...] = ()
 
     def edit(self, name: str) -> PlanEdit:
-        """The edit of that name. Raises: KeyError."""
-        found = {edit.name: edit for edit in self.edits}
-        return found[name]
+        """The edit of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return {edit.name: edit for edit in self.edits}[name]
 
     def __str__(self) -> str:
         return plan_text(self)
 
 
-def plan_text(plan: Plan, placed: Sequence[SiteEdit] = (), width: int = 80) -> str:
+def plan_text(plan: Plan, site_edits: Sequence[SiteEdit] = (), width: int = 80) -> str:
     """The plan as plain text without colours."""
-    return plain_text(render_plan(plan, placed), width)
+    return plain_text(render_plan(plan, site_edits), width)
 
 
-def render_plan(plan: Plan, placed: Sequence[SiteEdit] = ()) -> RenderableType:
-    """A header, the numbers of every edit with a total, and for each edit where it goes and whether it folds.
+def render_plan(plan: Plan, site_edits: Sequence[SiteEdit] = ()) -> RenderableType:
+    """The counts of every edit, and for each edit its sites and whether it folds.
 
     Args:
-        placed: the places of the edits, from which their shapes are read; without them no shapes are shown.
+        site_edits: from which the shapes of the edits are read; without them no shapes are shown.
     """
-    shapes = {edit.name: mappings(p for p in placed if p.edit == edit.name) for edit in plan.edits}
-    shared = {edit.name: [p.site for p in placed if p.edit == edit.name and p.site.shared_with] for edit in plan.edits}
-    parts: list[RenderableType] = [_header(plan), Text(), _numbers(plan)]
+    model = plan.model
+    about = f"  ({model.type}, {model.parameters:,} parameters)"
+    header = Text.assemble((plan.spec.path, "bold"), " on ", (model.id, "bold"), about)
+    parts: list[RenderableType] = [header, Text(), _counts(plan)]
     for edit in plan.edits:
-        parts += [Text(), _edit(edit, shapes.get(edit.name, ()), shared.get(edit.name, ()))]
+        parts += [Text(), _edit(edit, [s for s in site_edits if s.edit == edit.name])]
     if plan.expectations:
         parts += [Text(), _expectations(plan)]
     if plan.unread:
-        parts += [Text(), _unread(plan)]
+        modules = [UntracedModule(m.module, m.type, m.reason) for m in plan.unread]
+        parts += [Text(), Text("not traced", "bold"), *map(_indented, map(Text, reason_lines(modules)))]
     return Group(*parts)
 
 
-def _header(plan: Plan) -> Text:
-    model = plan.model
-    return Text.assemble(
-        (plan.spec.path, "bold"), " on ", (model.id, "bold"), f"  ({model.type}, {model.parameters:,} parameters)"
-    )
+def _indented(content: RenderableType) -> Padding:
+    return Padding(content, (0, 0, 0, 2))
 
 
-def _numbers(plan: Plan) -> Table:
+def _counts(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("edit", overflow="fold")
     table.add_column("sites", justify="right")
     for name in PLAN_COUNTS:
         table.add_column(name, justify="right")
     for edit in plan.edits:
-        table.add_row(Text(edit.name), str(len(edit.sites)), *_row(edit, plan.totals.base))
+        table.add_row(Text(edit.name), str(len(edit.sites)), *_cells(edit, plan.totals.base))
     total = sum(len(edit.sites) for edit in plan.edits)
     table.add_section()
-    table.add_row("total", str(total), *_row(plan.totals, plan.totals.base), style="bold")
+    table.add_row("total", str(total), *_cells(plan.totals, plan.totals.base), style="bold")
     return table
 
 
-def _row(numbers: PlanEdit | PlanTotals, base: int) -> Iterable[Text]:
+def _cells(numbers: PlanEdit | PlanTotals, base: int) -> Iterable[Text]:
     for name in PLAN_COUNTS:
         value: int = getattr(numbers, name)
         yield Text.assemble(f"{value:,}", "\n", (percent(value, base), "dim"))
 
 
-def _edit(edit: PlanEdit, shapes: Sequence[str], shared: Sequence[Site] = ()) -> RenderableType:
+def _edit(edit: PlanEdit, site_edits: Sequence[SiteEdit]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    sites = compress_paths([site.path for site in edit.sites])
-    modules = compress_paths([site.module for site in edit.sites])
-    for label, lines in (("at", sites), ("in", modules)):
-        table.add_row(label, Text("\n".join(f"{path} × {count}" if count > 1 else path for path, count in lines)))
-    if shapes:
+    for label, paths in (("at", [site.path for site in edit.sites]), ("in", [site.module for site in edit.sites])):
+        lines = [f"{path} × {count}" if count > 1 else path for path, count in compress_paths(paths)]
+        table.add_row(label, Text("\n".join(lines)))
+    if shapes := dict.fromkeys(_mapping(instance) for s in site_edits for instance in s.instances):
         table.add_row("shapes", Text("\n".join(shapes)))
-    if shared:
-        table.add_row("once for", Text("\n".join(" and ".join(one.path for one in uses(site)) for site in shared)))
+    if shared := [s.site.uses for s in site_edits if s.site.shared_with]:
+        table.add_row("once for", Text("\n".join(" and ".join(site.path for site in uses) for uses in shared)))
     table.add_row("folds", Text.assemble(("yes", "green") if edit.foldable else ("no", "yellow"), f": {edit.reason}"))
     table.add_row("at init", "the model is unchanged" if edit.identity else "the model's output changes")
-    return Group(Text(edit.name, "bold"), Padding(table, (0, 0, 0, 2)))
+    return Group(Text(edit.name, "bold"), _indented(table))
+
+
+def _mapping(instance: FormInstance) -> str:
+    """`adapter: […, 1024] -> […, 1024]`"""
+    dims = instance.dims
+    source = "" if dims.input is None else f"{dims.input} -> "
+    shared = f", shared by {dims.sites} sites" if instance.owner is not None and dims.sites > 1 else ""
+    return f"{instance.form.name}: {source}{instance.form.shape(instance.args, dims)}{shared}"
 
 
 def _expectations(plan: Plan) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     for expectation in plan.expectations:
-        table.add_row(
-            Text("holds", "green") if expectation.holds else Text("fails", "bold red"), Text(expectation.text)
-        )
-    return Group(Text("expectations", "bold"), Padding(table, (0, 0, 0, 2)))
-
-
-def _unread(plan: Plan) -> RenderableType:
-    return Group(Text("not read", "bold"), *(Padding(Text(line), (0, 0, 0, 2)) for line in reason_lines(plan.unread)))
+        outcome = Text("holds", "green") if expectation.holds else Text("fails", "bold red")
+        table.add_row(outcome, Text(expectation.text))
+    return Group(Text("expectations", "bold"), _indented(table))

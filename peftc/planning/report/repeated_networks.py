@@ -1,22 +1,22 @@
-"""Networks in a layer that are no sites themselves, such as experts: alike ones are shown once."""
+"""Groups repeated networks of a layer that are no sites themselves, such as experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peftc.addressing.path_compression import index_ranges
-from peftc.addressing.paths import Steps
-from peftc.addressing.sites import Site
+from peftc.addressing.paths import BRANCHES
+from peftc.addressing.sites import Site, Steps
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
-    """Networks of one name under one site that are alike: `steps` are those of the first, in its layer; `sites` of all."""
+class NetworkGroup:
+    """Networks of one name under one site whose sites have the same states and shapes."""
 
-    steps: Steps
+    steps: Steps  # of the first network, in its layer
     numbers: tuple[int, ...]
-    sites: tuple[Site, ...]
+    sites: tuple[Site, ...]  # of all networks
 
     @property
     def name(self) -> str:
@@ -25,40 +25,36 @@ class Family:
         return f"{word}[{index_ranges(self.numbers)}] × {len(self.numbers)}" if self.numbers else word
 
 
-class Families:
-    """The families of a layer's sites, in their order. `depth`: how many steps the layer's own path has."""
+class RepeatedNetworks:
+    """The network groups of a layer. `depth`: the number of steps of the layer's path."""
 
     def __init__(self, sites: Sequence[Site], depth: int) -> None:
         self._depth = depth
-        own = {site.steps[depth:] for site in sites}
-        members: dict[Steps, list[Site]] = {}
+        site_steps = {site.steps[depth:] for site in sites}
+        networks: dict[Steps, list[Site]] = {}
         for site in sites:
-            above = site.steps[depth:-1]
-            if above and above not in own and site.steps[-1][0] not in ("self", "cross"):
-                members.setdefault(above, []).append(site)
-        alike: dict[object, list[Steps]] = {}
-        for steps, inside in members.items():
+            parent = site.steps[depth:-1]
+            if parent and parent not in site_steps and site.steps[-1][0] not in BRANCHES:
+                networks.setdefault(parent, []).append(site)
+        groups: dict[object, list[Steps]] = {}
+        for steps, inside in networks.items():
             key = (steps[:-1], steps[-1][0], steps[-1][1] is None, *map(_signature, inside))
-            alike.setdefault(key, []).append(steps)
-        self._shown: set[Steps] = set()
-        self._first = {steps[0]: _family(steps, members) for steps in alike.values()}
-        self._others = {other for steps in alike.values() for other in steps[1:]}
+            groups.setdefault(key, []).append(steps)
+        self._new: dict[Steps, NetworkGroup] = {}
+        for group in groups.values():
+            numbers = tuple(index for steps in group if (index := steps[-1][1]) is not None)
+            sites = tuple(site for steps in group for site in networks[steps])
+            self._new[group[0]] = NetworkGroup(group[0], numbers, sites)
+        self._repeats = {steps for group in groups.values() for steps in group[1:]}
 
     def repeats(self, site: Site) -> bool:
-        """Whether another network is shown in the place of the one that the site is in."""
-        return site.steps[self._depth : -1] in self._others
+        """Whether the site is in a network other than the first of its group."""
+        return site.steps[self._depth : -1] in self._repeats
 
-    def new(self, site: Site) -> Iterable[Family]:
-        """The family that begins with this site, if one does."""
-        steps = site.steps[self._depth : -1]
-        if steps in self._first and steps not in self._shown:
-            self._shown.add(steps)
-            yield self._first[steps]
-
-
-def _family(steps: Sequence[Steps], members: dict[Steps, list[Site]]) -> Family:
-    numbers = tuple(index for one in steps if (index := one[-1][1]) is not None)
-    return Family(steps[0], numbers, tuple(site for one in steps for site in members[one]))
+    def pop(self, site: Site) -> list[NetworkGroup]:
+        """The group that begins with this site; each group once."""
+        group = self._new.pop(site.steps[self._depth : -1], None)
+        return [group] if group else []
 
 
 def _signature(site: Site) -> object:

@@ -1,160 +1,134 @@
-"""`train` statements: which parameters of the base get a gradient."""
+"""Resolves `train` statements to the base parameters that get a gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from peftc.addressing.parameter_ranges import Parameters, RowRange, numel, parameter_name, used_ties
-from peftc.addressing.sites import Site, SiteTable, State, WeightRef
+from peftc.addressing.sites import Site, SiteTable, State
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
-from peftc.planning.selection.shared_modules import SHOWN, shown, uses
+from peftc.planning.messages import MAX_NAMES, first_names
 from peftc.syntax import ast
 
 
 @dataclass(frozen=True)
-class Trained:
-    """`parameters`: dotted names in the base; `sites`: those that have one of the states."""
+class TrainTarget:
+    """What one `train` statement trains."""
 
     name: str
-    states: tuple[str, ...]
-    sites: tuple[Site, ...]
-    regions: frozenset[RowRange]
-    parameters: tuple[str, ...]
+    sites: tuple[Site, ...]  # those that have one of the states
+    ranges: frozenset[RowRange]
+    parameters: tuple[str, ...]  # dotted names in the base
 
 
-def trained(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Trained:
-    """What a `train` statement unfreezes at these sites. A site need not have all the states (an RMS norm has no `b`).
+def resolve_train(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> TrainTarget:
+    """The parameters of a `train` statement; an RMS norm, for one, need not have a `b`.
 
-    Raises: P205 where none has any of them. P211 for one that layers use at other sites, too. P212 for one that shares its
-    memory. P309 where only some rows of a parameter are meant.
+    Raises:
+        P205: no site has any of the states. P211: layers use the parameter at other sites, too.
+        P212: the parameter shares its memory. P309: the states are only some rows of it.
     """
     parameters = Parameters(table)
-    found = [(site, state) for site in sites for name in statement.states if (state := site.states.get(name))]
-    refs = [(site, state, state.weight) for site, state in found if state.weight is not None]
+    states = [(site, state) for site in sites for name in statement.states if (state := site.states.get(name))]
+    refs = [(site, state, state.weight) for site, state in states if state.weight is not None]
     if not refs:
-        raise PeftcError(_nothing(statement, sites))
-    regions = frozenset(region for _, state, ref in refs for region in parameters.regions(ref, state.shape))
+        raise PeftcError(_no_states(statement, sites))
+    ranges = frozenset(rows for _, state, ref in refs for rows in parameters.row_ranges(ref, state.shape))
     names = dict.fromkeys(parameters.canonical(ref) for _, _, ref in refs)
     for site, state, ref in refs:
         name = parameters.canonical(ref)
-        if ref.is_partial and numel(region for region in regions if region.parameter == name) < parameters.numel(name):
-            raise PeftcError(_part(statement, site, state, name))
-    if common := _in_common(names, table):
-        raise PeftcError(_overlap(statement, *common))
-    if wrong := _tied(statement, [use for site in sites for use in uses(site)], table):
-        raise PeftcError(wrong)
-    return Trained(statement.name, statement.states, _unique([site for site, _, _ in refs]), regions, tuple(names))
+        if ref.is_partial and numel(rows for rows in ranges if rows.parameter == name) < parameters.numel(name):
+            raise PeftcError(_partial(statement, site, state, name))
+    if (error := _memory_overlap(statement, names, table) or _tied(statement, sites, table)) is not None:
+        raise PeftcError(error)
+    unique = {site.path: site for site, _, _ in refs}
+    return TrainTarget(statement.name, tuple(unique.values()), ranges, tuple(names))
 
 
-def missing(statement: ast.Train, made: Trained) -> list[Diagnostic]:
-    """P204 warnings for states that none of the sites has."""
-    there = {name for site in made.sites for name in site.states}
+def missing_states(statement: ast.Train, target: TrainTarget) -> list[Diagnostic]:
+    """P204 warnings for states that no site has."""
+    present = {name for site in target.sites for name in site.states}
     return [
         Diagnostic("P204", f"no site of `{statement.name}` has `{name}`", statement.span, severity="warning")
         for name in statement.states
-        if name not in there
+        if name not in present
     ]
 
 
-def _in_common(names: Collection[str], table: SiteTable) -> tuple[str, str | None] | None:
-    """A parameter among these and another one, an object of its own, over the same memory; None for itself."""
+def _memory_overlap(statement: ast.Train, names: Collection[str], table: SiteTable) -> Diagnostic | None:
+    """P212 for a parameter that shares memory with another one, or with itself (a group alone)."""
     for group in table.overlaps:
-        if mine := next((name for name in group if name in names), None):
-            if len(group) == 1:
-                return mine, None
-            ties = next((tied for tied in table.tied if mine in tied), (mine,))
-            return mine, next((name for name in group if name not in ties), next(n for n in group if n != mine))
+        name = next((name for name in group if name in names), None)
+        if name is None:
+            continue
+        if len(group) == 1:
+            return Diagnostic(
+                "P212",
+                f"entries of `{name}` are in the same place in memory, as in an expanded tensor",
+                statement.span,
+                label="a step of training would write one over the other",
+                help="give it memory of its own (`.contiguous()`) before you compile",
+            )
+        ties = next((tied for tied in table.tied if name in tied), (name,))
+        other = next((n for n in group if n not in ties), next(n for n in group if n != name))
+        return Diagnostic(
+            "P212",
+            f"`{name}` and `{other}` are two parameters over the same memory",
+            statement.span,
+            label="a step of training would change both, by the gradient of one",
+            help="make them one parameter, or give each memory of its own, before you compile",
+        )
     return None
 
 
 def _tied(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Diagnostic | None:
-    """P211 for a parameter that modules in layers have in common which are not all among these sites."""
-    named = {parameter_name(ref) for site in sites for n in statement.states if (ref := _weight(site, n)) is not None}
+    """P211 for a parameter that layers also use at sites that are not selected."""
+    states = [use.states.get(name) for site in sites for use in site.uses for name in statement.states]
+    selected = {parameter_name(state.weight) for state in states if state is not None and state.weight is not None}
+    layers = tuple({f"{site.root}." for site in table.sites if any(step == "layer" for step, _ in site.steps)})
+    refs = [(site, state.weight) for site in reversed(table.sites) for state in site.states.values()]
+    paths = {parameter_name(ref): site.path for site, ref in refs if ref is not None and not ref.is_partial}
     for group, used in zip(table.tied, used_ties(table), strict=True):
-        mine = next((name for name in group if name in named), None)
-        others = [name for name in used if name not in named and _in_layers(name, table)] if mine else []
-        if mine and others:
-            paths = {parameter_name(ref): site.path for site, ref in _weights(table)}
-            every = " | ".join(paths.get(name, f'"{name.rpartition(".")[0]}"') for name in (mine, *others))
+        name = next((name for name in group if name in selected), None)
+        others = [other for other in used if other not in selected and other.startswith(layers)]
+        if name and others:
+            union = " | ".join(paths.get(n, f'"{n.rpartition(".")[0]}"') for n in (name, *others))
             return Diagnostic(
                 "P211",
-                f"`{mine}` is one parameter with {shown(others)}",
+                f"`{name}` is one parameter with {first_names(others)}",
                 statement.span,
-                label="what is trained here is trained there, too",
-                help="name all of its uses in layers" + (f", `at {every}`" if len(others) < SHOWN else ""),
+                label="training it here also trains it there",
+                help="name all of its uses in layers" + (f", `at {union}`" if len(others) < MAX_NAMES else ""),
             )
     return None
 
 
-def _in_layers(name: str, table: SiteTable) -> bool:
-    """Whether a parameter is in a layer, as far as sites tell where layers are."""
-    layers = {site.root for site in table.sites if any(step == "layer" for step, _ in site.steps)}
-    return any(name.startswith(f"{layer}.") for layer in layers)
-
-
-def _weights(table: SiteTable) -> Iterator[tuple[Site, WeightRef]]:
-    """Each site with each parameter that is all its own; the first site of a parameter comes last."""
-    for site in reversed(table.sites):
-        refs = (state.weight for state in site.states.values())
-        yield from ((site, ref) for ref in refs if ref is not None and not ref.is_partial)
-
-
-def _weight(site: Site, state: str) -> WeightRef | None:
-    return site.states[state].weight if state in site.states else None
-
-
-def _overlap(statement: ast.Train, name: str, other: str | None) -> Diagnostic:
-    if other is None:
-        return Diagnostic(
-            "P212",
-            f"entries of `{name}` are in the same place in memory, as in an expanded tensor",
-            statement.span,
-            label="a step of training would write one over the other",
-            help="give it memory of its own (`.contiguous()`) before you compile",
-        )
-    return Diagnostic(
-        "P212",
-        f"`{name}` and `{other}` are two parameters over the same memory",
-        statement.span,
-        label="a step of training would change both, by the gradient of one",
-        help="make them one parameter, or give each memory of its own, before you compile",
-    )
-
-
-def _unique(sites: Sequence[Site]) -> tuple[Site, ...]:
-    return tuple({site.path: site for site in sites}.values())
-
-
-def _nothing(statement: ast.Train, sites: Sequence[Site]) -> Diagnostic:
-    has = dict.fromkeys(name for site in sites for name, state in site.states.items() if state.weight)
-    only_base = [name for name in statement.states if name not in ("w", "b")]
+def _no_states(statement: ast.Train, sites: Sequence[Site]) -> Diagnostic:
+    states = dict.fromkeys(name for site in sites for name, state in site.states.items() if state.weight)
     return Diagnostic(
         "P205",
         f"none of the {len(sites)} sites has {join_names(statement.states, 'or')} to train",
         statement.span,
         label="nothing to unfreeze",
-        notes=(f"they have {join_names(has)}" if has else "they have no parameters of their own",),
-        help="`train` takes `w` and `b`" if only_base else None,
+        notes=(f"they have {join_names(states)}" if states else "they have no parameters of their own",),
+        help="`train` takes `w` and `b`" if any(name not in ("w", "b") for name in statement.states) else None,
     )
 
 
-def _part(statement: ast.Train, site: Site, state: State, name: str) -> Diagnostic:
+def _partial(statement: ast.Train, site: Site, state: State, name: str) -> Diagnostic:
+    if state.weight is None or state.weight.stacked_slice is None:
+        help_ = f'train all of it, by name: `at "{site.module}"`'
+    else:
+        *_, (experts, _), (role, _) = site.steps
+        roles = ("gate", "up") if state.weight.rows else (role,)
+        union = " | ".join(f"layer[*].ffn.{experts}[*].{name}" for name in roles)
+        help_ = f"name all the sites that it holds: `at {union}`; or add to its rows alone: `w += lowrank(r=8)`"
     return Diagnostic(
         "P309",
         f"`{state.name}` of `{site.path}` is only some rows of `{name}`",
         statement.span,
         label="a parameter gets a gradient as a whole",
-        help=_whole(site, state),
+        help=help_,
     )
-
-
-def _whole(site: Site, state: State) -> str:
-    """How to name a parameter that holds more than the site's rows."""
-    if state.weight is None or state.weight.stacked_slice is None:
-        return f'train all of it, by name: `at "{site.module}"`'
-    *_, (experts, _), (role, _) = site.steps
-    roles = ("gate", "up") if state.weight.rows else (role,)
-    sites = " | ".join(f"layer[*].ffn.{experts}[*].{name}" for name in roles)
-    return f"name all the sites that it holds: `at {sites}`; or add to its rows alone: `w += lowrank(r=8)`"

@@ -1,10 +1,12 @@
-"""Modules around an edit whose code may run one kernel in the place of their children.
+"""Modules around an edit whose code may run one kernel instead of their children.
 
-`nn.TransformerEncoderLayer`, `nn.MultiheadAttention` and `nn.TransformerEncoder` read the weights of their children in evaluation
-and call none of them, so an edited child would not run. Such code asks torch whether its fast path is enabled; a module whose
-code was traced has been told that it is not.
+In evaluation, `nn.TransformerEncoderLayer`, `nn.MultiheadAttention` and `nn.TransformerEncoder`
+read the weights of their children and call none of them, so an edited child would not run. Their
+code asks torch whether its fast path is enabled; while a module is traced, the answer is no, so its
+generated forward has no fast path.
 
-Source: torch.backends.mha; `why_not_fast_path` in torch/nn/modules/activation.py and transformer.py.
+Source: torch.backends.mha; `why_not_fast_path` in torch/nn/modules/activation.py and
+transformer.py.
 """
 
 from __future__ import annotations
@@ -12,24 +14,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
-from itertools import chain
 
 from torch import nn
 
 from peftc.rewriting.edits import Region
 
-QUESTION = "get_fastpath_enabled"
+QUERY = "get_fastpath_enabled"
 ENTERED = frozenset({""})
 
 
 @cache
 def has_fast_path(cls: type[nn.Module]) -> bool:
-    """Whether a forward of the class, or one that it may call of a parent class, asks for torch's fast path."""
+    """Whether the forward of a class or of a parent class uses torch's fast path."""
     forwards = (inspect.unwrap(vars(c)["forward"]) for c in cls.__mro__ if "forward" in vars(c))
-    return any(QUESTION in getattr(getattr(f, "__code__", None), "co_names", ()) for f in forwards)
+    return any(QUERY in getattr(getattr(f, "__code__", None), "co_names", ()) for f in forwards)
 
 
-def callers(module: str) -> Iterator[str]:
+def parents(module: str) -> Iterator[str]:
     """The dotted names of all modules that contain a module, innermost first; the root is ""."""
     while module:
         module = module.rpartition(".")[0]
@@ -37,45 +38,39 @@ def callers(module: str) -> Iterator[str]:
 
 
 def innermost_called(module: str, calls: Collection[str], model: nn.Module) -> str:
-    """The innermost module around one, itself included, that is called: one that nothing calls has its parameters read there.
-
-    One that this call has left out, as a router leaves out experts, is called where another of its class is.
-    """
-    if module not in calls and called_elsewhere(module, calls, model):
+    """The module itself if called, or the innermost called module around it."""
+    if module not in calls and is_called_in_siblings(module, calls, model):
         return module
-    return next((n for n in (module, *callers(module)) if n in calls), module)
+    return next((n for n in (module, *parents(module)) if n in calls), module)
 
 
-def called_elsewhere(module: str, calls: Collection[str], model: nn.Module) -> bool:
-    """Whether the same part of another module of the same class, beside one of those around it, is called."""
-    parts = module.split(".")
-    for i in range(len(parts)):
-        around, tail = ".".join(parts[: i + 1]), "".join(f".{part}" for part in parts[i + 1 :])
-        parent = model.get_submodule(".".join(parts[:i]))
-        alike = (n for n, m in parent.named_children() if type(m) is type(model.get_submodule(around)))
-        prefix = "".join(f"{part}." for part in parts[:i])
-        if any(f"{prefix}{name}{tail}" in calls for name in alike if name != parts[i]):
+def is_called_in_siblings(module: str, calls: Collection[str], model: nn.Module) -> bool:
+    """Whether a sibling of the module, or of one around it, has this part called."""
+    names = module.split(".")
+    for i, name in enumerate(names):
+        parent = model.get_submodule(".".join(names[:i]))
+        cls = type(parent.get_submodule(name))
+        siblings = [n for n, m in parent.named_children() if type(m) is cls and n != name]
+        if any(".".join([*names[:i], sibling, *names[i + 1 :]]) in calls for sibling in siblings):
             return True
     return False
 
 
-def with_fast_paths_closed(
-    regions: list[Region], model: nn.Module, shared: Iterable[Collection[str]] = ()
-) -> list[Region]:
-    """The regions and, around them, one without edits for each module that has a fast path and whose code nothing enters yet.
+def disable_fast_paths(regions: list[Region], model: nn.Module, shared: Iterable[Collection[str]] = ()) -> list[Region]:
+    """Adds a region without edits for each module around a region that has a fast path and is not
+    entered yet.
 
-    Args: `model`: its classes alone are looked at. `shared`: the names of each module that has several.
+    Args: `shared`: the names of each module that has several.
     """
     names = {name: group for group in shared for name in group}
-    own = {region.module: region for region in regions}
+    by_module = {region.module: region for region in regions}
     entered = {f"{r.module}.{name}".strip(".") for r in regions for name in r.inline}
-    more: dict[str, Region] = {}
-    for region in regions:
-        for name in chain.from_iterable(map(callers, names.get(region.module, (region.module,)))):
-            if name in entered or name in more or not has_fast_path(type(model.get_submodule(name))):
-                continue
-            if name in own:
-                own[name].inline |= ENTERED
-            else:
-                more[name] = Region(name, ENTERED, [])
-    return [*more.values(), *regions]
+    outer: dict[str, Region] = {}
+    for name in (p for r in regions for module in names.get(r.module, (r.module,)) for p in parents(module)):
+        if name in entered or name in outer or not has_fast_path(type(model.get_submodule(name))):
+            continue
+        if name in by_module:
+            by_module[name].inline |= ENTERED
+        else:
+            outer[name] = Region(name, ENTERED, [])
+    return [*outer.values(), *regions]

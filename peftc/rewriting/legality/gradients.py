@@ -1,8 +1,8 @@
-"""Edits where the model's own code switches gradients off: they would compute, and never learn."""
+"""Refuses edits whose parameters the model would never train, as it disables gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -12,38 +12,35 @@ from peftc.tracing.context_managers import is_gradient_context
 from peftc.tracing.operations import enter_context, exit_context
 
 
-def check_gradients(written: Iterable[tuple[str, Sequence[fx.Node]]], graph: fx.Graph) -> None:
-    """Raises P416 for a state, by name, all of whose nodes are in blocks without gradients."""
-    off = without_gradients(graph)
-    for name, nodes in written:
-        if off.issuperset(nodes):
+def check_gradients(written: Mapping[str, Sequence[fx.Node]], graph: fx.Graph) -> None:
+    """Raises: P416 for a state, by name, all of whose nodes run without gradients."""
+    without = nodes_without_gradients(graph)
+    for name, nodes in written.items():
+        if nodes and without.issuperset(nodes):
             raise PeftcError(
                 Diagnostic(
                     "P416",
-                    f"the model uses `{name}` here without gradients: no parameter of the edit would learn",
-                    notes=(
-                        f"`{nodes[0].target}` stands inside of a `with torch.no_grad()` block of the model's own code",
-                    ),
+                    f"the model computes `{name}` without gradients, so no parameter of the edit would be trained",
+                    notes=(f"`{nodes[0].target}` is in a `with torch.no_grad()` block of the model's own code",),
                     help="edit a state outside of that block",
                 )
             )
 
 
-def without_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """What is computed inside of blocks that switch gradients off."""
-    off: list[bool] = []
-    found: set[fx.Node] = set()
+def nodes_without_gradients(graph: fx.Graph) -> set[fx.Node]:
+    blocks: list[bool] = []
+    nodes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is enter_context and is_gradient_context(node):
-            off.append(switches_off(node))
+            blocks.append(disables_gradients(node))
         elif node.target is exit_context and isinstance(begin := node.args[0], fx.Node) and is_gradient_context(begin):
-            off.pop()
-        elif off and off[-1]:
-            found.add(node)
-    return found
+            blocks.pop()
+        elif blocks and blocks[-1]:
+            nodes.add(node)
+    return nodes
 
 
-def switches_off(begin: fx.Node) -> bool:
-    kind, *given = begin.args
-    mode = given[0] if given else begin.kwargs.get("mode", True)
-    return kind is torch.no_grad or (kind is torch.set_grad_enabled and mode is False)
+def disables_gradients(begin: fx.Node) -> bool:
+    context, *arguments = begin.args
+    mode = arguments[0] if arguments else begin.kwargs.get("mode", True)
+    return context is torch.no_grad or (context is torch.set_grad_enabled and mode is False)

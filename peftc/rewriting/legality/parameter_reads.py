@@ -1,11 +1,13 @@
-"""Parameters of a child that a module's own code reads: `F.linear(x, self.fc.weight)` beside `self.fc(x)`.
+"""Reads of a child's parameters in a module's own code: `F.linear(x, self.fc.weight)` instead of
+`self.fc(x)`.
 
-Such code may call the child today and compute with its weight tomorrow (without gradients, in evaluation, for a long input), and one trace
-shows one of the two. An edit that stood in the child alone would be bypassed by the other, so it stands in the module that reads.
+Such code may call the child in one call and compute with its weight in another (without gradients,
+in evaluation, for a long input), and one trace shows one of the two. An edit inside the child would
+be bypassed by the other, so its region is the module that reads.
 
-The code is looked at and not run: the `forward` of the class and of its parent classes, and what it names of its own class and of its
-own file. Code that hands the child itself to something else (`kernel(self.fc, x)`) may read its parameters there. What asks for the kind of a
-parameter (`self.fc.weight.dtype`) does not compute with it.
+This is a static analysis of the `forward` of the class and of its parent classes, and of functions
+that it names, of its class and file. Code that passes the child itself on (`kernel(self.fc, x)`)
+may read its parameters there. Reads of metadata (`self.fc.weight.dtype`) do not count.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FunctionType
@@ -23,40 +25,42 @@ from torch import nn
 
 from peftc.modules.instance_forward import instance_forward
 
-ANY = "*"  # in the place of an index, or of a name that the code computes
-ALL = frozenset({"parameters", "named_parameters", "_parameters", "state_dict", "get_parameter"})
-QUESTIONS = frozenset({"is_grad_enabled", "requires_grad", "is_inference_mode_enabled", "training"})
+ANY = "*"  # stands for an index, or for a name that the code computes
+ALL_PARAMETERS = frozenset({"parameters", "named_parameters", "_parameters", "state_dict", "get_parameter"})
+MODE_QUERIES = frozenset({"is_grad_enabled", "requires_grad", "is_inference_mode_enabled", "training"})
 METADATA = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
 INSPECTING = frozenset({"isinstance", "hasattr", "id", "type"})
 
 
 @dataclass(frozen=True)
 class ParameterRead:
-    """`names`: the attributes that lead to the parameter, or, with `below`, to a module all of whose parameters may be read. `rooted`: from
-    the module itself, else from what nobody can tell. `asks`: its function asks for gradients or for the mode, too.
+    """A read of a parameter by attributes, `names`.
+
+    Args: `from_self`: the first attribute is one of the module itself; else the object is unknown.
+    `mode_dependent`: the function also queries gradients or the mode. `whole_module`: `names` lead
+    to a module all of whose parameters may be read.
     """
 
     names: tuple[str, ...]
-    rooted: bool
-    asks: bool
-    below: bool = False
+    from_self: bool
+    mode_dependent: bool
+    whole_module: bool = False
 
     @property
-    def told(self) -> bool:
-        """Whether the code says which module owns the parameter."""
-        return bool(self.names) if self.rooted or self.below else len(self.names) > 1
+    def names_owner(self) -> bool:
+        """Whether the code names the module that owns the parameter."""
+        return bool(self.names) if self.from_self or self.whole_module else len(self.names) > 1
 
-    def of(self, parameter: str) -> bool:
-        """Whether this may be a parameter of that dotted name."""
+    def may_read(self, parameter: str) -> bool:
         path = parameter.split(".")
         size = len(self.names)
-        starts = range(len(path) - size + 1) if self.below else [len(path) - size]
-        if self.rooted:
-            starts = [0] if self.below or len(path) == size else []
-        return any(start >= 0 and alike(self.names, path[start : start + size]) for start in starts)
+        starts = range(len(path) - size + 1) if self.whole_module else [len(path) - size]
+        if self.from_self:
+            starts = [0] if self.whole_module or len(path) == size else []
+        return any(start >= 0 and matches(self.names, path[start : start + size]) for start in starts)
 
 
-def alike(names: tuple[str, ...], path: list[str]) -> bool:
+def matches(names: Sequence[str], path: list[str]) -> bool:
     return len(names) == len(path) and all(name in (ANY, own) for name, own in zip(names, path, strict=True))
 
 
@@ -64,167 +68,174 @@ def parameter_reads(module: nn.Module, parameters: Collection[str]) -> Iterator[
     """How the code of a module may read some parameters of its children (dotted names in it)."""
     words = frozenset(word for name in parameters for word in name.split(".")[-2:])
     for forward in forwards(module) if words else ():
-        yield from (read for read in reads_of(forward, type(module), words) if any(map(read.of, parameters)))
+        yield from (read for read in reads_in(forward, type(module), words) if any(map(read.may_read, parameters)))
 
 
-def runs_parts(module: nn.Module, region: str) -> bool:
-    """Whether the code of a module may run its part `region` child by child: each of its children that has parameters is called or read."""
+def may_run_children(module: nn.Module, region: str) -> bool:
+    """Whether the code of a module may use all children of its part `region`."""
     children = [n for n, c in module.get_submodule(region).named_children() if next(c.parameters(), None) is not None]
-    used = {name for forward in forwards(module) for name in named_parts(forward, type(module), region)}
-    return len(children) > 1 and used.issuperset(children)
+    attributes = {name for forward in forwards(module) for name in attributes_of(forward, type(module), region)}
+    return len(children) > 1 and attributes.issuperset(children)
 
 
 @cache
-def named_parts(forward: FunctionType, cls: type[nn.Module], region: str) -> frozenset[str]:
-    """The attributes of a part of the module, and of what may be that part, that a forward and what it names ask for."""
+def attributes_of(forward: FunctionType, cls: type[nn.Module], region: str) -> frozenset[str]:
+    """The attributes that a forward, and functions it names, read of a part of the module."""
     path = region.split(".")
     return frozenset(
         name
-        for function, first in reached(forward, cls)
-        for use in uses(function, first)
-        if not use.text
-        for size in range(len(use.names))
-        if (name := use.names[size])
-        and (alike(use.names[:size], path) if use.rooted else alike(use.names[:size], path[len(path) - size :]))
+        for function, first in reachable_functions(forward, cls)
+        for use in attribute_uses(function, first)
+        if not use.is_text
+        for i, name in enumerate(use.names)
+        if matches(use.names[:i], path if use.from_self else path[len(path) - i :])
     )
 
 
 def own_parameters(module: nn.Module, prefix: str, recurse: bool = False) -> list[str]:
-    """The names of a module's parameters, of its children's too if `recurse`, under a prefix; each tied one under all of its names."""
-    named = module.named_parameters(prefix, recurse, remove_duplicate=False)
-    return [name for name, _ in named]
+    """The names of a module's parameters under a prefix, all of tied ones."""
+    return [name for name, _ in module.named_parameters(prefix, recurse, remove_duplicate=False)]
+
+
+# Code --------------------------------------------------------------------------------------------
 
 
 def forwards(module: nn.Module) -> Iterator[FunctionType]:
-    """The forwards that a call of a module may run, behind what wraps them: its own, that of its class, and those of parent classes as
-    long as each may call the next one.
-    """
+    """The unwrapped forwards that a call of a module may run."""
     own = instance_forward(module)
     functions = [own.function] if own is not None else []
     functions += [vars(c)["forward"] for c in type(module).__mro__ if c is not nn.Module and "forward" in vars(c)]
-    for function in functions:
-        plain = plain_function(function)
-        if plain is not None:
-            yield plain
-            if not {"super", "forward"}.intersection(words_of(plain.__code__)):
+    for value in functions:
+        function = unwrap(value)
+        if function is not None:
+            yield function
+            if not {"super", "forward"}.intersection(names_in(function.__code__)):
                 return
 
 
-def plain_function(value: Any) -> FunctionType | None:
-    """The function behind a method, a property or what wraps it."""
+def unwrap(value: Any) -> FunctionType | None:
+    """The function behind a method, a property or a wrapper."""
     value = value.fget if isinstance(value, property) else value
     value = inspect.unwrap(getattr(value, "__func__", value))
     return value if isinstance(value, FunctionType) else None
 
 
 @cache
-def reads_of(forward: FunctionType, cls: type[nn.Module], words: frozenset[str]) -> tuple[ParameterRead, ...]:
-    """The reads of parameters or modules with one of these names, in a forward and in what it names."""
+def reads_in(forward: FunctionType, cls: type[nn.Module], words: frozenset[str]) -> tuple[ParameterRead, ...]:
+    """The reads of these attribute names in a forward and in the functions that it names."""
     reads = dict[ParameterRead, None]()
-    for function, first in reached(forward, cls):
-        named = set(words_of(function.__code__))
-        if named & (words | ALL):
-            asks = bool(named & QUESTIONS)
-            reads |= dict.fromkeys(read for use in uses(function, first) for read in use.reads(words, asks))
+    for function, first in reachable_functions(forward, cls):
+        names = set(names_in(function.__code__))
+        if names & (words | ALL_PARAMETERS):
+            mode_dependent = bool(names & MODE_QUERIES)
+            uses = attribute_uses(function, first)
+            reads |= dict.fromkeys(read for use in uses for read in use.reads(words, mode_dependent))
     return tuple(reads)
 
 
 @cache
-def reached(forward: FunctionType, cls: type[nn.Module]) -> tuple[tuple[FunctionType, str], ...]:
-    """A forward and the functions that it names, of its class and its file, with the name that each has for the module ("" for none)."""
+def reachable_functions(forward: FunctionType, cls: type[nn.Module]) -> tuple[tuple[FunctionType, str], ...]:
+    """A forward and the functions that it names, each with its name for the module."""
     todo, seen, functions = [(forward, True)], {forward}, list[tuple[FunctionType, str]]()
     while todo:
-        function, method = todo.pop()
+        function, is_method = todo.pop()
         code = function.__code__
-        functions.append((function, code.co_varnames[0] if method and code.co_argcount else ""))
-        for word in sorted(set(words_of(code))):
-            other, inside = named_by(word, function, cls)
+        functions.append((function, code.co_varnames[0] if is_method and code.co_argcount else ""))
+        for name in sorted(set(names_in(code))):
+            other, in_class = resolve(name, function, cls)
             if other is not None and other not in seen:
                 seen.add(other)
-                todo.append((other, inside))
+                todo.append((other, in_class))
     return tuple(functions)
 
 
-def words_of(code: CodeType) -> Iterator[str]:
-    """The names and texts in some code and in the functions inside of it."""
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names and texts in some code and in the functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, CodeType):
-            yield from words_of(constant)
+            yield from names_in(constant)
 
 
-def named_by(word: str, function: FunctionType, cls: type[nn.Module]) -> tuple[FunctionType | None, bool]:
-    """The function that a name in a function's code stands for, and whether it is one of the module's class; else it is of the same file."""
+def resolve(name: str, function: FunctionType, cls: type[nn.Module]) -> tuple[FunctionType | None, bool]:
+    """The function of the class or file that a name refers to, and whether it is a method."""
     for c in cls.__mro__:
-        if word in vars(c) and c not in (nn.Module, object):
-            return plain_function(vars(c)[word]), not isinstance(vars(c)[word], staticmethod)
-    other = plain_function(function.__globals__.get(word))
+        if name in vars(c) and c not in (nn.Module, object):
+            return unwrap(vars(c)[name]), not isinstance(vars(c)[name], staticmethod)
+    other = unwrap(function.__globals__.get(name))
     return (other if other is not None and other.__module__ == function.__module__ else None), False
 
 
+# Attributes --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Use:
-    """One place where a function names an attribute. `next`: the attribute that it asks of it, "()" where it calls it, else "". `text`: a
-    constant, which may be the name of one.
+class AttributeUse:
+    """An expression that reads attributes: `self.layers[0].fc` has the names (layers, *, fc).
+
+    Args: `next`: the attribute read from the result, "()" where it is called, else "". `is_text`: a
+    constant that may be the name of an attribute.
     """
 
     names: tuple[str, ...]
-    rooted: bool
+    from_self: bool
     next: str = ""
-    text: bool = False
+    is_text: bool = False
 
-    def reads(self, words: frozenset[str], asks: bool) -> Iterator[ParameterRead]:
-        """What is read here if `words` are the names of parameters and of the modules that own them."""
+    def reads(self, words: frozenset[str], mode_dependent: bool) -> Iterator[ParameterRead]:
+        """The reads here, if `words` are names of parameters and of the modules that own them."""
         last = self.names[-1]
-        if last in ALL and not self.text:
-            yield ParameterRead(self.names[:-1], self.rooted, asks, below=True)
+        if last in ALL_PARAMETERS and not self.is_text:
+            yield ParameterRead(self.names[:-1], self.from_self, mode_dependent, whole_module=True)
         elif (last in words or last == ANY) and self.next != "()":
-            own = self.rooted and len(self.names) == 1 and not self.text  # a parameter of the module itself, or a child
-            if not own:
-                yield ParameterRead(self.names, self.rooted, asks)
-            if not self.next and not self.text:  # it goes somewhere else
-                yield ParameterRead((*self.names, ANY), self.rooted, asks)
+            is_own = (
+                self.from_self and len(self.names) == 1 and not self.is_text
+            )  # the module's own parameter, or a child
+            if not is_own:
+                yield ParameterRead(self.names, self.from_self, mode_dependent)
+            if not self.next and not self.is_text:  # the value is passed on
+                yield ParameterRead((*self.names, ANY), self.from_self, mode_dependent)
 
 
 @cache
-def uses(function: FunctionType, root: str) -> tuple[Use, ...]:
-    """All attributes that a function names, in which `root` is the module. Where its source cannot be had, any may be there."""
+def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...]:
+    """The attribute uses of a function; without source, it may read all parameters."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
-        return (Use(("parameters",), False),)
-    around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    attributes: list[Use] = []
+        return (AttributeUse(("parameters",), False),)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    uses: list[AttributeUse] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Subscript) and not only_asks(node, around):
-            names, base = chain(node)
+        if isinstance(node, ast.Attribute | ast.Subscript) and not is_metadata_read(node, parents):
+            names, base = attribute_chain(node)
             if isinstance(node, ast.Subscript) and (not root or base != root):
-                continue  # of tensors, mostly
-            outer = around.get(node)
-            following = outer.attr if isinstance(outer, ast.Attribute) else ""
-            called = isinstance(outer, ast.Call) and outer.func is node
-            attributes.append(Use(names, bool(root) and base == root, "()" if called else following))
+                continue  # mostly of tensors
+            parent = parents.get(node)
+            following = parent.attr if isinstance(parent, ast.Attribute) else ""
+            is_called = isinstance(parent, ast.Call) and parent.func is node
+            uses.append(AttributeUse(names, bool(root) and base == root, "()" if is_called else following))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self.fc, "weight")
-            attributes.append(Use((node.value,), False, text=True))
-    return tuple(dict.fromkeys(attributes))
+            uses.append(AttributeUse((node.value,), False, is_text=True))
+    return tuple(dict.fromkeys(uses))
 
 
-def only_asks(node: ast.AST, around: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a value is only asked for what kind of value it is, or written to."""
-    outer = around.get(node)
-    if isinstance(outer, ast.Attribute):
-        return outer.attr in METADATA
-    if isinstance(outer, ast.Compare):
-        return all(isinstance(op, ast.Is | ast.IsNot) for op in outer.ops)
-    if isinstance(outer, ast.Call) and node in outer.args:
-        return isinstance(outer.func, ast.Name) and outer.func.id in INSPECTING
+def is_metadata_read(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether an expression is used for its metadata only, or assigned to."""
+    parent = parents.get(node)
+    if isinstance(parent, ast.Attribute):
+        return parent.attr in METADATA
+    if isinstance(parent, ast.Compare):
+        return all(isinstance(op, ast.Is | ast.IsNot) for op in parent.ops)
+    if isinstance(parent, ast.Call) and node in parent.args:
+        return isinstance(parent.func, ast.Name) and parent.func.id in INSPECTING
     return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
-def chain(node: ast.expr) -> tuple[tuple[str, ...], str]:
-    """`self.layers[0].fc.weight` is (layers, *, fc, weight) of `self`; what a call returns has no name, ""."""
+def attribute_chain(node: ast.expr) -> tuple[tuple[str, ...], str]:
+    """`self.layers[0].fc` as (layers, *, fc) and `self`; "" where the object has no name."""
     names: list[str] = []
     base: Any = node
     while isinstance(base, ast.Attribute | ast.Subscript):
