@@ -108,7 +108,7 @@ def report(diagnostics: Sequence[Diagnostic], args: Namespace, *, to_stdout: boo
 
 
 def show(make: Callable[[int], RenderableType]) -> None:
-    """Prints what `make` returns for the terminal's width; plain text in a pipe or with NO_COLOR."""
+    """Prints the rendering for the width of the terminal; plain text in a pipe or with NO_COLOR."""
     console = Console(file=sys.stdout, highlight=False)
     if wants_color(sys.stdout):
         console.print(make(console.width))
