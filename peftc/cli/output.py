@@ -57,16 +57,16 @@ def compile_skeleton(
     flat = flat_spec(spec, settings, include)
     analysis = analyse_base(model, trust_remote_code=trust_remote_code)
     names = task_names(tasks)
-    found = plan_on(analysis, flat, names)
-    require_tasks(tasks, found)
-    if found.failed_expectations:
-        raise PeftcError(found.failed_expectations)
+    result = plan_on(analysis, flat, names)
+    require_tasks(tasks, result)
+    if result.failed_expectations:
+        raise PeftcError(result.failed_expectations)
     skeleton = analysis.structure.model
     with fake_mode(skeleton):
-        part = InstalledSpec(default_name(spec), flat, found.plan, 0 if seed is None else checked_seed(seed))
-        CompiledModel(skeleton, analysis=analysis).add(part, found, tasks=names)
-    files = {PLAN: found.plan.model_dump_json(indent=2) + "\n", SPEC: part.text, README: readme(part, names)}
-    return Compiled(found, files | forwards(skeleton))
+        part = InstalledSpec(default_name(spec), flat, result.plan, 0 if seed is None else checked_seed(seed))
+        CompiledModel(skeleton, analysis=analysis).add(part, result, tasks=names)
+    files = {PLAN: result.plan.model_dump_json(indent=2) + "\n", SPEC: part.text, README: readme(part, names)}
+    return Compiled(result, files | forwards(skeleton))
 
 
 def forwards(model: nn.Module) -> dict[str, str]:
