@@ -89,8 +89,8 @@ class CallPaths:
         signature: inspect.Signature = self.traces.signature
         passthrough, keywords = self.traces.passthrough, self.traces.keywords
         expressions = Expressions(self.names, signature)
-        found = guards.conditions(traced, tracer, passthrough, keywords, expressions)
-        self.conditions.update(dict.fromkeys(found))
+        conditions = guards.conditions(traced, tracer, passthrough, keywords, expressions)
+        self.conditions.update(dict.fromkeys(conditions))
         self.traits = guards.traits(traced, passthrough) | self.traits
         for guard in guards.mutable_guards(traced):
             with traced.graph.inserting_after(guard.node):

@@ -87,8 +87,7 @@ class Expressions:
         """The arguments of a call, the forwarded keywords last."""
         forwarded = [f"**{node.meta[FORWARDED]}"] if FORWARDED in node.meta else []
         defaults = _defaults(node.target)
-        given = {name: value for name, value in node.kwargs.items() if value is not defaults.get(name, node)}
-        keywords = (f"{name}={self.value(value)}" for name, value in given.items())
+        keywords = [f"{k}={self.value(v)}" for k, v in node.kwargs.items() if v is not defaults.get(k, node)]
         return ", ".join([*map(self.value, args), *keywords, *forwarded])
 
     def operand(self, value: Any) -> str:

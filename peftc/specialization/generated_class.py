@@ -86,12 +86,12 @@ def captions(variants: Sequence[Variant]) -> list[str]:
     for variant in variants:
         words = [variant.traits.get("mode", "training and evaluation"), variant.traits.get("cache")]
         labels.append(", ".join(filter(None, [*words, *(variant.traits.get(name) for name in differing)])))
-    found: list[str] = []
+    texts: list[str] = []
     for variant, label in zip(variants, labels, strict=True):
         twins = [v for v, other in zip(variants, labels, strict=True) if other == label and v is not variant]
         own = next((c for c in variant.conditions if any(c not in v.conditions for v in twins)), None)
-        found.append(printable(label if own is None else f"{label}, {own}")[:110])
-    return found
+        texts.append(printable(label if own is None else f"{label}, {own}")[:110])
+    return texts
 
 
 class GeneratedClass:

@@ -34,12 +34,12 @@ def conditions(
     Args: `passthrough`: arguments of which nothing need hold; `keywords`: those that `**` may have,
     if it is forwarded as a whole.
     """
-    found = [*_training(traced), *_arguments(traced, tracer, passthrough, keywords, expressions)]
-    found += [*_facts(traced, tracer), *_surroundings(tracer)]
+    texts = [*_training(traced), *_arguments(traced, tracer, passthrough, keywords, expressions)]
+    texts += [*_facts(traced, tracer), *_surroundings(tracer)]
     if traced.depends_on_dtype:
-        found += _dtypes(traced, tracer, passthrough)
-    found += [_computed(guard, expressions) for guard in traced.guards if not _only_inside(guard)]
-    return list(dict.fromkeys(found))
+        texts += _dtypes(traced, tracer, passthrough)
+    texts += [_computed(guard, expressions) for guard in traced.guards if not _only_inside(guard)]
+    return list(dict.fromkeys(texts))
 
 
 def _training(traced: RegionTrace) -> Iterator[str]:
@@ -202,13 +202,13 @@ def mutable_guards(traced: RegionTrace) -> list[Guard]:
 
     Something with side effects may have changed what they read (a cache), or a child computes it.
     """
-    found: list[Guard] = []
+    mutable: list[Guard] = []
     for guard in traced.guards:
         roots = _objects(guard.node)
         before = [n for n in traced.graph.nodes if has_side_effects(n) and n.op != "call_module" and n < guard.node]
         if any(_objects(n) & roots for n in before) or (guard.kind == "is" and _is_child_result(guard.node)):
-            found.append(guard)
-    return found
+            mutable.append(guard)
+    return mutable
 
 
 def _objects(node: fx.Node) -> set[fx.Node]:
@@ -221,7 +221,7 @@ def _objects(node: fx.Node) -> set[fx.Node]:
 def traits(traced: RegionTrace, passthrough: frozenset[str]) -> dict[str, str]:
     """What the conditions mean, by subject: mode, cache, optional arguments, dtypes."""
     modes = {value for (_, name), value in traced.attribute_guards.items() if name == "training"}
-    found = (
+    phrases = (
         {"mode": "training" if all(modes) else "evaluation" if not any(modes) else "partly training"} if modes else {}
     )
     for node in traced.graph.nodes:
@@ -229,14 +229,14 @@ def traits(traced: RegionTrace, passthrough: frozenset[str]) -> dict[str, str]:
         if node.op != "placeholder" or name in passthrough or name.startswith("*"):
             continue
         if isinstance(value, Cache) or (value is None and name in CACHES):
-            found["cache"] = "without a cache" if value is None else "with a cache"
+            phrases["cache"] = "without a cache" if value is None else "with a cache"
         elif isinstance(value, torch.Tensor):
-            found[name] = f"with {name}"
-            found[f"{name}.ndim"] = f"{name} of {value.ndim} dimensions"
+            phrases[name] = f"with {name}"
+            phrases[f"{name}.ndim"] = f"{name} of {value.ndim} dimensions"
             if traced.depends_on_dtype:
-                found[f"{name}.dtype"] = str(value.dtype).removeprefix("torch.")
+                phrases[f"{name}.dtype"] = str(value.dtype).removeprefix("torch.")
         elif value is None:
-            found[name] = f"without {name}"
+            phrases[name] = f"without {name}"
         else:
-            found[name] = f"{name}={value!r}" if is_constant(value) else f"with {name}"
-    return found
+            phrases[name] = f"{name}={value!r}" if is_constant(value) else f"with {name}"
+    return phrases

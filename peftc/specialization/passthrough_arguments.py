@@ -131,18 +131,18 @@ WithKeywords: TypeAlias = Callable[[frozenset[str], Mapping[str, Any]], Call]
 
 
 def forwarded_kwargs(
-    trace: WithKeywords, signature: inspect.Signature, passthrough: frozenset[str], given: Iterable[str]
+    trace: WithKeywords, signature: inspect.Signature, passthrough: frozenset[str], actual: Iterable[str]
 ) -> tuple[Call, frozenset[str]] | None:
     """The trace without keywords, its calls marked, and the keywords they may forward.
 
-    None where the code inspects one of the keywords `given` in this call.
+    None where the code inspects one of the `actual` keywords of this call.
     """
     parameter = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
     named = frozenset(n for n in passthrough if not n.startswith("**"))
-    if parameter is None or not passthrough.issuperset(f"**{k}" for k in given):
+    if parameter is None or not passthrough.issuperset(f"**{k}" for k in actual):
         return None
     base = attempt(trace, named, {})
-    keywords = frozenset([*PASSTHROUGH, *given]).difference(signature.parameters)
+    keywords = frozenset([*PASSTHROUGH, *actual]).difference(signature.parameters)
     while base is not None and keywords:
         probe = attempt(trace, named | {f"**{k}" for k in keywords}, dict.fromkeys(keywords))
         if probe is None:
@@ -153,7 +153,7 @@ def forwarded_kwargs(
             for node in comparison.forwarding:
                 node.meta[FORWARDED] = parameter
             bound = PASSTHROUGH.intersection(signature.parameters)  # never among the keywords
-            return (base, keywords | bound) if keywords.issuperset(given) else None
+            return (base, keywords | bound) if keywords.issuperset(actual) else None
         rejected |= comparison.missing
         keywords = keywords - rejected if rejected & keywords else frozenset()
     return None

@@ -184,9 +184,9 @@ def test_a_dead_step():
         (
             "output",
             BART,
-            "write `output.layer[*]`: the layers of the stack that gives the output, of an encoder-decoder the decoder's",
+            "write `output.layer[*]`: the stack that computes the output, in an encoder-decoder the decoder",
         ),
-        ("input", BART, "write `input.embed`: the embedding that reads the input, of an encoder-decoder the encoder's"),
+        ("input", BART, "write `input.embed`: the embedding of the input, in an encoder-decoder that of the encoder"),
     ],
 )
 def test_nearest_names(text, table, help_text):
