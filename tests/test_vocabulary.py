@@ -19,7 +19,7 @@ OPERATIONS = frozenset(
     for owner in (torch.Tensor, torch, nn.functional, operator)
     for name in dir(owner)
     if not name.startswith("_") and callable(getattr(owner, name))
-)
+) - {"int", "float", "bool"}  # types, too
 MODULES = frozenset({"torch", "operator", "nn", "functional", "F"})
 # Where the names of operations stand, and why.
 VOCABULARY = {
@@ -27,7 +27,7 @@ VOCABULARY = {
     "peftc/tracing/in_place.py": "how in-place operators are printed",
     "peftc/tracing/patches.py": "functions that a trace patches",
     "peftc/tracing/context_managers.py": "context managers that a trace keeps",
-    "peftc/specialization/code_printer.py": "how operators are printed",
+    "peftc/specialization/expressions.py": "how operators are printed",
     "peftc/verification/forward_modes.py": "functions that draw numbers; verification shares no code with the rewriter",
 }
 LEAST = 3  # operations side by side are a table

@@ -71,7 +71,7 @@ class ConcreteProxy(fx.Proxy):
             return self.tracer.guard(self.size(0).node, "int", len(self._value))
         if isinstance(self._value, RaggedSizes | Segments):
             raise UnknownLength(getattr(self._value, "caller", ""))
-        return self._guarded_if_given("len", len(self._value))
+        return self._guarded_if_external("len", len(self._value))
 
     def __contains__(self, key: object) -> bool:
         value = self._value
@@ -128,12 +128,12 @@ class ConcreteProxy(fx.Proxy):
     def _guarded_keys(self) -> list[Any]:
         keys = list(self._value)
         plain = all(isinstance(key, str | int) for key in keys)
-        return self._guarded_if_given("keys", keys) if plain else keys
+        return self._guarded_if_external("keys", keys) if plain else keys
 
-    def _guarded_if_given(self, kind: str, value: Any) -> Any:
+    def _guarded_if_external(self, kind: str, value: Any) -> Any:
         """Not of an operation's result, which has as many entries in every call."""
-        given = is_input(self.node) or self.node.target is getattr
-        return self.tracer.guard(self.node, kind, value) if given else value
+        external = is_input(self.node) or self.node.target is getattr
+        return self.tracer.guard(self.node, kind, value) if external else value
 
     @property
     def keys(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
