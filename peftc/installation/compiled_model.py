@@ -45,7 +45,8 @@ class CompiledModel:
         self.module = module
         if analysis is not None:
             self.analysis = analysis
-        self.sample = sample or (installation_of(module).sample if is_installed(module) else None)
+        check_sample(sample)
+        self.sample = (sample or installation_of(module).sample) if is_installed(module) else sample
 
     @classmethod
     def active(cls, module: nn.Module, sample: Mapping[str, Any] | None = None) -> CompiledModel:

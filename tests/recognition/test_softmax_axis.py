@@ -84,7 +84,9 @@ def test_queries_are_what_the_softmax_does_not_compare(attend: Attend) -> None:
     assert [{site.module.rpartition(".")[2] for site in edit.sites} for edit in plan.edits] == [{"first"}, {"second"}]
     found = peftc.verify(peftc.compile(SPEC, model, seed=0, sample=SAMPLE), {"x": torch.randn(2, 5, D)})
     assert found.ok, str(found)
-    assert any(check.name.startswith("q, k and v") and check.outcome == "holds" for check in found.checks)
+    assert any(
+        check.name.startswith("attn.q, attn.k and attn.v") and check.outcome == "holds" for check in found.checks
+    )
 
 
 @pytest.mark.parametrize("attend", WRITTEN[1:])
