@@ -1,9 +1,9 @@
 """No architecture is named in peftc's code: what it knows of models it derives from them.
 
-The rule: no word of a Python file, in code, strings or docstrings, is a model type of transformers. A word is a run of
-letters and digits; words joined by `_`, and the words of CamelCase, count on their own and together. Ids of the catalogue
-(`org/name`), which say nothing of an architecture, may stand as examples. Comments may name the models that need a rule. The
-catalogue itself is JSON.
+The rule: no word of a Python file, in code, strings or docstrings, is a model type of transformers.
+A word is a run of letters and digits; words joined by `_`, and the words of CamelCase, count on
+their own and together. Ids of the catalogue (`org/name`), which say nothing of an architecture, may
+stand as examples. Comments may name the models that need a rule. The catalogue itself is JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ IDS = frozenset(
     name for name in json.loads((ROOT / "peftc/models/catalogue.json").read_text())["models"] if "/" in name
 )
 
-# Model types that are English words, the name of a tool (`git`), and an attribute of every config (`is_encoder_decoder`).
+# Model types that are English words, the name of a tool (`git`), and an attribute of every config
+# (`is_encoder_decoder`).
 ENGLISH = frozenset({"align", "bit", "git", "encoderdecoder"})
 # Names that are not of the architecture, by file.
 OTHERS = {
