@@ -29,6 +29,7 @@ from peftc.specialization.code_layout import call_arguments, conjunction, dispat
 from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.derived_classes import replace_base, with_generated_forward
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
+from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments
 from peftc.tracing.region_trace import RegionTrace
 from peftc.tracing.tracer_base import is_tracing
@@ -117,6 +118,7 @@ class GeneratedClass:
     ) -> None:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
         self.entered = entered
+        self.code = tuple(map(reachable_code, (base, *entered)))  # that its variants are traced from
         self.signature = with_self(inspect.signature(base_forward(base)))
         hiding = [n for n in [*self.signature.parameters][1:] if n in FIXED_NAMES or n.startswith(NUMBERED)]
         if inline and hiding:
