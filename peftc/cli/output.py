@@ -17,7 +17,7 @@ from peftc.filesystem.bounded_read import printable_path
 from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
-from peftc.installation.task_names import require_tasks, task_names
+from peftc.installation.spec_names import require_tasks, task_names
 from peftc.planning.counts import percent
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import ModelLike

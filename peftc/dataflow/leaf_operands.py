@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from peftc.dataflow.nodes import output_of
 from peftc.dataflow.values import CARRIERS, WHOLE, upstream
 from peftc.fakes.tensors import fake_copy
-from peftc.tracing.approximate_trace import approximate_trace
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
+from peftc.tracing.tracer import approximate_trace
 
 
 def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) -> None:

@@ -70,9 +70,7 @@ def reload_forms(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class InstalledRegion:
-    """A rewritten module: its dotted name, the graph of each variant of its forward, and the code
-    they became.
-    """
+    """A rewritten module: its dotted name, the graph of each variant of its forward, and their code."""
 
     module: str
     graphs: tuple[fx.Graph, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -54,13 +53,9 @@ class CallPaths:
         self.count += 1
         traced, tracer = self.traces.along(script)
         if self.count > MAX_PATHS:
-            raise PeftcError(
-                Diagnostic(
-                    "P406",
-                    f"the code of {self.name} has more than {MAX_PATHS} paths that depend on run-time values",
-                    help="edit a smaller part of the layer, so that this code is not entered",
-                )
-            )
+            message = f"the code of {self.name} has more than {MAX_PATHS} paths that depend on run-time values"
+            help_ = "edit a smaller part of the layer, so that this code is not entered"
+            raise PeftcError(Diagnostic("P406", message, help=help_))
         self.guard((traced, tracer))
         decisions = [cast(fx.Node, n.args[0]) for n in traced.graph.nodes if n.target is branch]
         self.rewrite(traced)
@@ -86,9 +81,8 @@ class CallPaths:
     def guard(self, call: Call) -> None:
         """Adds the conditions of a path, and rechecks of guards that may fail while it runs."""
         traced, tracer = call
-        signature: inspect.Signature = self.traces.signature
         passthrough, keywords = self.traces.passthrough, self.traces.keywords
-        expressions = Expressions(self.names, signature)
+        expressions = Expressions(self.names, self.traces.signature)
         conditions = guards.conditions(traced, tracer, passthrough, keywords, expressions)
         self.conditions.update(dict.fromkeys(conditions))
         self.traits = guards.traits(traced, passthrough) | self.traits

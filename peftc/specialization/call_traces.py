@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_copy, new_mode
@@ -25,7 +25,7 @@ from peftc.specialization.passthrough_arguments import (
 from peftc.specialization.trace_comparison import Call, agree
 from peftc.tracing.bytecode import compares_identity
 from peftc.tracing.code_positions import Origin
-from peftc.tracing.errors import NoneAccess, TraceError
+from peftc.tracing.region_trace import NoneAccess, TraceError
 
 
 class ArgumentInspected(Exception):
@@ -59,6 +59,7 @@ class CallTraces:
         self.module, self.arguments, self.likely = module, arguments, likely
         parameters = signature.parameters.values()
         self.var_keyword = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+        self.given_keywords: Mapping[str, Any] = arguments.get(self.var_keyword, {})
         self.constants = constant_arguments(signature, arguments)
         self.passthrough = frozenset[str]()
         self.keywords: frozenset[str] | None = None  # that `**` may have, where it is forwarded as a whole
@@ -115,11 +116,11 @@ class CallTraces:
             return None
 
         def trace(symbolic: frozenset[str], keywords: Mapping[str, Any]) -> Call:
-            if not keywords and not self._given_keywords():
+            if not keywords and not self.given_keywords:
                 return self.cached(script, symbolic)
             return self.trace(script, symbolic, {**self.arguments, self.var_keyword: keywords})
 
-        return forwarded_kwargs(trace, self.signature, self.passthrough, self._given_keywords())
+        return forwarded_kwargs(trace, self.signature, self.passthrough, self.given_keywords)
 
     def _same_passthrough(
         self, script: tuple[bool, ...], plain: Call, forwarded: tuple[Call, frozenset[str]] | None
@@ -135,9 +136,6 @@ class CallTraces:
             == self.passthrough
         )
 
-    def _given_keywords(self) -> Mapping[str, Any]:
-        return self.arguments.get(self.var_keyword, {})
-
     def cached(
         self,
         script: tuple[bool, ...],
@@ -151,7 +149,7 @@ class CallTraces:
             arguments = {**self.arguments, **{n: v for n, v in changed.items() if not n.startswith("**")}}
             keywords = {n[2:]: v for n, v in changed.items() if n.startswith("**")}
             if keywords:
-                arguments[self.var_keyword] = {**self._given_keywords(), **keywords}
+                arguments[self.var_keyword] = {**self.given_keywords, **keywords}
             self.cache[key] = self.trace(script, symbolic, arguments)
         return self.cache[key]
 
@@ -168,7 +166,11 @@ class CallTraces:
         tracer = GuardedTracer(lambda name: name in self.inline, script, symbolic)
         tracer.optional_results |= self.nones
         tracer.size_guards |= self.size_guards
-        fakes = self._without_data(arguments, mode)
+        try:
+            fakes = fake_copy(dict(arguments), mode)
+        except Exception as error:  # whatever copying an object or a kind of tensor (nested, …) raises
+            message = f"a call of {self.base.__name__} has an argument that cannot be copied without its data"
+            raise PeftcError(Diagnostic("P407", message, notes=(error_summary(error),))) from error
         try:
             with mode:
                 return tracer.trace_region(copy, fakes), tracer
@@ -186,11 +188,3 @@ class CallTraces:
             raise
         except Exception as error:
             raise Raised(error, (tracer.snapshot(), tracer)) from error
-
-    def _without_data(self, arguments: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any]:
-        """Raises: P407 for arguments that no fake tensor can stand for, such as nested tensors."""
-        try:
-            return fake_copy(dict(arguments), mode)
-        except Exception as error:  # whatever copying an object or a kind of tensor raises
-            message = f"a call of {self.base.__name__} has an argument that cannot be copied without its data"
-            raise PeftcError(Diagnostic("P407", message, notes=(error_summary(error),))) from error

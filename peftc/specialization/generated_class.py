@@ -60,10 +60,6 @@ def specializing_both_modes() -> Generator[None]:
         _both_modes.reset(token)
 
 
-def base_forward(cls: type[nn.Module]) -> Callable[..., Any]:
-    return inspect.unwrap(cls.forward)
-
-
 @dataclass(frozen=True)
 class Variant:
     """One specialisation of a forward. `traits`: what its conditions mean."""
@@ -78,16 +74,17 @@ class Variant:
 
 
 def captions(variants: Sequence[Variant]) -> list[str]:
-    """What each variant is for: `evaluation, with a cache`. Named is what tells the variants apart.
+    """What each variant is for: `evaluation, with a cache`, and the traits that tell variants apart.
 
-    Variants with the same traits are told apart by their first condition that others do not have.
+    Those with the same traits have their first condition that others do not have.
     """
-    names = dict.fromkeys(name for v in variants for name in v.traits if name not in ("mode", "cache"))
-    differing = [name for name in names if len({v.traits.get(name) for v in variants}) > 1]
-    labels: list[str] = []
-    for variant in variants:
-        words = [variant.traits.get("mode", "training and evaluation"), variant.traits.get("cache")]
-        labels.append(", ".join(filter(None, [*words, *(variant.traits.get(name) for name in differing)])))
+    names = dict.fromkeys(name for v in variants for name in v.traits)
+    shown = [
+        "cache",
+        *(n for n in names if n not in ("mode", "cache") and len({v.traits.get(n) for v in variants}) > 1),
+    ]
+    words = [[v.traits.get("mode", "training and evaluation"), *map(v.traits.get, shown)] for v in variants]
+    labels = [", ".join(filter(None, each)) for each in words]
     texts: list[str] = []
     for variant, label in zip(variants, labels, strict=True):
         twins = [v for v, other in zip(variants, labels, strict=True) if other == label and v is not variant]
@@ -119,7 +116,7 @@ class GeneratedClass:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
         self.entered = entered
         self.code = tuple(map(reachable_code, (base, *entered)))  # that its variants are traced from
-        self.signature = with_self(inspect.signature(base_forward(base)))
+        self.signature = with_self(inspect.signature(inspect.unwrap(base.forward)))
         hiding = [n for n in [*self.signature.parameters][1:] if n in FIXED_NAMES or n.startswith(NUMBERED)]
         if inline and hiding:
             message = f"the forward of {name} has a parameter `{hiding[0]}`, which hides what generated code needs"
@@ -197,14 +194,9 @@ class GeneratedClass:
         paths.follow()
         variant = self.variant(paths.graph, paths.others, tuple(paths.conditions), traces.passthrough, paths.traits)
         if not variant.holds(module, *args, **kwargs):
-            raise PeftcError(
-                Diagnostic(
-                    "P901",
-                    f"the forward made for a call of {self.name} does not recognise that call",
-                    notes=tuple(variant.conditions),
-                    help="this is a bug in peftc: report the model, the spec and the call",
-                )
-            )
+            message = f"the forward made for a call of {self.name} does not recognise that call"
+            help_ = "this is a bug in peftc: report the model, the spec and the call"
+            raise PeftcError(Diagnostic("P901", message, notes=variant.conditions, help=help_))
         return self.add(variant)
 
     def variant(

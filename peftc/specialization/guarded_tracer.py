@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import fx, nn
 from transformers import PretrainedConfig
 
-from peftc.concurrency.interrupts import shielded
 from peftc.dataflow.nodes import ancestors
 from peftc.dataflow.operations import has_side_effects
 from peftc.specialization.size_expressions import InputSizes
@@ -128,29 +127,16 @@ class GuardedTracer(RegionTracer):
         self.attribute_guards[owner, name] = value
         return value
 
-    def read_parameter(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+    def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         self.dtypes[f"{self.module_names.get(id(module), '')}.{name}".lstrip(".")] = value.dtype
 
     def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
-        with self.reporting_reads(root):
-            return super().trace_region(root, arguments)
-
-    @shielded
-    def reporting_reads(self, root: nn.Module) -> Generator[None]:
-        """Makes configs and modules of `root`, a copy for this trace, report reads."""
         for name, module in root.named_modules():
             for key, value in vars(module).items():
                 if isinstance(value, PretrainedConfig) and id(value) not in self.config_paths:
                     self.config_paths[id(value)] = f"{name}.{key}".lstrip(".")
-                    object.__setattr__(value, "__class__", reporting_config(type(value)))
-        classes = [(m, type(m)) for m in root.modules()]
-        try:
-            for module, cls in classes:
-                module.__class__ = reporting_module(cls)
-            yield
-        finally:
-            for module, cls in classes:
-                module.__class__ = cls
+                    object.__setattr__(value, "__class__", reporting_config(type(value)))  # a copy for this trace
+        return super().trace_region(root, arguments)
 
 
 class GuardedString(str):
@@ -201,29 +187,6 @@ def reporting_config(cls: type) -> type:
         return tracer.read_config(self, name, value) if plain and not name.startswith("__") else value
 
     return type(cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__module__": cls.__module__})
-
-
-@cache
-def reporting_module(cls: type) -> type:
-    """A subclass of a module class that reports reads of tensors, None and options."""
-    parent: Any = cls
-
-    def __getattr__(self: Any, name: str) -> Any:
-        value = parent.__getattr__(self, name)
-        tracer = current_tracer()
-        if isinstance(tracer, GuardedTracer) and isinstance(value, torch.Tensor):
-            tracer.read_parameter(self, name, value)
-        return value
-
-    def __getattribute__(self: Any, name: str) -> Any:
-        value = parent.__getattribute__(self, name)
-        if value is not None and type(value) is not str and not is_numbers(value):
-            return value
-        tracer = current_tracer()
-        return tracer.read_attribute(self, name, value) if isinstance(tracer, GuardedTracer) else value
-
-    members = {"__getattr__": __getattr__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), members)
 
 
 def is_numbers(value: Any) -> bool:

@@ -10,10 +10,9 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from peftc.tracing.errors import UnknownLength
 from peftc.tracing.in_place import AUGMENTED, Binding, leaves
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
-from peftc.tracing.region_trace import is_input
+from peftc.tracing.region_trace import UnknownLength, is_input
 from peftc.tracing.tracer_base import TracerBase
 
 # Independent of a tensor's values. Those of an argument may differ in another call.

@@ -20,8 +20,8 @@ from peftc.recognition.moe.listed import ExpertModules, expert_modules
 from peftc.recognition.moe.router import Router, find_router
 from peftc.recognition.moe.stacked import StackedExperts, multiplies_slices, stacked_experts
 from peftc.recognition.roles import SubLayer
-from peftc.tracing.approximate_trace import approximate_trace
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
+from peftc.tracing.tracer import approximate_trace
 
 Experts = StackedExperts | ExpertModules
 
