@@ -15,8 +15,7 @@ from peftc.specialization.call_traces import ArgumentInspected, CallTraces, Rais
 from peftc.specialization.code_printer import OtherPath
 from peftc.specialization.expressions import Expressions
 from peftc.specialization.names import GlobalNames
-from peftc.specialization.passthrough_arguments import fake_tensor_errors_unlogged
-from peftc.specialization.trace_comparison import Call
+from peftc.specialization.passthrough_arguments import Call, fake_tensor_errors_unlogged
 from peftc.tracing.operations import branch
 from peftc.tracing.region_trace import RegionTrace
 

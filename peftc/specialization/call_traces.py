@@ -17,12 +17,13 @@ from peftc.rewriting.container import CONTAINER
 from peftc.specialization.derived_classes import replace_base
 from peftc.specialization.guarded_tracer import GuardedTracer, constant_arguments
 from peftc.specialization.passthrough_arguments import (
+    Call,
+    agree,
     compared_with_none,
     forwarded_kwargs,
     passthrough_arguments,
     without_identity_tests,
 )
-from peftc.specialization.trace_comparison import Call, agree
 from peftc.tracing.bytecode import compares_identity
 from peftc.tracing.code_positions import Origin
 from peftc.tracing.region_trace import NoneAccess, TraceError

@@ -13,8 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from peftc.concurrency.checkpointing import preserve_choices
-from peftc.concurrency.context import ALL, CHOICE, ChoiceVar
+from peftc.concurrency.context import ALL, CHOICE, ChoiceVar, preserve_choices
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
