@@ -58,8 +58,8 @@ def test_json_has_the_keys_of_a_plan() -> None:
     assert keys(shown) == keys(plan)
     assert shown["totals"] == plan.totals.model_dump()
     assert shown["model"]["parameters"] == plan.model.parameters
-    (first, *_), (said,) = plan.edits, shown["edits"]
-    assert {k: v for k, v in said.items() if k not in ("sites", "reason")} == {
+    (first, *_), (edit,) = plan.edits, shown["edits"]
+    assert {k: v for k, v in edit.items() if k not in ("sites", "reason")} == {
         k: v for k, v in first.model_dump().items() if k not in ("sites", "reason")
     }
-    assert said["sites"][0] == first.sites[0].model_dump()
+    assert edit["sites"][0] == first.sites[0].model_dump()

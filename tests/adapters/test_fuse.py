@@ -92,8 +92,10 @@ def test_only_the_attention_is_trained_and_all_of_it_is_saved(fused: Any, tmp_pa
     loss = logits_of_training(model).square().mean() + sum(peftc.losses(model).values())
     loss.backward()
     optimizer.step()
-    moved = {key.rpartition(".")[2] for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
-    assert moved == {"query", "query_bias", "key", "value"}
+    trained = {
+        key.rpartition(".")[2] for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+    }
+    assert trained == {"query", "query_bias", "key", "value"}
     peftc.save(model.eval(), tmp_path / "fusion")
     again = peftc.load(tmp_path / "fusion", zoo.build("llama", torch.float64)).eval()
     assert torch.equal(logits(again), logits(model))

@@ -88,7 +88,7 @@ def test_killed_at_every_boundary(layout: str, adapters: tuple[Saved, Saved], tm
         (first / "notes.txt").write_text("mine")
     if layout == "1.0":
         old_layout(first)
-    seen = set[str]()
+    versions = set[str]()
     for n in range(1, 200):
         folder = tmp_path / str(n)
         if first.exists():
@@ -97,10 +97,10 @@ def test_killed_at_every_boundary(layout: str, adapters: tuple[Saved, Saved], tm
         assert ended in (0, KILLED)
         if (folder / METADATA).exists():
             assert new.is_in(folder) or old.is_in(folder), names(folder)
-            seen.add("new" if new.is_in(folder) else "old")
+            versions.add("new" if new.is_in(folder) else "old")
         else:
             assert layout == "nothing"
-            seen.add("nothing")
+            versions.add("nothing")
         if ended == 0:
             break
         old.save(folder)
@@ -108,7 +108,7 @@ def test_killed_at_every_boundary(layout: str, adapters: tuple[Saved, Saved], tm
         assert_clean(folder, *(["notes.txt"] if first.exists() else []))
     assert ended == 0
     assert n > 20, "too few operations were seen"
-    assert seen == {"new", "nothing" if layout == "nothing" else "old"}
+    assert versions == {"new", "nothing" if layout == "nothing" else "old"}
     assert_clean(folder, *(["notes.txt"] if first.exists() else []))
 
 
@@ -120,8 +120,8 @@ def test_the_old_layout_loads(adapters: tuple[Saved, Saved], tmp_path: Path) -> 
     assert all(torch.equal(p, adapters[0].tensors[k]) for k, p in peftc.parameters(again).items())
 
 
-@pytest.mark.parametrize("moved", ["adapter.json", "both", "tensors are new"])
-def test_what_an_earlier_version_left_is_replaced(moved: str, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["adapter.json", "both", "tensors are new"])
+def test_what_an_earlier_version_left_is_replaced(file: str, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
     """Format 1.0 was written by moving the old files away, then the new ones in: a killed writer
     left a mixture.
     """
@@ -136,9 +136,9 @@ def test_what_an_earlier_version_left_is_replaced(moved: str, adapters: tuple[Sa
     for name in (METADATA, TENSORS):
         shutil.copyfile(fresh / name, output / name)
     (folder / METADATA).rename(output / f"old-{METADATA}")
-    if moved != "adapter.json":
+    if file != "adapter.json":
         (folder / TENSORS).rename(output / f"old-{TENSORS}")
-    if moved == "tensors are new":
+    if file == "tensors are new":
         (output / TENSORS).rename(folder / TENSORS)
     new.save(folder)
     assert new.is_in(folder)

@@ -55,9 +55,9 @@ def description(folder: Path) -> dict[str, Any]:
 
 
 def diagnostic_of(action: Callable[[], object]) -> peftc.Diagnostic:
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         action()
-    (result,) = caught.value.diagnostics
+    (result,) = excinfo.value.diagnostics
     return result
 
 
@@ -240,9 +240,9 @@ def scaled(factor: float) -> nn.Module:
 
 def test_other_weights_are_warned_of_with_their_distance(folder: Path) -> None:
     model = scaled(1.001)
-    with pytest.warns(peftc.PeftcWarning) as caught:
+    with pytest.warns(peftc.PeftcWarning) as warnings:
         peftc.load(folder, model)
-    (record,) = caught
+    (record,) = warnings
     warning = record.message
     assert isinstance(warning, peftc.PeftcWarning)
     assert warning.code == warning.diagnostic.code == "P524"

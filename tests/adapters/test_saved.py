@@ -62,17 +62,17 @@ def tensors_of(folder: Path) -> Path:
 def retensor(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Other tensors with a description that owns up to them."""
     save_file(tensors, tensors_of(folder))
-    listed = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in tensors.items()}
-    describe(folder, tensors=listed, sha256=hashlib.sha256(tensors_of(folder).read_bytes()).hexdigest())
+    shapes = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in tensors.items()}
+    describe(folder, tensors=shapes, sha256=hashlib.sha256(tensors_of(folder).read_bytes()).hexdigest())
 
 
 def refused(folder: Path, model: nn.Module, code: str, **kwargs: Any) -> peftc.Diagnostic:
     """Loading fails with this code and the model is as it was."""
     before = Before.of(model)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.load(folder, model, **kwargs)
     before.assert_same(model)
-    (result,) = caught.value.diagnostics
+    (result,) = excinfo.value.diagnostics
     assert result.code == code, result
     return result
 
@@ -357,9 +357,9 @@ DESCRIPTIONS: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("case", DESCRIPTIONS)
 def test_a_damaged_description_is_refused(case: str, folder: Path) -> None:
     text = (folder / METADATA).read_text()
-    changed = DESCRIPTIONS[case](text)
-    assert changed != text
-    (folder / METADATA).write_bytes(changed.encode(errors="surrogateescape"))
+    damaged = DESCRIPTIONS[case](text)
+    assert damaged != text
+    (folder / METADATA).write_bytes(damaged.encode(errors="surrogateescape"))
     refused(folder, zoo.build("bert"), "P521")
 
 
@@ -418,9 +418,9 @@ def test_tensors_that_do_not_fit_the_spec(change: Callable[[Any], None], excerpt
 
 
 def test_tensors_other_than_those_listed(folder: Path) -> None:
-    listed = description(folder)["tensors"]
-    listed["k/s/lora.A"]["dtype"] = "float16"
-    describe(folder, tensors=listed)
+    tensors = description(folder)["tensors"]
+    tensors["k/s/lora.A"]["dtype"] = "float16"
+    describe(folder, tensors=tensors)
     assert "float16 [2, 32] listed, float32 [2, 32] there" in refused(folder, zoo.build("bert"), "P521").notes[0]
 
 

@@ -115,9 +115,9 @@ def test_a_folder_without_specs_is_wrong_usage(tmp_path: Path) -> None:
     "argv", [[], ["chek"], ["check"], ["check", "a", "--output-format", "xml"], ["fmt", "--check", "--diff", "a"]]
 )
 def test_wrong_usage(argv: list[str], capsys: Out) -> None:
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as excinfo:
         main(argv)
-    assert caught.value.code == 2
+    assert excinfo.value.code == 2
     assert "usage: peftc" in capsys.readouterr().err
 
 
@@ -186,9 +186,9 @@ def test_explain(capsys: Out) -> None:
 
 
 def test_version(capsys: Out) -> None:
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as excinfo:
         main(["--version"])
-    assert caught.value.code == 0
+    assert excinfo.value.code == 0
     assert capsys.readouterr().out == f"peftc {__version__}\n"
 
 

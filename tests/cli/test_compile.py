@@ -48,10 +48,10 @@ def texts(folder: Path) -> dict[str, str]:
 
 
 def code_of(action: Callable[[], object]) -> str:
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         action()
-    (found,) = caught.value.diagnostics
-    return found.code
+    (diagnostic,) = excinfo.value.diagnostics
+    return diagnostic.code
 
 
 # The command
@@ -164,13 +164,13 @@ def test_again_with_other_arguments(written: Path, arguments: list[str], tmp_pat
     out = capsys.readouterr().out
     assert (folder / "notes.txt").read_text() == "mine"
     assert "r=2" in (folder / "spec.peft").read_text()
-    gone = {path.name for path in written.iterdir()} - {path.name for path in folder.iterdir()}
-    assert gone
-    assert f"removed {', '.join(sorted(gone))}, of an earlier run" in out
-    (said,) = [line for line in out.splitlines() if line.startswith("wrote ")]
+    removed = {path.name for path in written.iterdir()} - {path.name for path in folder.iterdir()}
+    assert removed
+    assert f"removed {', '.join(sorted(removed))}, of an earlier run" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("wrote ")]
     names = [path.name for path in folder.iterdir() if path.name not in ("notes.txt", MARKER)]
-    assert said.endswith(f" to {folder}")
-    assert sorted(said.removeprefix("wrote ").removesuffix(f" to {folder}").split(", ")) == sorted(names)
+    assert line.endswith(f" to {folder}")
+    assert sorted(line.removeprefix("wrote ").removesuffix(f" to {folder}").split(", ")) == sorted(names)
 
 
 def test_without_a_folder_nothing_is_written(

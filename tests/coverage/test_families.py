@@ -99,9 +99,9 @@ SAMPLE = [f for f in FAMILIES if f.key in TELLING] + some([f for f in FAMILIES i
 def test_five_edits(family: Family) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the models' own code
-        found = checked(*build(*family.key.split("/")))
-    verdicts = {name: edit["verdict"] for name, edit in found["edits"].items()}
-    reasons = {name: edit["reason"] for name, edit in found["edits"].items() if edit["verdict"] == "fail"}
+        result = checked(*build(*family.key.split("/")))
+    verdicts = {name: edit["verdict"] for name, edit in result["edits"].items()}
+    reasons = {name: edit["reason"] for name, edit in result["edits"].items() if edit["verdict"] == "fail"}
     assert not {name: reason for name, reason in reasons.items() if name not in family.fails}
     expected = {name: "refused" if name in family.refused else "pass" for name in "abcde"}
     assert verdicts == expected | dict.fromkeys(family.fails, "fail")

@@ -120,13 +120,13 @@ def test_whatever_multiplies_the_experts_does_so_with_the_edited_matrices(implem
         text = "peft 1\nedit e at layer[*].ffn.experts[*].up | layer[*].ffn.experts[*].down { w += lowrank(r=2) }"
         peftc.compile(text, model, sample=inputs)
         moved(peftc.parameters(model))
-        wanted = logits(model, inputs)
+        expected = logits(model, inputs)
         model.set_experts_implementation(implementation)
-        found = logits(model, inputs)
-        assert torch.allclose(found, wanted, atol=1e-5)
+        actual = logits(model, inputs)
+        assert torch.allclose(actual, expected, atol=1e-5)
         if implementation != "eager":
             compiled = torch.compile(model, backend="eager", fullgraph=True)
-            assert torch.allclose(logits(compiled, inputs), found, atol=1e-6)
+            assert torch.allclose(logits(compiled, inputs), actual, atol=1e-6)
     torch.compiler.reset()
 
 
@@ -169,10 +169,10 @@ class Experts(nn.Module):
         super().__init__()
         self.up, self.down = nn.Parameter(torch.randn(4, hidden, d)), nn.Parameter(torch.randn(4, d, hidden))
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for number in range(4):
-            place, token = torch.where(chosen.T.eq(number))
+            place, token = torch.where(indices.T.eq(number))
             h = torch.relu(functional.linear(x[token], self.up[number]))
             out.index_add_(0, token, functional.linear(h, self.down[number]) * weights[token, place, None])
         return out
@@ -188,9 +188,9 @@ class Latent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, 8)
-        weights, chosen = self.route(tokens).softmax(-1).topk(2, -1)
+        weights, indices = self.route(tokens).softmax(-1).topk(2, -1)
         latent = self.first(tokens)
-        return x + self.last(self.experts(latent / latent.max(), chosen, weights)).view(x.shape)
+        return x + self.last(self.experts(latent / latent.max(), indices, weights)).view(x.shape)
 
 
 def test_the_router_is_what_the_number_of_an_expert_comes_from() -> None:

@@ -33,9 +33,9 @@ def test_identity_gradients_fold_save_and_remove(name: str, tmp_path: Path) -> N
         assert torch.equal(logits(model, inputs), base)
 
     moved(peftc.parameters(model))
-    changed = logits(model, inputs)
-    assert not torch.allclose(changed, base)
-    changed.square().sum().backward()
+    edited = logits(model, inputs)
+    assert not torch.allclose(edited, base)
+    edited.square().sum().backward()
     hit = [p for p in peftc.parameters(model).values() if p.grad is not None and bool(p.grad.any())]
     assert len(hit) > len(peftc.parameters(model)) // 2  # not every expert is sent a token
 
@@ -43,11 +43,11 @@ def test_identity_gradients_fold_save_and_remove(name: str, tmp_path: Path) -> N
     folded, _ = fresh(name)
     peftc.load(tmp_path / "adapter", folded, sample=inputs)
     with torch.no_grad():
-        assert torch.equal(logits(folded, inputs), changed)
+        assert torch.equal(logits(folded, inputs), edited)
     peftc.fold(folded, sample=inputs)
     assert type(folded) is cls
     with torch.no_grad():
-        assert (logits(folded, inputs) - changed).abs().max() < 1e-10
+        assert (logits(folded, inputs) - edited).abs().max() < 1e-10
 
     peftc.remove(model)
     after = model.state_dict()
@@ -117,20 +117,20 @@ def test_a_whole_parameter_is_trained_and_put_back() -> None:
 
 def test_some_rows_of_a_parameter_cannot_be_trained() -> None:
     model, inputs = original("mixtral")
-    with pytest.raises(PeftcError, match="P309") as caught:
+    with pytest.raises(PeftcError, match="P309") as excinfo:
         peftc.plan("peft 1\ntrain t = [w] at layer[*].ffn.experts[*].up", model, sample=inputs)
-    (found, *_) = caught.value.diagnostics
-    assert found.help is not None
-    assert "at layer[*].ffn.experts[*].gate | layer[*].ffn.experts[*].up" in found.help
+    (diagnostic, *_) = excinfo.value.diagnostics
+    assert diagnostic.help is not None
+    assert "at layer[*].ffn.experts[*].gate | layer[*].ffn.experts[*].up" in diagnostic.help
 
 
 def test_a_hidden_state_of_an_expert_is_refused_with_the_form_that_does_it() -> None:
     model, inputs = original("mixtral")
-    with pytest.raises(PeftcError, match="P205") as caught:
+    with pytest.raises(PeftcError, match="P205") as excinfo:
         peftc.plan("peft 1\nedit e at layer[*].ffn.experts[*].up { h += lora(x, r=2) }", model, sample=inputs)
-    (found, *_) = caught.value.diagnostics
-    assert found.help is not None
-    assert "w += lowrank(" in found.help
+    (diagnostic, *_) = excinfo.value.diagnostics
+    assert diagnostic.help is not None
+    assert "w += lowrank(" in diagnostic.help
 
 
 def test_two_edits_of_one_expert_apply_in_order() -> None:

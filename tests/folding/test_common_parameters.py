@@ -23,11 +23,11 @@ def test_one_of_two_does_not_fold(form: str, equation: str) -> None:
     """
     model = peftc.compile(SPEC.format(form=form, equation=equation), zoo.build("llama", torch.float64), seed=0).eval()
     randomise(peftc.parameters(model))
-    given = zoo.inputs("llama", model)
-    want = model(**given).logits
-    with pytest.raises(peftc.PeftcError, match="P531") as caught:
+    inputs = zoo.inputs("llama", model)
+    want = model(**inputs).logits
+    with pytest.raises(peftc.PeftcError, match="P531") as excinfo:
         peftc.fold(model, only=["b"])
-    assert "shares parameters" in str(caught.value)
-    assert torch.equal(model(**given).logits, want)
+    assert "shares parameters" in str(excinfo.value)
+    assert torch.equal(model(**inputs).logits, want)
     assert [folded.edit for folded in peftc.fold(model).folded] == ["a", "b"]
-    close(model(**given).logits, want, "folded")
+    close(model(**inputs).logits, want, "folded")

@@ -66,12 +66,12 @@ def drawn(seed: int) -> str:
     """A spec of four edits drawn from the table, in any order; no two assign one weight."""
     source = random.Random(seed)
     near = source.choice((("attn.v",), ("attn.o", "attn"), ("ffn.hidden", "ffn.down", "ffn"), tuple(EDITS)))
-    chosen: list[tuple[str, str]] = []
-    while len(chosen) < 4:
+    choices: list[tuple[str, str]] = []
+    while len(choices) < 4:
         place, line = (where := source.choice(near)), source.choice(EDITS[where])
-        if "w = " not in line or not any(p == place and "w = " in other for p, other in chosen):
-            chosen.append((place, line))
-    return "\n".join(f"edit e{i} at layer[*].{place} {{ {line} }}" for i, (place, line) in enumerate(chosen))
+        if "w = " not in line or not any(p == place and "w = " in other for p, other in choices):
+            choices.append((place, line))
+    return "\n".join(f"edit e{i} at layer[*].{place} {{ {line} }}" for i, (place, line) in enumerate(choices))
 
 
 @pytest.mark.parametrize("seed", some(range(24), 3))
@@ -114,28 +114,28 @@ def test_what_stays_keeps_working(name: str) -> None:
     assert [f.edit for f in report.folded] == ["a", "b", "c"]
     assert [r.edit for r in report.refused] == ["p"]
     assert "prefix" in report.refused[0].reason
-    left = peftc.parameters(model)
-    assert list(left) == list(parameters)
-    assert all(left[key] is value for key, value in parameters.items())
+    remaining = peftc.parameters(model)
+    assert list(remaining) == list(parameters)
+    assert all(remaining[key] is value for key, value in parameters.items())
     close(logits(name, model), want)
     assert {k for k, p in model.named_parameters() if p.requires_grad} == {
-        k for k, p in model.named_parameters() if any(p is q for q in left.values())
+        k for k, p in model.named_parameters() if any(p is q for q in remaining.values())
     }
     model(**zoo.inputs(name, model))[0].sum().backward()
-    assert all(p.grad is not None for p in left.values())
+    assert all(p.grad is not None for p in remaining.values())
     peftc.remove(model)
     now = Before.of(model)
     assert now.classes == before.classes
     assert {k: v for k, v in now.requires_grad.items() if k in before.requires_grad} == before.requires_grad
-    changed = {k for k, v in before.state.items() if not torch.equal(v, now.state[k])}
-    assert changed <= {c.parameter for c in report.changes} | {
+    differing = {k for k, v in before.state.items() if not torch.equal(v, now.state[k])}
+    assert differing <= {c.parameter for c in report.changes} | {
         k for k in now.state if k.startswith(("lm_head", "head"))
     }
     base = logits(name, model)
     peftc.compile("peft 1\nedit p at layer[*].attn { kv = concat(prefix(len=2), kv) }", model, seed=0)
     with torch.no_grad():
         for key, p in peftc.parameters(model).items():
-            p.copy_(left[key])
+            p.copy_(remaining[key])
     close(logits(name, model), want)
     assert not torch.equal(base, want)
 
@@ -323,11 +323,11 @@ def test_not_a_number_is_refused_before_anything_is_written(bad: float) -> None:
     with torch.no_grad():
         next(p for k, p in parameters.items() if k.startswith("c/decoder.layer[2]") and "lowrank" in k).fill_(bad)
     before = Before.of(model)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.fold(model)
-    (found,) = caught.value.diagnostics
-    assert found.code == "P530"
-    assert "k_proj.weight" in found.message
+    (diagnostic,) = excinfo.value.diagnostics
+    assert diagnostic.code == "P530"
+    assert "k_proj.weight" in diagnostic.message
     now = Before.of(model)
     assert now.classes == before.classes
     for key, value in before.state.items():

@@ -81,16 +81,16 @@ def test_trained_beside_and_folded_on_demand(equation: str) -> None:
 
 def test_wider_on_demand() -> None:
     """Weights that become wider are written out in full, and only where that is asked for."""
-    model, given = quantised("bert"), zoo.inputs("bert", _quantised("bert"))
+    model, inputs = quantised("bert"), zoo.inputs("bert", _quantised("bert"))
     peftc.compile("peft 1\nedit e at layer[*].ffn { h += adapter(x, r=3, act=gelu) }", model, seed=0).eval()
     randomise(peftc.parameters(model))
     with torch.no_grad():
-        want = model(**given)[0]
+        want = model(**inputs)[0]
         report = peftc.fold(model, widen=True)
         assert [(one.edit, "`dequantize=True`" in one.reason) for one in report.refused] == [("e", True)]
         report = peftc.fold(model, widen=True, dequantize=True)
         assert [one.edit for one in report.folded] == ["e"]
-        torch.testing.assert_close(model(**given)[0], want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(**inputs)[0], want, rtol=1e-5, atol=1e-5)
     layer: Any = model.get_submodule("bert.encoder.layer.0")
     assert type(layer.intermediate.dense.weight) is type(layer.output.dense.weight) is torch.nn.Parameter
     assert layer.intermediate.dense.weight.dtype == torch.float32

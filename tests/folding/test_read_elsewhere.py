@@ -134,7 +134,7 @@ def test_inference_tensors_are_refused() -> None:
         model = llama()
     peftc.compile("peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }\n", model, seed=0)
     randomise(peftc.parameters(model))
-    (refused,) = peftc.fold(model).refused
-    assert "torch.inference_mode()" in refused.reason
+    (refusal,) = peftc.fold(model).refused
+    assert "torch.inference_mode()" in refusal.reason
     with torch.inference_mode():
         assert [one.edit for one in peftc.fold(model).folded] == ["e"]

@@ -23,7 +23,7 @@ class Case:
     name: str
     target: Shape
     input: Shape | None = None
-    given: Args = field(default_factory=dict)
+    values: Args = field(default_factory=dict)
     d_model: int = 12
     sites: int = 1
 
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def args(self) -> Args:
-        return self.form.fill(self.given)
+        return self.form.fill(self.values)
 
     @property
     def dims(self) -> Dims:
@@ -53,8 +53,8 @@ class Case:
         return self.form.common(self.args) is not None and not self.grouped
 
     def __str__(self) -> str:
-        given = ",".join(f"{k}={v}" for k, v in self.given.items())
-        return f"{self.name}({given}):{self.input}->{self.target}".replace(" ", "")
+        arguments = ",".join(f"{k}={v}" for k, v in self.values.items())
+        return f"{self.name}({arguments}):{self.input}->{self.target}".replace(" ", "")
 
     def like(self, dtype: torch.dtype = torch.float64, batch: int = BATCH) -> Tensor:
         """Something to call the module with."""
@@ -192,7 +192,7 @@ def owner(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
     return build_owner(case, dtype=dtype) if case.grouped else build(case, dtype=dtype)
 
 
-def made(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
+def initialised(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
     """Initialised, ready to be called at one site (the last of a group)."""
     module = owner(case, dtype)
     module.initialise(seeded, base(case, dtype))
@@ -234,7 +234,7 @@ def buffers(module: FormModule) -> dict[str, Tensor]:
 
 def shaken(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
     """As after training: no parameter is where it started."""
-    module = made(case, dtype)
+    module = initialised(case, dtype)
     with torch.no_grad():
         for name, parameter in parameters(module).items():
             parameter.add_(torch.randn(parameter.shape, generator=seeded(name + "!")).to(dtype))

@@ -162,14 +162,14 @@ class Interrupter:
             data = pipe.read()
         os.waitpid(process, 0)
         files.restore()
-        came, found = pickle.loads(data) if data else (True, "the process hung or died")
+        came, verdict = pickle.loads(data) if data else (True, "the process hung or died")
         self.outcome.lines += 1
         if not came:
             self.outcome.swallowed.append(line)
-        if isinstance(found, str) and found not in ("before", "after"):
-            self.outcome.between.append(f"{line}: {found}")
+        if isinstance(verdict, str) and verdict not in ("before", "after"):
+            self.outcome.between.append(f"{line}: {verdict}")
         else:
-            setattr(self.outcome, found, getattr(self.outcome, found) + 1)
+            setattr(self.outcome, verdict, getattr(self.outcome, verdict) + 1)
 
     def verdict(self) -> str:
         try:
@@ -193,9 +193,9 @@ class Interrupter:
         except BaseException:
             error = traceback.format_exc()
         if self.forked:
-            found = f"another error: {error[-300:]}" if error else self.verdict()
+            verdict = f"another error: {error[-300:]}" if error else self.verdict()
             with os.fdopen(self.pipe, "wb") as pipe:
-                pickle.dump((came, found), pipe)
+                pickle.dump((came, verdict), pipe)
             os._exit(0)
         assert not error, error
         now = snapshot(self.case.model, self.case.folder)

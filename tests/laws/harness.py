@@ -77,8 +77,8 @@ class Before:
         assert all(torch.equal(now.state[k], v) for k, v in self.state.items())
         assert now.classes == self.classes
         assert now.requires_grad == self.requires_grad
-        left = {k: now.modules[k] - v for k, v in self.modules.items() if now.modules[k] - v}
-        assert not left, f"attributes left behind: {left}"
+        difference = {k: now.modules[k] - v for k, v in self.modules.items() if now.modules[k] - v}
+        assert not difference, f"attributes left behind: {difference}"
 
 
 class Case:
@@ -92,7 +92,7 @@ class Case:
         self.batches = batches(name, self.model)
         self.before = Before.of(self.model)
         with torch.no_grad():
-            self.base_logits = [self.model(**given)[0] for given in self.batches]
+            self.base_logits = [self.model(**inputs)[0] for inputs in self.batches]
         assert peftc.compile(recipe.text, self.model, seed=0) is self.model
         self.parameters = peftc.parameters(self.model)
         self.initial = values(self.parameters)
@@ -148,18 +148,18 @@ def batches(name: str, model: nn.Module) -> list[Inputs]:
     return [zoo.inputs(name, model), zoo.inputs(name, model, padding=side)]
 
 
-def visible(model: nn.Module, given: Inputs, out: Tensor) -> Tensor:
+def visible(model: nn.Module, inputs: Inputs, out: Tensor) -> Tensor:
     """The outputs that mean something: not those of padding (rows that attend to nothing differ
     between kernels).
     """
-    if "attention_mask" not in given or getattr(model.config, "is_encoder_decoder", False):
+    if "attention_mask" not in inputs or getattr(model.config, "is_encoder_decoder", False):
         return out.flatten(0, 1)
-    return out[given["attention_mask"].bool()]
+    return out[inputs["attention_mask"].bool()]
 
 
-def loss(model: nn.Module, given: Inputs) -> tuple[Tensor, Tensor]:
+def loss(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The visible logits, and a fixed linear function of them."""
-    out = visible(model, given, model(**given)[0])
+    out = visible(model, inputs, model(**inputs)[0])
     generator = torch.Generator().manual_seed(7)
     direction = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     return out, (out * direction).sum() / out.shape[0]
@@ -171,8 +171,8 @@ def compare(
     """Outputs and the gradients of all edit parameters, to 1e-10."""
     got, total = run(case.model)
     total.backward()
-    want, wanted = run(ref.model)
-    wanted.backward()
+    want, expected_loss = run(ref.model)
+    expected_loss.backward()
     assert (got - want).abs().max() <= TOLERANCE
     for key, parameter in case.parameters.items():
         expected = weights[key].grad

@@ -83,7 +83,7 @@ WEIGHTS = (
     Recipe(
         "said",
         f"edit e at {ALL_LINEARS} {{ w += fastfood(d=9) }}",
-        by_hand.said("e", "q k v o up down"),
+        by_hand.intrinsic_said("e", "q k v o up down"),
         identity=True,
         folds=True,
         on=("bart", "llama"),
@@ -91,7 +91,7 @@ WEIGHTS = (
     Recipe(
         "said-scaled",
         f"edit e at {ALL_LINEARS} {{ w += scalar(init=1) * fastfood(d=9, seed=1) }}",
-        by_hand.said("e", "q k v o up down", scaled=True),
+        by_hand.intrinsic_said("e", "q k v o up down", scaled=True),
         identity=True,
         folds=True,
     ),

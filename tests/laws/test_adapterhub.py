@@ -60,18 +60,18 @@ def spec_of(method: str, name: str) -> str:
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_the_same_numbers_and_gradients(method: str, name: str) -> None:
     model = zoo.build(name, torch.float64)
-    known = places(Reference(name, model), method)
+    expected_keys = places(Reference(name, model), method)
     if method in RECIPES:
         recipe, settings = RECIPES[method]
         peftc.compile(SPECS / f"{recipe}.peft", model, seed=0, settings=settings)
     else:
         peftc.compile(spec_of(method, name), model, seed=0)
-    given = peftc.parameters(model)
-    assert set(given) == set(known)
+    parameters = peftc.parameters(model)
+    assert set(parameters) == set(expected_keys)
     with torch.no_grad():
-        for key, parameter in given.items():
-            parameter.copy_(adapterhub.draw(*known[key]))
-    labels = {known[key][0]: parameter for key, parameter in given.items()}
+        for key, parameter in parameters.items():
+            parameter.copy_(adapterhub.draw(*expected_keys[key]))
+    labels = {expected_keys[key][0]: parameter for key, parameter in parameters.items()}
     numbers, slopes = adapterhub.measured(model, name, labels)
     assert numbers == pytest.approx(MEASURED[method][name], rel=TOLERANCE, abs=TOLERANCE)
     assert slopes == pytest.approx(SLOPES[method][name], rel=TOLERANCE, abs=TOLERANCE)
@@ -88,14 +88,14 @@ def test_the_same_fusion(name: str, tmp_path: Path) -> None:
 
     def compiled(form: str, part: str, names: dict[str, str]) -> tuple[Any, dict[str, torch.Tensor]]:
         model = peftc.compile(text % form, zoo.build(name, torch.float64), seed=0)
-        found: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
         for key, parameter in peftc.parameters(model).items():
             _, path, tensor = key.split("/")
             label = f"{modules[path]}.{part}.{names[tensor.rpartition('.')[2]]}"
-            found[label] = parameter
+            parameters[label] = parameter
             with torch.no_grad():
                 parameter.copy_(adapterhub.draw(label, tuple(parameter.shape)))
-        return model, found
+        return model, parameters
 
     for one in "ab":
         model, _ = compiled("adapter(h, reduction=16)", f"adapters.{one}", adapterhub.NAMES["adapter"])

@@ -28,15 +28,15 @@ def test_a_fully_folded_model_is_plain(name: str, method: str) -> None:
     """Its classes are the base's own, its state dict has the base's keys and shapes, and it is
     trainable as before.
     """
-    made = Case(NAMED[method], name).at_random()
-    peftc.fold(made.model)
-    now = {key: type(module) for key, module in made.model.named_modules()}
-    assert now == made.before.classes
-    state = made.model.state_dict()
-    new = set(state) - set(made.before.state)
+    case = Case(NAMED[method], name).at_random()
+    peftc.fold(case.model)
+    now = {key: type(module) for key, module in case.model.named_modules()}
+    assert now == case.before.classes
+    state = case.model.state_dict()
+    new = set(state) - set(case.before.state)
     assert all(key.endswith("bias") for key in new)
-    assert all(state[key].shape == value.shape for key, value in made.before.state.items())
-    assert state.keys() >= made.before.state.keys()
+    assert all(state[key].shape == value.shape for key, value in case.before.state.items())
+    assert state.keys() >= case.before.state.keys()
 
 
 REFUSED = {
@@ -61,28 +61,28 @@ def test_refusals_say_what_prevents_it(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("name", TIED)
 def test_tied_matrices_are_refused(name: str) -> None:
-    made = Case(NAMED["head"], name).at_random()
+    case = Case(NAMED["head"], name).at_random()
     plan = peftc.plan(NAMED["head"].text, zoo.config(name))
     assert "tied" in plan.edits[0].reason
     with torch.no_grad():
-        want = made.model(**made.batches[0])[0]
-        before = copy.deepcopy(made.model.state_dict())
-        report = peftc.fold(made.model)
+        want = case.model(**case.batches[0])[0]
+        before = copy.deepcopy(case.model.state_dict())
+        report = peftc.fold(case.model)
         assert not report.folded
         assert all("tied" in refusal.reason for refusal in report.refused)
-        assert torch.equal(made.model(**made.batches[0])[0], want)
-    assert all(torch.equal(before[k], v) for k, v in made.model.state_dict().items())
+        assert torch.equal(case.model(**case.batches[0])[0], want)
+    assert all(torch.equal(before[k], v) for k, v in case.model.state_dict().items())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 def test_nothing_is_written_where_a_change_is_not_finite(bad: float) -> None:
-    made = Case(NAMED["lora"], "llama").at_random()
+    case = Case(NAMED["lora"], "llama").at_random()
     with torch.no_grad():
-        next(iter(made.parameters.values())).view(-1)[0] = bad
+        next(iter(case.parameters.values())).view(-1)[0] = bad
     with pytest.raises(peftc.PeftcError):
-        peftc.fold(made.model)
-    state = made.model.state_dict()
-    assert all(torch.equal(state[k], v) for k, v in made.before.state.items())
+        peftc.fold(case.model)
+    state = case.model.state_dict()
+    assert all(torch.equal(state[k], v) for k, v in case.before.state.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -26,7 +26,7 @@ def test_identity_at_init(case: Case) -> None:
     assert all(edit.identity for edit in case.plan.edits) == case.recipe.identity
     case.at_init()
     with torch.no_grad():
-        now = [case.model(**given)[0] for given in case.batches]
+        now = [case.model(**inputs)[0] for inputs in case.batches]
     same = [torch.equal(a, b) for a, b in zip(now, case.base_logits, strict=True)]
     assert all(same) if case.recipe.identity else not any(same)
 
@@ -53,7 +53,7 @@ def test_equals_the_reference(case: Case) -> None:
     ref, weights = case.reference()
 
     def run(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        outs, totals = zip(*(loss(model, given) for given in case.batches), strict=True)
+        outs, totals = zip(*(loss(model, inputs) for inputs in case.batches), strict=True)
         return torch.cat(outs), sum(totals[1:], totals[0])
 
     compare(case, run, ref, weights)
@@ -75,8 +75,8 @@ def test_the_base_gets_no_gradient_and_does_not_move(case: Case) -> None:
     optimiser.step()
     assert not any(torch.equal(start[k], p) for k, p in case.parameters.items())
     now = case.model.state_dict()
-    chosen = {k for k, p in case.model.named_parameters() if id(p) in own}  # by `train`
-    assert all(torch.equal(now[k], v) for k, v in case.before.state.items() if k not in chosen)
+    trained_keys = {k for k, p in case.model.named_parameters() if id(p) in own}  # by `train`
+    assert all(torch.equal(now[k], v) for k, v in case.before.state.items() if k not in trained_keys)
 
 
 def test_disabled_is_the_base(case: Case) -> None:
@@ -123,15 +123,15 @@ def test_folded_equals_unfolded(case: Case) -> None:
     folded = copy.deepcopy(case.model)
     with torch.no_grad():
         report = peftc.fold(folded)
-        for given, base in zip(case.batches, case.base_logits, strict=True):
-            got = folded(**given)[0]
-            close(visible(folded, given, got), visible(case.model, given, case.model(**given)[0]), "folded")
+        for inputs, base in zip(case.batches, case.base_logits, strict=True):
+            got = folded(**inputs)[0]
+            close(visible(folded, inputs, got), visible(case.model, inputs, case.model(**inputs)[0]), "folded")
             assert not torch.equal(got, base)
     if not stay:
         now, was = folded.state_dict(), case.before.state
-        moved = (int((v != was[k]).sum()) if k in was else v.numel() for k, v in now.items())
-        assert sum(moved) == case.plan.totals.changed
-    assert {refused.edit for refused in report.refused} == stay
+        changes = (int((v != was[k]).sum()) if k in was else v.numel() for k, v in now.items())
+        assert sum(changes) == case.plan.totals.changed
+    assert {refusal.edit for refusal in report.refused} == stay
     if stay:
         assert {key.partition("/")[0] for key in peftc.parameters(folded)} == stay
     else:
@@ -145,5 +145,5 @@ def test_remove_restores_every_bit(case: Case) -> None:
     assert peftc.remove(other) is other
     case.before.assert_same(other)
     with torch.no_grad():
-        for given, want in zip(case.batches, case.base_logits, strict=True):
-            assert torch.equal(other(**given)[0], want)
+        for inputs, want in zip(case.batches, case.base_logits, strict=True):
+            assert torch.equal(other(**inputs)[0], want)

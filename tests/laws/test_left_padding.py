@@ -77,8 +77,10 @@ def ways(name: str) -> list[tuple[bool, float]]:
     row alone; and how nearly, since rotations are computed in float32.
     """
     takes = "position_ids" in signature(type(base(name)).forward).parameters
-    found = [(numbered, difference(base(name), name, numbered)) for numbered in ((False, True) if takes else (False,))]
-    return [(numbered, 1e-10 if apart < 1e-10 else 1e-4) for numbered, apart in found if apart < 1e-5]
+    differences = [
+        (numbered, difference(base(name), name, numbered)) for numbered in ((False, True) if takes else (False,))
+    ]
+    return [(numbered, 1e-10 if apart < 1e-10 else 1e-4) for numbered, apart in differences if apart < 1e-5]
 
 
 @pytest.mark.parametrize("spec", [PROMPT, PREFIX], ids=["prompt", "prefix"])
@@ -87,20 +89,20 @@ def test_a_padded_row_is_the_row_alone(name: str, spec: str) -> None:
     """A prefix has no position: it is as far from a token as that token's number says, which must
     be told.
     """
-    model, found = edited(name, spec), ways(name)
-    assert any(limit == 1e-10 for _, limit in found)
+    model, variants = edited(name, spec), ways(name)
+    assert any(limit == 1e-10 for _, limit in variants)
     if spec == PREFIX:
-        found = [(numbered, limit) for numbered, limit in found if limit == 1e-10]
-    for numbered, limit in found:
+        variants = [(numbered, limit) for numbered, limit in variants if limit == 1e-10]
+    for numbered, limit in variants:
         assert difference(model, name, numbered) < limit
 
 
 def continuations(name: str, model: Any, **options: Any) -> tuple[Tensor, list[Tensor]]:
     together, alone = rows(name)
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **options}
-    given = [{k: v for k, v in row.items() if k != "decoder_input_ids"} for row in (together, *alone)]
-    given = [{**row, "attention_mask": row.get("attention_mask", torch.ones_like(row["input_ids"]))} for row in given]
-    first, *rest = (model.generate(**row, **options)[:, -8:] for row in given)
+    calls = [{k: v for k, v in row.items() if k != "decoder_input_ids"} for row in (together, *alone)]
+    calls = [{**row, "attention_mask": row.get("attention_mask", torch.ones_like(row["input_ids"]))} for row in calls]
+    first, *rest = (model.generate(**row, **options)[:, -8:] for row in calls)
     return first, rest
 
 
@@ -114,9 +116,9 @@ def test_generation_of_a_padded_row_is_that_of_the_row_alone(name: str, spec: st
     for options in ({"use_cache": True}, {"use_cache": False}, {"num_beams": 3}):
         plain, parts = continuations(name, base(name), **options)
         assert torch.equal(plain, torch.cat(parts))
-        found, alone = continuations(name, model, **options)
-        assert torch.equal(found, torch.cat(alone))
-        assert not torch.equal(found, plain)
+        rows_together, alone = continuations(name, model, **options)
+        assert torch.equal(rows_together, torch.cat(alone))
+        assert not torch.equal(rows_together, plain)
 
 
 def test_a_row_that_begins_behind_padding_in_a_cache_is_refused() -> None:

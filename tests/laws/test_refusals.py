@@ -57,9 +57,9 @@ def test_a_mistake_has_a_code_and_a_span_and_changes_nothing(name: str, mistake:
     text = "peft 1\n" + body
     model = zoo.build(name)
     before = Before.of(model)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(text, model, seed=0)
-    errors = [d for d in caught.value.diagnostics if d.severity == "error"]
+    errors = [d for d in excinfo.value.diagnostics if d.severity == "error"]
     assert errors
     first = errors[0]
     assert first.code.startswith(family), first
@@ -76,9 +76,9 @@ def test_several_mistakes_are_reported_at_once() -> None:
         "edit b at layer[*].attn.q { h += lora(x, r=4, alhpa=3) }\n"
         "edit c at layer[*].attn.q { h += lora(x, r=4, dropout=7) }\n"
     )
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(text, zoo.build("bert"))
-    lines = {text.count("\n", 0, d.span.start) for d in caught.value.diagnostics}
+    lines = {text.count("\n", 0, d.span.start) for d in excinfo.value.diagnostics}
     assert lines == {1, 2, 3}
 
 
@@ -120,9 +120,9 @@ def test_a_failure_in_the_middle_of_an_install_leaves_the_model_as_it_was(
     """
     model, text = zoo.build(name), NAMED[method].text
     before = Before.of(model)
-    given = zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model)
     with torch.no_grad():
-        want = model(**given)[0]
+        want = model(**inputs)[0]
     with monkeypatch.context() as patch:
         bomb = Bomb(model, patch)
         peftc.compile(text, model, seed=0)
@@ -136,7 +136,7 @@ def test_a_failure_in_the_middle_of_an_install_leaves_the_model_as_it_was(
                 peftc.compile(text, model, seed=0)
         before.assert_same(model)
         with torch.no_grad():
-            assert torch.equal(model(**given)[0], want)
+            assert torch.equal(model(**inputs)[0], want)
     peftc.compile(text, model, seed=0)
     peftc.remove(model)
     before.assert_same(model)

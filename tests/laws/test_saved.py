@@ -123,11 +123,11 @@ CORRUPTIONS = {
 
 def assert_refused(folder: Path, model: torch.nn.Module) -> peftc.PeftcError:
     before = Before.of(model)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.load(folder, model)
-    assert any(d.code.startswith("P5") for d in caught.value.diagnostics), caught.value.diagnostics
+    assert any(d.code.startswith("P5") for d in excinfo.value.diagnostics), excinfo.value.diagnostics
     before.assert_same(model)
-    return caught.value
+    return excinfo.value
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
@@ -150,12 +150,12 @@ def test_an_unknown_key_in_the_description_is_refused(tmp_path: Path) -> None:
     saved("bert", "mam", tmp_path)
     refused = 0
     for path in tmp_path.glob("*.json"):
-        said = path.read_text()
-        data = json.loads(said)
+        text = path.read_text()
+        data = json.loads(text)
         if isinstance(data, dict):
             path.write_text(json.dumps({**data, "lora_aplha": 3}))
             assert_refused(tmp_path, zoo.build("bert"))
-            path.write_text(said)
+            path.write_text(text)
             refused += 1
     assert refused
 

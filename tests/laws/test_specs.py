@@ -66,7 +66,7 @@ class Case:
     def __init__(self, recipe: str, family: str) -> None:
         self.recipe, self.family = recipe, family
         self.model = small(family, recipe)
-        self.given = zoo.inputs(family, self.model, labels=True)
+        self.inputs = zoo.inputs(family, self.model, labels=True)
         self.before = Before.of(self.model)
         with torch.no_grad():
             self.base = self.logits(self.model)
@@ -75,7 +75,7 @@ class Case:
         peftc.compile(RECIPES[recipe], self.model, seed=0, settings=settings)
         self.own = peftc.parameters(self.model)
         if recipe in CHOSEN:
-            peftc.calibrate(self.model, [self.given])
+            peftc.calibrate(self.model, [self.inputs])
         if recipe == "adapterfusion":
             self.fuse(settings)
 
@@ -89,7 +89,7 @@ class Case:
             peftc.fuse(self.model, [Path(folder) / str(i) for i in range(3)])
 
     def logits(self, model: nn.Module) -> torch.Tensor:
-        return model.eval()(**self.given).logits
+        return model.eval()(**self.inputs).logits
 
     def trained(self) -> None:
         """As after training."""
@@ -121,7 +121,7 @@ def test_a_gradient_reaches_every_parameter(case: Case) -> None:
     case.model.train().zero_grad()
     for seed in range(DRAWS):
         torch.manual_seed(seed)
-        (case.model(**case.given).loss + sum(peftc.losses(case.model).values())).backward()
+        (case.model(**case.inputs).loss + sum(peftc.losses(case.model).values())).backward()
     missing = [key for key, p in case.own.items() if p.grad is None or not p.grad.abs().sum() > 0]
     assert not missing
     own = {id(p) for p in case.own.values()}
@@ -152,10 +152,10 @@ def test_saved_folded_and_removed(case: Case, tmp_path: Path) -> None:
 def test_generate_with_a_cache_is_generate_without(recipe: str, family: str) -> None:
     case = Case(recipe, family)
     case.trained()
-    given = {name: value for name, value in case.given.items() if name in ("input_ids", "attention_mask")}
+    inputs = {name: value for name, value in case.inputs.items() if name in ("input_ids", "attention_mask")}
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
     options["return_dict_in_generate"] = True
-    cached, plain = (case.model.eval().generate(**given, **options, use_cache=flag) for flag in (True, False))
+    cached, plain = (case.model.eval().generate(**inputs, **options, use_cache=flag) for flag in (True, False))
     assert torch.equal(cached.sequences, plain.sequences)
     for one, other in zip(cached.logits, plain.logits, strict=True):
         close(one, other, "logits")

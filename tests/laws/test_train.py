@@ -52,9 +52,9 @@ def test_exactly_these_learn_and_with_the_bases_gradients(spec: str, name: str) 
         }
     assert {k for k, p in model.named_parameters() if p.requires_grad} == want
     assert {id(p) for p in peftc.parameters(model).values()} == {id(model.get_parameter(k)) for k in want}
-    given = zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model)
     for m in (model, base):
-        loss(m, given)[1].backward()
+        loss(m, inputs)[1].backward()
     for key in want:
         close(model.get_parameter(key).grad, base.get_parameter(key).grad, key)  # type: ignore[arg-type]
 
@@ -76,21 +76,21 @@ def test_removed_means_as_before(spec: str, name: str) -> None:
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_disabled_is_the_base_while_trained_parameters_wait(name: str) -> None:
     model = zoo.build(name)
-    given = zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model)
     with torch.no_grad():
-        want = model(**given)[0]
+        want = model(**inputs)[0]
         peftc.compile("peft 1\n" + SPECS["layernorm"], model, seed=0)
         for parameter in peftc.parameters(model).values():
             parameter.add_(0.5)
-        changed = model(**given)[0]
+        changed = model(**inputs)[0]
         assert not torch.equal(changed, want)
         with peftc.disabled(model):
-            assert torch.equal(model(**given)[0], want)
-        assert torch.equal(model(**given)[0], changed)
+            assert torch.equal(model(**inputs)[0], want)
+        assert torch.equal(model(**inputs)[0], changed)
 
 
 @pytest.mark.parametrize("act", [peftc.remove, peftc.parameters, peftc.graphs], ids=lambda f: f.__name__)
 def test_what_needs_a_compiled_model_says_so(act) -> None:
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         act(zoo.build("bert"))
-    assert caught.value.diagnostics[0].code == "P410"
+    assert excinfo.value.diagnostics[0].code == "P410"

@@ -43,8 +43,8 @@ def test_the_copy_gives_the_shapes_that_the_model_gives(name: str) -> None:
     fake = fake_copy(model)
     with fake_mode(fake), torch.no_grad():
         shape = fake(**sample_inputs(fake))[0].shape
-    given = zoo.inputs(name, model, batch=2, tokens=5, decoder_tokens=4)
-    assert shape == model(**given)[0].shape
+    inputs = zoo.inputs(name, model, batch=2, tokens=5, decoder_tokens=4)
+    assert shape == model(**inputs)[0].shape
 
 
 def test_flags_are_kept_and_hooks_stay_behind() -> None:
@@ -121,10 +121,10 @@ def test_a_skeleton_of_a_model_that_is_spread_over_devices_is_on_one() -> None:
         linear.weight = as_fake(linear.weight, new_mode(), device=torch.device("cuda:1"))
     assert {t.device.type for t in skeleton(resolve(model)).parameters()} == {"cpu", "cuda"}
     add_hook_to_module(last, AlignDevicesHook("cuda:1"))
-    made = skeleton(resolve(model))
-    assert {t.device for t in (*made.parameters(), *made.buffers())} == {torch.device("cpu")}
-    with fake_mode(made), torch.no_grad():
-        assert made(**sample_inputs(made)).logits.device.type == "cpu"
+    fake = skeleton(resolve(model))
+    assert {t.device for t in (*fake.parameters(), *fake.buffers())} == {torch.device("cpu")}
+    with fake_mode(fake), torch.no_grad():
+        assert fake(**sample_inputs(fake)).logits.device.type == "cpu"
 
 
 def test_a_skeleton_of_405_billion_is_built_at_once() -> None:

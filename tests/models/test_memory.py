@@ -182,8 +182,8 @@ def views(draw: st.DrawFn, buffer: torch.Tensor) -> torch.Tensor:
         width = draw(st.sampled_from([8, 10, 12]))
         rows = buffer[: 192 // width * width].view(-1, width)
         top, left = draw(st.integers(0, len(rows) - 1)), draw(st.integers(0, width - 1))
-        found = rows[top : draw(st.integers(top + 1, len(rows))), left : draw(st.integers(left + 1, width))]
-        return found.t() if draw(st.booleans()) else found
+        view = rows[top : draw(st.integers(top + 1, len(rows))), left : draw(st.integers(left + 1, width))]
+        return view.t() if draw(st.booleans()) else view
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     steps = [draw(st.sampled_from([0, 1, 2, 3, 5, 10, 12])) for _ in shape]
     extent = sum((n - 1) * s for n, s in zip(shape, steps, strict=True))

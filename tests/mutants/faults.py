@@ -196,8 +196,8 @@ def chosen(root: Path, count: int, seed: int, before: Collection[str] = ()) -> l
         random.Random(f"{seed}/{name}").shuffle(faults)
         faults.sort(key=lambda fault: fault.key not in before)
         by_function = {(fault.path, fault.function): fault for fault in reversed(faults)}
-        wanted = max(5, round(count * len(faults) / total), sum(fault.key in before for fault in faults))
-        sample += [fault for fault in faults if by_function[fault.path, fault.function] is fault][:wanted]
+        quota = max(5, round(count * len(faults) / total), sum(fault.key in before for fault in faults))
+        sample += [fault for fault in faults if by_function[fault.path, fault.function] is fault][:quota]
     return sorted(sample, key=lambda fault: (fault.path, fault.start))
 
 

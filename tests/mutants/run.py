@@ -106,8 +106,8 @@ class Reach:
         ranks = [(-1 if Path(f).name == own else i, test) for f, tests in files.items() for i, test in enumerate(tests)]
         turns = [test for _, test in sorted(ranks)]
         near = self.afforded([test for test in turns if test.startswith(f"tests/{room(fault)}/")], BUDGET / 2)
-        left = BUDGET - sum(self.seconds[test] for test in near)
-        far = self.afforded([test for test in turns if test not in near], left, always=not near)
+        remaining = BUDGET - sum(self.seconds[test] for test in near)
+        far = self.afforded([test for test in turns if test not in near], remaining, always=not near)
         return list(dict.fromkeys([*first, *near, *far]))[:MOST]
 
     def afforded(self, tests: Sequence[str], budget: float, always: bool = False) -> list[str]:
@@ -187,7 +187,7 @@ def reasons() -> dict[str, str]:
     return json.loads(REASONS.read_text()) if REASONS.exists() else {}
 
 
-def report(outcomes: Sequence[Outcome], asked: int, seed: int) -> None:
+def report(outcomes: Sequence[Outcome], requested: int, seed: int) -> None:
     """Writes the results. A survivor that changes nothing anybody could see has its reason in
     `reasons.json`.
 
@@ -198,7 +198,7 @@ def report(outcomes: Sequence[Outcome], asked: int, seed: int) -> None:
     alive = [o for o in outcomes if o.alive]
     counts, living = (Counter(room(o.fault) for o in some) for some in (outcomes, alive))
     killed = len(outcomes) - len(alive)
-    again = "" if asked == len(outcomes) else f" {asked} of them, which had survived, were tried again."
+    again = "" if requested == len(outcomes) else f" {requested} of them, which had survived, were tried again."
     text = [f"{len(outcomes)} faults, {killed} killed ({100 * killed / len(outcomes):.1f} %). Seed {seed}.{again}", ""]
     text += ["| package | faults | killed |", "| --- | ---: | ---: |"]
     text += [f"| {name} | {count} | {count - living[name]} |" for name, count in sorted(counts.items())]
@@ -210,14 +210,14 @@ def report(outcomes: Sequence[Outcome], asked: int, seed: int) -> None:
         "seed": seed,
         "faults": len(outcomes),
         "killed": killed,
-        "asked": asked,
+        "asked": requested,
         "outcomes": [{"fault": o.fault.key, "line": o.fault.line, "verdict": o.verdict, "by": o.by} for o in outcomes],
     }
     save("mutants", results, "\n".join(text), machine())
     print("\n".join(text))
 
 
-def kept(faults: Sequence[Fault]) -> list[Outcome]:
+def previous_outcomes(faults: Sequence[Fault]) -> list[Outcome]:
     """The outcomes in the last results, of faults that are still there."""
     text = (RESULTS / "mutants.json").read_text()
     by_key = {one["fault"]: one for one in json.loads(text)["outcomes"]}
@@ -239,21 +239,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", help="faults of paths that begin so")
     parser.add_argument("tests", nargs="*", help="tests to choose from (all)")
-    given = parser.parse_args(arguments)
-    before = json.loads(SAMPLE.read_text()) if SAMPLE.exists() and given.seed == SEED else []
-    faults = chosen(ROOT, given.faults, given.seed, before)
-    if given.seed == SEED:
+    options = parser.parse_args(arguments)
+    before = json.loads(SAMPLE.read_text()) if SAMPLE.exists() and options.seed == SEED else []
+    faults = chosen(ROOT, options.faults, options.seed, before)
+    if options.seed == SEED:
         SAMPLE.write_text(json.dumps([fault.key for fault in faults], indent=0) + "\n")
-    if not (given.record / "faults.json").exists():
-        record(given.record, faults, given.tests, given.jobs)
-    last = kept(faults)
-    reach = Reach(given.record, faults, {o.fault.key: o.by for o in last if not o.alive})
-    settled = [o for o in last if not o.alive or o.fault.key in reasons()] if given.survivors else []
-    left = [fault for fault in faults if fault not in {o.fault for o in settled}]
-    asked = run([fault for fault in left if fault.path.startswith(given.only)], reach, given.jobs)
-    outcomes = sorted([*settled, *asked], key=lambda o: faults.index(o.fault))
-    if not given.only and not given.tests:
-        report(outcomes, len(asked), given.seed)
+    if not (options.record / "faults.json").exists():
+        record(options.record, faults, options.tests, options.jobs)
+    last = previous_outcomes(faults)
+    reach = Reach(options.record, faults, {o.fault.key: o.by for o in last if not o.alive})
+    settled = [o for o in last if not o.alive or o.fault.key in reasons()] if options.survivors else []
+    remaining = [fault for fault in faults if fault not in {o.fault for o in settled}]
+    requested = run([fault for fault in remaining if fault.path.startswith(options.only)], reach, options.jobs)
+    outcomes = sorted([*settled, *requested], key=lambda o: faults.index(o.fault))
+    if not options.only and not options.tests:
+        report(outcomes, len(requested), options.seed)
     return int(any(o.alive and o.fault.key not in reasons() for o in outcomes))
 
 

@@ -27,7 +27,7 @@ def shared() -> nn.Module:
 @pytest.mark.parametrize("build", [shared, *(partial(zoo.build, name) for name in ("bart", "llama", "t5"))])
 def test_what_is_said_of_a_layer_that_did_not_run(build: Callable[[], nn.Module]) -> None:
     model = fake_copy(build())
-    given, blocks, mode = sample_inputs(model), repeated_blocks(model), fake_mode(model)
-    some, every = (Recorder(model, mode, blocks).run(lambda: model(**given), run_all) for run_all in (False, True))
+    inputs, blocks, mode = sample_inputs(model), repeated_blocks(model), fake_mode(model)
+    some, every = (Recorder(model, mode, blocks).run(lambda: model(**inputs), run_all) for run_all in (False, True))
     assert list(some.calls.items()) == list(every.calls.items())
     assert {n: kind for n, (kind, _) in some.layers.items()} == {n: kind for n, (kind, _) in every.layers.items()}

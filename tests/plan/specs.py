@@ -22,9 +22,9 @@ def only_edit(text: str, table: SiteTable) -> PlanEdit:
 
 def refused(text: str, table: SiteTable) -> tuple[Diagnostic, ...]:
     """What is wrong with a text; each diagnostic knows where in it."""
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         planned(text, table)
-    diagnostics = caught.value.diagnostics
+    diagnostics = excinfo.value.diagnostics
     assert all(one.span and one.source and one.source.path == "test.peft" for one in diagnostics)
     return diagnostics
 

@@ -146,11 +146,11 @@ class Builder:
 def _with_containers(modules: list[ModuleInfo]) -> Iterator[ModuleInfo]:
     """Every module, each after the modules that contain it."""
     own = {module.name: module for module in modules}
-    seen: set[str] = set()
+    paths: set[str] = set()
     for module in modules:
         for name in ("", *accumulate(module.name.split("."), lambda above, part: f"{above}.{part}")):
-            if name not in seen:
-                seen.add(name)
+            if name not in paths:
+                paths.add(name)
                 yield own.get(name) or ModuleInfo(name, "Module", {})
 
 

@@ -226,10 +226,10 @@ def test_the_hypernetwork_of_adaptbert_grows_as_its_table_prints():
     """
     rows = [row for row in DATA["rows"] if row["method"].startswith("AdaptBert hypernetwork")]
     base = DATA["base"]["bert-base-uncased"] + 2 * (768 * 768 + 768) + (5 + 1 + 1) * 769
-    left = [float(row["printed"].rstrip("%")) - 100 * row["trained"] / base for row in rows]
-    assert len(left) == 5
-    assert max(left) - min(left) < 0.01  # as printed: two digits
-    assert sum(left) / 5 == pytest.approx(0.173, abs=0.002)
+    remainders = [float(row["printed"].rstrip("%")) - 100 * row["trained"] / base for row in rows]
+    assert len(remainders) == 5
+    assert max(remainders) - min(remainders) < 0.01  # as printed: two digits
+    assert sum(remainders) / 5 == pytest.approx(0.173, abs=0.002)
 
 
 def test_the_public_function_counts_the_same():

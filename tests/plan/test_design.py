@@ -31,17 +31,17 @@ TABLE_1 = {
 
 
 def design(text: str, model: str = MODEL) -> Design:
-    (found,) = peftc.design(f"peft 1\n{text}", model)
-    return found
+    (result,) = peftc.design(f"peft 1\n{text}", model)
+    return result
 
 
 def test_table_1(golden: Callable[[str, str], None]) -> None:
-    found = {name: design(text) for name, text in SPECS.items()}
-    assert {n: (d.functional, d.insertion, _sorted(d.modified), d.composition) for n, d in found.items()} == {
+    designs = {name: design(text) for name, text in SPECS.items()}
+    assert {n: (d.functional, d.insertion, _sorted(d.modified), d.composition) for n, d in designs.items()} == {
         n: (f, i, _sorted(m), c) for n, (f, i, m, c) in TABLE_1.items()
     }
-    print(table(found.items()))
-    golden("table-1.md", table(found.items()) + "\n")
+    print(table(designs.items()))
+    golden("table-1.md", table(designs.items()) + "\n")
 
 
 def _sorted(modified: str) -> str:
@@ -65,5 +65,5 @@ def _sorted(modified: str) -> str:
     ],
 )  # fmt: skip
 def test_other_designs(text: str, composition: str, insertion: str, modified: str) -> None:
-    found = design(text)
-    assert (found.composition, found.insertion, found.modified) == (composition, insertion, modified)
+    result = design(text)
+    assert (result.composition, result.insertion, result.modified) == (composition, insertion, modified)

@@ -71,12 +71,12 @@ def outcome(selector: ast.Selector, table: SiteTable) -> tuple[list[Site], tuple
 @settings(max_examples=400, deadline=None)
 @given(selectors, st.sampled_from(TABLES))
 def test_sites_in_model_order_or_diagnostics(selector, table):
-    found, wrong = outcome(selector, table)
-    assert found or render_text(wrong)
-    assert len({site.path for site in found}) == len(found)
-    order = [table.sites.index(site) for site in found if site in table.sites]
-    modules = [NAMES[id(table)].get(site.module, -1) for site in found]
-    assert order == sorted(order) if len(order) == len(found) else modules == sorted(modules)
+    sites, wrong = outcome(selector, table)
+    assert sites or render_text(wrong)
+    assert len({site.path for site in sites}) == len(sites)
+    order = [table.sites.index(site) for site in sites if site in table.sites]
+    modules = [NAMES[id(table)].get(site.module, -1) for site in sites]
+    assert order == sorted(order) if len(order) == len(sites) else modules == sorted(modules)
     assert all(warning.severity == "warning" for warning in coverage_warnings(selector, table))
 
 

@@ -36,9 +36,9 @@ def planned(name: str, model: str) -> PlanResult:
 @pytest.mark.parametrize(("name", "model"), PAIRS)
 def test_a_recipe_plans(name: str, model: str) -> None:
     if name in NEED_BIASES and model in MODELS[2:]:
-        with pytest.raises(peftc.PeftcError) as caught:
+        with pytest.raises(peftc.PeftcError) as excinfo:
             planned(name, model)
-        assert {d.code for d in caught.value.diagnostics} == {"P205"}
+        assert {d.code for d in excinfo.value.diagnostics} == {"P205"}
         return
     if (name in NEED_A_CONTEXT and model in (MODELS[1], MODELS[3])) or (name in NEED_A_GATE and model != MODELS[3]):
         with pytest.raises(peftc.PeftcError, match="P201"):

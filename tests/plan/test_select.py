@@ -157,9 +157,9 @@ def test_a_fused_module_is_taken_whole_and_as_nn_linear_has_it():
 
 
 def error(selector, table):
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         resolve(selector, table)
-    return caught.value.diagnostics
+    return excinfo.value.diagnostics
 
 
 def test_a_dead_step():
@@ -217,9 +217,9 @@ def test_indices_that_do_not_exist(text):
 
 def test_no_embedding_reads_the_input():
     blind = replace(BERT, sites=tuple(site for site in BERT.sites if site.steps[-1][0] != "embed"))
-    written = path("input.embed")
-    (diagnostic,) = error(written, blind)
-    assert (diagnostic.code, diagnostic.label, diagnostic.span) == ("P201", "no such site", written.steps[1].span)
+    selector = path("input.embed")
+    (diagnostic,) = error(selector, blind)
+    assert (diagnostic.code, diagnostic.label, diagnostic.span) == ("P201", "no such site", selector.steps[1].span)
 
 
 def test_an_index_where_nothing_is_numbered():

@@ -13,7 +13,7 @@ D, FF = 1024, 4096
 
 
 @pytest.mark.parametrize(
-    ("site", "equations", "changed", "reason"),
+    ("site", "equations", "state", "reason"),
     [
         ("attn.q", "h += lora(x, r=8)", D * D, "into q_proj, rank 8"),
         ("attn.q", "h += 2 * lora(x, r=8) - scalar() * lora(x, r=4) / 2", D * D, "into q_proj, rank 12"),
@@ -34,9 +34,9 @@ D, FF = 1024, 4096
         ("attn.self", "h += lora(h, r=2)", D * D + D, "into out_proj, rank 2"),
     ],
 )
-def test_what_folds(site, equations, changed, reason):
+def test_what_folds(site, equations, state, reason):
     edit = only_edit(f"edit e at encoder.layer[0].{site} {{ {equations} }}", BART)
-    assert (edit.foldable, edit.reason, edit.changed, edit.served) == (True, reason, changed, 0)
+    assert (edit.foldable, edit.reason, edit.changed, edit.served) == (True, reason, state, 0)
 
 
 @pytest.mark.parametrize(

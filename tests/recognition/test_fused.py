@@ -76,17 +76,17 @@ def test_rows_are_followed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("apart", "named"),
+    ("apart", "roles"),
     [
         (lambda self, y: [heads(part) for part in y[..., self.order].chunk(3, -1)], {"o", "qkv"}),  # no data, no order
         (rotated_together, {"v", "o"}),
     ],
 )
-def test_rows_that_cannot_be_followed_have_no_role(apart: Any, named: set[str]) -> None:
+def test_rows_that_cannot_be_followed_have_no_role(apart: Any, roles: set[str]) -> None:
     table = peftc.sites(Layers(Layer(apart), Layer(apart)), sample={"x": torch.randn(2, 5, D)})
     above = "encoder.layer[0].attn.self."
     sites = [s for s in table.sites if s.path.startswith(above) and "w" in s.states]
-    assert {s.path.removeprefix(above) for s in sites} == named
+    assert {s.path.removeprefix(above) for s in sites} == roles
 
 
 def numbers(rows: Slice) -> list[int]:
@@ -100,10 +100,10 @@ SLICES = [*IN_ORDER, Slice(0, 4, 12, H), Slice(4, 8, 12, H), Slice(8, 12, 12, H)
 def test_rows_are_the_features_that_a_view_takes(rows: Slice) -> None:
     """Of pieces of `stride` features, those from `start` to `stop` of each."""
     stride = rows.stride or 3 * D
-    taken = torch.arange(stride * rows.count).view(rows.count, stride)[:, rows.start : rows.stop].flatten()
-    assert numbers(rows) == taken.tolist()
-    assert len(taken) == rows.width
-    assert as_slice(taken, 3 * D) == rows
+    features = torch.arange(stride * rows.count).view(rows.count, stride)[:, rows.start : rows.stop].flatten()
+    assert numbers(rows) == features.tolist()
+    assert len(features) == rows.width
+    assert as_slice(features, 3 * D) == rows
     for other in SLICES:
         assert rows.overlaps(other) == bool(set(numbers(rows)) & set(numbers(other)))
 
@@ -133,9 +133,9 @@ def test_rows_that_are_no_equal_blocks_have_no_role() -> None:
 class Crossed(nn.Module):
     """Features attend to features: each is a row of as many numbers as there are tokens."""
 
-    def __init__(self, written: bool) -> None:
+    def __init__(self, manual: bool) -> None:
         super().__init__()
-        self.written = written
+        self.written = manual
         self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,8 +147,8 @@ class Crossed(nn.Module):
         return x + self.o(mixed.permute(0, 3, 1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("written", [True, False])
-def test_nothing_is_joined_to_features(written: bool) -> None:
-    table = peftc.sites(Layers(Crossed(written), Crossed(written)), sample={"x": torch.randn(2, 5, D)})
+@pytest.mark.parametrize("manual", [True, False])
+def test_nothing_is_joined_to_features(manual: bool) -> None:
+    table = peftc.sites(Layers(Crossed(manual), Crossed(manual)), sample={"x": torch.randn(2, 5, D)})
     site = next(s for s in table.sites if s.path == "encoder.layer[0].attn.self")
     assert set(site.states) == {"x", "h", "c", "res"}

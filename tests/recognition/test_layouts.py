@@ -73,10 +73,10 @@ class Blank(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both = self.both(x)
-        made = both.new_zeros(*x.shape[:-1], 6)
-        made[..., :2].copy_(both[..., 6:])
-        made[..., 2:] = self.other(x)
-        return made + both.new_ones(6)
+        output = both.new_zeros(*x.shape[:-1], 6)
+        output[..., :2].copy_(both[..., 6:])
+        output[..., 2:] = self.other(x)
+        return output + both.new_ones(6)
 
 
 def test_what_is_written_into_a_new_tensor() -> None:

@@ -129,8 +129,8 @@ class Gated(nn.Module):
 def test_linears_of_one_name_are_told_apart() -> None:
     table = peftc.sites(Layers(Gated(), Gated()), sample={"x": torch.randn(2, 5, D)})
     above = "encoder.layer[0].attn.self."
-    found = [s.path.removeprefix(above) for s in table.sites if s.path.startswith(above) and "linear" in s.path]
-    assert found == ["one.linear", "other.linear"]
+    names = [s.path.removeprefix(above) for s in table.sites if s.path.startswith(above) and "linear" in s.path]
+    assert names == ["one.linear", "other.linear"]
 
 
 class Twice(nn.Module):
@@ -149,10 +149,10 @@ class Twice(nn.Module):
 
 def test_an_edit_at_one_call_of_a_linear_does_not_fold() -> None:
     model, sample = Layers(Twice(), Twice()), {"x": torch.randn(2, 5, D)}
-    found = [s for s in peftc.sites(model, sample=sample).sites if s.path.startswith("encoder.layer[0].attn.self.")]
-    calls = {s.path.rpartition(".")[2]: s.calls for s in found if "w" in s.states}
+    sites = [s for s in peftc.sites(model, sample=sample).sites if s.path.startswith("encoder.layer[0].attn.self.")]
+    calls = {s.path.rpartition(".")[2]: s.calls for s in sites if "w" in s.states}
     assert calls == {"q": 1, "k": 2, "v": 1, "o": 1, "scale": 2}
-    assert len({s.path for s in found}) == len(found)
+    assert len({s.path for s in sites}) == len(sites)
     text = "peft 1\nedit h at layer[*].attn.k { h += lora(x, r=1) }\nedit w at layer[*].attn.k { w += lowrank(r=1) }"
     one, other = peftc.plan(text, model, sample=sample).edits
     assert (one.foldable, other.foldable) == (False, True)

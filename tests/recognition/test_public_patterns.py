@@ -154,22 +154,22 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, txt: Tensor | None = None, pe: Tensor | None = None) -> Tensor:
         for block in self.blocks:
-            made = block(x) if txt is None else block(x, txt, pe)
-            x = made[0] if isinstance(made, tuple) else made
+            output = block(x) if txt is None else block(x, txt, pe)
+            x = output[0] if isinstance(output, tuple) else output
         return x
 
 
 def roles(model: nn.Module, *sample: Tensor) -> dict[str, str]:
     """The Linears of the first layer's attention, by role, with their rows."""
     table = peftc.sites(model, sample=dict(zip(("x", "txt", "pe"), sample, strict=False)))
-    found: dict[str, str] = {}
+    weights: dict[str, str] = {}
     for site in table.sites:
         if site.root == "blocks.0" and "attn" in dict(site.steps) and site.steps[-1][0] in "qkvo":
             weight = site.states["w"].weight
             assert weight is not None
             rows = f"[{weight.rows.start}:{weight.rows.stop}]" if weight.rows else ""
-            found[site.steps[-1][0]] = site.module.rpartition(".")[2] + rows
-    return found
+            weights[site.steps[-1][0]] = site.module.rpartition(".")[2] + rows
+    return weights
 
 
 FUSED = {"q": "[0:16]", "k": "[16:32]", "v": "[32:48]"}

@@ -25,7 +25,7 @@ def traced(root: nn.Module, **arguments: torch.Tensor) -> RegionTrace:
     return RegionTracer(lambda name: is_weighted_sum(root.get_submodule(name))).trace_region(root, arguments)
 
 
-def found(root: nn.Module, *shape: int) -> list[SubLayer]:
+def sub_layers_of(root: nn.Module, *shape: int) -> list[SubLayer]:
     return sub_layers(LayerGraph(traced(root, x=torch.randn(shape)).graph, root))
 
 
@@ -135,13 +135,13 @@ def roles(sub: SubLayer) -> dict[str, str]:
 
 def test_residuals_that_are_scaled_or_shifted() -> None:
     for root in (Joined(), Multiplied()):
-        (ffn,) = found(root, 2, 5, D)
+        (ffn,) = sub_layers_of(root, 2, 5, D)
         assert (ffn.kind, roles(ffn)) == ("ffn", {"down": "down", "up": "up"})
         assert ffn.h.target == "down"
 
 
 def test_several_streams_side_by_side() -> None:
-    (ffn,) = found(Hyper(), 2, 5, N, D)
+    (ffn,) = sub_layers_of(Hyper(), 2, 5, N, D)
     assert (ffn.kind, roles(ffn)) == ("ffn", {"down": "down", "up": "up"})
     assert ffn.h.meta["example"].shape == (2, 5, D), "what the ffn gives, and not what is added to the streams"
     assert ffn.x is not None
@@ -150,14 +150,14 @@ def test_several_streams_side_by_side() -> None:
 
 
 def test_a_block_of_attention_and_ffn_without_a_sum_in_between() -> None:
-    attn, ffn = found(Chained(), 2, 5, D)
+    attn, ffn = sub_layers_of(Chained(), 2, 5, D)
     assert (attn.kind, roles(attn)) == ("attn", {"q": "q", "k": "k", "v": "v", "o": "o"})
     assert (attn.h.target, ffn.h.target) == ("o", "down")
     assert (ffn.kind, roles(ffn)) == ("ffn", {"down": "down", "up": "up"})
 
 
 def test_what_enters_an_ffn_whose_last_linear_alone_has_a_role() -> None:
-    (sub,) = found(Projected(), 2, N, D)
+    (sub,) = sub_layers_of(Projected(), 2, N, D)
     assert set(sub.projections) == {"down"}
     assert sub.x is not None
     assert sub.x.target == "norm"
@@ -165,7 +165,7 @@ def test_what_enters_an_ffn_whose_last_linear_alone_has_a_role() -> None:
 
 def test_queries_and_keys_of_the_same_two_linears_cannot_be_told_apart() -> None:
     """Both Linears are in both: neither is q, and neither is k."""
-    (attn,) = found(Blended(), 2, 5, D)
+    (attn,) = sub_layers_of(Blended(), 2, 5, D)
     assert roles(attn) == {"v": "v", "o": "o"}
 
 

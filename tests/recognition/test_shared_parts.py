@@ -145,11 +145,11 @@ def test_a_part_of_its_sites_is_refused(
     stack = "decoder." if name == "bart" else ""
     with pytest.raises(PeftcError) as error:
         peftc.compile(text := spec(f"{stack}layer[{layer}].{path}", body), model)
-    (found,) = error.value.diagnostics
-    assert found.code == "P211"
-    assert all(f"layer[{i}]" in found.message for i in (0, 1))
-    assert found.span is not None
-    assert text[found.span.start : found.span.end] == f"{stack}layer[{layer}].{path}"
+    (diagnostic,) = error.value.diagnostics
+    assert diagnostic.code == "P211"
+    assert all(f"layer[{i}]" in diagnostic.message for i in (0, 1))
+    assert diagnostic.span is not None
+    assert text[diagnostic.span.start : diagnostic.span.end] == f"{stack}layer[{layer}].{path}"
     assert [type(m) for m in model.modules()] == classes
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
@@ -245,8 +245,8 @@ def test_a_part_that_is_called_outside_of_the_layers_too(models: dict[str, nn.Mo
         peftc.plan(spec("layer[*].ffn.norm", "{ w *= vector(init=1) }"), model)
     assert error.value.diagnostics[0].code == "P211"
     assert '"norm"' in str(error.value)
-    named = peftc.plan(spec('layer[2].ffn.norm | "norm"', "{ w *= vector(init=1) }"), model)
-    assert named.totals.stored == 32
+    plan = peftc.plan(spec('layer[2].ffn.norm | "norm"', "{ w *= vector(init=1) }"), model)
+    assert plan.totals.stored == 32
 
 
 def test_other_names_of_a_part_that_are_not_used_are_none(models: dict[str, nn.Module]) -> None:
@@ -275,8 +275,8 @@ def test_an_edit_that_enters_a_shared_module_beside_one_of_it(models: dict[str, 
 def test_the_plan_and_the_table_say_what_is_shared(models: dict[str, nn.Module]) -> None:
     model = tied(copy.deepcopy(models["llama"]), "layers", "mlp")
     assert "one module: layers.0.mlp, layers.1.mlp" in sites_text(peftc.sites(model), 200)
-    found = plan_on(analyse_base(model), flat_spec(spec("layer[*].ffn", BESIDE)))
-    assert "once for  decoder.layer[0].ffn and decoder.layer[1].ffn" in plan_text(found.plan, found.site_edits, 200)
+    plan = plan_on(analyse_base(model), flat_spec(spec("layer[*].ffn", BESIDE)))
+    assert "once for  decoder.layer[0].ffn and decoder.layer[1].ffn" in plan_text(plan.plan, plan.site_edits, 200)
 
 
 class Guest(nn.Module):

@@ -38,9 +38,9 @@ def using(path: object) -> str:
 
 
 def refused(call: Callable[[], object]) -> PeftcError:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         call()
-    return caught.value
+    return excinfo.value
 
 
 def codes(error: PeftcError) -> list[str]:
