@@ -25,9 +25,9 @@ IDS = frozenset(
     name for name in json.loads((ROOT / "peftc/models/catalogue.json").read_text())["models"] if "/" in name
 )
 
-# Model types that are English words, the name of a tool (`git`), and an attribute of every config
+# Model types that are English words, and an attribute of every config
 # (`is_encoder_decoder`).
-ENGLISH = frozenset({"align", "bit", "git", "encoderdecoder"})
+ENGLISH = frozenset({"align", "bit", "encoderdecoder"})
 # Names that are not of the architecture, by file.
 OTHERS = {
     "peftc/forms/arguments.py": {"bert"},  # `init=bert`: the initial values that papers call so, N(0, 0.02)
