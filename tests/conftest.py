@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import analyses
+from tests import analysis_cache
 from tests.matrix import FULL
 
 # The folders of tests about what is done to models, and not about how these are read.
@@ -59,7 +59,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         if not ahead:
             patch.setattr("peftc.installation.reinstall.warm", lambda model, sample=None: None)
         if not FULL and item.path.relative_to(item.config.rootpath).parts[1] in READ_ONCE:
-            patch.setattr("peftc.installation.compiled_model.analyse", analyses.analyse)
+            patch.setattr("peftc.installation.compiled_model.analyse", analysis_cache.analyse)
         return (yield)
 
 

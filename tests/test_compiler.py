@@ -14,7 +14,7 @@ from torch import nn
 
 import peftc
 from tests import zoo
-from tests.work import calls
+from tests.call_counts import calls
 
 LORA = "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }\n"
 

@@ -23,7 +23,7 @@ from benchmarks.families.forward import main_output, run, same
 from benchmarks.families.roles import plan_disagreements
 from benchmarks.families.rolling import apart, described
 from benchmarks.families.state import difference, state_of
-from benchmarks.families.witness import Witness, witness
+from benchmarks.families.observation import Observation, observe
 
 Answer = dict[str, Any]
 TOLERANCE = 1e-4
@@ -35,7 +35,7 @@ class Wrong(Exception):
 
 def checked(model: nn.Module, inputs: Mapping[str, Any], edits: str = "abcde") -> Answer:
     """The verdicts for a model, with what they rest on. Leaves the model as it was."""
-    observations = witness(model, inputs)
+    observations = observe(model, inputs)
     result: Answer = {"attention": len(observations.attending), "feed_forward": len(observations.feed_forward)}
     sample = None
     try:
@@ -104,8 +104,8 @@ def _frozen(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     return out
 
 
-def tried(base: _Base, trial: Trial, observations: Witness, sites: Mapping[str, int]) -> Answer:
-    """The verdict on one edit. Arms whose sub-layer neither peftc nor the witness sees are left
+def tried(base: _Base, trial: Trial, observations: Observation, sites: Mapping[str, int]) -> Answer:
+    """The verdict on one edit. Arms whose sub-layer neither peftc nor `observe` sees are left
     out; if none is left, peftc must refuse.
     """
     arms = tuple(arm for arm in trial.arms if observations.has(arm[1]) or _matches(arm[0], sites))

@@ -64,7 +64,7 @@ def summary(rows: Rows) -> dict[str, Any]:
 
 
 def has_sites(row: Row) -> bool:
-    """Layers, and those of attention and feed-forward that the witness sees."""
+    """Layers, and those of attention and feed-forward that `observe` sees."""
     sites = row.get("sites") or {}
     attends = any(name.startswith("layer.attn") for name in sites) or not row.get("attention")
     return "layer" in sites and attends
@@ -107,7 +107,7 @@ def _explanation() -> Iterator[str]:
         "edit's tensors receive finite gradients, decoding with a "
         "cache equals decoding without (where it does in the base: to "
         "1e-4 of the largest logit, or ten times what the base is off by), and after `remove` classes, "
-        "tensors and output are the base's again. `–`: there is no such sub-layer, says a witness "
+        "tensors and output are the base's again. `–`: there is no such sub-layer, says a check "
         "that does not use peftc, and the edit is refused with P2xx. "
         "(c) leaves out the one of its two sub-layers that is not "
         "there. The per cents of (d) are of the types in which a softmax is multiplied with values."

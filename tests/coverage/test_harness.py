@@ -18,7 +18,7 @@ from benchmarks.families.depth import shallow
 from benchmarks.families.report import summary
 from benchmarks.families.shrink import FIRST_FREE, LAST_FREE, shrunk
 from benchmarks.families.state import difference, state_of
-from benchmarks.families.witness import witness
+from benchmarks.families.observation import observe
 
 
 def test_all_pairs_of_the_six_mappings_are_there() -> None:
@@ -70,13 +70,13 @@ def test_the_same_seed_builds_the_same_model() -> None:
     ],
 )
 def test_the_witness_sees_attention_and_feed_forward(key: str, attending: int, feed_forward: bool) -> None:
-    observations = witness(*build(*key.split("/")))
+    observations = observe(*build(*key.split("/")))
     assert len(observations.attending) == attending
     assert observations.has("ffn") == feed_forward
 
 
 def test_a_router_is_no_attention() -> None:
-    observations = witness(*build("causal-lm", "mixtral"))
+    observations = observe(*build("causal-lm", "mixtral"))
     assert {name.rsplit(".", 1)[-1] for name in observations.attending} == {"self_attn"}
 
 
@@ -177,6 +177,6 @@ def test_per_cents_are_of_what_ran() -> None:
 @pytest.mark.parametrize(("name", "projecting"), [("llama", True), ("bert", True), ("xlnet", False)])
 def test_bare_parameters_are_no_projections(name: str, projecting: bool) -> None:
     """Where q and v are no modules, an edit of them is rightly refused."""
-    observations = witness(*build("causal-lm", name))
+    observations = observe(*build("causal-lm", name))
     assert observations.has("attn")
     assert observations.has("projection") == projecting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.laws.recipe import GATED, WITH_BIAS, Recipe, at, shipped
-from tests.reference import elsewhere, methods
+from tests.reference import other_sites, methods
 from tests.reference import literature as by_hand
 from tests.reference.methods import together
 
@@ -223,7 +223,7 @@ MULTITASK = (
         together(
             methods.lora("lora", "q k v", 3.0),
             methods.for_one_task(
-                together(methods.sequential("adapter", "attn", "gelu"), elsewhere.hidden_adapter("adapter", "gelu"))
+                together(methods.sequential("adapter", "attn", "gelu"), other_sites.hidden_adapter("adapter", "gelu"))
             ),
         ),
         identity=False,

@@ -9,7 +9,7 @@ from tests.laws.literature import LITERATURE
 from tests.laws.more_recipes import ELSEWHERE, MIXED, ORDERS
 from tests.laws.recipe import ENCODER_DECODER, GATED, WITH_BIAS, Recipe, at, shipped
 from tests.matrix import FULL
-from tests.reference import elsewhere
+from tests.reference import other_sites
 from tests.reference import methods as by_hand
 from tests.reference.methods import Method, together
 from tests.reference.reference import Reference
@@ -78,7 +78,7 @@ LINEAR = (
     Recipe(
         "bias",
         "edit e at layer[*].attn.q | layer[*].ffn.down { b += vector(init=0) }",
-        elsewhere.biased("e", "q down"),
+        other_sites.biased("e", "q down"),
         identity=True,
         folds=True,
         on=WITH_BIAS,
@@ -172,7 +172,7 @@ SUB_LAYER = (
     Recipe(
         "linear-adapter",
         at("layer[*].attn.o | layer[*].ffn.down", "2 * adapter(h, r=4, act=none)"),
-        elsewhere.linear_adapter("e", "o down", 2.0),
+        other_sites.linear_adapter("e", "o down", 2.0),
         identity=False,
         folds=True,
     ),

@@ -31,7 +31,7 @@ _FEED_FORWARD = re.compile(
 
 
 @dataclass(frozen=True)
-class Witness:
+class Observation:
     attending: frozenset[str]  # innermost modules in whose forward a softmax is multiplied with values
     feed_forward: frozenset[str]  # modules of repeated blocks whose name says so
     projecting: bool  # an attending module holds modules with matrices: its q, k, v are no bare parameters
@@ -46,13 +46,13 @@ class Witness:
         }[step]
 
 
-def witness(model: nn.Module, inputs: Mapping[str, Any]) -> Witness:
+def observe(model: nn.Module, inputs: Mapping[str, Any]) -> Observation:
     """What is seen in one forward of the base model."""
     attention = _Attention()
     with _paths(model, attention), attention:
         run(model, inputs)
     projecting = any(_projects(model.get_submodule(_outermost(name))) for name in attention.modules)
-    return Witness(frozenset(attention.modules), frozenset(_feed_forward(model)), projecting, _repeats(model))
+    return Observation(frozenset(attention.modules), frozenset(_feed_forward(model)), projecting, _repeats(model))
 
 
 def _outermost(name: str) -> str:
