@@ -20,10 +20,10 @@ import peftc
 from benchmarks.families.edits import TRIALS, Trial
 from benchmarks.families.failures import reason_of
 from benchmarks.families.forward import main_output, run, same
+from benchmarks.families.observation import Observation, observe
 from benchmarks.families.roles import plan_disagreements
 from benchmarks.families.rolling import apart, described
 from benchmarks.families.state import difference, state_of
-from benchmarks.families.observation import Observation, observe
 
 Answer = dict[str, Any]
 TOLERANCE = 1e-4

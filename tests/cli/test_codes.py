@@ -1,4 +1,4 @@
-"""Every code that is raised is explained, and a code means one thing."""
+"""Every diagnostic code has one explanation."""
 
 from __future__ import annotations
 

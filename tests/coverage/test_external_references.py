@@ -1,5 +1,5 @@
-"""Roles found by dataflow against roles that others give by name: PEFT's table for LoRA,
-transformers' plans for tensor parallelism.
+"""Inferred roles against two external tables: PEFT's default targets for LoRA, and transformers'
+tensor-parallel plans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PREFERRED = ("seq2seq", "causal-lm", "masked-lm", "image-text-to-text")
 # Types of PEFT's table that transformers itself does not have (their code comes with the
 # checkpoint).
 FOREIGN = {"chatglm", "RefinedWebModel", "RefinedWeb", "btlm", "rwkv7"}
-# What PEFT adapts beside q and v, or otherwise: type -> (end of the module's name, why).
+# Where PEFT's targets are not exactly q and v: type -> (end of the module's name, why).
 EXPLAINED: dict[str, dict[str, str]] = {
     "phi": {"mlp.fc1": "the table names the ffn as well", "mlp.fc2": "the table names the ffn as well"},
     "nemotron_h": {"k_proj": "the table names all of the attention", "o_proj": "the table names all of the attention"},

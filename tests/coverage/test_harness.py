@@ -1,5 +1,5 @@
-"""The coverage benchmark itself: what it shrinks, what its witness sees, and that it notices what
-is wrong.
+"""The coverage benchmark itself: how it shrinks configurations, what it observes, and that it
+notices broken compilations.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from benchmarks.families import build, pairs
 from benchmarks.families import checks as checks_module
 from benchmarks.families.checks import checked
 from benchmarks.families.depth import shallow
+from benchmarks.families.observation import observe
 from benchmarks.families.report import summary
 from benchmarks.families.shrink import FIRST_FREE, LAST_FREE, shrunk
 from benchmarks.families.state import difference, state_of
-from benchmarks.families.observation import observe
 
 
 def test_all_pairs_of_the_six_mappings_are_there() -> None:
@@ -41,7 +41,7 @@ def test_a_layer_with_its_own_sizes_keeps_their_proportion() -> None:
     assert config["per_layer_config"] == {1: {"head_dim": 16}}
 
 
-def test_special_tokens_are_apart_from_text_and_from_each_other() -> None:
+def test_special_tokens_differ_from_text_and_from_each_other() -> None:
     tokens = {"pad_token_id": 1, "image_token_id": 151655, "text_config": {"model_type": "x", "eos_token_id": 151643}}
     config = shrunk({**tokens, "vocab_size": 151936})
     ids = {config["pad_token_id"], config["image_token_id"], config["text_config"]["eos_token_id"]}
@@ -69,7 +69,7 @@ def test_the_same_seed_builds_the_same_model() -> None:
         ("masked-lm/fnet", 0, True),
     ],
 )
-def test_the_witness_sees_attention_and_feed_forward(key: str, attending: int, feed_forward: bool) -> None:
+def test_attention_and_feed_forward_are_observed(key: str, attending: int, feed_forward: bool) -> None:
     observations = observe(*build(*key.split("/")))
     assert len(observations.attending) == attending
     assert observations.has("ffn") == feed_forward
@@ -80,8 +80,8 @@ def test_a_router_is_no_attention() -> None:
     assert {name.rsplit(".", 1)[-1] for name in observations.attending} == {"self_attn"}
 
 
-class TestWhatIsWrongIsNoticed:
-    """Each way to break the promise is a failing verdict with its reason."""
+class TestBrokenCompilations:
+    """Each broken promise gives a failing verdict with its reason."""
 
     @pytest.fixture
     def llama(self) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -145,7 +145,7 @@ class TestWhatIsWrongIsNoticed:
         monkeypatch.setattr(peftc, "compile", wrapped)
 
 
-def test_per_cents_are_of_what_ran() -> None:
+def test_percentages_are_of_models_that_ran() -> None:
     good = {key: {"verdict": "pass"} for key in "abcde"}
     rows = {
         "a": {
@@ -176,7 +176,7 @@ def test_per_cents_are_of_what_ran() -> None:
 
 @pytest.mark.parametrize(("name", "projecting"), [("llama", True), ("bert", True), ("xlnet", False)])
 def test_bare_parameters_are_no_projections(name: str, projecting: bool) -> None:
-    """Where q and v are no modules, an edit of them is rightly refused."""
+    """Where q and v are parameters, not modules, an edit of them must be refused."""
     observations = observe(*build("causal-lm", name))
     assert observations.has("attn")
     assert observations.has("projection") == projecting

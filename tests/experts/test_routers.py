@@ -1,4 +1,4 @@
-"""Routers, networks beside the experts, and experts that are modules in a list."""
+"""Routers, networks that run next to the experts, and experts in a `ModuleList`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_the_router_is_found_and_has_one_logit_an_expert(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_edits_of_a_router(name: str) -> None:
-    """Of its logits and of its weight: identity at first, gradients, a fold, and back."""
+    """Edits of the router's logits and of its weight: identity at initialisation, gradients, fold,
+    remove.
+    """
     model, inputs = fresh(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     text = """peft 1
@@ -60,7 +62,7 @@ edit w at layer[*].ffn.router { w += lowrank(r=1) }"""
     ("name", "module"),
     [("qwen2_moe", "shared_expert"), ("deepseek_v3", "shared_experts"), ("llama4_text", "shared_expert")],
 )
-def test_a_network_beside_the_experts_is_shared(name: str, module: str) -> None:
+def test_a_network_next_to_the_experts_is_the_shared_expert(name: str, module: str) -> None:
     model, inputs = fresh(name)
     table = peftc.sites(model, sample=inputs)
     shared = [site for site in table.sites if ".ffn.shared." in site.path]
@@ -103,7 +105,7 @@ edit w at layer[*].ffn.experts[0].up { w += lowrank(r=1) }"""
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_all_experts_are_one_line_of_the_sites() -> None:
+def test_all_experts_are_one_line_in_the_site_tree() -> None:
     model, inputs = original("qwen2_moe")
     lines = sites_text(peftc.sites(model, sample=inputs), 150).splitlines()
     (line,) = [line for line in lines if "experts[" in line]
@@ -112,8 +114,8 @@ def test_all_experts_are_one_line_of_the_sites() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-def test_whatever_multiplies_the_experts_does_so_with_the_edited_matrices(implementation: str) -> None:
-    """One whole graph for torch.compile too, where the implementation itself is one."""
+def test_every_experts_implementation_uses_the_edited_matrices(implementation: str) -> None:
+    """Also as one whole graph under torch.compile, if the implementation compiles to one."""
     model, inputs = fresh("mixtral")
     model = model.float()
     with torch.no_grad():
@@ -131,7 +133,7 @@ def test_whatever_multiplies_the_experts_does_so_with_the_edited_matrices(implem
 
 
 class Blocks(nn.Module):
-    """Each half of the features is multiplied by matrices of its own."""
+    """Block-diagonal weights: each half of the features has its own matrix. No mixture of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,8 +145,8 @@ class Blocks(nn.Module):
 
 
 class Layer(nn.Module):
-    """`before` the blocks; a Linear there has features enough for a logit each, and chooses none of
-    them.
+    """`before` the blocks. With a Linear, there are enough features for one logit each, but nothing
+    is routed.
     """
 
     def __init__(self, before: nn.Module) -> None:
@@ -156,7 +158,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("before", [nn.Identity(), nn.Linear(8, 8)])
-def test_matrices_that_nothing_routes_to_are_no_experts(before: nn.Module) -> None:
+def test_block_matrices_without_a_router_are_no_experts(before: nn.Module) -> None:
     root = Layer(before)
     traced = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)})
     (ffn,) = subs = sub_layers(LayerGraph(traced.graph, root))
@@ -179,7 +181,7 @@ class Experts(nn.Module):
 
 
 class Latent(nn.Module):
-    """Experts of a projection of what is routed by, and that is divided by its largest value."""
+    """Experts on a projection of the tokens, divided by its largest value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +195,7 @@ class Latent(nn.Module):
         return x + self.last(self.experts(latent / latent.max(), indices, weights)).view(x.shape)
 
 
-def test_the_router_is_what_the_number_of_an_expert_comes_from() -> None:
+def test_the_router_is_the_linear_whose_logits_choose_the_expert() -> None:
     root = Latent()
     traced = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)})
     (ffn,) = subs = sub_layers(LayerGraph(traced.graph, root))

@@ -1,4 +1,4 @@
-"""Terms and sites by hand, and what an edit computes when nothing is folded."""
+"""Terms and sites built by hand, and the unfolded value of an edit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def assign(state: str, value: Term) -> Assign:
 
 
 def site(path: str, d_out: int, d_in: int, *, bias: bool = True, linear: str = "", weight: bool = True) -> Site:
-    """A Linear (with w), or with `weight=False` a site that has hidden states alone."""
+    """A Linear (with w); with `weight=False`, a site with hidden states only."""
     states = {"x": State("x", Tokens(d_in)), "h": State("h", Tokens(d_out), linear=linear)}
     if weight:
         states["w"] = State("w", Weight(d_out, d_in), weight=WeightRef(path, "weight"))
@@ -80,7 +80,7 @@ def site_edit(where: Site, *assigns: Assign) -> SiteEdit:
 def trained(
     edit: SiteEdit, dtype: torch.dtype = torch.float64, base: Mapping[str, Tensor] | None = None
 ) -> dict[str, FormModule]:
-    """The modules of an edit, with every parameter away from where it started."""
+    """The modules of an edit, with every parameter perturbed."""
     modules: dict[str, FormModule] = {}
     for instance in edit.instances:
         module = build(instance, dtype=dtype).eval()
@@ -128,7 +128,7 @@ def fold(
 
 
 def run(edit: SiteEdit, modules: Mapping[str, FormModule], states: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The states after the edit's equations, computed on plain tensors; `like` decides dtype for
+    """The states after the edit's equations, computed on plain tensors. `like` gives the dtype of
     forms without input.
     """
     values: dict[int, Tensor] = {}

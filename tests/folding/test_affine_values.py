@@ -75,8 +75,8 @@ def test_an_edit_of_h_folds_into_its_linear(name: str, bias: bool) -> None:
     torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_what_let_binds_keeps_the_value_it_had() -> None:
-    """`let f = adapter(h)   h += lora(x)   h += f`: f saw the first h."""
+def test_let_binds_the_value_at_its_position() -> None:
+    """`let f = adapter(h) h += lora(x) h += f`: f reads the first h."""
     where = eq.site("layer.attn.q", D_OUT, D_IN)
     after = eq.op("+", eq.read("h", OUT), sequential)
     edit = eq.site_edit(where, eq.assign("h", eq.op("+", H, lora)), eq.assign("h", after))
@@ -165,7 +165,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_what_does_not_fold_is_named(name: str) -> None:
+def test_a_reason_names_the_term_that_does_not_fold(name: str) -> None:
     value, reason = REASONS[name]
     where = eq.site("layer.attn.q", D_OUT, D_IN)
     edit = eq.site_edit(where, eq.assign("h", value))
@@ -203,7 +203,7 @@ def test_tied_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_weights_are_summed_wide_and_rounded_once(dtype: torch.dtype) -> None:
+def test_half_precision_weights_are_summed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     where = eq.site("layer.attn.q", 64, 48, bias=False)
     small = eq.apply("lora", eq.read("x", Tokens(48)), Tokens(64), r=2)
     edit = eq.site_edit(where, eq.assign("h", eq.op("+", eq.read("h", Tokens(64)), small)))
@@ -240,7 +240,7 @@ def _big() -> dict[str, object]:
     return modules  # type: ignore[return-value]
 
 
-def test_weights_that_are_not_there_are_refused() -> None:
+def test_weights_on_the_meta_device_are_refused() -> None:
     where = eq.site("layer.attn.q", D_OUT, D_IN)
     edit = eq.site_edit(where, *OUTPUT_EDITS["lora"])
     modules = eq.trained(edit)
@@ -249,9 +249,9 @@ def test_weights_that_are_not_there_are_refused() -> None:
     assert fold_terms(edit, modules, quantised, None, "output") == Refusal("the weight is quantised")
 
 
-def test_a_value_keeps_nothing_wide_for_a_wide_hidden_state() -> None:
-    """(IA)³ and low-rank edits of a 28,672-wide hidden state never form a square matrix (that would
-    be 3.3 GB).
+def test_no_square_matrix_is_formed_for_a_wide_hidden_state() -> None:
+    """(IA)³ and low-rank edits of a 28,672-wide hidden state never form a square matrix, which
+    would take 3.3 GB.
     """
     d = 28_672
     z = eq.read("h", Tokens(d))

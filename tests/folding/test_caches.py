@@ -1,5 +1,5 @@
-"""Prefixes and prompts as a state: the plain model generates with it what it generated with the
-edits.
+"""Prefixes and prompts folded into a cache: the plain model then generates what the edited model
+generated.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ def test_refused(name: str, spec: str, reason: str) -> None:
     "inputs",
     [{"into": "nonsense"}, {"into": None}, {"into": "state", "widen": True}, {"into": "state", "dequantize": True}],
 )
-def test_where_to_is_one_of_two(inputs: Any) -> None:
-    """What is folded into weights is not taken out again: it is not done by mistake."""
+def test_into_is_weights_or_cache(inputs: Any) -> None:
+    """Folding into weights cannot be undone, so it must be requested explicitly."""
     model = compiled("llama", "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }")
     with pytest.raises(peftc.PeftcError, match="P545"):
         peftc.fold(model, **inputs)
     assert peftc.specs(model)
 
 
-def test_a_seed_is_used_whatever_the_configuration_says() -> None:
+def test_the_cache_is_used_even_if_use_cache_is_off() -> None:
     model = compiled("llama", PREFIX)
     inputs = ids_and_mask(model, False)
     want = model.generate(**inputs, max_new_tokens=4, do_sample=False)

@@ -1,4 +1,4 @@
-"""Edits that have a part of their parameters in common fold together, or not at all."""
+"""Edits that share parameters fold together, or not at all."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FORMS = [("vera(r=4)", "h += common(x)"), ("sparse(density=0.05, select=random)"
 
 @pytest.mark.parametrize(("form", "equation"), FORMS)
 def test_one_of_two_does_not_fold(form: str, equation: str) -> None:
-    """What is drawn for the widest site, or counted over all sites, would be another in a file
-    without the one that is gone.
+    """A parameter drawn for the widest site, or counted over all sites, would change if one of the
+    edits were missing from the file.
     """
     model = peftc.compile(SPEC.format(form=form, equation=equation), zoo.build("llama", torch.float64), seed=0).eval()
     randomise(peftc.parameters(model))

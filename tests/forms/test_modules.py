@@ -24,22 +24,20 @@ def parts(value: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
 
 
 def alpha(args: Mapping[str, Any]) -> float:
-    """What the product of LoRA's factors is divided by r for: alpha (default r); with rsLoRA it is
-    divided by its root instead.
+    """LoRA's α: the product of its factors is scaled by α / r, with rsLoRA by α / √r. α defaults to
+    r.
     """
     value = float(args["r"] if args["alpha"] is None else args["alpha"])
     return value * args["r"] ** 0.5 if args["rslora"] else value
 
 
 def kron_scale(args: Mapping[str, Any]) -> float:
-    """LoKr's alpha / r where the second factor has rank r, alpha where it is whole, 1 without
-    alpha.
-    """
+    """LoKr's scale: α / r if the second factor has rank r, α if it is whole, 1 without α."""
     return 1.0 if args["alpha"] is None else float(args["alpha"]) / (args["r"] or 1)
 
 
 def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
-    """The value by the hand-written reference."""
+    """The value of the hand-written reference."""
     args = case.args
     match case.name:
         case "adapter":
@@ -122,7 +120,7 @@ def test_equals_the_hand_written_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_parameters_are_wide_and_values_have_the_dtype_of_the_input(case: Case, dtype: torch.dtype) -> None:
+def test_parameters_are_float32_and_values_have_the_dtype_of_the_input(case: Case, dtype: torch.dtype) -> None:
     module = initialised(case, dtype)
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     assert {p.dtype for p in parameters(module).values()} == {wide}
@@ -175,7 +173,7 @@ def test_construction_leaves_the_global_generator_alone(case: Case) -> None:
     ("args", "name", "low", "high"),
     [
         ({"init": "bert"}, "down", 0.019, 0.021),
-        ({"init": "houlsby"}, "up", 0.0085, 0.0092),  # N(0, 0.01) cut at two deviations: 0.88 of the deviation
+        ({"init": "houlsby"}, "up", 0.0085, 0.0092),  # N(0, 0.01) truncated at two deviations: 0.88 of the deviation
         ({"init": "lora"}, "down", 0.98 / 3**0.5 / 300**0.5, 1.02 / 3**0.5 / 300**0.5),  # U(±1/√d)
         ({"init": "lora"}, "up", 0.0, 0.0),
     ],
@@ -189,7 +187,7 @@ NORMED = every(lambda c: c.name in ("ladder", "hyper") or bool(c.args.get("norm_
 
 
 @pytest.mark.parametrize("case", NORMED, ids=str)
-def test_layer_norms_begin_without_a_scale_and_a_shift(case: Case) -> None:
+def test_layer_norms_start_at_weight_1_and_bias_0(case: Case) -> None:
     norms = {name: p for name, p in parameters(initialised(case)).items() if "norm" in name}
     assert norms
     for name, parameter in norms.items():

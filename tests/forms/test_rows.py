@@ -1,6 +1,4 @@
-"""What the rows promise: counts, shapes, values at initialisation, affinity; and what they
-refuse.
-"""
+"""What a form's row promises: counts, shapes, initial value, affinity, and refusals."""
 
 import json
 import subprocess
@@ -64,7 +62,7 @@ def test_stored_count_is_what_is_left_after_collapsing(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_value_fits_the_promised_shape(case: Case) -> None:
+def test_value_has_the_promised_shape(case: Case) -> None:
     promised = case.form.shape(case.args, case.dims)
     value = shaken(case)(case.like())
     if isinstance(promised, KeyValue):
@@ -130,7 +128,7 @@ def test_affine_where_the_row_says_so_and_nowhere_else(case: Case) -> None:
     "case", every(lambda c: c.form.affine(c.args) is None and c.form.rank(c.args, c.dims) is not None), ids=str
 )
 def test_rank_is_that_of_the_change(case: Case) -> None:
-    """Of the weight that is given, else of the matrix of the affine map."""
+    """The rank of the change of a weight, or of the matrix of the affine map."""
     module, like = shaken(case), case.like()
     if isinstance(case.target, Weight):
         change = module(like)

@@ -1,4 +1,4 @@
-"""Operations on a model, each with what must be there before."""
+"""The operations to interrupt, each with its preparation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = HEADER + "edit f at layer[*].ffn { h += adapter(h, r=2) }\n"
 
 @dataclass
 class Case:
-    """A model, the folder that goes with it, and what is done."""
+    """A model, its folder, and the action to interrupt."""
 
     model: nn.Module
     folder: Path
@@ -45,7 +45,7 @@ def case(spec: str | None, name: str = "llama", **options: Any) -> Case:
 
 
 def saved(spec: str, like: Case) -> Case:
-    """Gives a case an adapter in its folder, of the same base."""
+    """Saves an adapter of the same base into the folder of a case."""
     other = case(spec)
     peftc.save(other.model, like.folder)
     return like
@@ -94,7 +94,7 @@ def widen() -> Case:
 
 
 def fold_and_widen() -> Case:
-    """Two writes of the weights, one after the other."""
+    """Two writes of the weights in a row."""
     scenario = case(LORA + WIDE.removeprefix(HEADER), "t5")
     scenario.action = lambda: peftc.fold(scenario.model, widen=True)
     return scenario

@@ -1,4 +1,4 @@
-"""All that an operation may change, as texts that can be compared."""
+"""Everything an operation may change, as texts to compare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def snapshot(model: nn.Module, folder: Path) -> dict[str, str]:
-    """The model, what it computes, its adapter on disk, and what peftc patches elsewhere."""
+    """The model, its outputs, its adapter on disk, and peftc's patches of other packages."""
     digests: dict[str, str] = {"process": process()}
     for name, module in model.named_modules():
         kinds = [hasattr(c, "_peftc_kind") and "_peftc_kind" in vars(c) for c in type(module).__mro__]
@@ -53,7 +53,7 @@ def adapter(folder: Path) -> dict[str, str]:
 
 
 def process() -> str:
-    """Patches of torch and transformers, and stacks of modes."""
+    """Patches of torch and transformers, and the stacks of modes."""
     parts: list[Any] = [
         nn.Module.to.__qualname__,
         nn.Module.to.__module__,

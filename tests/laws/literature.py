@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.laws.recipe import GATED, WITH_BIAS, Recipe, at, shipped
-from tests.reference import other_sites, methods
 from tests.reference import literature as by_hand
+from tests.reference import methods, other_sites
 from tests.reference.methods import together
 
 WITHOUT_BIAS = ("t5", "llama", "qwen3")

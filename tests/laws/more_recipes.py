@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.laws.recipe import Recipe, at
-from tests.reference import other_sites
 from tests.reference import methods as by_hand
+from tests.reference import other_sites
 from tests.reference.methods import Method, together
 
 ORDERED = {  # edits that read different states of one sub-layer, hence live in different modules

@@ -9,8 +9,8 @@ from tests.laws.literature import LITERATURE
 from tests.laws.more_recipes import ELSEWHERE, MIXED, ORDERS
 from tests.laws.recipe import ENCODER_DECODER, GATED, WITH_BIAS, Recipe, at, shipped
 from tests.matrix import FULL
-from tests.reference import other_sites
 from tests.reference import methods as by_hand
+from tests.reference import other_sites
 from tests.reference.methods import Method, together
 from tests.reference.reference import Reference
 

@@ -5,9 +5,9 @@ import pytest
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Tokens, Vector, Weight
 from peftc.planning.arithmetic import combine_shapes
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read
+from tests.call_counts import calls
 from tests.plan import tables
 from tests.plan.specs import planned, refused, underlined
-from tests.call_counts import calls
 
 BART, LLAMA, T5, GPT2 = tables.bart(layers=(2, 2)), tables.llama(), tables.t5(layers=2), tables.gpt2()
 
