@@ -248,7 +248,7 @@ OPERATIONS = ["os.replace", "os.fsync", "shutil.copyfile", "shutil.copymode", "t
 def test_a_full_disk_at_every_operation(
     operation: str, adapters: tuple[Saved, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error with a code. The old adapter remains, or the new one if only its last flush failed."""
+    """An error with a code. The old adapter remains; the new one if only its last flush failed."""
     module, _, name = operation.partition(".")
     real = getattr(sys.modules[module], name)
     adapters[0].save(tmp_path / "a")

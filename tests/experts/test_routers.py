@@ -133,7 +133,7 @@ def test_every_experts_implementation_uses_the_edited_matrices(implementation: s
 
 
 class Blocks(nn.Module):
-    """Block-diagonal weights: each half of the features has its own matrix. No mixture of experts."""
+    """Block-diagonal weights: each half of the features has a matrix of its own. No experts."""
 
     def __init__(self) -> None:
         super().__init__()

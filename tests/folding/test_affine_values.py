@@ -240,7 +240,7 @@ def _big() -> dict[str, object]:
     return modules  # type: ignore[return-value]
 
 
-def test_weights_on_the_meta_device_are_refused() -> None:
+def test_meta_and_quantised_weights_are_refused() -> None:
     where = eq.site("layer.attn.q", D_OUT, D_IN)
     edit = eq.site_edit(where, *OUTPUT_EDITS["lora"])
     modules = eq.trained(edit)

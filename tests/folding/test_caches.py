@@ -95,14 +95,14 @@ def test_refused(name: str, spec: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs",
+    "options",
     [{"into": "nonsense"}, {"into": None}, {"into": "state", "widen": True}, {"into": "state", "dequantize": True}],
 )
-def test_into_is_weights_or_cache(inputs: Any) -> None:
+def test_into_is_weights_or_state(options: Any) -> None:
     """Folding into weights cannot be undone, so it must be requested explicitly."""
     model = compiled("llama", "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }")
     with pytest.raises(peftc.PeftcError, match="P545"):
-        peftc.fold(model, **inputs)
+        peftc.fold(model, **options)
     assert peftc.specs(model)
 
 

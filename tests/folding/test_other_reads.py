@@ -20,7 +20,7 @@ def llama() -> Any:
 
 
 class HeldHead(nn.Module):
-    """Reads the weight of a module that it holds in a list, so it is not among its own parameters."""
+    """Reads the weight of a module that it holds in a list: it is no parameter of its own."""
 
     def __init__(self, embed: nn.Module) -> None:
         super().__init__()

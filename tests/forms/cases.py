@@ -242,7 +242,7 @@ def shaken(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
 
 
 def alone(case: Case) -> bool:
-    """Whether a form does anything at a single site: a mixture of one layer is that layer's state."""
+    """Whether a form does anything at a single site: a mixture of one layer is its state."""
     return case.name != "layer_attention"
 
 

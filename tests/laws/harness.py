@@ -1,6 +1,4 @@
-"""A compiled model beside the same model edited by hand, in float64, and how the two are
-compared.
-"""
+"""Compares a compiled model with the same model edited by hand, in float64."""
 
 from __future__ import annotations
 
@@ -30,13 +28,13 @@ def seed_of(key: str) -> int:
 
 @cache
 def analysis(name: str) -> Any:
-    """A model is analysed once for all the plans that are made of it."""
+    """Caches a model's analysis: it serves every plan for that model."""
     return analyse_base(zoo.config(name))
 
 
 @torch.no_grad()
 def randomise(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Moves every edit parameter away from where it starts: + 0.3 N(0, 1), by its name."""
+    """Adds 0.3 N(0, 1), seeded by its name, to every edit parameter."""
     for key, parameter in parameters.items():
         generator = torch.Generator().manual_seed(seed_of(key))
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -55,7 +53,7 @@ def assign(parameters: Mapping[str, nn.Parameter], new: Mapping[str, Tensor]) ->
 
 @dataclass(frozen=True)
 class Before:
-    """What must come back, bit for bit, when an adapter is removed."""
+    """A snapshot of everything that `remove` must restore bit for bit."""
 
     state: Mapping[str, Tensor]
     classes: Mapping[str, type[nn.Module]]
@@ -82,9 +80,7 @@ class Before:
 
 
 class Case:
-    """One recipe on one architecture: the base's outputs, the compiled model, and the model edited
-    by hand.
-    """
+    """One recipe on one architecture: the base's outputs, the compiled model, and the reference."""
 
     def __init__(self, recipe: Recipe, name: str, **overrides: Any) -> None:
         self.recipe, self.name, self.overrides = recipe, name, overrides
@@ -104,7 +100,7 @@ class Case:
 
     @cached_property
     def random(self) -> dict[str, Tensor]:
-        """One fixed point in parameter space, far from the initial one."""
+        """Sets the edit parameters to fixed random values."""
         assign(self.parameters, self.initial)
         randomise(self.parameters)
         return values(self.parameters)
@@ -122,9 +118,7 @@ class Case:
         return self
 
     def reference(self, grad: bool = True, **overrides: Any) -> tuple[Reference, dict[str, Tensor]]:
-        """A fresh base edited by hand with the present values of the edit parameters, and those
-        values.
-        """
+        """A fresh base edited by hand with the current edit parameters, and those parameters."""
         weights = values(self.parameters, grad)
         ref = Reference(self.name, zoo.build(self.name, torch.float64, **{**self.overrides, **overrides}))
         ref.model.requires_grad_(False)
@@ -133,7 +127,7 @@ class Case:
 
     @property
     def fixed(self) -> dict[str, Tensor]:
-        """What forms have beside their parameters, by the same names."""
+        """The buffers of the forms, by the names of parameters."""
         places = installation_of(self.model).form_modules
         return {
             f"{at}.{n}": b for at, where in places.items() for n, b in self.model.get_submodule(where).named_buffers()
@@ -141,7 +135,7 @@ class Case:
 
 
 def batches(name: str, model: nn.Module) -> list[Inputs]:
-    """Without a mask (attention may run with mask None and is_causal) and with padding on either
+    """Without a mask (attention may run with mask None and is_causal), and with padding on either
     side.
     """
     side: zoo.Padding = "left" if "bert" not in name else "right"
@@ -149,9 +143,7 @@ def batches(name: str, model: nn.Module) -> list[Inputs]:
 
 
 def visible(model: nn.Module, inputs: Inputs, out: Tensor) -> Tensor:
-    """The outputs that mean something: not those of padding (rows that attend to nothing differ
-    between kernels).
-    """
+    """The outputs at unpadded positions: rows that attend to nothing differ between kernels."""
     if "attention_mask" not in inputs or getattr(model.config, "is_encoder_decoder", False):
         return out.flatten(0, 1)
     return out[inputs["attention_mask"].bool()]
@@ -168,7 +160,7 @@ def loss(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def compare(
     case: Case, run: Callable[[nn.Module], tuple[Tensor, Tensor]], ref: Reference, weights: Mapping[str, Tensor]
 ) -> None:
-    """Outputs and the gradients of all edit parameters, to 1e-10."""
+    """Outputs, and gradients of all edit parameters, agree to 1e-10."""
     got, total = run(case.model)
     total.backward()
     want, expected_loss = run(ref.model)

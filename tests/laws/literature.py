@@ -1,4 +1,4 @@
-"""The recipes of the literature on weights, Linears and whole layers."""
+"""Recipes of the literature on weights, Linears and whole layers."""
 
 from __future__ import annotations
 

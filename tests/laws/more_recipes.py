@@ -1,4 +1,4 @@
-"""Recipes that no paper has: edits in every order, at other sites, and several at one Linear."""
+"""Recipes without a paper: edits in every order, at other sites, and several at one Linear."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ORDERS = (
     ),
 )
 
-ELSEWHERE = (  # sites and states that no published recipe needs, but the language has
+ELSEWHERE = (  # sites and states that no published recipe uses
     Recipe("layer", at("layer[*]", "adapter(x, r=3, act=tanh)"), other_sites.whole_layers("e"), identity=False),
     Recipe(
         "add",
@@ -95,7 +95,7 @@ _V, _DOWN, _FFN, _HIDDEN = "layer[*].attn.v", "layer[*].ffn.down", "layer[*].ffn
 _LORA, _VECTOR, _SEQUENTIAL = "{ h += lora(x, r=3) }", "{ h *= vector(init=2) }", "{ h += adapter(h, r=3, act=tanh) }"
 _PARALLEL, _DORA = "{ h += adapter(x, r=3, act=tanh) }", "{ w = magnitude(w + lowrank(r=3)) }"
 
-MIXED = (  # what may fold although something that does not fold, or another edit, stands at the same Linear
+MIXED = (  # edits that fold although another edit, perhaps an unfoldable one, is at the same Linear
     _pair(
         "adapter-vector",
         f"{_V} {_SEQUENTIAL}",

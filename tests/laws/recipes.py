@@ -1,4 +1,4 @@
-"""The recipes of the papers, and all recipes together."""
+"""The recipes of the papers, and the list of all recipes."""
 
 from __future__ import annotations
 
@@ -281,8 +281,8 @@ ATTENTION = (
 
 RECIPES = (*LINEAR, *SUB_LAYER, *ATTENTION, *ORDERS, *ELSEWHERE, *MIXED, *LITERATURE)
 NAMED = {recipe.name: recipe for recipe in RECIPES}
-# Every recipe meets BART or LLaMA, in turn (in the full run both), and one or two of the others,
-# which are like one of these in much.
+# Every recipe runs on BART or LLaMA, in turn (in the full run on both), and on one or two others,
+# which resemble one of these.
 STRIDES = {"bart": 2, "llama": 2, "t5": 4, "gpt2": 4, "bert": 6, "opt": 6, "roberta": 8, "qwen3": 8}
 if FULL:
     STRIDES = {name: stride // 2 for name, stride in STRIDES.items()}

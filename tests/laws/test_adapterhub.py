@@ -1,7 +1,5 @@
-"""Compiled models compute what AdapterHub's own code computed with the same weights, outputs and
-gradients.
-
-The numbers are those of `tests/reference/adapterhub.json`.
+"""Compiled models equal AdapterHub's own code with the same weights: outputs and gradients. The
+numbers are in `tests/reference/adapterhub.json`.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ edit ffn at layer[*].ffn {{ let r = %s  h += gate(r) * adapter(r, reduction=16, 
 
 
 def spec_of(method: str, name: str) -> str:
-    """Of those that no recipe states."""
+    """The specs of methods that no recipe states."""
     pre = name in PRE_NORM
     reads = "h + res" if pre else "norm(h + res)"
     prefix = f"edit p at layer[*].attn {{ kv = concat(prefix(len={LENGTH}, reparam=mlp({WIDTH})), kv) }}"
@@ -79,7 +77,7 @@ def test_the_same_numbers_and_gradients(method: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", adapterhub.FUSION)
 def test_the_same_fusion(name: str, tmp_path: Path) -> None:
-    """Two saved adapters, mixed. A bias of the keys, which theirs has, changes nothing."""
+    """Two saved adapters, fused. AdapterHub's key bias changes nothing."""
     modules = {
         layer.ffn.path: adapterhub.adapter_module(name, layer.stack, layer.index, "ffn")
         for layer in Reference(name, zoo.build(name, torch.float64)).layers

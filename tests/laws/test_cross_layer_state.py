@@ -1,4 +1,6 @@
-"""Ladder side-tuning and attention fusion: states handed from layer to layer, beside them."""
+"""Ladder side-tuning and attention fusion: forms with a state that passes from layer to layer next
+to the residual stream.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +61,12 @@ def test_checkpoints_that_keep_hooks_give_the_same_gradients(spec: str) -> None:
     got = gradients(model, inputs)
     for key, grad in want.items():
         close(got[key], grad, key)
-    close(gradients(model, inputs)[key], want[key], "again")  # nothing of the last step is left
+    close(gradients(model, inputs)[key], want[key], "again")  # no state of the last step remains
 
 
 @both
 def test_reentrant_checkpoints_are_refused(spec: str) -> None:
-    """They would lose the gradient of all states but the last, silently."""
+    """Re-entrant checkpointing would silently drop the gradient of all states but the last."""
     model = compiled("llama", spec).train()
     switch_on(model, reentrant=True)
     model.enable_input_require_grads()
@@ -73,7 +75,7 @@ def test_reentrant_checkpoints_are_refused(spec: str) -> None:
 
 
 @both
-def test_compiled_by_torch_it_computes_the_same(spec: str) -> None:
+def test_torch_compile_computes_the_same(spec: str) -> None:
     model = compiled("bert", spec)
     inputs = zoo.inputs("bert", model)
     with torch.no_grad():
@@ -88,7 +90,7 @@ def test_compiled_by_torch_it_computes_the_same(spec: str) -> None:
 def test_states_belong_to_one_model_and_one_forward(spec: str) -> None:
     model = compiled("bert", spec).train()
     inputs = zoo.inputs("bert", model)
-    want = model(**inputs)[0]  # its states are kept, for checkpoints
+    want = model(**inputs)[0]  # its states stay alive, for checkpoints
     twin = copy.deepcopy(model)
     shorter = {key: value[:1] for key, value in inputs.items()}
     close(twin(**shorter)[0], model(**shorter)[0], "of another batch")
@@ -96,26 +98,26 @@ def test_states_belong_to_one_model_and_one_forward(spec: str) -> None:
 
 
 @torch.no_grad()
-def test_a_query_along_one_state_finds_it() -> None:
-    """All attention on the first layer: the head sees its state."""
+def test_a_query_selects_the_state_that_it_points_to() -> None:
+    """With all attention on the first layer, the head reads that layer's state."""
     model = compiled("llama", ATTENTION)
     inputs = zoo.inputs("llama", model)
     states = model.model(**inputs, output_hidden_states=True).hidden_states[1:-1]
     token = torch.stack([state[0, 0] for state in states])
     (query,) = peftc.parameters(model).values()
-    query.copy_(1e4 * (token[0] - token[1]))  # of two; the last state is as far from it
+    query.copy_(1e4 * (token[0] - token[1]))  # of two tokens; the last state has the opposite score
     model.eval()
     want = model.lm_head(model.model.norm(token[0]))
     close(model(**inputs).logits[0, 0], want, "the first")
 
 
-def test_a_dropped_layer_hands_on_what_it_was_given() -> None:
+def test_a_dropped_layer_passes_its_state_on() -> None:
     states, one = Handed[torch.Tensor](), torch.ones(1)
     states.before(None, 0, again=False)
     states.states[None][0] = one
     assert states.before(None, 2, again=False) is one
     states.states[None][2] = 2 * one
-    assert states.before(None, 2, again=True) is one  # computed once more
+    assert states.before(None, 2, again=True) is one  # recomputed
     assert states.before(None, 1, again=False) is None  # another forward, whose first layer was dropped
     assert states.before("task", 3, again=False) is None
 
@@ -143,7 +145,7 @@ def test_rows_of_several_tasks_have_states_of_their_own(spec: str) -> None:
     ],
 )
 @pytest.mark.parametrize("spec", [SPEC, ATTENTION])
-def test_without_the_last_layer_it_is_refused(spec: str, site: str, hint: str) -> None:
+def test_sites_without_the_last_layer_are_refused(spec: str, site: str, hint: str) -> None:
     with pytest.raises(peftc.PeftcError, match="P315") as excinfo:
         peftc.plan(spec.replace("layer[*]", site), zoo.config("llama"))
     assert hint in str(excinfo.value)
@@ -151,7 +153,7 @@ def test_without_the_last_layer_it_is_refused(spec: str, site: str, hint: str) -
 
 
 @both
-def test_layers_that_are_one_layer_have_no_places(spec: str) -> None:
+def test_layers_that_share_one_module_are_refused(spec: str) -> None:
     config = AlbertConfig(
         vocab_size=61,
         embedding_size=8,
@@ -166,8 +168,8 @@ def test_layers_that_are_one_layer_have_no_places(spec: str) -> None:
 
 @pytest.mark.parametrize("between", ["of training", "of evaluation"])
 @both
-def test_a_forward_between_a_checkpointed_one_and_its_backward_is_refused(spec: str, between: str) -> None:
-    """The layers that run again would be handed the states of the other forward, silently."""
+def test_a_forward_between_checkpointed_forward_and_backward_is_refused(spec: str, between: str) -> None:
+    """Recomputed layers would silently read the states of the other forward."""
     model = compiled("llama", spec).train()
     switch_on(model)
     inputs = zoo.inputs("llama", model, labels=True)
@@ -183,7 +185,7 @@ def test_a_forward_between_a_checkpointed_one_and_its_backward_is_refused(spec: 
 
 
 @pytest.mark.parametrize("form", ["ladder(r=3)", "layer_attention()"])
-def test_what_is_handed_on_is_not_shared(form: str) -> None:
+def test_forms_with_a_cross_layer_state_cannot_be_shared(form: str) -> None:
     spec = f"peft 1\nlet s = shared({form})\nedit e at layer[*] {{ h += s(h) }}"
     with pytest.raises(peftc.PeftcError, match="cannot be `shared`"):
         peftc.plan(spec, zoo.build("llama"))

@@ -1,5 +1,5 @@
-"""Folding, beyond what `test_laws.py` says of every recipe: what is left, what is refused and why,
-how it rounds.
+"""Folding, beyond `test_laws.py`: the folded model is plain, refusals have reasons, rounding is
+correct.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.matrix import checkerboard
     ),
 )
 def test_a_fully_folded_model_is_plain(name: str, method: str) -> None:
-    """Its classes are the base's own, its state dict has the base's keys and shapes, and it is
-    trainable as before.
+    """The base's own classes, the base's state-dict keys and shapes, and the base's
+    `requires_grad`.
     """
     case = Case(NAMED[method], name).at_random()
     peftc.fold(case.model)
@@ -53,7 +53,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("method", REFUSED)
 @pytest.mark.parametrize("name", ["bart", "llama"])
-def test_refusals_say_what_prevents_it(name: str, method: str) -> None:
+def test_refusals_have_reasons(name: str, method: str) -> None:
     plan = peftc.plan(NAMED[method].text, zoo.config(name))
     assert not plan.edits[0].foldable
     assert REFUSED[method] in plan.edits[0].reason
@@ -75,7 +75,7 @@ def test_tied_matrices_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
-def test_nothing_is_written_where_a_change_is_not_finite(bad: float) -> None:
+def test_a_non_finite_change_is_not_written(bad: float) -> None:
     case = Case(NAMED["lora"], "llama").at_random()
     with torch.no_grad():
         next(iter(case.parameters.values())).view(-1)[0] = bad
@@ -87,7 +87,7 @@ def test_nothing_is_written_where_a_change_is_not_finite(bad: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
-    """W' = round(float32(W) + float32(Δ)): the change is never rounded by itself."""
+    """W' = round(float32(W) + float32(Δ)): the change is not rounded by itself."""
     model = zoo.build("llama", dtype)
     peftc.compile(NAMED["lora"].text, model, seed=0)
     parameters = peftc.parameters(model)
@@ -98,4 +98,4 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
     peftc.fold(model)
     folded = model.get_submodule("model.layers.0.self_attn.q_proj").weight
     differ = (folded != want).float().mean()
-    assert differ < 0.01  # sums of float32 may be ordered differently; a rounded Δ changes 5 %
+    assert differ < 0.01  # float32 sums may differ in order; rounding Δ alone would change 5 %

@@ -1,5 +1,5 @@
-"""generate(), hidden states and attentions of compiled models are those of the models edited by
-hand.
+"""generate(), hidden states and attentions of compiled models equal those of models
+edited by hand.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_generate(pair: tuple[Case, torch.nn.Module], cache: bool, beams: int) -
 
 
 def test_a_cache_changes_nothing_without_gates(pair: tuple[Case, torch.nn.Module]) -> None:
-    """Gates average over the tokens of one call, so only they see the difference."""
+    """A gate averages over the tokens of one call, so only gates depend on the cache."""
     case, _ = pair
     if "gate(" in case.recipe.spec:
         pytest.skip("a gate sees fewer tokens with a cache")
@@ -90,12 +90,10 @@ def test_generate_without_padding(pair: tuple[Case, torch.nn.Module]) -> None:
 @pytest.mark.parametrize("method", ["mam", "multi-head"])
 @pytest.mark.parametrize("name", ["bert", "roberta", "opt", "qwen3", *GENERATING])
 def test_hidden_states_and_attentions(name: str, method: str) -> None:
-    """Under eager attention, the only one that gives attentions; those of a prefix have its columns
-    in front.
-    """
+    """Only eager attention returns attentions; with a prefix, its columns come first."""
     case = Case(NAMED[method], name, attn_implementation="eager").at_random()
     reference = case.reference(grad=False)[0].model
-    exact = name in ("bart", "bert", "roberta", "t5", "gpt2")  # the others compute the softmax in float32
+    exact = name in ("bart", "bert", "roberta", "t5", "gpt2")  # the other models compute the softmax in float32
     inputs = zoo.inputs(name, case.model)
     with torch.no_grad():
         got, want = (m(**inputs, output_hidden_states=True, output_attentions=True) for m in (case.model, reference))

@@ -1,4 +1,4 @@
-"""What holds of every recipe on every architecture."""
+"""The laws that hold for every recipe on every architecture."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def case(request: Any) -> Case:
 
 
 def test_identity_at_init(case: Case) -> None:
-    """Where promised, logits are the base's bit for bit; where not promised, the promise is not
-    owed by accident.
+    """Where a recipe promises identity, logits are the base's bit for bit; where not,
+    they differ.
     """
     assert all(edit.identity for edit in case.plan.edits) == case.recipe.identity
     case.at_init()
@@ -31,14 +31,14 @@ def test_identity_at_init(case: Case) -> None:
     assert all(same) if case.recipe.identity else not any(same)
 
 
-def test_every_parameter_is_saved_under_an_edit_of_the_spec(case: Case) -> None:
+def test_every_parameter_name_starts_with_an_edit_of_the_spec(case: Case) -> None:
     assert {key.partition("/")[0] for key in case.parameters} == set(case.recipe.edits)
     assert all(p.dtype == torch.float64 for p in case.parameters.values())
 
 
 def test_counts_are_those_of_the_compiled_model(case: Case) -> None:
-    """Trained: what has a gradient. Stored: the same, but for a prefix that is made by an MLP and
-    saved as rows.
+    """Trained: entries with a gradient. Stored: the same, except for a prefix that an MLP generates
+    and that is saved as rows.
     """
     for edit in case.plan.edits:
         own = [p for key, p in case.parameters.items() if key.partition("/")[0] == edit.name]
@@ -48,7 +48,7 @@ def test_counts_are_those_of_the_compiled_model(case: Case) -> None:
 
 
 def test_equals_the_reference(case: Case) -> None:
-    """Logits and gradients of the edit parameters, in float64, with and without a padding mask."""
+    """Logits, and gradients of the edit parameters, in float64, with and without a padding mask."""
     case.at_random()
     ref, weights = case.reference()
 
@@ -63,7 +63,7 @@ def test_equals_the_reference(case: Case) -> None:
     )
 
 
-def test_the_base_gets_no_gradient_and_does_not_move(case: Case) -> None:
+def test_the_base_gets_no_gradient_and_does_not_change(case: Case) -> None:
     case.at_random()
     own = {id(p) for p in case.parameters.values()}
     trained = [p for p in case.model.parameters() if p.requires_grad]
@@ -102,7 +102,7 @@ def test_a_copy_is_another_model(case: Case) -> None:
 
 
 def test_verdicts_on_folding(case: Case) -> None:
-    """What folds is read off the equations; a refusal has a reason."""
+    """The planner derives from the equations what folds. A refusal has a reason."""
     assert [edit.name for edit in case.plan.edits] == list(case.recipe.edits)
     for edit in case.plan.edits:
         expected = case.recipe.folds is None or case.recipe.foldable(edit.name, case.name)
@@ -111,10 +111,8 @@ def test_verdicts_on_folding(case: Case) -> None:
 
 
 def test_folded_equals_unfolded(case: Case) -> None:
-    """Exact in float64 for every edit whose verdict is that it folds; the others stay, and are
-    named.
-
-    As many entries change as the plan says.
+    """Exact in float64 for every edit with the verdict that it folds; the report names the others.
+    As many entries change as the plan counts.
     """
     stay = {edit.name for edit in case.plan.edits if not edit.foldable}
     if stay == set(case.recipe.edits):

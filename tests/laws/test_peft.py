@@ -1,6 +1,6 @@
-"""What PEFT has, too, is the same here: same weights, same outputs, same gradients, in float64.
+"""Equality with PEFT: same weights, same outputs, same gradients, in float64.
 
-LoHa, LoKr and OFT of PEFT 0.21 do not take the Conv1D of GPT-2, which is left out of their tests.
+LoHa, LoKr and OFT of PEFT 0.21 do not support the Conv1D of GPT-2: those tests leave it out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ PLAIN = "layer[*].attn.q | layer[*].attn.k | layer[*].attn.v | " + SITES
 
 
 def sites_of(name: str) -> str:
-    """PEFT changes a fused linear as a whole: on GPT-2, q, k and v are left to the glob below."""
+    """PEFT edits a fused Linear as a whole: q, k and v of GPT-2 are tested through the
+    glob below.
+    """
     return SITES if name == "gpt2" else PLAIN
 
 
@@ -64,7 +66,7 @@ def test_lora_and_dora(name: str, dora: bool) -> None:
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_a_fused_linear_by_its_module_name(dora: bool) -> None:
-    """`at "transformer.h.*.attn.c_attn"`: the Conv1D as a whole, as PEFT does it."""
+    """`at "transformer.h.*.attn.c_attn"`: the whole Conv1D, as in PEFT."""
     equation = "w = magnitude(w + lowrank(r=4, alpha=8))" if dora else "h += lora(x, r=4, alpha=8)"
     glob = "transformer.h.*.attn.c_attn"
     case = Case(Recipe("peft", f'edit e at "{glob}" {{ {equation} }}', _never, True), "gpt2").at_random()
@@ -121,8 +123,8 @@ def test_loha(name: str) -> None:
 @pytest.mark.parametrize("r", [2, 9], ids=["low", "whole"])
 @pytest.mark.parametrize("name", LINEARS)
 def test_lokr(name: str, r: int) -> None:
-    """From half of the larger side of B on, PEFT's B is whole, and its scale still alpha / r: here
-    r is not said then.
+    """From half of the larger side of B on, PEFT's B is whole, but its scale stays alpha / r: the
+    spec then leaves r out.
     """
     arguments = f"r={r}, alpha={3 * r}" if r == 2 else "alpha=3"
     assert_same_at_linears(name, f"h += kron(x, {arguments})", "kron", peft.LoKrConfig(r=r, alpha=3 * r))
@@ -131,8 +133,8 @@ def test_lokr(name: str, r: int) -> None:
 @pytest.mark.parametrize("terms", [None, 5], ids=["exact", "neumann"])
 @pytest.mark.parametrize("name", LINEARS)
 def test_oft(name: str, terms: int | None) -> None:
-    """PEFT's exact rotation is (I − Q)(I + Q)⁻¹, but its series, the default, is that of (I + Q)(I
-    − Q)⁻¹, the transpose: the same weights mean a rotation the other way.
+    """PEFT's exact rotation is (I − Q)(I + Q)⁻¹, but its default, the series, approximates (I +
+    Q)(I − Q)⁻¹, the transpose: the same weights rotate in the opposite direction.
     """
     neumann = "" if terms is None else f", neumann={terms}"
     exact = {"use_cayley_neumann": False} if terms is None else {"num_cayley_neumann_terms": terms}
@@ -155,7 +157,7 @@ def test_adalora_at_fixed_ranks(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:Unsupported layer type")
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_layer_norm_tuning(name: str) -> None:
-    """PEFT trains copies of the norms, and warns of every norm; here they are trained in place."""
+    """PEFT trains copies of the norms, with a warning for each; peftc trains them in place."""
     has_bias = name not in ("t5", "llama", "qwen3")
     spec = f"train n = [{'w, b' if has_bias else 'w'}] at layer[*].norm"
     case = Case(Recipe("peft", spec, _never, True), name).at_random()
@@ -166,8 +168,8 @@ def test_layer_norm_tuning(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers for an old name
 @pytest.mark.parametrize(("name", "width"), [("gpt2", None), ("gpt2", 5), ("llama", None)])
 def test_prefix_tuning_of_decoders(name: str, width: int | None) -> None:
-    """PEFT gives the rows as a cache of earlier tokens, so that those of the input stand `len`
-    positions later: here they are told to.
+    """PEFT passes the rows as a cache of earlier tokens, which moves the input `len` positions
+    back: the test sets `position_ids` accordingly.
     """
     rows, rest = 3, "" if width is None else f", reparam=mlp({width}), keep=true"
     spec = f"edit e at layer[*].attn {{ kv = concat(prefix(len={rows}{rest}), kv) }}"

@@ -1,5 +1,5 @@
-"""Forms that act at the first or last tokens: on padding, in caches, and where nothing tells the
-positions.
+"""Forms that act at the first or last tokens: under padding, with caches, and where positions are
+unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENDS = "peft 1\nedit e at layer[*] { h += reft(h, r=2, first=2, last=1) }"
 
 
 def compiled(name: str, spec: str = FIRST) -> nn.Module:
-    """With values that change what a model gives."""
+    """A compiled model with perturbed parameters."""
     model = zoo.build(name, torch.float64)
     peftc.compile(spec, model, seed=0)
     generator = torch.Generator().manual_seed(3)
@@ -73,7 +73,7 @@ def test_generation_with_a_cache_is_generation_without(name: str) -> None:
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_prompt_in_pieces_of_any_length_is_the_prompt(masked: bool) -> None:
+def test_a_prompt_can_be_prefilled_in_chunks(masked: bool) -> None:
     model = compiled("llama")
     inputs = zoo.inputs("llama", model, padding="left" if masked else None)
     ids, mask, whole = inputs["input_ids"], inputs.get("attention_mask"), output(model, inputs)
@@ -94,14 +94,14 @@ def test_calls_whose_positions_are_unknown_are_refused() -> None:
     model = compiled("gpt2", ENDS)
     inputs = zoo.inputs("gpt2", model)
     ids = inputs["input_ids"]
-    assert refusal(lambda: model.generate(**inputs, max_new_tokens=2)) == "P423"  # its last token is not known
+    assert refusal(lambda: model.generate(**inputs, max_new_tokens=2)) == "P423"  # its last token is unknown
     assert refusal(lambda: model(ids, attention_mask=torch.zeros(2, 1, 7, 7, dtype=torch.float64))) == "P423"
     assert refusal(lambda: model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2))) == "P423"
     layer = model.get_submodule("transformer.h.0")
     assert refusal(lambda: layer(torch.zeros(2, 7, 32, dtype=torch.float64))) == "P423"
     model.train()
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # the older name
-    enable()  # layers are run again in the backward pass
+    enable()  # the backward pass recomputes layers
     assert refusal(lambda: model(**inputs)[0].sum().backward()) == "P423"
 
 
@@ -116,9 +116,7 @@ def test_calls_whose_positions_are_unknown_are_refused() -> None:
         ("vit", FIRST[7:], "reft(h, r=2, first=2)"),
     ],
 )
-def test_places_whose_positions_nothing_tells_are_refused_as_soon_as_planned(
-    name: str, spec: str, underlined: str
-) -> None:
+def test_sites_without_known_positions_are_refused_by_the_planner(name: str, spec: str, underlined: str) -> None:
     model = zoo.build(name)
     before = type(model), list(model.state_dict())
     for act in (peftc.plan, peftc.compile):
@@ -134,7 +132,7 @@ def test_places_whose_positions_nothing_tells_are_refused_as_soon_as_planned(
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "rwkv"])
 def test_a_state_that_does_not_count_its_tokens_is_refused(name: str) -> None:
-    """What continues a recurrence may be the first tokens or not."""
+    """The state of a recurrence does not say whether the next tokens are the first."""
     model: Any = build("causal-lm", name)[0].eval()
     peftc.compile(FIRST, model, seed=0)
     ids = torch.tensor([[5, 6, 7, 4]])
@@ -142,7 +140,7 @@ def test_a_state_that_does_not_count_its_tokens_is_refused(name: str) -> None:
     assert refusal(lambda: model.generate(ids, max_new_tokens=2, pad_token_id=1)) == "P423"
 
 
-def test_copies_and_other_specs_keep_what_the_forms_know() -> None:
+def test_copies_and_other_specs_keep_the_position_tracker() -> None:
     model = compiled("gpt2")
     inputs = zoo.inputs("gpt2", model, padding="left")
     wanted = output(model, inputs)
@@ -163,7 +161,7 @@ def test_a_prefix_is_no_seed_of_a_cache_whose_tokens_are_counted() -> None:
     assert refusal(lambda: peftc.fold(model, into="state")) == "P538"
 
 
-def test_what_acts_at_some_positions_does_not_fold() -> None:
+def test_forms_at_some_positions_do_not_fold() -> None:
     verdict = str(peftc.plan(FIRST, zoo.build("gpt2")))
     assert "it acts on some positions only" in verdict
 
@@ -181,7 +179,7 @@ def test_rows_of_several_tasks_have_their_own_positions(padding: zoo.Padding | N
             assert (mixed[row] - output(model, inputs)[row]).abs().max() < 1e-10
 
 
-def test_a_second_spec_that_fails_leaves_the_forms_their_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_second_spec_keeps_the_position_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
     model = compiled("llama")
     inputs = zoo.inputs("llama", model)
     before = output(model, inputs)
@@ -205,6 +203,6 @@ def test_an_edit_may_be_called_positions() -> None:
 
 
 def test_rows_stay_orthonormal_in_half_precision() -> None:
-    """torch has no `qr` for it."""
+    """torch has no half-precision `qr`."""
     model = compiled("llama").to(torch.bfloat16)
     assert bool(output(model, zoo.inputs("llama", model)).isfinite().all())

@@ -1,5 +1,5 @@
-"""The shipped recipes themselves, on small models of several families: what every one of them
-promises, and what all must keep.
+"""The shipped recipes on small models of several families: the promises of each, and the laws of
+all.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ONLY: Mapping[str, tuple[str, ...]] = {
 }
 LAYERS = {"s4": 12}  # has four groups of layers
 CHOSEN = ("fishmask", "lt_sft", "far", "sparse_adapter")  # by `peftc.calibrate`
-GATED = ("unipelt", "adaptive_prefix")  # by a mean over the tokens of a call: cached decoding is another function
-DRAWS = 4  # a gate of `diff_pruning` for a whole weight is closed in one of some two hundred draws
+GATED = ("unipelt", "adaptive_prefix")  # a mean over the tokens of a call: cached decoding is another function
+DRAWS = 4  # `diff_pruning`: the gate of a whole weight closes in about one of two hundred draws
 CASES = [  # the families in turn
     (recipe, (own := ONLY.get(recipe, FAMILIES))[i % len(own)]) for i, recipe in enumerate(sorted(RECIPES))
 ]
@@ -61,7 +61,7 @@ def method(recipe: str) -> ast.Method:
 
 
 class Case:
-    """A recipe on a model, its entries chosen from data where it needs that."""
+    """A recipe on a model, calibrated where its entries are selected from data."""
 
     def __init__(self, recipe: str, family: str) -> None:
         self.recipe, self.family = recipe, family
@@ -92,7 +92,7 @@ class Case:
         return model.eval()(**self.inputs).logits
 
     def trained(self) -> None:
-        """As after training."""
+        """As after training: parameters are perturbed."""
         randomise(self.own)
         if self.recipe == "diff_pruning":
             peftc.calibrate(self.model)
@@ -104,7 +104,7 @@ def case(request: Any) -> Case:
     return Case(*request.param)
 
 
-def test_counts_and_what_is_the_base_at_first(case: Case) -> None:
+def test_counts_and_identity_at_init(case: Case) -> None:
     assert case.plan.totals.trained == sum(p.numel() for p in case.own.values())
     assert case.plan.totals.trained == sum(p.numel() for p in case.model.parameters() if p.requires_grad)
     with torch.no_grad():
@@ -114,8 +114,8 @@ def test_counts_and_what_is_the_base_at_first(case: Case) -> None:
 
 
 def test_a_gradient_reaches_every_parameter(case: Case) -> None:
-    """In some of a few draws: what is drawn in a forward may close a gate, and what is behind it
-    has no gradient then.
+    """In at least one of a few draws: a gate drawn in the forward may close, and then what it
+    multiplies has no gradient.
     """
     randomise(case.own)
     case.model.train().zero_grad()

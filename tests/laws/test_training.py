@@ -1,4 +1,4 @@
-"""Dropout, gradient checkpointing and seeds: a compiled model trains as its base does."""
+"""Dropout, gradient checkpointing and seeds: a compiled model trains like its base."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def seeded(model: nn.Module, inputs: Inputs, seed: int = 11) -> Tensor:
 
 
 @pytest.mark.parametrize("case", NO_OPS, ids=named)
-def test_no_ops_leave_the_bases_dropout_as_it_is(case: tuple[Recipe, str]) -> None:
-    """At initialisation a no-op draws the same random numbers: train mode is the base's, bit for
-    bit.
+def test_identity_edits_do_not_change_the_bases_dropout(case: tuple[Recipe, str]) -> None:
+    """An edit that is the identity draws no random numbers: in train mode the output is the base's,
+    bit for bit.
     """
     recipe, name = case
     model = zoo.build(name, dropout=0.3).train()
@@ -48,7 +48,7 @@ def test_no_ops_leave_the_bases_dropout_as_it_is(case: tuple[Recipe, str]) -> No
         assert torch.equal(model.eval()(**inputs)[0], zoo.build(name, dropout=0.3)(**inputs)[0])
 
 
-EXACT = ("bart", "bert", "roberta", "t5", "gpt2")  # their eager softmax is in the dtype of the model
+EXACT = ("bart", "bert", "roberta", "t5", "gpt2")  # their eager softmax has the dtype of the model
 DROPPING = [
     (NAMED[method], name) for name in EXACT for method in ("houlsby", "par-bn-residual", "seq-bn", "everything", "mam")
 ]
@@ -56,11 +56,9 @@ DROPPING = [
 
 @pytest.mark.parametrize("pair", DROPPING, ids=named)
 def test_train_mode_with_dropout_equals_the_reference(pair: tuple[Recipe, str]) -> None:
-    """h is what enters the residual sum, after the model's own dropout: the same seed gives the
-    same numbers.
-
-    Attention is eager, so that attention dropout falls on explicit weights, prefix columns in
-    front.
+    """h enters the residual sum after the model's own dropout, so the same seed draws the same
+    masks. Attention is eager: attention dropout then acts on explicit weights, prefix columns
+    first.
     """
     recipe, name = pair
     case = Case(recipe, name, attn_implementation="eager", dropout=0.2).at_random()
@@ -130,7 +128,7 @@ def gradients(case: Case, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def count_layer_calls(case: Case) -> dict[str, int]:
-    """How often each ffn's down projection runs from here on."""
+    """Counts the calls of each ffn's down projection."""
     calls: dict[str, int] = {}
     for ffn in case.reference(grad=False)[0].ffns:
 
@@ -168,7 +166,7 @@ def test_first_values_do_not_depend_on_order_or_on_other_edits() -> None:
     assert all(torch.equal(one[k], two[k]) and torch.equal(one[k], three[k]) for k in one)
 
 
-def test_the_global_generator_is_left_alone() -> None:
+def test_the_global_generator_is_unchanged() -> None:
     model = zoo.build("bert")
     torch.manual_seed(0)
     want = torch.rand(1)

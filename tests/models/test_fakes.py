@@ -1,4 +1,6 @@
-"""Laws of fake copies: same structure, no data, original untouched."""
+"""Skeletons: models with fake tensors that have the same structure, no data, and leave the original
+untouched.
+"""
 
 import copy
 import threading
@@ -83,8 +85,8 @@ def test_tensors_outside_parameters_and_buffers_are_faked_too() -> None:
     assert isinstance(fake.table[1]["scale"], FakeTensor)
 
 
-def test_the_cost_does_not_depend_on_the_size() -> None:
-    shared = torch.empty(1).expand(1 << 20, 1 << 15)  # 128 GB if anything copied it
+def test_the_memory_does_not_depend_on_the_size() -> None:
+    shared = torch.empty(1).expand(1 << 20, 1 << 15)  # a copy would take 128 GB
     big = nn.Linear(1, 1, bias=False)
     big.weight = nn.Parameter(shared)
     start = time.process_time()
@@ -106,7 +108,7 @@ def test_a_real_model_has_no_mode() -> None:
         fake_mode(nn.Linear(2, 2))
 
 
-def test_a_skeleton_says_that_it_is_on_the_cpu_in_float32() -> None:
+def test_a_skeleton_is_on_the_cpu_in_float32() -> None:
     model = skeleton(resolve("gpt2"))
     tensors = [*model.parameters(), *model.buffers()]
     assert {t.device for t in tensors} == {torch.device("cpu")}

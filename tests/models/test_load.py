@@ -1,4 +1,4 @@
-"""Weights are read from safetensors, or it is said why not."""
+"""Weights load from safetensors only; every other case is a diagnostic."""
 
 from pathlib import Path
 

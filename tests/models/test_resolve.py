@@ -1,4 +1,4 @@
-"""Names, paths, configs and modules; and what is said when there is nothing behind a name."""
+"""Model names, paths, configs and modules; and the diagnostics for names that do not resolve."""
 
 import json
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def test_a_module_is_taken_as_it_is() -> None:
     assert resolve(nn.Linear(2, 3)).type == "Linear"
 
 
-def test_an_unknown_id_offline_says_what_is_missing_and_what_is_near() -> None:
+def test_an_unknown_id_offline_suggests_near_ids() -> None:
     diagnostic = refusal(lambda: resolve("facebook/bart-lrge"))
     assert diagnostic.code == "P501"
     assert diagnostic.message == "unknown model `facebook/bart-lrge`"
