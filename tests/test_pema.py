@@ -94,10 +94,10 @@ def test_own_contexts_are_those_of_the_bases_predictions_until_it_ends(model: An
     with torch.no_grad():
         for b, row in enumerate(ROWS):
             context = list(row)
-            for wanted in target[b][target[b] != em.IGNORED].tolist():
+            for expected in target[b][target[b] != em.IGNORED].tolist():
                 state, logits = states(model, context)
                 f.append(state)
-                y.append(wanted)
+                y.append(expected)
                 context.append(int(logits.argmax()))
                 if context[-1] == model.generation_config.eos_token_id:
                     break

@@ -27,10 +27,10 @@ def test_commands_print_what_they_are_said_to(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "80")
-    command, _, wanted = block.partition("\n")
+    command, _, expected = block.partition("\n")
     main(shlex.split(command.removeprefix("$ peftc ")))
     printed = "".join(capsys.readouterr())
-    assert [line.rstrip() for line in printed.splitlines()] == wanted.splitlines()
+    assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines()
 
 
 @pytest.mark.parametrize("block", blocks("python"))

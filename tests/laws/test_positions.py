@@ -143,16 +143,16 @@ def test_a_state_that_does_not_count_its_tokens_is_refused(name: str) -> None:
 def test_copies_and_other_specs_keep_the_position_tracker() -> None:
     model = compiled("gpt2")
     inputs = zoo.inputs("gpt2", model, padding="left")
-    wanted = output(model, inputs)
+    expected = output(model, inputs)
     other = copy.deepcopy(model)
-    assert torch.equal(output(other, inputs), wanted)
-    assert torch.equal(output(pickle.loads(pickle.dumps(model)), inputs), wanted)
+    assert torch.equal(output(other, inputs), expected)
+    assert torch.equal(output(pickle.loads(pickle.dumps(model)), inputs), expected)
     peftc.compile("peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2, alpha=2) }", model, name="q", seed=0)
-    assert torch.equal(output(model, inputs), wanted)
+    assert torch.equal(output(model, inputs), expected)
     peftc.remove(model)
     assert torch.equal(output(model, inputs), output(zoo.build("gpt2", torch.float64), inputs))
-    assert torch.equal(output(other, inputs), wanted)
-    assert torch.equal(output(torch.compile(other, backend="eager", fullgraph=True), inputs), wanted)
+    assert torch.equal(output(other, inputs), expected)
+    assert torch.equal(output(torch.compile(other, backend="eager", fullgraph=True), inputs), expected)
 
 
 def test_a_prefix_is_no_seed_of_a_cache_whose_tokens_are_counted() -> None:

@@ -1,6 +1,4 @@
-"""Site tables as the trace makes them, written down for BART, BERT, T5 and LLaMA shapes: planner
-tests need no model.
-"""
+"""Hand-written site tables for BART, BERT, T5, LLaMA and GPT-2: planner tests need no model."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ Steps = tuple[tuple[str, int | None], ...]
 
 @dataclass
 class Builder:
-    """Collects sites and modules of one model."""
+    """Collects the sites and modules of one model."""
 
     model_id: str
     model_type: str

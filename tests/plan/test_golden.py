@@ -1,4 +1,4 @@
-"""Plans, trees of sites and diagnostics as people see them."""
+"""Golden files of plans, site trees and diagnostics."""
 
 import pytest
 

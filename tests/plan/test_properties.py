@@ -1,6 +1,4 @@
-"""Whatever is written: sites in model order or diagnostics, never anything else; and edits that do
-not meet commute.
-"""
+"""Properties: any selector gives sites in model order or diagnostics; disjoint edits commute."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +90,7 @@ EDITS = (
 
 @settings(max_examples=30, deadline=None)
 @given(st.permutations(EDITS), st.sampled_from(TABLES[:2]))
-def test_edits_that_do_not_meet_commute(order, table):
+def test_disjoint_edits_commute(order, table):
     shuffled, plain = (planned("\n".join(texts), table).plan for texts in (order, EDITS))
     assert shuffled.totals == plain.totals
     assert {edit.name: edit for edit in shuffled.edits} == {edit.name: edit for edit in plain.edits}

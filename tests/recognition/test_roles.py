@@ -1,4 +1,4 @@
-"""Roles found by dataflow, held against what others keep in tables."""
+"""Inferred roles against hand-written tables."""
 
 from __future__ import annotations
 
