@@ -3,7 +3,7 @@
 The rule: no word of a Python file, in code or strings, is a model type of transformers. A word is a
 run of letters and digits; words joined by `_`, and the words of CamelCase, count on their own and
 together. Ids of the catalogue (`org/name`), which say nothing of an architecture, may stand as
-examples. Comments and docstrings may name the models that need a rule. The catalogue itself is JSON.
+examples. Comments and docstrings may name the models that need a rule. The catalogue is JSON.
 """
 
 from __future__ import annotations
