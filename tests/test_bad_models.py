@@ -1,6 +1,4 @@
-"""Models that something is wrong with: each is a diagnostic, never a traceback, and never a
-half-changed model.
-"""
+"""Unsuitable models: each is a diagnostic, never a traceback, and never a half-changed model."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ NORMS = "peft 1\ntrain n = [w] at layer[*].norm\n"
 
 
 def refused(code: str, function: Callable[[], Any], model: nn.Module | None = None) -> peftc.Diagnostic:
-    """The one diagnostic of a call, after which the model is as it was."""
+    """The single diagnostic of a call; the model is unchanged afterwards."""
     before = None if model is None else Structure(model)
     with pytest.raises(peftc.PeftcError) as excinfo:
         function()
@@ -39,7 +37,9 @@ def refused(code: str, function: Callable[[], Any], model: nn.Module | None = No
 
 
 class Structure:
-    """Classes, attributes, parameters and flags of a model, of which some may have no values."""
+    """Classes, attributes, parameters and flags of a model whose parameters may be on the meta
+    device.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.structure = model, self.now(model)
@@ -57,7 +57,7 @@ class Structure:
 
 
 class Mixer(nn.Module):
-    """A layer that mixes tokens by a convolution."""
+    """A layer that mixes tokens by convolution."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_sites_on_the_command_line_says_so(tmp_path: Path, capsys: pytest.Captur
     assert "has no attention" in capsys.readouterr().err
 
 
-# Not from transformers
+# Models that are not from transformers
 # -----------------------------------------------------------------------------------------------
 
 
@@ -128,7 +128,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Written by hand: no config, no base class, its own blocks."""
+    """Hand-written: no config, no base class, its own blocks."""
 
     def __init__(self, written_out: bool) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def by_hand(written_out: bool = False) -> tuple[Transformer, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("written_out", [False, True])
 def test_a_model_written_by_hand_is_compiled(written_out: bool) -> None:
-    """With a sample; its roles are found by dataflow. A second spec needs no sample again."""
+    """With a sample; its roles are inferred. A second spec needs no sample."""
     model, sample = by_hand(written_out)
     before, base = Before.of(model), model(**sample)
     peftc.compile(Q, model, seed=0, sample=sample, name="q")
@@ -174,14 +174,14 @@ def test_a_model_written_by_hand_is_compiled(written_out: bool) -> None:
     before.assert_same(model)
 
 
-def test_a_sample_is_asked_for() -> None:
+def test_a_model_without_config_needs_a_sample() -> None:
     model, _ = by_hand()
     diagnostic = refused("P507", lambda: peftc.compile(Q, model), model)
     assert "sample=" in str(diagnostic.help)
 
 
-def test_a_plain_encoder_works_or_says_what_is_missing() -> None:
-    """torch's own attention is one call into C++: its layers are edited around it."""
+def test_a_torch_encoder_works_or_names_what_is_missing() -> None:
+    """torch's attention is one fused call: its layers are edited around it."""
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     sample = {"src": torch.randn(2, 5, 32)}
@@ -209,13 +209,13 @@ def test_a_plain_encoder_works_or_says_what_is_missing() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_sample_is_told(sample: Any, code: str) -> None:
+def test_a_wrong_sample_is_refused(sample: Any, code: str) -> None:
     model, _ = by_hand()
     refused(code, lambda: peftc.sites(model, sample=sample), model)
     refused(code, lambda: peftc.compile(Q, model, sample=sample), model)
 
 
-def test_a_model_that_cannot_be_copied_is_told() -> None:
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model, sample = by_hand()
     model.blocks[0].lock = threading.Lock()
     assert "lock" in str(refused("P509", lambda: peftc.compile(Q, model, sample=sample), model))
@@ -231,7 +231,7 @@ def test_an_adapter_is_not_loaded_onto_a_name(tmp_path: Path) -> None:
 
 
 def on_meta(*modules: str) -> nn.Module:
-    """A model of which these modules have no weights: all of it without any names."""
+    """A model with these modules on the meta device; the whole model if none is named."""
     model = zoo.build("llama")
     for name in modules or ("",):
         model.get_submodule(name).to("meta")
@@ -246,7 +246,7 @@ def test_planning_needs_no_weights(modules: tuple[str, ...]) -> None:
         assert peftc.plan(spec, model) == peftc.plan(spec, there)
 
 
-def test_what_needs_weights_is_refused_without(tmp_path: Path) -> None:
+def test_operations_that_need_weights_are_refused(tmp_path: Path) -> None:
     model = on_meta()
     for spec in (DORA, NORMS, Q + DORA.removeprefix("peft 1")):
         refused("P527", lambda spec=spec: peftc.compile(spec, model), model)
@@ -275,7 +275,7 @@ def test_a_model_loaded_in_part_is_compiled_where_it_has_weights() -> None:
     assert {p.device.type for p in peftc.parameters(model).values()} == {"cpu"}
 
 
-# Code of others
+# Remote code
 # --------------------------------------------------------------------------------------------------
 
 CONFIGURATION = """
@@ -306,7 +306,7 @@ def generate(model, **kwargs):
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A folder with a model whose code leaves a mark when it runs, and the mark."""
+    """A folder with a model whose code creates a file when it runs, and that file's path."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     for name in [n for n in sys.modules if n.partition(".")[0] == "transformers_modules"]:
@@ -354,7 +354,7 @@ def test_code_of_a_repository_is_run_where_it_is_trusted(repository: tuple[Path,
     assert all(torch.equal(now[k], v) for k, v in there.items())
 
 
-def test_what_a_trusted_repository_generates_by_is_its_own(repository: tuple[Path, Path]) -> None:
+def test_a_trusted_repository_uses_its_own_generate(repository: tuple[Path, Path]) -> None:
     folder, marker = repository
     (folder / "custom_generate").mkdir()
     text = GENERATION.format(marker=str(marker))
@@ -383,9 +383,7 @@ def test_the_command_line_asks_before_it_runs_code(
 
 
 def test_a_class_that_transformers_has_needs_no_code(repository: tuple[Path, Path]) -> None:
-    """A known type with code beside it is built by transformers' own class, and the code is left
-    alone.
-    """
+    """transformers' own class is used for a known type; code in the folder is not run."""
     folder, marker = repository
     change(folder, model_type="llama", architectures=["LlamaForCausalLM"])
     assert peftc.plan(Q, folder).totals.trained > 0
@@ -398,7 +396,7 @@ def test_a_class_that_transformers_has_needs_no_code(repository: tuple[Path, Pat
 
 
 @pytest.mark.parametrize("breakage", ["raise ValueError('no')", "import nothing_that_there_is", None])
-def test_trusted_code_that_fails_is_told(repository: tuple[Path, Path], breakage: str | None) -> None:
+def test_trusted_code_that_fails_is_a_diagnostic(repository: tuple[Path, Path], breakage: str | None) -> None:
     folder, _ = repository
     path = folder / "modeling_own.py"
     if breakage is None:

@@ -1,4 +1,4 @@
-"""The page of forms and recipes says what the registry and `specs/` say."""
+"""`docs/forms.md` agrees with the form registry and with `specs/`."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from tools.forms_page import EXAMPLES, costs_of, folds_of, page
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "forms.md"
 
 
-def test_the_page_is_made_anew() -> None:
+def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs` and read what has changed"
 
 
-def test_everything_is_on_it() -> None:
+def test_every_form_and_recipe_is_on_the_page() -> None:
     text = page()
     for name in (*FORMS, *resources.recipes()):
         assert f"### `{name}`\n" in text
@@ -25,11 +25,11 @@ def test_everything_is_on_it() -> None:
 
 
 @pytest.mark.parametrize("text", EXAMPLES)
-def test_its_equations_are_plans(text: str) -> None:
+def test_the_equations_on_the_page_have_plans(text: str) -> None:
     assert peftc.plan(f"peft 1\n{text}\n", zoo.build("bert-classifier")).edits
 
 
-def test_what_it_says_of_a_form_is_what_a_plan_says() -> None:
+def test_costs_and_folding_on_the_page_are_those_of_plans() -> None:
     assert costs_of(FORMS["lora"]) == "with `r=8`, `[…, 768]` to `[…, 768]`: 12,288 trained and stored for each site"
     assert folds_of(FORMS["adapter"]) == "no: its activation relu is not linear; yes with `act=none`"
     assert folds_of(FORMS["magnitude"]) == "yes, it is a change of the weight"

@@ -1,5 +1,5 @@
-"""What the README shows is what happens: its commands print what it prints, its Python runs, its
-JSON has the plan's keys.
+"""The README's commands print what it shows, its Python runs, and its JSON has the keys
+of a plan.
 """
 
 import json
@@ -22,7 +22,7 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("block", blocks("console"), ids=lambda b: b.partition("\n")[0])
-def test_commands_print_what_they_are_said_to(
+def test_commands_print_what_the_readme_shows(
     block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -42,7 +42,7 @@ def test_python_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def keys(value: object) -> object:
-    """The keys of nested objects; of a list, those of its first item."""
+    """The keys of nested objects; for a list, those of its first item."""
     if isinstance(value, BaseModel):
         value = json.loads(value.model_dump_json())
     if isinstance(value, dict):

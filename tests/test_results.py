@@ -1,5 +1,5 @@
-"""What the README says in numbers is what `benchmarks/results` says, and every result says when and
-with what it was measured.
+"""The README's figures are those of `benchmarks/results`, and every result has its date, commit,
+machine and versions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def results(name: str) -> Any:
 
 
 def rows(first: str) -> list[list[str]]:
-    """The rows of the README's table whose head, or first row, begins with `first`."""
+    """The rows of the README's table whose header or first row starts with `first`."""
     lines = README.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(first))
     cells: list[list[str]] = []
@@ -32,7 +32,7 @@ def rows(first: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_results_say_when_and_with_what(path: Path) -> None:
+def test_results_have_date_commit_and_versions(path: Path) -> None:
     data = json.loads(path.read_text())
     provenance = data.get("machine") or data["versions"]
     assert {"date", "commit", "torch", "transformers"} <= provenance.keys()
