@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaModel
 
 import peftc
 from benchmarks.families import build
-from benchmarks.families.rolling import apart
+from benchmarks.families.rolling import cache_difference
 from tests import zoo
 from tests.laws.harness import randomise
 from tests.matrix import some
@@ -90,7 +90,7 @@ def test_a_prompt_of_embedded_tokens_equals_these_tokens(key: str) -> None:
     the rows, and the rows have gradients.
     """
     model, inputs = build(*key.split("/"))
-    base = apart(model, inputs)
+    base = cache_difference(model, inputs)
     peftc.compile(SPEC, model, seed=0)
     (rows,) = peftc.parameters(model).values()
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_a_prompt_of_embedded_tokens_equals_these_tokens(key: str) -> None:
     assert bool(rows.grad.any())
     if not isinstance(base, str):
         assert base < 1e-4
-        assert apart(model, inputs) < 1e-4
+        assert cache_difference(model, inputs) < 1e-4
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -179,7 +179,7 @@ def test_stacks_that_use_ids_otherwise_are_refused(extra: str, reason: str | Non
     base.model = type("Stack", (Stack,), {"extra": extra})(config).eval()
     if reason is None:
         peftc.compile(SPEC, base, seed=0)
-        assert apart(base, {"input_ids": torch.tensor([[5, 6, 7, 8]])}) < 1e-4
+        assert cache_difference(base, {"input_ids": torch.tensor([[5, 6, 7, 8]])}) < 1e-4
     else:
         with pytest.raises(peftc.PeftcError, match="P418") as excinfo:
             peftc.compile(SPEC, base)
