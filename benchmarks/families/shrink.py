@@ -24,10 +24,6 @@ def _kv_heads(value: Any, values: Mapping[str, Any]) -> int:
     return HEADS if value == heads else min(value, KV_HEADS)
 
 
-def _scaled(value: int, smallest: int = 8, by: int = 8) -> int:
-    return max(smallest, value // by)
-
-
 _RULES: tuple[tuple[str, Rule], ...] = (
     (r"(.*_)?(hidden_size|hidden_dim|embed_dim|embedding_size|embed_size|emb_dim|d_model|n_embd)", HIDDEN),
     (r"(dim|width|lru_width|word_embed_proj_dim|out_hidden_size|projection_dim|projection_size|output_dim)", HIDDEN),

@@ -31,10 +31,8 @@ method both(r = 2) {
 """
 OLD = {"plan.json": "old plan", "spec.peft": "old spec", "README.md": "old", "forward_old.py": "old forward"}
 NEW = {"plan.json": "new plan", "spec.peft": "new spec", "README.md": "new", "forward_new.py": "new forward"}
-OURS = sorted([MARKER, "README.md", "forward_layer.py", "plan.json", "spec.peft"])
 
 Out = pytest.CaptureFixture[str]
-Refuses = Callable[..., None]
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

@@ -80,10 +80,6 @@ def vector(w: Weights) -> Tensor:
     return w["scale"]
 
 
-def scalar(w: Weights) -> Tensor:
-    return w["scale"]
-
-
 def prefix(w: Weights) -> tuple[Tensor, Tensor]:
     """The direct form: (P_k, P_v), each (kv_heads, l, d_head)."""
     return w["key"], w["value"]

@@ -20,7 +20,6 @@ from tests.reference.table import Attention, Rows, Sublayer
 Weights = Mapping[str, Tensor]
 Method = Callable[[Reference, Weights], None]
 HEAD_DIM_NAMES = ("head_dim", "key_value_proj_dim", "attention_head_size")
-ROLES = ("q", "k", "v", "o", "up", "gate", "down")
 
 
 def sublayers(ref: Reference, which: str) -> Iterable[Sublayer]:

@@ -27,7 +27,6 @@ from tests.layers import Layers
 
 EDIT = "peft 1\nedit a at layer[*].attn.q { h += lora(x, r=2) }\n"
 TASKED = EDIT.replace(" {", " per task {")
-MASKED = "peft 1\nedit a at layer[*].attn.q { w += sparse(density=10%) }\n"
 
 
 def model() -> nn.Module:
