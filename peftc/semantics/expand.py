@@ -26,7 +26,7 @@ from peftc.semantics.substitute import (
 )
 from peftc.semantics.walk import is_shared, names_in, names_in_statements, values, walk
 from peftc.syntax import ast
-from peftc.syntax.error_context import excerpt
+from peftc.syntax.lexer import excerpt
 from peftc.syntax.print_expressions import print_expression
 from peftc.syntax.printer import print_statement
 
