@@ -23,7 +23,7 @@ from peftc.diagnostics.render import render_text, wants_color
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.semantics.checks.spec_file import check_file
 from peftc.semantics.expand import expand
-from peftc.semantics.settings import parse_settings
+from peftc.semantics.spec_argument import parse_settings
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 

@@ -23,7 +23,7 @@ from peftc.planning.report.site_tree import render_sites
 from peftc.planning.report.text import plain_text
 from peftc.planning.selection.untraced import reason_lines
 from peftc.semantics.expand import expand
-from peftc.semantics.settings import parse_settings
+from peftc.semantics.spec_argument import parse_settings
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.verification.preparation import duplicate
