@@ -16,8 +16,8 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.forms.module import has_values
 from peftc.installation.contents import states
+from peftc.models.media import run_on_sample
 from peftc.models.sample import sample_inputs
-from peftc.models.tower_samples import run_on_sample
 from peftc.training.calibration import calibrate
 from peftc.training.tasks import task, tasks
 from peftc.verification.forward_modes import training_mode

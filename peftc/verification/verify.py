@@ -14,7 +14,7 @@ from peftc.compiler import sites as sites_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.contents import parameters
 from peftc.installation.record import installation_of, is_installed
-from peftc.models.runnable import check_sample
+from peftc.models.skeleton import check_sample
 from peftc.verification.checks import CheckResults, check_base, check_equations, check_fold
 from peftc.verification.comparison import Comparison
 from peftc.verification.decoding import check_decoding
