@@ -2,11 +2,12 @@
 
     python -m benchmarks.compile_time [--repeats 5]
 
-Every measurement is a process of its own, in which nothing was compiled before; imports and the making of the skeleton
-are not measured. CPU time is, so that it matters less what else the machine does: all of it is one thread of Python.
-Contenders take turns, so that a slow minute hits all of them; medians are printed, and beside them the median of later
-compilations in the same processes. Exits with 1 where 80 layers take peftc more than a second, or more than twice as
-long as 8 layers, or where one kind of layer is traced twice.
+Every measurement is a process of its own, in which nothing was compiled before; imports and the
+making of the skeleton are not measured. CPU time is, so that it matters less what else the machine
+does: all of it is one thread of Python. Contenders take turns, so that a slow minute hits all of
+them; medians are printed, and beside them the median of later compilations in the same processes.
+Exits with 1 where 80 layers take peftc more than a second, or more than twice as long as 8 layers,
+or where one kind of layer is traced twice.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def counted_traces() -> Counter[str]:
 
 
 def measured(contender: str, layers: int) -> dict[str, Any]:
-    """In a process of its own: seconds of the first and of later compilations, and what was traced in the first."""
+    """In a process of its own: seconds of the first and of later compilations, and what was traced
+    in the first.
+    """
     import peft  # noqa: F401
 
     import peftc.compiler  # noqa: F401

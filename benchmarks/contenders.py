@@ -1,4 +1,5 @@
-"""One base with LoRA on all Linears, four ways, and the work that is timed: a forward, a train step, one token.
+"""One base with LoRA on all Linears, four ways, and the work that is timed: a forward, a train
+step, one token.
 
 base    the model as it is, frozen
 peftc   compiled by peftc, unmerged
@@ -54,7 +55,9 @@ class Shape:
 
 
 def contenders(base: nn.Module, adapters: str | None = None) -> dict[str, nn.Module]:
-    """The four, on the same weights; but merged has its own. `adapters`: their dtype, where it is not chosen for them."""
+    """The four, on the same weights; but merged has its own. `adapters`: their dtype, where it is
+    not chosen for them.
+    """
     from peft import LoraConfig, get_peft_model
 
     memo = lambda: {id(p): p for p in base.parameters()}  # noqa: E731
@@ -164,7 +167,9 @@ def measured(works: Mapping[str, Work], rounds: int, clock: Callable[[], float])
 
 
 def overheads(seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """What each costs over the base: the median, over the rounds, of its time by that of the base, less one."""
+    """What each costs over the base: the median, over the rounds, of its time by that of the base,
+    less one.
+    """
     base = seconds["base"]
     return {name: median(s / b for s, b in zip(seconds[name], base, strict=True)) - 1 for name in OTHERS}
 
@@ -172,9 +177,9 @@ def overheads(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 def floor(model: nn.Module, shape: Shape, work: str) -> float:
     """The FLOPs that LoRA must add, by those of the base.
 
-    A product by a matrix of n entries costs 2n a token forward, and as much again for the gradient of its input; what is
-    trained costs as much once more. Attention: scores and values, 4·d a pair of tokens, both halves of the mask; both its
-    sides have gradients.
+    A product by a matrix of n entries costs 2n a token forward, and as much again for the gradient
+    of its input; what is trained costs as much once more. Attention: scores and values, 4·d a pair
+    of tokens, both halves of the mask; both its sides have gradients.
     """
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     inner = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in MODULES]

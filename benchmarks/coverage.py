@@ -1,8 +1,11 @@
-"""On which model types peftc works: every type of the installed transformers in six auto mappings, as a tiny random model.
+"""On which model types peftc works: every type of the installed transformers in six auto mappings,
+as a tiny random model.
 
-    python -m benchmarks.coverage [--types a,b] [--mapping causal-lm] [--failed] [--build-only] [--jobs 2]
+    python -m benchmarks.coverage [--types a,b] [--mapping causal-lm] [--failed] [--build-only]
+    [--jobs 2]
 
-Writes benchmarks/results/coverage.json and .md; `--types`, `--mapping` and `--failed` rerun a part and merge it into what is there.
+Writes benchmarks/results/coverage.json and .md; `--types`, `--mapping` and `--failed` rerun a part
+and merge it into what is there.
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ def _print_builds(rows: dict[str, dict[str, Any]]) -> None:
         if not row.get("ran"):
             print(f"{key}: {row.get('why_not') or row.get('error')}")
     print(
-        f"built {sum(r.get('built', False) for r in rows.values())}, ran {sum(r.get('ran', False) for r in rows.values())}"
+        f"built {sum(r.get('built', False) for r in rows.values())}, "
+        f"ran {sum(r.get('ran', False) for r in rows.values())}"
     )
 
 

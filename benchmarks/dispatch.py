@@ -2,10 +2,11 @@
 
     python -m benchmarks.dispatch [--repeats 31]
 
-Prefixes on every attention and an adapter beside every ffn enter attentions and layers, so both have variants. Each edited
-module is called as the model has called it, with all its variants replaced by a function that does nothing; what such a
-call takes longer than that function alone is the dispatch: the generated `forward`, the conditions in their order, and
-the call. Summed over the modules of a layer. `identity` is what is left of it in a whole call: a layer with a generated
+Prefixes on every attention and an adapter beside every ffn enter attentions and layers, so both
+have variants. Each edited module is called as the model has called it, with all its variants
+replaced by a function that does nothing; what such a call takes longer than that function alone is
+the dispatch: the generated `forward`, the conditions in their order, and the call. Summed over the
+modules of a layer. `identity` is what is left of it in a whole call: a layer with a generated
 forward without edits against the layer as it is.
 
 CPU time, medians; contenders take turns. Exits with 1 where a layer's dispatch takes 5 µs or more.
@@ -143,7 +144,9 @@ def timed(function: Callable[..., Any], call: Call, calls: int = CALLS) -> float
 
 
 def identity(name: str, repeats: int) -> tuple[float, float]:
-    """µs of a whole call of a layer without a cache, and what it takes longer with a generated forward that changes nothing."""
+    """µs of a whole call of a layer without a cache, and what it takes longer with a generated
+    forward that changes nothing.
+    """
     model = model_of(name)
     layer = next(m for n, m in model.named_modules() if n.endswith(f".{DEPTH - 1}") and next(m.children(), None))
     seen: list[Call] = []

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu [--rounds 30] [--shapes 1B,7B]
 
-As `benchmarks.overhead`, for whoever has a CUDA device: the shape of 1B wants 16 GB of memory, that of 7B 60 GB. Adapters
-are in bfloat16, too. Without a device there is a message, and the exit status is 0. `--device cpu --tiny` shows that the
-benchmark itself works, and keeps nothing.
+As `benchmarks.overhead`, for whoever has a CUDA device: the shape of 1B wants 16 GB of memory, that
+of 7B 60 GB. Adapters are in bfloat16, too. Without a device there is a message, and the exit status
+is 0. `--device cpu --tiny` shows that the benchmark itself works, and keeps nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""What planning costs: wall time and peak memory of `peftc plan`, as ratios to the bare `import torch, transformers`.
+"""What planning costs: wall time and peak memory of `peftc plan`, as ratios to the bare `import
+torch, transformers`.
 
     python benchmarks/plan.py [--repeats 5]
 
-Each measurement is a process of its own; the commands take turns, so that a slow minute hits all of them; medians are
-printed. Exits with 1 where planning MAM for BART-large takes more than 2 s over the bare import, or 1 GB.
+Each measurement is a process of its own; the commands take turns, so that a slow minute hits all of
+them; medians are printed. Exits with 1 where planning MAM for BART-large takes more than 2 s over
+the bare import, or 1 GB.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python -m benchmarks.suite
 
-CPU time is that of all processes of the run; nothing else should run beside it. Exits with 1 where a test fails, and then keeps nothing.
+CPU time is that of all processes of the run; nothing else should run beside it. Exits with 1 where
+a test fails, and then keeps nothing.
 """
 
 from __future__ import annotations

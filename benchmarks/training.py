@@ -2,11 +2,12 @@
 
     python -m benchmarks.training [--only lora,mam] [--steps 40]
 
-The task is that of the demo: which module of the standard library a docstring is from, on MiniLM. A new classifier is trained
-first (`head alone`), then it is frozen and the recipe trains alone: what falls is its own. `s4` cuts twelve layers into groups,
-MiniLM has six: its groups have half as many here. `cross_attention` needs a decoder: MiniLM's weights are both stacks there, its
-cross-attention is new, and the task is to write the docstring's first words. Its ffns have no gate: recipes for those that
-have one are left out. Rates are those of a short run, by the kind of what is trained.
+The task is that of the demo: which module of the standard library a docstring is from, on MiniLM. A
+new classifier is trained first (`head alone`), then it is frozen and the recipe trains alone: what
+falls is its own. `s4` cuts twelve layers into groups, MiniLM has six: its groups have half as many
+here. `cross_attention` needs a decoder: MiniLM's weights are both stacks there, its cross-attention
+is new, and the task is to write the docstring's first words. Its ffns have no gate: recipes for
+those that have one are left out. Rates are those of a short run, by the kind of what is trained.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe: losses and accuracies on held-out texts, before and after; entries trained and stored, without the classifier."""
+    """One recipe: losses and accuracies on held-out texts, before and after; entries trained and
+    stored, without the classifier.
+    """
 
     recipe: str
     before: float
@@ -280,7 +283,10 @@ def main(options: list[str] | None = None) -> int:
     fell = [row.recipe for row in rows if row.after < row.before]
     head = ["recipe", "loss", "accuracy", "trained", "stored", "seconds"]
     text = table(head, [shown(row) for row in rows])
-    intro = f"Every recipe on MiniLM, {said.steps} steps of {BATCH} docstrings; the classifier was trained before, and is frozen."
+    intro = (
+        f"Every recipe on MiniLM, {said.steps} steps of {BATCH} "
+        f"docstrings; the classifier was trained before, and is frozen."
+    )
     if said.only is None or said.keep:
         save("training", {"steps": said.steps, "rows": [asdict(row) for row in rows]}, f"{intro}\n\n{text}", machine())
     print(f"the loss fell for {len(fell)} of {len(rows)}")

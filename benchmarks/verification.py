@@ -2,8 +2,8 @@
 
     python -m benchmarks.verification [--recipes lora,mam] [--models bart,llama] [--layers 2]
 
-Prints a line for each pair that has a finding or a site that is not witnessed, and the counts. A run over all pairs writes
-`results/verification.json` and `.md`.
+Prints a line for each pair that has a finding or a site that is not witnessed, and the counts. A
+run over all pairs writes `results/verification.json` and `.md`.
 """
 
 from __future__ import annotations

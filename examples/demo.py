@@ -1,4 +1,5 @@
-"""`make demo`: plans MAM for BART-large, then trains, folds, saves and loads an adapter on real MiniLM weights.
+"""`make demo`: plans MAM for BART-large, then trains, folds, saves and loads an adapter on real
+MiniLM weights.
 
 The task: which module of the standard library does a docstring come from? Nothing is downloaded.
 """
@@ -45,7 +46,9 @@ def heading(text: str) -> None:
 
 
 def corpus() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """(docstring, module) pairs to train on and to test with; the module's name is taken out of the text."""
+    """(docstring, module) pairs to train on and to test with; the module's name is taken out of the
+    text.
+    """
     pairs = [(text.replace(name, "it"), label) for label, name in enumerate(MODULES) for text in docstrings(name)[:150]]
     random.Random(0).shuffle(pairs)
     cut = len(pairs) * 3 // 4

@@ -11,7 +11,9 @@ _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def documented(module: str, at_least: int = 40) -> list[tuple[str, str]]:
-    """(name, docstring) of what a module or package defines, read from its source; different docstrings, `at_least` characters each."""
+    """(name, docstring) of what a module or package defines, read from its source; different
+    docstrings, `at_least` characters each.
+    """
     found: dict[str, str] = {}
     for path in _sources(module):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,7 +1,8 @@
-"""Pairs (f(c), y) of a frozen causal LM, in files that are mapped and not read; and kNN-LM, which reads them as it finds them.
+"""Pairs (f(c), y) of a frozen causal LM, in files that are mapped and not read; and kNN-LM, which
+reads them as it finds them.
 
-f(c) is what the head (`model.get_output_embeddings()`) is given for the context c: the last hidden state, after the final norm.
-y is the token that should have come next.
+f(c) is what the head (`model.get_output_embeddings()`) is given for the context c: the last hidden
+state, after the final norm. y is the token that should have come next.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Memory:
     Shapes:
         f: (n, d), float32
         y: (n), int32
-    Source: PEMA, Kim et al. 2024, arXiv:2311.08590, Eq. 1; the datastore of kNN-LM, arXiv:1911.00172, Eq. 1.
+    Source: PEMA, Kim et al. 2024, arXiv:2311.08590, Eq. 1; the datastore of kNN-LM,
+    arXiv:1911.00172, Eq. 1.
     """
 
     f: Tensor
@@ -79,7 +81,9 @@ class Memory:
 
 
 class HeadInputs:
-    """While it is entered: what the head of a model was last given, one position a token that it predicts."""
+    """While it is entered: what the head of a model was last given, one position a token that it
+    predicts.
+    """
 
     def __init__(self, model: CausalLM) -> None:
         self.head: nn.Module = model.get_output_embeddings()
@@ -98,7 +102,8 @@ class HeadInputs:
     def take(self) -> tuple[Tensor, Tensor]:
         """(f, head(f)) of the last forward pass, once.
 
-        Raises: RuntimeError where the head has not run since: in assisted decoding, one pass is for several tokens.
+        Raises: RuntimeError where the head has not run since: in assisted decoding, one pass is for
+        several tokens.
         """
         if self.last is None:
             raise RuntimeError(
@@ -109,12 +114,14 @@ class HeadInputs:
 
 
 def contexts(model: CausalLM, given: Tensor, mask: Tensor, said: Tensor) -> Tensor:
-    """f of every context of a continuation: result[b, i] is what predicts the token after given[b], said[b, :i].
+    """f of every context of a continuation: result[b, i] is what predicts the token after given[b],
+    said[b, :i].
 
     Shapes:
         given, mask: (batch, tokens), padded on the left
         said: (batch, steps) -> (batch, steps, d)
-    Raises: ValueError where the model does something to its logits after the head (a cap, a scale): softmax(head(f)) is not its p.
+    Raises: ValueError where the model does something to its logits after the head (a cap, a scale):
+    softmax(head(f)) is not its p.
     """
     ids = torch.cat([given, said[:, :-1]], dim=1)
     seen = torch.cat([mask, torch.ones_like(said[:, :-1])], dim=1)
@@ -130,10 +137,12 @@ def contexts(model: CausalLM, given: Tensor, mask: Tensor, said: Tensor) -> Tens
 
 
 def collect(model: CausalLM, batches: Iterable[Batch], folder: Path, own: bool = True) -> Memory:
-    """Runs the frozen base over training examples and writes (f(c_i), y_i) for each token y_i of their targets.
+    """Runs the frozen base over training examples and writes (f(c_i), y_i) for each token y_i of
+    their targets.
 
-    `own`: c_i = {c_1, ŵ_1, …, ŵ_(i-1)} with the base's own greedy predictions ŵ (PEMA, section 3.1: its owner never sees a target),
-    up to where the base ends its sentence. Else c_i = {c_1, y_1, …, y_(i-1)}, as in kNN-LM.
+    `own`: c_i = {c_1, ŵ_1, …, ŵ_(i-1)} with the base's own greedy predictions ŵ (PEMA, section 3.1:
+    its owner never sees a target), up to where the base ends its sentence. Else c_i = {c_1, y_1, …,
+    y_(i-1)}, as in kNN-LM.
     """
     return Memory.write(folder, (pairs(model, batch, own) for batch in batches))
 
@@ -160,7 +169,8 @@ def greedy(model: CausalLM, given: Tensor, mask: Tensor, steps: int, **how: Any)
 
 @dataclass(frozen=True)
 class NearestNeighbours:
-    """p_kNN(y | c) ∝ Σ over the k pairs (f_j, y_j) nearest to f(c) with y_j = y of exp(-‖f_j - f(c)‖² / T). The search is exact.
+    """p_kNN(y | c) ∝ Σ over the k pairs (f_j, y_j) nearest to f(c) with y_j = y of exp(-‖f_j -
+    f(c)‖² / T). The search is exact.
 
     Shapes: f: (rows, d) -> (rows, tokens of the vocabulary)
     Args:

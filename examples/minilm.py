@@ -1,6 +1,8 @@
-"""Real weights: tunes MiniLM's sentence embeddings with LoRA, folds it, and is left with an ordinary checkpoint.
+"""Real weights: tunes MiniLM's sentence embeddings with LoRA, folds it, and is left with an
+ordinary checkpoint.
 
-The task: given the name of a function or class of the standard library, find its docstring among two hundred.
+The task: given the name of a function or class of the standard library, find its docstring among
+two hundred.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Three tasks on one frozen MiniLM, as AdaptBert has them (Agrawal and Qiu, Stanford CS224N): what tasks share, and what each has alone.
+"""Three tasks on one frozen MiniLM, as AdaptBert has them (Agrawal and Qiu, Stanford CS224N): what
+tasks share, and what each has alone.
 
-Tasks, made of the docstrings of the standard library: which module a docstring is from (classification); whether a docstring
-is that of a name (paired text); how much two texts have in common (similarity). Each has a head of its own. LoRA is common to the tasks,
-adapters are `per task`, a hypernetwork makes the adapters of all tasks from one embedding for each. Takes five to eight minutes on two
-cores.
+Tasks, made of the docstrings of the standard library: which module a docstring is from
+(classification); whether a docstring is that of a name (paired text); how much two texts have in
+common (similarity). Each has a head of its own. LoRA is common to the tasks, adapters are `per
+task`, a hypernetwork makes the adapters of all tasks from one embedding for each. Takes five to
+eight minutes on two cores.
 """
 
 from __future__ import annotations
@@ -99,7 +101,9 @@ def excerpt(text: str, count: int, draw: random.Random) -> list[str]:
 
 
 class Sentences(nn.Module):
-    """The mean of MiniLM's last states, and a linear head for each task; of two texts, how they differ and what they agree on."""
+    """The mean of MiniLM's last states, and a linear head for each task; of two texts, how they
+    differ and what they agree on.
+    """
 
     def __init__(self, method: Method) -> None:
         super().__init__()
@@ -173,7 +177,9 @@ def scores(model: Sentences, test: Mapping[str, Task]) -> list[float]:
 
 @torch.no_grad()
 def in_one_batch(model: Sentences, test: Mapping[str, Task]) -> float:
-    """How far the states of texts of three tasks in one batch are from those of the same texts, a task at a time."""
+    """How far the states of texts of three tasks in one batch are from those of the same texts, a
+    task at a time.
+    """
     model.eval()
     texts = [test[name].texts[0] for name in TASKS]
     with peftc.task(model.encoder, task_ids=TASKS):
@@ -192,7 +198,8 @@ def main() -> None:
     learn = {name: task.cut(HELD_OUT, None) for name, task in every.items()}
     base = sum(p.numel() for p in Sentences(Method()).encoder.parameters())
     print(
-        f"MiniLM has {base:,} parameters; trained: for one task, stored: beside it for all {len(TASKS)}, both without heads"
+        f"MiniLM has {base:,} parameters; trained: for one task, "
+        f"stored: beside it for all {len(TASKS)}, both without heads"
     )
     print(f"{'':18} {'module':>7} {'paired':>7} {'similar':>8} {'mean':>6} {'trained':>9} {'stored':>9} {'seconds':>8}")
     for name, method in METHODS.items():

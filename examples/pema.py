@@ -1,8 +1,11 @@
-"""PEMA end to end on one core, beside kNN-LM and LoRA: docstrings from the imperative ("Return a list.") to the third person ("Returns …").
+"""PEMA end to end on one core, beside kNN-LM and LoRA: docstrings from the imperative ("Return a
+list.") to the third person ("Returns …").
 
-The base, a small LLaMA, is trained first, to repair sentences from docstrings in which words were changed, lost or put in. It never sees
-the task. Its owner runs it once over the task's sentences and hands out what the head was given, with the tokens that were wanted, and a
-copy of the head. Then the base is gone; PEMA trains on the files, comes back to it and generates. Nothing is downloaded.
+The base, a small LLaMA, is trained first, to repair sentences from docstrings in which words were
+changed, lost or put in. It never sees the task. Its owner runs it once over the task's sentences
+and hands out what the head was given, with the tokens that were wanted, and a copy of the head.
+Then the base is gone; PEMA trains on the files, comes back to it and generates. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -50,8 +53,9 @@ RANK, KAPPA, ROWS, SENTENCES = 48, 0.2, 256, 32
 SHARES = [i / 10 for i in range(1, 11)]
 NEAREST = [(8, 1.0), (64, 10.0), (1024, 1.0), (1024, 10.0)]  # k and temperature
 LEGEND = """
-kB while training: frozen weights; trained weights with gradients and Adam's moments; what autograd keeps of one batch (256 pairs, or 32
-sentences of about as many tokens), counted by saved_tensors_hooks. *: the memory has the contexts of right answers, not of the base's own.
+kB while training: frozen weights; trained weights with gradients and Adam's moments; what autograd
+keeps of one batch (256 pairs, or 32 sentences of about as many tokens), counted by
+saved_tensors_hooks. *: the memory has the contexts of right answers, not of the base's own.
 """
 
 
@@ -66,7 +70,9 @@ class Effort:
 
 @dataclass(frozen=True)
 class Held:
-    """What is held in memory while training, in bytes. The optimizer is Adam: two numbers for every trained one."""
+    """What is held in memory while training, in bytes. The optimizer is Adam: two numbers for every
+    trained one.
+    """
 
     trained: int
     frozen: int
@@ -123,7 +129,9 @@ def batches(pairs: list[text.Pair], rows: int = SENTENCES) -> list[Batch]:
 
 
 def activations(loss: Callable[[], Tensor], weights: list[Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass of one batch: each storage once, and the weights' own not."""
+    """Bytes that autograd keeps for the backward pass of one batch: each storage once, and the
+    weights' own not.
+    """
     own = {weight.untyped_storage().data_ptr() for weight in weights}
     kept: dict[int, int] = {}
 
@@ -167,7 +175,9 @@ def train_lora(model: nn.Module, learn: list[text.Pair], effort: Effort) -> Held
 
 @dataclass(frozen=True)
 class HeldOut:
-    """f of every token of held-out targets behind the right words, its place in its sentence, and the input's SL: (n, d), (n) × 3."""
+    """f of every token of held-out targets behind the right words, its place in its sentence, and
+    the input's SL: (n, d), (n) × 3.
+    """
 
     f: Tensor
     y: Tensor
@@ -206,7 +216,9 @@ def right(pairs: list[text.Pair], answer: Callable[[Batch], Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A memory's distribution with the base's, in the share that does best on sentences that nothing was trained on."""
+    """A memory's distribution with the base's, in the share that does best on sentences that
+    nothing was trained on.
+    """
 
     memory: NextToken
     most: float
@@ -230,7 +242,9 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Table:
-    """Prints a line a method: parameters, bytes while training, and how it does on the test sentences."""
+    """Prints a line a method: parameters, bytes while training, and how it does on the test
+    sentences.
+    """
 
     head: Head
     tune: HeldOut
@@ -269,7 +283,9 @@ def said(model: CausalLM, batch: Batch) -> Tensor:
 
 
 def at_the_papers_size() -> None:
-    """Weights, gradients and moments for the model of the paper's Table 1, with the rank that its authors take; no weights are read."""
+    """Weights, gradients and moments for the model of the paper's Table 1, with the rank that its
+    authors take; no weights are read.
+    """
     plan = peftc.plan(LORA, "facebook/opt-1.3b")
     d, vocabulary, r = 2048, 50272, 512
     lora = Held(4 * plan.totals.trained, 4 * plan.totals.base, 0)

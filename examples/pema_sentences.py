@@ -1,4 +1,6 @@
-"""Sentences of docstrings as numbers: text for a base to repair, and the task of examples/pema.py, imperative to third person."""
+"""Sentences of docstrings as numbers: text for a base to repair, and the task of examples/pema.py,
+imperative to third person.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ Pair = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Sentences:
-    """The vocabulary, running text as numbers, and the pairs of the task, none of which is in the text."""
+    """The vocabulary, running text as numbers, and the pairs of the task, none of which is in the
+    text.
+    """
 
     words: tuple[str, ...]
     running: list[list[int]]
@@ -55,7 +59,9 @@ def tokens(sentence: str) -> list[str]:
 
 
 def read(modules: str = MODULES, size: int = 1500) -> Sentences:
-    """Summary lines that begin with a verb are the task, where some docstring begins with the verb's third person; the rest is text."""
+    """Summary lines that begin with a verb are the task, where some docstring begins with the
+    verb's third person; the rest is text.
+    """
     found = dict.fromkeys(text for module in modules.split() for text in docstrings(module))
     parts = [re.split(r"(?<=[.!?])\s+|\n\s*\n", text, maxsplit=1) for text in found]
     summaries = [tokens(summary) for summary, *_ in parts]
@@ -90,7 +96,9 @@ def _padded(rows: Iterable[list[int]], value: int) -> Tensor:
 
 
 class Repair:
-    """Draws (damaged, whole) pieces of running text; a fifth of them are random words, from which copying is learnt sooner."""
+    """Draws (damaged, whole) pieces of running text; a fifth of them are random words, from which
+    copying is learnt sooner.
+    """
 
     def __init__(self, sentences: Sentences, seed: int) -> None:
         self.sentences, self.draw = sentences, random.Random(seed)

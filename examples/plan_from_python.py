@@ -1,4 +1,6 @@
-"""Planning from Python: what would a method cost on models of very different size? No weights, no network."""
+"""Planning from Python: what would a method cost on models of very different size? No weights, no
+network.
+"""
 
 from __future__ import annotations
 

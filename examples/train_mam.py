@@ -1,7 +1,9 @@
-"""Trains MAM on a small BART and generates with it: class names of the standard library into snake_case.
+"""Trains MAM on a small BART and generates with it: class names of the standard library into
+snake_case.
 
-The base is first trained in full, to copy names; it never sees an underscore. Then it is frozen, and the Mix-And-Match adapter
-alone learns to convert. `generate` runs with its cache, greedily and with beams.
+The base is first trained in full, to copy names; it never sees an underscore. Then it is frozen,
+and the Mix-And-Match adapter alone learns to convert. `generate` runs with its cache, greedily and
+with beams.
 """
 
 from __future__ import annotations

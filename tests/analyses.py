@@ -1,6 +1,8 @@
-"""The analyses of models that tests build again and again: a second model of the same structure has that of the first.
+"""The analyses of models that tests build again and again: a second model of the same structure has
+that of the first.
 
-For tests whose subject is not how a model is read. Where anything in a model is not plain to compare, it is read anew.
+For tests whose subject is not how a model is read. Where anything in a model is not plain to
+compare, it is read anew.
 """
 
 from __future__ import annotations

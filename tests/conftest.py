@@ -1,4 +1,6 @@
-"""No test needs the network: the hub is switched off before anything can ask for it. And golden files."""
+"""No test needs the network: the hub is switched off before anything can ask for it. And golden
+files.
+"""
 
 import gc
 import os
@@ -17,7 +19,8 @@ from tests.matrix import FULL
 # The folders of tests about what is done to models, and not about how these are read.
 READ_ONCE = ("adapters", "compatibility", "folding", "laws", "specs_on_models", "tasks", "training", "verification")
 
-# In CI a failure must be the fault of the change: every run draws the same examples. Elsewhere each run looks for new ones.
+# In CI a failure must be the fault of the change: every run draws the same examples. Elsewhere each
+# run looks for new ones.
 settings.register_profile("ci", derandomize=True, database=None)
 if os.environ.get("CI", "").lower() == "true":
     settings.load_profile("ci")
@@ -46,9 +49,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """What holds of an edited model holds with variants that are made ahead of time, and with those that a call makes: an eighth of the tests
-    have the first ones to begin with, the others the second ones alone. In the full run all have the first, and always those
-    marked `ahead_of_time`. Fixtures of a whole module are in the case that asks for them first.
+    """What holds of an edited model holds with variants that are made ahead of time, and with those
+    that a call makes: an eighth of the tests have the first ones to begin with, the others the
+    second ones alone. In the full run all have the first, and always those marked `ahead_of_time`.
+    Fixtures of a whole module are in the case that asks for them first.
     """
     ahead = FULL or item.get_closest_marker("ahead_of_time") or crc32(item.nodeid.encode()) % 8 == 0
     with pytest.MonkeyPatch.context() as patch:

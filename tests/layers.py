@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 
 class Layers(nn.Module):
-    """`layers.i`, each called with the result of the one before: (batch, tokens, d), or whatever they take."""
+    """`layers.i`, each called with the result of the one before: (batch, tokens, d), or whatever
+    they take.
+    """
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

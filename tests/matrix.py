@@ -1,7 +1,8 @@
 """How much of a matrix of cases is run.
 
-`make test` runs a part in which every law, recipe, spec and architecture occurs; `make test-full` sets PEFTC_TESTS=full and runs all of it. What
-is left out repeats a law on an architecture that differs in nothing the law speaks of.
+`make test` runs a part in which every law, recipe, spec and architecture occurs; `make test-full`
+sets PEFTC_TESTS=full and runs all of it. What is left out repeats a law on an architecture that
+differs in nothing the law speaks of.
 """
 
 from __future__ import annotations
@@ -21,5 +22,7 @@ def some(cases: Iterable[Case], every: int) -> list[Case]:
 
 
 def checkerboard(rows: Sequence[Case], columns: Sequence[Other], every: int = 2) -> list[tuple[Case, Other]]:
-    """Pairs of a row and a column: each row meets each `every`-th column, rows in turn; all pairs in the full run."""
+    """Pairs of a row and a column: each row meets each `every`-th column, rows in turn; all pairs
+    in the full run.
+    """
     return [(r, c) for i, r in enumerate(rows) for j, c in enumerate(columns) if FULL or (i + j) % every == 0]

@@ -31,7 +31,9 @@ _EVENTS = (
 
 
 def fork(action: Callable[[], object], code: str = "") -> int:
-    """The id of a process that does something and ends: with `REFUSED` after an error of this code, with more after any other."""
+    """The id of a process that does something and ends: with `REFUSED` after an error of this code,
+    with more after any other.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
@@ -54,7 +56,9 @@ def end_of(process: int) -> int:
 
 
 def killed_at(n: int, folder: Path, action: Callable[[], object]) -> int:
-    """Does something in a process that kills itself before its n-th operation on files; how that ended."""
+    """Does something in a process that kills itself before its n-th operation on files; how that
+    ended.
+    """
     count = 0
 
     def audit(event: str, args: tuple[Any, ...]) -> None:

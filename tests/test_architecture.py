@@ -1,4 +1,6 @@
-"""The shape of the package: imports flow one way, what needs no torch imports none, packages only re-export."""
+"""The shape of the package: imports flow one way, what needs no torch imports none, packages only
+re-export.
+"""
 
 import ast
 import subprocess
@@ -150,7 +152,9 @@ ANALYSIS = ("peftc.tracing", "peftc.observation", "peftc.recognition", "peftc.ex
 
 @pytest.mark.parametrize("path", VERIFICATION, ids=name_of)
 def test_verification_shares_no_code_with_the_rewriter(path: Path) -> None:
-    """Of what rewrites and runs edits, verification reads the record of an installation, and calls what users call."""
+    """Of what rewrites and runs edits, verification reads the record of an installation, and calls
+    what users call.
+    """
     public = set(peftc.__all__)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not node.module:
@@ -166,7 +170,9 @@ def test_verification_shares_no_code_with_the_rewriter(path: Path) -> None:
 
 
 def test_no_room_hides_a_public_function() -> None:
-    """`import peftc.x` sets the attribute `x` of the package: a public function of that name would be gone."""
+    """`import peftc.x` sets the attribute `x` of the package: a public function of that name would
+    be gone.
+    """
     assert not {name_of(path).split(".")[1] for path in FILES if len(path.relative_to(ROOT).parts) > 2} & set(
         peftc.__all__
     )

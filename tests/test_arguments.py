@@ -1,4 +1,6 @@
-"""Arguments of the wrong kind, as Python lets anyone give them: a diagnostic, and a model as it was."""
+"""Arguments of the wrong kind, as Python lets anyone give them: a diagnostic, and a model as it
+was.
+"""
 
 from __future__ import annotations
 

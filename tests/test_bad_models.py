@@ -1,4 +1,6 @@
-"""Models that something is wrong with: each is a diagnostic, never a traceback, and never a half-changed model."""
+"""Models that something is wrong with: each is a diagnostic, never a traceback, and never a
+half-changed model.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Structure:
         assert self.now(self.model) == self.found
 
 
-# Without attention ---------------------------------------------------------------------------------------------------
+# Without attention
+# --------------------------------------------------------------------------------------------------
 
 
 class Mixer(nn.Module):
@@ -91,7 +94,8 @@ def test_sites_on_the_command_line_says_so(tmp_path: Path, capsys: pytest.Captur
     assert "has no attention" in capsys.readouterr().err
 
 
-# Not from transformers -----------------------------------------------------------------------------------------------
+# Not from transformers
+# -----------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -222,7 +226,8 @@ def test_an_adapter_is_not_loaded_onto_a_name(tmp_path: Path) -> None:
     refused("P545", lambda: peftc.load(tmp_path, name))
 
 
-# Without weights -----------------------------------------------------------------------------------------------------
+# Without weights
+# --------------------------------------------------------------------------------------------------
 
 
 def on_meta(*modules: str) -> nn.Module:
@@ -270,7 +275,8 @@ def test_a_model_loaded_in_part_is_compiled_where_it_has_weights() -> None:
     assert {p.device.type for p in peftc.parameters(model).values()} == {"cpu"}
 
 
-# Code of others ------------------------------------------------------------------------------------------------------
+# Code of others
+# --------------------------------------------------------------------------------------------------
 
 CONFIGURATION = """
 from transformers import {config}
@@ -377,7 +383,9 @@ def test_the_command_line_asks_before_it_runs_code(
 
 
 def test_a_class_that_transformers_has_needs_no_code(repository: tuple[Path, Path]) -> None:
-    """A known type with code beside it is built by transformers' own class, and the code is left alone."""
+    """A known type with code beside it is built by transformers' own class, and the code is left
+    alone.
+    """
     folder, marker = repository
     change(folder, model_type="llama", architectures=["LlamaForCausalLM"])
     assert peftc.plan(Q, folder).totals.trained > 0

@@ -1,4 +1,6 @@
-"""The public functions, where laws over recipes do not reach: names, odd arguments, modules that are no transformers."""
+"""The public functions, where laws over recipes do not reach: names, odd arguments, modules that
+are no transformers.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,10 @@ def test_the_collector_of_cycles_is_as_it_was() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_twice_the_layers_are_at_most_twice_the_work(device: str) -> None:
-    spec = "peft 1\nedit qv at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2) }\nedit f at layer[*].ffn { h += adapter(x, r=2) }\n"
+    spec = (
+        "peft 1\nedit qv at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2) }\n"
+        "edit f at layer[*].ffn { h += adapter(x, r=2) }\n"
+    )
 
     def work(layers: int) -> int:
         with torch.device(device):

@@ -24,7 +24,9 @@ def test_regions_name_their_states() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "falcon"])
 def test_queries_keys_and_values_are_what_an_attention_takes(name: str) -> None:
-    """Through transformers' interface and as a call of torch's function, whose operands have other places."""
+    """Through transformers' interface and as a call of torch's function, whose operands have other
+    places.
+    """
     region = peftc.trace(build("causal-lm", name)[0], "layer[*].attn")[0]
     attention = region.state("self.kv")
     operands = [region.state(f"self.{each}") for each in "qkv"]

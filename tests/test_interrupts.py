@@ -1,4 +1,5 @@
-"""SIGINT at each line from the first write to the end of an operation leaves the model as before or as after.
+"""SIGINT at each line from the first write to the end of an operation leaves the model as before or
+as after.
 
 `make interrupts` covers all lines, and operations that consist of these.
 """

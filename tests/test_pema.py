@@ -1,4 +1,6 @@
-"""PEMA's parts, on tiny random models: what is stored, what each phase trains, and `generate` against a loop without cache and padding."""
+"""PEMA's parts, on tiny random models: what is stored, what each phase trains, and `generate`
+against a loop without cache and padding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the README shows is what happens: its commands print what it prints, its Python runs, its JSON has the plan's keys."""
+"""What the README shows is what happens: its commands print what it prints, its Python runs, its
+JSON has the plan's keys.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""What the README says in numbers is what `benchmarks/results` says, and every result says when and with what it was measured."""
+"""What the README says in numbers is what `benchmarks/results` says, and every result says when and
+with what it was measured.
+"""
 
 from __future__ import annotations
 
@@ -69,13 +71,18 @@ def test_the_promises() -> None:
     specs, adapters, kills = (broken[name] for name in ("mutated specs", "malicious adapters", "killed saves"))
     interrupts, mutants = results("interrupts"), results("mutants")
     assert [row[-1] for row in rows("| Bad input")] == [
-        f"{specs['run']:,} mutated specs, {adapters['run']:,} malicious adapters: {specs['tracebacks'] + adapters['tracebacks']} tracebacks, "
+        f"{specs['run']:,} mutated specs, {adapters['run']:,} malicious "
+        f"adapters: {specs['tracebacks'] + adapters['tracebacks']} tracebacks, "
         f"{specs['hangs'] + adapters['hangs']} hangs",
         f"{kills['run']:,} SIGKILLs, at random and at every boundary: {kills['losses']} losses",
-        f"SIGINT at {interrupts['lines']:,} lines of {len(interrupts['operations'])} operations: {interrupts['between']} in between",
-        f"{mutants['faults']} small faults, one at a time: {mutants['killed']} noticed ({mutants['killed'] / mutants['faults']:.1%})".replace(
-            "%", " %"
+        (
+            f"SIGINT at {interrupts['lines']:,} lines of {len(interrupts['operations'])} "
+            f"operations: {interrupts['between']} in between"
         ),
+        (
+            f"{mutants['faults']} small faults, one at a time: {mutants['killed']} "
+            f"noticed ({mutants['killed'] / mutants['faults']:.1%})"
+        ).replace("%", " %"),
     ]
 
 

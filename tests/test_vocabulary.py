@@ -1,4 +1,6 @@
-"""The words of the package: operations of PyTorch are named in one file, and results are named for what they are."""
+"""The words of the package: operations of PyTorch are named in one file, and results are named for
+what they are.
+"""
 
 from __future__ import annotations
 

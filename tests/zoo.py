@@ -1,7 +1,8 @@
 """Tiny seeded models of every architecture under test, with every parameter away from its default.
 
-A bias that is zero or a norm that is one would hide mistakes, so all parameters are drawn again: matrices with a gain near
-one, biases ~ 0.1·N, norm weights ~ 1 + 0.1·N. No hub, no tokenizer; the same call gives the same bits.
+A bias that is zero or a norm that is one would hide mistakes, so all parameters are drawn again:
+matrices with a gain near one, biases ~ 0.1·N, norm weights ~ 1 + 0.1·N. No hub, no tokenizer; the
+same call gives the same bits.
 
     model = zoo.build("bart", torch.float64)
     out = model(**zoo.inputs("bart", model, padding="left"))
@@ -142,8 +143,9 @@ def build(
 ) -> nn.Module:
     """A model in eval mode with random parameters.
 
-    In float64, norms and routers that transformers computes in float32 whatever the input are computed in float64:
-    otherwise a difference of 1e-16 comes out as 1e-8 and no law can be stated at 1e-10.
+    In float64, norms and routers that transformers computes in float32 whatever the input are
+    computed in float64: otherwise a difference of 1e-16 comes out as 1e-8 and no law can be stated
+    at 1e-10.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
@@ -160,7 +162,9 @@ def build(
 
 @torch.no_grad()
 def randomise(model: nn.Module, generator: torch.Generator) -> None:
-    """Draws every parameter again (tied ones once): gain ~1 matrices, biases ~0.1·N, norm weights ~1 + 0.1·N."""
+    """Draws every parameter again (tied ones once): gain ~1 matrices, biases ~0.1·N, norm weights
+    ~1 + 0.1·N.
+    """
     seen = set[nn.Parameter]()
     for owner, module in model.named_modules():
         norm = "norm" in type(module).__name__.lower() or "layer_norm" in owner
@@ -189,10 +193,11 @@ def inputs(
     decoder_tokens: int = 5,
     seed: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Token ids (never a special one) and, with `padding`, a mask in which example i lacks i tokens on that side.
+    """Token ids (never a special one) and, with `padding`, a mask in which example i lacks i tokens
+    on that side.
 
-    Encoder-decoder models get `decoder_input_ids` too; drop it (and `labels`) for `generate`. Models of images get images,
-    and neither mask nor tokens.
+    Encoder-decoder models get `decoder_input_ids` too; drop it (and `labels`) for `generate`.
+    Models of images get images, and neither mask nor tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     if SPECIES[name].input == "pixels":

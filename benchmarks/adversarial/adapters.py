@@ -1,4 +1,6 @@
-"""Adapters that someone has tampered with: each is refused with a code and leaves the model as it was, or loads as an adapter."""
+"""Adapters that someone has tampered with: each is refused with a code and leaves the model as it
+was, or loads as an adapter.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ import peftc
 from benchmarks.adversarial.outcome import Tally
 from peftc import PeftcError
 
-SPEC = "peft 1\nedit a at layer[*].attn.q { h += lora(x, r=2) }\nedit b at layer[*].ffn per task { h += adapter(h, r=2) }\n"
+SPEC = (
+    "peft 1\nedit a at layer[*].attn.q { h += lora(x, r=2) }\n"
+    "edit b at layer[*].ffn per task { h += adapter(h, r=2) }\n"
+)
 SECRET = "hunter2-" + "c0ffee" * 4
 Change = Callable[[Path], None]
 
@@ -280,7 +285,9 @@ def run(seed: int, tally: Tally) -> None:
 
 
 def attempt(folder: Path) -> None:
-    """Loads an adapter. After an error the model is as it was, and the message has nothing of other files."""
+    """Loads an adapter. After an error the model is as it was, and the message has nothing of other
+    files.
+    """
     base = model()
     before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state(base).items()}
     error = loading_error(folder, base)

@@ -1,4 +1,6 @@
-"""Processes that save and are killed: whatever is there afterwards is one of the adapters, whole, and the next save succeeds."""
+"""Processes that save and are killed: whatever is there afterwards is one of the adapters, whole,
+and the next save succeeds.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def clean(folder: Path) -> None:
 
 
 def run(at_random: int, seed: int, tally: Tally) -> None:
-    """A kill at every boundary of a save into a new folder and over an adapter, then so many at random times."""
+    """A kill at every boundary of a save into a new folder and over an adapter, then so many at
+    random times.
+    """
     draw = random.Random(seed)
     made = adapters(3)
     models, tensors = [model for model, _ in made], [values for _, values in made]
@@ -96,7 +100,9 @@ def forever(models: list[torch.nn.Module], folder: Path) -> None:
 def survived(
     folder: Path, then: torch.nn.Module | None, tensors: list[dict[str, torch.Tensor]], was_there: bool
 ) -> None:
-    """One of the adapters is there, or nothing where there was nothing; saving `then` leaves nothing else."""
+    """One of the adapters is there, or nothing where there was nothing; saving `then` leaves
+    nothing else.
+    """
     if was_there or (folder / "adapter.json").exists():
         which(folder, tensors)
     if then is not None:

@@ -1,4 +1,6 @@
-"""What became of one piece of input: a result, a diagnostic, or one of the three things that must not be."""
+"""What became of one piece of input: a result, a diagnostic, or one of the three things that must
+not be.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Tally:
     failures: list[str] = field(default_factory=list[str])
 
     def run(self, name: str, action: Callable[[], object]) -> bool:
-        """Whether `action` came to an end as it should: with a result, or with a diagnostic that is no bug of peftc."""
+        """Whether `action` came to an end as it should: with a result, or with a diagnostic that is
+        no bug of peftc.
+        """
         self.counts["run"] += 1
         try:
             _in_time(action)

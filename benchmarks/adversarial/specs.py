@@ -1,4 +1,6 @@
-"""Mutated specs: the recipes, cut, spliced, repeated, and with things put in that nobody would write."""
+"""Mutated specs: the recipes, cut, spliced, repeated, and with things put in that nobody would
+write.
+"""
 
 from __future__ import annotations
 
@@ -236,7 +238,9 @@ def mutated(draw: random.Random, sources: list[str]) -> str:
 
 
 def run(count: int, seed: int, tally: Tally) -> None:
-    """So many specs: parsed, printed, checked, expanded, and planned on a model where they get as far."""
+    """So many specs: parsed, printed, checked, expanded, and planned on a model where they get as
+    far.
+    """
     draw, sources = random.Random(seed), texts()
     analysis = analyse_base(zoo.build(MODEL))
     with tempfile.TemporaryDirectory() as folder:

@@ -22,9 +22,11 @@ class Unbuildable(Exception):
 
 
 def build(mapping: str, model_type: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
-    """A model in eval mode, in float32, without dropout, and the arguments of one forward. The same call, the same bits.
+    """A model in eval mode, in float32, without dropout, and the arguments of one forward. The same
+    call, the same bits.
 
-    Raises: `Unbuildable` where the shrunken model would still be large; else whatever the model's own code raises.
+    Raises: `Unbuildable` where the shrunken model would still be large; else whatever the model's
+    own code raises.
     """
     pair = pair_of(mapping, model_type)
     model = made(pair, config_of(pair), seed)
@@ -45,7 +47,9 @@ def config_of(pair: Pair) -> PretrainedConfig:
 
 
 def _part_for(model: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
-    """Some mappings name the text half of a model: then its class takes the inner configuration, as the auto classes do."""
+    """Some mappings name the text half of a model: then its class takes the inner configuration, as
+    the auto classes do.
+    """
     wanted = model.config_class
     if wanted is None or isinstance(config, wanted):
         return config
@@ -67,9 +71,11 @@ def made(pair: Pair, config: PretrainedConfig, seed: int) -> nn.Module:
 
 @torch.no_grad()
 def randomise(model: nn.Module, generator: torch.Generator) -> None:
-    """Draws every parameter again: matrices with a gain near one; vectors (biases, norms, decays) near what they were.
+    """Draws every parameter again: matrices with a gain near one; vectors (biases, norms, decays)
+    near what they were.
 
-    A bias of zero or a norm of one would hide mistakes. Buffers are left alone; parameters tied to each other stay so.
+    A bias of zero or a norm of one would hide mistakes. Buffers are left alone; parameters tied to
+    each other stay so.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for parameter in model.parameters():  # each once

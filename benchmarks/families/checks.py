@@ -1,4 +1,5 @@
-"""What is asked of peftc on one model: sites, and five edits compiled, run, trained, decoded and removed.
+"""What is asked of peftc on one model: sites, and five edits compiled, run, trained, decoded and
+removed.
 
 found = checked(model, inputs)
 found["edits"]["a"]["verdict"]    # pass | refused | fail
@@ -78,7 +79,9 @@ def _steps(site: Any) -> list[str]:
 
 
 class _Base:
-    """A model before an edit: its output, its state and whether decoding with a cache agrees with decoding without."""
+    """A model before an edit: its output, its state and whether decoding with a cache agrees with
+    decoding without.
+    """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], sample: Mapping[str, Any] | None) -> None:
         self.model, self.inputs, self.sample = model, inputs, sample
@@ -91,7 +94,8 @@ class _Base:
 
 
 def _frozen(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    # As an edit leaves the base. Some code computes in another order where nothing requires a gradient, even under no_grad.
+    # As an edit leaves the base. Some code computes in another order where nothing requires a
+    # gradient, even under no_grad.
     flags = [p.requires_grad for p in model.parameters()]
     model.requires_grad_(False)
     out = run(model, inputs)
@@ -101,8 +105,9 @@ def _frozen(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 
 def tried(base: _Base, trial: Trial, seen: Witness, sites: Mapping[str, int]) -> Answer:
-    """The verdict on one edit. Arms whose sub-layer neither peftc nor the witness sees are left out; if none is left, peftc
-    must refuse."""
+    """The verdict on one edit. Arms whose sub-layer neither peftc nor the witness sees are left
+    out; if none is left, peftc must refuse.
+    """
     arms = tuple(arm for arm in trial.arms if seen.has(arm[1]) or _matches(arm[0], sites))
     try:
         return _compiled(base, trial, arms) if arms else _refused(base, trial)
@@ -178,7 +183,9 @@ def _draw(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _gradients(base: _Base, parameters: Mapping[str, nn.Parameter]) -> float:
-    """The share of the edit's tensors with a gradient; all of them finite, one at least not zero."""
+    """The share of the edit's tensors with a gradient; all of them finite, one at least not
+    zero.
+    """
     torch.manual_seed(0)
     takes_cache = "use_cache" in inspect.signature(base.model.forward).parameters
     out = main_output(base.model(**base.inputs, **({"use_cache": False} if takes_cache else {})))  # as one trains

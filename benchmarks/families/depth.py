@@ -1,7 +1,7 @@
 """Which layers of a configuration a tiny model keeps: at least two, and one of each kind.
 
-Some configurations name the kind of each layer in lists as long as the stack is deep (`layer_types`), some name layers by
-index (`moe_layers`). Both are cut down to the same layers.
+Some configurations name the kind of each layer in lists as long as the stack is deep
+(`layer_types`), some name layers by index (`moe_layers`). Both are cut down to the same layers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ MOST = 6
 
 
 def shallow(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one configuration (not of those within it) that depend on its depth, for a few of its layers."""
+    """The fields of one configuration (not of those within it) that depend on its depth, for a few
+    of its layers.
+    """
     found = dict[str, Any]()
     for name in DEPTHS:
         if isinstance(values.get(name), int) and values[name] > 2:
@@ -63,7 +65,8 @@ def _stack(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _kept(deep: int, per_layer: Mapping[str, Any], named: Mapping[str, Any]) -> list[int]:
-    # One layer of each kind, where a kind is what all lists say of a layer; then the first ones until there are two.
+    # One layer of each kind, where a kind is what all lists say of a layer; then the first ones
+    # until there are two.
     kinds = dict[tuple[str, ...], int]()
     for i in range(deep):
         kind = tuple(str(value[i]) for value in per_layer.values()) + tuple(str(i in v) for v in named.values())

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trial:
-    """An edit: its arms (each a selector and the part of the witness that it needs), its equation, its start."""
+    """An edit: its arms (each a selector and the part of the witness that it needs), its equation,
+    its start.
+    """
 
     arms: tuple[tuple[str, str], ...]  # (selector, "attn" | "projection" | "ffn" | "layer")
     equation: str

@@ -10,7 +10,9 @@ LONGEST = 240
 
 
 def reason_of(error: BaseException) -> str:
-    """`Type: message (file:line)`; of a diagnostic its code and message, which say where themselves."""
+    """`Type: message (file:line)`; of a diagnostic its code and message, which say where
+    themselves.
+    """
     from peftc import PeftcError
 
     if isinstance(error, PeftcError):

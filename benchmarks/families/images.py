@@ -1,4 +1,6 @@
-"""An image before the text, for models that take both: pixels in the shape they take, and as many image tokens as they make of it."""
+"""An image before the text, for models that take both: pixels in the shape they take, and as many
+image tokens as they make of it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _SIDE = 4  # patches of an image that comes as a list of patches
 
 
 def with_image(model: nn.Module, given: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
-    """`given` with an image that matters to the output; as it is where no shape of pixels tried does."""
+    """`given` with an image that matters to the output; as it is where no shape of pixels tried
+    does.
+    """
     for make in (_square, _unsized, _grid, _tiles, _plain):
         try:
             made = make(model, dict(given), generator)
@@ -88,7 +92,9 @@ def _placed(model: nn.Module, given: dict[str, Any], image: dict[str, Any]) -> d
 
 
 def _getter(model: nn.Module) -> Callable[..., Any]:
-    """The model's own function for the features of an image, or of a video where it knows nothing else."""
+    """The model's own function for the features of an image, or of a video where it knows nothing
+    else.
+    """
     owners = (model, getattr(model, "model", None))
     names = ("get_image_features", "get_video_features")
     return next(found for name in names for owner in owners if (found := getattr(owner, name, None)) is not None)

@@ -1,6 +1,7 @@
 """What cannot be made small by the names of fields alone, with the reason of each.
 
-A dotted name is a field of a configuration inside; `...` as a value takes the field away, so that its default is used.
+A dotted name is a field of a configuration inside; `...` as a value takes the field away, so that
+its default is used.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ MAPPINGS: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A model type in one auto mapping. `model` is the first class that the mapping names for it."""
+    """A model type in one auto mapping. `model` is the first class that the mapping names for
+    it.
+    """
 
     mapping: str
     type: str

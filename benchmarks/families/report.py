@@ -1,4 +1,6 @@
-"""The coverage table: JSON with everything, Markdown to read, and failures grouped by what they say."""
+"""The coverage table: JSON with everything, Markdown to read, and failures grouped by what they
+say.
+"""
 
 from __future__ import annotations
 
@@ -100,10 +102,14 @@ def markdown(rows: Rows) -> Iterator[str]:
 
 def _explanation() -> Iterator[str]:
     yield (
-        "`ok`: at the start the output is the base's bit for bit (but for the prefix); with drawn parameters it changes, the "
-        "edit's tensors receive finite gradients, decoding with a cache equals decoding without (where it does in the base: to "
-        "1e-4 of the largest logit, or ten times what the base is off by), and after `remove` classes, tensors and output are the base's again. `–`: there is no such sub-layer, says a witness "
-        "that does not use peftc, and the edit is refused with P2xx. (c) leaves out the one of its two sub-layers that is not "
+        "`ok`: at the start the output is the base's bit for bit "
+        "(but for the prefix); with drawn parameters it changes, the "
+        "edit's tensors receive finite gradients, decoding with a "
+        "cache equals decoding without (where it does in the base: to "
+        "1e-4 of the largest logit, or ten times what the base is off by), and after `remove` classes, "
+        "tensors and output are the base's again. `–`: there is no such sub-layer, says a witness "
+        "that does not use peftc, and the edit is refused with P2xx. "
+        "(c) leaves out the one of its two sub-layers that is not "
         "there. The per cents of (d) are of the types in which a softmax is multiplied with values."
     )
     yield ""

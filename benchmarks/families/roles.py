@@ -1,5 +1,6 @@
-"""Roles that others give to modules by name, held against the sites that dataflow found: transformers' own plan for tensor
-parallelism, and PEFT's table of what LoRA adapts."""
+"""Roles that others give to modules by name, held against the sites that dataflow found:
+transformers' own plan for tensor parallelism, and PEFT's table of what LoRA adapts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-# What a name in a plan says of a Linear. Other names (norms, routers, latent projections) say nothing of a role.
+# What a name in a plan says of a Linear. Other names (norms, routers, latent projections) say
+# nothing of a role.
 BY_NAME: Mapping[str, tuple[str, ...]] = {
     "q_proj": ("q",),
     "k_proj": ("k",),
@@ -28,7 +30,9 @@ BY_NAME: Mapping[str, tuple[str, ...]] = {
 
 
 def plan_disagreements(model: nn.Module, table: Any) -> list[str]:
-    """What the model's tensor-parallel plan calls otherwise than the sites do, or what no site has: one line a role and name."""
+    """What the model's tensor-parallel plan calls otherwise than the sites do, or what no site has:
+    one line a role and name.
+    """
     found = sites_by_role(table)
     missing = defaultdict[str, list[str]](list)
     for name, roles in sorted(_planned(model)):
@@ -41,7 +45,9 @@ def plan_disagreements(model: nn.Module, table: Any) -> list[str]:
 
 
 def sites_by_role(table: Any) -> Mapping[str, set[str]]:
-    """The modules (or parameters, where a module holds several weights) of the sites of each role."""
+    """The modules (or parameters, where a module holds several weights) of the sites of each
+    role.
+    """
     found = defaultdict[str, set[str]](set)
     for site in table.sites:
         weight = site.states.get("w")
@@ -65,7 +71,9 @@ def _planned(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def table_disagreements(model: nn.Module, table: Any, targets: list[str] | str) -> list[str]:
-    """Where PEFT's targets of a type and the modules of q and v differ. `targets` as PEFT reads them: ends of names, or a pattern."""
+    """Where PEFT's targets of a type and the modules of q and v differ. `targets` as PEFT reads
+    them: ends of names, or a pattern.
+    """
     found = sites_by_role(table)
     ours = found["q"] | found["v"]
     named = [name for name, module in model.named_modules() if isinstance(module, nn.Module) and _hit(name, targets)]

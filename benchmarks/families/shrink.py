@@ -1,7 +1,8 @@
 """A configuration made tiny by the names of its fields, and those of the configurations inside it.
 
-All hidden sizes become 32, so that towers and projections that must fit keep fitting; heads 4 of 8 features; experts 4, of
-which 2 act. Nothing here knows a model: what cannot be made small this way stands in `overrides`.
+All hidden sizes become 32, so that towers and projections that must fit keep fitting; heads 4 of 8
+features; experts 4, of which 2 act. Nothing here knows a model: what cannot be made small this way
+stands in `overrides`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ _STAGES = ("depths", "hidden_sizes", "embed_dims", "stage_num_blocks", "num_bloc
 
 
 def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration (`to_dict()`), small; token ids stay apart from each other and from text."""
+    """The fields of a configuration (`to_dict()`), small; token ids stay apart from each other and
+    from text.
+    """
     tokens = _token_ids(values)
     return _shrunk(values, tokens)
 
@@ -106,7 +109,9 @@ def _in_proportion(value: Any, small: Any, large: Any) -> Any:
 
 
 def _in_stages(values: Mapping[str, Any], tokens: Mapping[int, int]) -> dict[str, Any]:
-    """Pyramids: channels are divided rather than set, since each stage has its own; image and patches fit the strides."""
+    """Pyramids: channels are divided rather than set, since each stage has its own; image and
+    patches fit the strides.
+    """
     small = {name: value for name, value in values.items() if name not in _DERIVED}
     for name, value in small.items():
         if name in ("depths", "stage_num_blocks", "num_block_repeats"):
@@ -196,7 +201,9 @@ def _mapped(value: Any, tokens: Mapping[int, int]) -> Any:
 
 
 def _token_ids(values: Mapping[str, Any]) -> dict[int, int]:
-    """Special tokens: what is small stays, the others become the last ids of the vocabulary, in order."""
+    """Special tokens: what is small stays, the others become the last ids of the vocabulary, in
+    order.
+    """
     large = sorted(i for i in set(_tokens_in(values)) if i >= FIRST_FREE)
     return {token: VOCAB - 1 - place for place, token in enumerate(large)}
 

@@ -1,4 +1,6 @@
-"""All of a model that an edit could leave changed: classes, attributes of modules, tensors and whether they train."""
+"""All of a model that an edit could leave changed: classes, attributes of modules, tensors and
+whether they train.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What a model has, found without peftc: which modules attend with a softmax, which are called feed-forward.
+"""What a model has, found without peftc: which modules attend with a softmax, which are called
+feed-forward.
 
-The checks hold peftc's refusals to it: `there is no attention here` counts as right only where no softmax reaches a product.
+The checks hold peftc's refusals to it: `there is no attention here` counts as right only where no
+softmax reaches a product.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def witness(model: nn.Module, inputs: Mapping[str, Any]) -> Witness:
 
 
 def _outermost(name: str) -> str:
-    """The largest part of a repeated block around a module: `layer.0.attention` for `layer.0.attention.core`."""
+    """The largest part of a repeated block around a module: `layer.0.attention` for
+    `layer.0.attention.core`.
+    """
     parts = name.split(".")
     blocks = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: blocks[-1] + 2]) if blocks else name
@@ -108,7 +112,9 @@ def _flat(args: Any) -> Iterator[Any]:
 
 @contextmanager
 def _paths(model: nn.Module, seen: _Attention) -> Iterator[None]:
-    """While the block runs, `seen.path` are the modules being called. Leaf modules (dropout, softmax) count as their parents."""
+    """While the block runs, `seen.path` are the modules being called. Leaf modules (dropout,
+    softmax) count as their parents.
+    """
     handles = []
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):

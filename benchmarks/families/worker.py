@@ -1,4 +1,6 @@
-"""`python -m benchmarks.families.worker`: answers the coverage benchmark's jobs; started by `benchmarks.families.pool`."""
+"""`python -m benchmarks.families.worker`: answers the coverage benchmark's jobs; started by
+`benchmarks.families.pool`.
+"""
 
 from __future__ import annotations
 

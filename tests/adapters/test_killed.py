@@ -1,4 +1,6 @@
-"""An adapter is there before and after: whatever ends a process that saves, and whoever else saves or loads meanwhile."""
+"""An adapter is there before and after: whatever ends a process that saves, and whoever else saves
+or loads meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def old_layout(folder: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["new", "1.0", "nothing"])
 def test_killed_at_every_boundary(layout: str, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
-    """The old adapter loads or the new one does, and the next save succeeds and leaves nothing else."""
+    """The old adapter loads or the new one does, and the next save succeeds and leaves nothing
+    else.
+    """
     old, new = adapters
     first = tmp_path / "first"
     if layout != "nothing":
@@ -118,7 +122,9 @@ def test_the_old_layout_loads(adapters: tuple[Saved, Saved], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("moved", ["adapter.json", "both", "tensors are new"])
 def test_what_an_earlier_version_left_is_replaced(moved: str, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
-    """Format 1.0 was written by moving the old files away, then the new ones in: a killed writer left a mixture."""
+    """Format 1.0 was written by moving the old files away, then the new ones in: a killed writer
+    left a mixture.
+    """
     old, new = adapters
     folder, fresh = tmp_path / "a", tmp_path / "b"
     old.save(folder)
@@ -174,7 +180,9 @@ def saver(folder: Path, adapter: Saved, times: int) -> Callable[[], None]:
 def test_two_processes_save_into_one_folder(
     locks: bool, adapters: tuple[Saved, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read at any time is one of the two, whole. Without locks, files of the last hour are left."""
+    """What is read at any time is one of the two, whole. Without locks, files of the last hour are
+    left.
+    """
     if not locks:
         monkeypatch.setattr(atomic, "_acquire", lambda *args: False)
     adapters[0].save(tmp_path)
@@ -207,7 +215,8 @@ def test_a_writer_that_is_stuck_is_not_waited_for_for_ever(
     assert_clean(tmp_path)
 
 
-# What a file system refuses ------------------------------------------------------------------------------------------
+# What a file system refuses
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -243,7 +252,9 @@ OPERATIONS = ["os.replace", "os.fsync", "shutil.copyfile", "shutil.copymode", "t
 def test_a_full_disk_at_every_operation(
     operation: str, adapters: tuple[Saved, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error with a code; the old adapter is there, or the new one where only its last flush was refused."""
+    """An error with a code; the old adapter is there, or the new one where only its last flush was
+    refused.
+    """
     module, _, name = operation.partition(".")
     real = getattr(sys.modules[module], name)
     adapters[0].save(tmp_path / "a")

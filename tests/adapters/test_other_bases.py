@@ -1,4 +1,6 @@
-"""The base that an adapter belongs to: another function is refused, other weights are told with their distance."""
+"""The base that an adapter belongs to: another function is refused, other weights are told with
+their distance.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def diagnostic_of(action: Callable[[], object]) -> peftc.Diagnostic:
     return result
 
 
-# What the fingerprint covers -----------------------------------------------------------------------------------------
+# What the fingerprint covers
+# -----------------------------------------------------------------------------------------
 
 OTHER_FUNCTIONS: dict[str, dict[str, Any]] = {
     "rope theta": {"rope_parameters": {**ROPE, "rope_theta": 500000.0}},
@@ -122,7 +125,8 @@ def test_without_a_configuration_the_structure_is_compared(config: object) -> No
     assert differences(describe_base(Plain(config), "a"), wider)
 
 
-# Another version of transformers -------------------------------------------------------------------------------------
+# Another version of transformers
+# -------------------------------------------------------------------------------------
 
 
 class NewerConfig(LlamaConfig):
@@ -171,7 +175,8 @@ def test_where_defaults_are_not_known_keys_of_one_side_pass() -> None:
     assert "`depth` of the configuration is 3 there and 4 here" in note
 
 
-# Adapters ------------------------------------------------------------------------------------------------------------
+# Adapters
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_written_down(folder: Path) -> None:
@@ -220,7 +225,8 @@ def test_version_1_is_compared_by_its_own_rule(folder: Path, tmp_path: Path) -> 
     assert diagnostic_of(lambda: peftc.load(old, zoo.build("llama", hidden_act="relu"))).code == "P523"
 
 
-# Other weights -------------------------------------------------------------------------------------------------------
+# Other weights
+# --------------------------------------------------------------------------------------------------
 
 PROJECTION = "model.layers.1.self_attn.v_proj.weight"
 
@@ -289,7 +295,8 @@ def test_warm_start_has_the_same_rule(folder: Path) -> None:
     peftc.warm_start(model, folder, other_weights=True)
 
 
-# The sample ----------------------------------------------------------------------------------------------------------
+# The sample
+# --------------------------------------------------------------------------------------------------
 
 
 def test_samples_are_values_at_equal_distances() -> None:

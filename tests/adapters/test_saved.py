@@ -1,4 +1,6 @@
-"""Adapters at rest: they come back bit for bit, never by halves, and only onto the base they belong to."""
+"""Adapters at rest: they come back bit for bit, never by halves, and only onto the base they belong
+to.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ def refused(folder: Path, model: nn.Module, code: str, **kwargs: Any) -> peftc.D
     return result
 
 
-# There and back ------------------------------------------------------------------------------------------------------
+# There and back
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "dtype"), checkerboard(("bart", "gpt2", "llama"), DTYPES))
@@ -161,7 +164,8 @@ def test_after_a_partial_fold_the_rest_belongs_to_the_folded_base(tmp_path: Path
     torch.testing.assert_close(logits("llama", folded), want)
 
 
-# Prefixes ------------------------------------------------------------------------------------------------------------
+# Prefixes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "shared"), checkerboard(("bart", "t5", "llama"), (False, True)))
@@ -209,7 +213,8 @@ def test_a_shared_prefix_used_twice_in_an_edit_needs_keep(tmp_path: Path) -> Non
     assert not (tmp_path / "a").exists()
 
 
-# Where it is written -------------------------------------------------------------------------------------------------
+# Where it is written
+# -------------------------------------------------------------------------------------------------
 
 
 def test_an_adapter_replaces_an_adapter_and_leaves_other_files(tmp_path: Path) -> None:
@@ -294,7 +299,8 @@ def test_parameters_without_values_are_not_saved(tmp_path: Path) -> None:
         peftc.save(zoo.build("llama"), tmp_path / "a")
 
 
-# What is not loaded --------------------------------------------------------------------------------------------------
+# What is not loaded
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -432,7 +438,8 @@ def test_a_spec_that_cannot_be_planned(spec: str, excerpt: str, folder: Path) ->
     assert excerpt in result.notes[0]
 
 
-# Other bases ---------------------------------------------------------------------------------------------------------
+# Other bases
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -454,7 +461,9 @@ def test_another_base_is_refused_with_what_differs(name: str, change: Any, excer
 
 
 def test_values_that_train_replaces_may_differ(folder: Path) -> None:
-    """A head that was trained is saved with the adapter: it may be a fresh one where the adapter is loaded."""
+    """A head that was trained is saved with the adapter: it may be a fresh one where the adapter is
+    loaded.
+    """
     model = zoo.build("bert")
     with torch.no_grad():
         model.get_submodule("bert.encoder.layer.1.output.LayerNorm").weight.add_(1.0)

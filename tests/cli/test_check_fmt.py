@@ -16,7 +16,10 @@ from peftc.filesystem import resources
 
 GOOD = "peft 1\n\nedit ffn at layer[*].ffn { h += adapter(x, r=64) }\n"
 LOOSE = GOOD.replace("h += adapter", "h+=adapter").replace("\n\n", "\n# note\n")
-BAD = "peft 1\nedit prefix at layer[*].attn.croos { kv = concat(prefix(len=30), kv) }\nedit b at layer[*].ffn { h += adaptr(x) }\n"
+BAD = (
+    "peft 1\nedit prefix at layer[*].attn.croos { kv = concat(prefix(len=30), kv) }\n"
+    "edit b at layer[*].ffn { h += adaptr(x) }\n"
+)
 
 
 @pytest.fixture

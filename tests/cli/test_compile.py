@@ -54,7 +54,8 @@ def code_of(action: Callable[[], object]) -> str:
     return found.code
 
 
-# The command ---------------------------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,9 @@ def test_the_marker_has_the_hash_of_each_file(written: Path) -> None:
 
 
 def test_again_with_other_arguments(written: Path, arguments: list[str], tmp_path: Path, capsys: Out) -> None:
-    """What is ours is replaced, a file of the user's beside it stays, a file that is no longer wanted goes."""
+    """What is ours is replaced, a file of the user's beside it stays, a file that is no longer
+    wanted goes.
+    """
     folder = tmp_path / "both"
     shutil.copytree(written, folder)
     (folder / "notes.txt").write_text("mine")
@@ -255,7 +258,8 @@ def test_names_of_classes_become_names_of_files(name: str) -> None:
     assert len(stem) <= 100
 
 
-# The folder ----------------------------------------------------------------------------------------------------------
+# The folder
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("there", ["nothing", "empty", "a leftover"])
@@ -407,7 +411,9 @@ def test_a_deleted_file_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_killed_at_every_boundary(there: bool, tmp_path: Path) -> None:
-    """Each file is the old one, the new one or not there; the next run completes it, and the user's file stays."""
+    """Each file is the old one, the new one or not there; the next run completes it, and the user's
+    file stays.
+    """
     first = tmp_path / "first"
     if there:
         write_folder(first, OLD)

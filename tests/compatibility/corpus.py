@@ -1,12 +1,13 @@
 """Adapters that released versions of peftc have saved, and the models they were saved from.
 
-`saved/<version>.tar.xz` has a folder for each case, as `peftc.save` wrote it. Its `cases.json` names the model of each case, and
-`outputs.safetensors` has what the edited model computed. `specs.json` has the recipes of that version as expanded texts, and their counts on
-`PLANNED`. Nothing here depends on random numbers of a library's constructors: weights
-and inputs are functions of names and positions, so that a later torch or transformers builds the same models.
+`saved/<version>.tar.xz` has a folder for each case, as `peftc.save` wrote it. Its `cases.json`
+names the model of each case, and `outputs.safetensors` has what the edited model computed.
+`specs.json` has the recipes of that version as expanded texts, and their counts on `PLANNED`.
+Nothing here depends on random numbers of a library's constructors: weights and inputs are functions
+of names and positions, so that a later torch or transformers builds the same models.
 
-`python -m tests.compatibility.corpus VERSION` writes the corpus of the version that is installed. It is run once, before a change to what
-is saved, and never over an old corpus.
+`python -m tests.compatibility.corpus VERSION` writes the corpus of the version that is installed.
+It is run once, before a change to what is saved, and never over an old corpus.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     ),
     "text-tasks": (
         "bert",
-        "peft 1\nedit own at layer[*].ffn per task { h += adapter(h, r=2) }\nedit all at layer[*].attn.v { h += lora(x, r=2) }\n",
+        (
+            "peft 1\nedit own at layer[*].ffn per task { h += adapter(h, r=2) }\n"
+            "edit all at layer[*].attn.v { h += lora(x, r=2) }\n"
+        ),
     ),
     "text-prefix": ("llama", "peft 1\nedit p at layer[*].attn { kv = concat(prefix(len=3, reparam=mlp(5)), kv) }\n"),
     "text-prompt": ("gpt2", "peft 1\nedit p at embed { h = concat(prompt(len=3), h) }\n"),
@@ -180,7 +184,9 @@ def output(model: nn.Module, tasks: list[str]) -> Tensor:
 
 
 def totals(text: str, table: SiteTable) -> dict[str, int] | str:
-    """The counts of an expanded spec on a model; the code of the diagnostic where it cannot stand there."""
+    """The counts of an expanded spec on a model; the code of the diagnostic where it cannot stand
+    there.
+    """
     try:
         return make_plan(expand(parse_text(text)), table).plan.totals.model_dump()
     except peftc.PeftcError as error:

@@ -1,4 +1,6 @@
-"""What an earlier version saved, this one loads: the same tensors, and the same outputs. Its specs mean what they meant."""
+"""What an earlier version saved, this one loads: the same tensors, and the same outputs. Its specs
+mean what they meant.
+"""
 
 from __future__ import annotations
 

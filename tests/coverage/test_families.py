@@ -1,4 +1,6 @@
-"""A fixed sample of model types, one or more of every layout there is, with the checks of the coverage benchmark."""
+"""A fixed sample of model types, one or more of every layout there is, with the checks of the
+coverage benchmark.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from tests.matrix import some
 
 @dataclass(frozen=True)
 class Family:
-    """`refused`: the edits for which there is no sub-layer, as everybody can read in the model's source; `fails`: those that do
-    not work yet.
+    """`refused`: the edits for which there is no sub-layer, as everybody can read in the model's
+    source; `fails`: those that do not work yet.
     """
 
     key: str
@@ -27,7 +29,8 @@ class Family:
 FAMILIES = (
     Family("causal-lm/gpt2", "fused qkv, split in three; Conv1D"),
     Family("causal-lm/phi3", "fused qkv and gate-up, in slices"),
-    # Its position bias counts from the end of the keys: beside unbiased rows, a key's weight depends on how many follow.
+    # Its position bias counts from the end of the keys: beside unbiased rows, a key's weight
+    # depends on how many follow.
     Family("causal-lm/mpt", "fused qkv, chunk; written-out softmax; ALiBi, counted from the last key", fails="d"),
     Family("causal-lm/gpt_neox", "fused qkv, interleaved heads; attention and ffn in parallel"),
     Family("causal-lm/bloom", "fused qkv, interleaved heads; written-out softmax; the ffn adds its residual itself"),

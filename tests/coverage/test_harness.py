@@ -1,4 +1,6 @@
-"""The coverage benchmark itself: what it shrinks, what its witness sees, and that it notices what is wrong."""
+"""The coverage benchmark itself: what it shrinks, what its witness sees, and that it notices what
+is wrong.
+"""
 
 from __future__ import annotations
 

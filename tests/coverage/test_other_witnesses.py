@@ -1,4 +1,6 @@
-"""Roles found by dataflow against roles that others give by name: PEFT's table for LoRA, transformers' plans for tensor parallelism."""
+"""Roles found by dataflow against roles that others give by name: PEFT's table for LoRA,
+transformers' plans for tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from benchmarks.families import Pair, build, pairs
 from benchmarks.families.roles import plan_disagreements, table_disagreements
 
 PREFERRED = ("seq2seq", "causal-lm", "masked-lm", "image-text-to-text")
-# Types of PEFT's table that transformers itself does not have (their code comes with the checkpoint).
+# Types of PEFT's table that transformers itself does not have (their code comes with the
+# checkpoint).
 FOREIGN = {"chatglm", "RefinedWebModel", "RefinedWeb", "btlm", "rwkv7"}
 # What PEFT adapts beside q and v, or otherwise: type -> (end of the module's name, why).
 EXPLAINED: dict[str, dict[str, str]] = {

@@ -143,7 +143,9 @@ class Blocks(nn.Module):
 
 
 class Layer(nn.Module):
-    """`before` the blocks; a Linear there has features enough for a logit each, and chooses none of them."""
+    """`before` the blocks; a Linear there has features enough for a logit each, and chooses none of
+    them.
+    """
 
     def __init__(self, before: nn.Module) -> None:
         super().__init__()

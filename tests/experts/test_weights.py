@@ -1,4 +1,6 @@
-"""Edits of the matrices of single experts, which are pieces of one parameter: the laws that every edit keeps."""
+"""Edits of the matrices of single experts, which are pieces of one parameter: the laws that every
+edit keeps.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_identity_gradients_fold_save_and_remove(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "dbrx"])
 def test_the_matrix_of_one_expert_is_what_its_own_forward_multiplies_by(name: str) -> None:
-    """w = 0 at a single role of a single expert silences the tokens of that expert, and no others."""
+    """w = 0 at a single role of a single expert silences the tokens of that expert, and no
+    others.
+    """
     model, inputs = fresh(name)
     with torch.no_grad():
         base = logits(model, inputs)

@@ -128,7 +128,9 @@ def fold(
 
 
 def run(edit: SiteEdit, modules: Mapping[str, FormModule], states: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The states after the edit's equations, computed on plain tensors; `like` decides dtype for forms without input."""
+    """The states after the edit's equations, computed on plain tensors; `like` decides dtype for
+    forms without input.
+    """
     known: dict[int, Tensor] = {}
     for equation in edit.assigns:
         states = states | {equation.state: _value(equation.value, modules, states, known)}

@@ -1,4 +1,6 @@
-"""A folded edit computes what the edit computed, to 1e-10 in float64; what does not fold is refused by name."""
+"""A folded edit computes what the edit computed, to 1e-10 in float64; what does not fold is refused
+by name.
+"""
 
 import dataclasses
 import math
@@ -248,7 +250,9 @@ def test_weights_that_are_not_there_are_refused() -> None:
 
 
 def test_a_value_keeps_nothing_wide_for_a_wide_hidden_state() -> None:
-    """(IA)³ and low-rank edits of a 28,672-wide hidden state never form a square matrix (that would be 3.3 GB)."""
+    """(IA)³ and low-rank edits of a 28,672-wide hidden state never form a square matrix (that would
+    be 3.3 GB).
+    """
     d = 28_672
     z = eq.read("h", Tokens(d))
     value = eq.op("*", eq.op("+", z, eq.apply("lora", z, Tokens(d), r=2)), eq.apply("vector", None, Tokens(d)))

@@ -1,4 +1,6 @@
-"""Prefixes and prompts as a state: the plain model generates with it what it generated with the edits."""
+"""Prefixes and prompts as a state: the plain model generates with it what it generated with the
+edits.
+"""
 
 from __future__ import annotations
 

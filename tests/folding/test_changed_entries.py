@@ -1,4 +1,6 @@
-"""How many entries of the base differ after folding is what the plan says: where entries are chosen, no more than these."""
+"""How many entries of the base differ after folding is what the plan says: where entries are
+chosen, no more than these.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ FORMS = [("vera(r=4)", "h += common(x)"), ("sparse(density=0.05, select=random)"
 
 @pytest.mark.parametrize(("form", "equation"), FORMS)
 def test_one_of_two_does_not_fold(form: str, equation: str) -> None:
-    """What is drawn for the widest site, or counted over all sites, would be another in a file without the one that is gone."""
+    """What is drawn for the widest site, or counted over all sites, would be another in a file
+    without the one that is gone.
+    """
     model = peftc.compile(SPEC.format(form=form, equation=equation), zoo.build("llama", torch.float64), seed=0).eval()
     randomise(peftc.parameters(model))
     given = zoo.inputs("llama", model)

@@ -1,4 +1,6 @@
-"""Folding a whole model: the same function in the base's own classes; what stays goes on working; all or nothing."""
+"""Folding a whole model: the same function in the base's own classes; what stays goes on working;
+all or nothing.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ MIXED = "edit p at layer[*].attn { kv = concat(prefix(len=2), kv) }\n" + LINEAR
 
 
 def compiled(name: str, spec: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Before]:
-    """A model compiled with a spec, its parameters away from where they start, and what it was before."""
+    """A model compiled with a spec, its parameters away from where they start, and what it was
+    before.
+    """
     model = zoo.build(name, dtype)
     before = Before.of(model)
     peftc.compile("peft 1\n" + spec, model, seed=0)
@@ -72,7 +76,9 @@ def drawn(seed: int) -> str:
 
 @pytest.mark.parametrize("seed", some(range(24), 3))
 def test_whatever_is_folded_the_function_is_the_same(seed: int) -> None:
-    """Several edits at one Linear, those that fold and those that do not, in any order, all of them or some."""
+    """Several edits at one Linear, those that fold and those that do not, in any order, all of them
+    or some.
+    """
     name = ("llama", "gpt2", "bart", "t5")[seed % 4]
     spec = drawn(seed)
     model, _ = compiled(name, spec)
@@ -172,7 +178,8 @@ def test_a_folded_model_can_be_compiled_again_copied_and_saved(tmp_path: Any) ->
     assert torch.equal(logits("llama", model), logits("llama", twin))
 
 
-# What is changed -----------------------------------------------------------------------------------------------------
+# What is changed
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_fused_projection_changes_in_its_rows_alone() -> None:
@@ -264,7 +271,8 @@ def test_shared_parameters_fold_wherever_they_are_used() -> None:
     assert {k.partition("/")[0] for k in peftc.parameters(model)} == {"c"}
 
 
-# Precision -----------------------------------------------------------------------------------------------------------
+# Precision
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_survives_rounding_is_reported() -> None:
@@ -299,7 +307,8 @@ def test_several_folds_are_rounded_once() -> None:
     assert (after != before).float().mean() > 0.05
 
 
-# All or nothing ------------------------------------------------------------------------------------------------------
+# All or nothing
+# --------------------------------------------------------------------------------------------------
 
 
 def assert_unchanged(model: nn.Module, before: Before, parameters: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,6 @@
-"""Memory of a fold: an error when it runs out leaves the model as it was, and one weight at a time is held twice."""
+"""Memory of a fold: an error when it runs out leaves the model as it was, and one weight at a time
+is held twice.
+"""
 
 from __future__ import annotations
 
@@ -235,7 +237,13 @@ def kilobytes(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
 
 def model(width, layers):
-    config = LlamaConfig(hidden_size=width, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=8, vocab_size=64)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        vocab_size=64,
+    )
     edited = peftc.compile(SPEC, LlamaForCausalLM(config).to(getattr(torch, sys.argv[1])), seed=0)
     for parameter in peftc.parameters(edited).values():
         parameter.data.normal_(std=0.02)
@@ -260,8 +268,8 @@ LINEARS = " | ".join(
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of memory that begins anew")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_weight_at_a_time_is_held_twice(dtype: str) -> None:
-    """All weights are folded into, and less than three quarters of their memory is needed beside them: with the old and the new values of
-    all at once it would be twice as much.
+    """All weights are folded into, and less than three quarters of their memory is needed beside
+    them: with the old and the new values of all at once it would be twice as much.
     """
     spec = f"peft 1\nedit a at {LINEARS} {{ h += lora(x, r=4) }}\n"
     code = f"SPEC = {spec!r}\n{MEASURE}"

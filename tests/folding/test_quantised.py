@@ -1,4 +1,6 @@
-"""Edits of a base that is stored in few bits (torchao): beside its weights, of what they stand for, and folded into them."""
+"""Edits of a base that is stored in few bits (torchao): beside its weights, of what they stand for,
+and folded into them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights that other code computes with, too: nothing is folded into them, since the other use would change with the edited one."""
+"""Weights that other code computes with, too: nothing is folded into them, since the other use
+would change with the edited one.
+"""
 
 from __future__ import annotations
 

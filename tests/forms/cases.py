@@ -242,7 +242,9 @@ def shaken(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
 
 
 def alone(case: Case) -> bool:
-    """Whether a form does something where it stands at one site: a mixture of one layer is that layer's state."""
+    """Whether a form does something where it stands at one site: a mixture of one layer is that
+    layer's state.
+    """
     return case.name != "layer_attention"
 
 

@@ -24,13 +24,17 @@ def parts(value: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
 
 
 def alpha(args: Mapping[str, Any]) -> float:
-    """What the product of LoRA's factors is divided by r for: alpha (default r); with rsLoRA it is divided by its root instead."""
+    """What the product of LoRA's factors is divided by r for: alpha (default r); with rsLoRA it is
+    divided by its root instead.
+    """
     value = float(args["r"] if args["alpha"] is None else args["alpha"])
     return value * args["r"] ** 0.5 if args["rslora"] else value
 
 
 def kron_scale(args: Mapping[str, Any]) -> float:
-    """LoKr's alpha / r where the second factor has rank r, alpha where it is whole, 1 without alpha."""
+    """LoKr's alpha / r where the second factor has rank r, alpha where it is whole, 1 without
+    alpha.
+    """
     return 1.0 if args["alpha"] is None else float(args["alpha"]) / (args["r"] or 1)
 
 

@@ -1,4 +1,6 @@
-"""What the rows promise: counts, shapes, values at initialisation, affinity; and what they refuse."""
+"""What the rows promise: counts, shapes, values at initialisation, affinity; and what they
+refuse.
+"""
 
 import json
 import subprocess
@@ -218,7 +220,9 @@ def test_numbers_have_ranges() -> None:
 
 
 def test_published_prefix_counts() -> None:
-    """BART-large MAM with mlp(800) (He et al.'s code) and T5-3B prefixes with mlp(512) (Lialin et al. 2024, Table 5)."""
+    """BART-large MAM with mlp(800) (He et al.'s code) and T5-3B prefixes with mlp(512) (Lialin et
+    al. 2024, Table 5).
+    """
     prefix = FORMS["prefix"]
     bart = Dims(None, KeyValue(16, 64), 1024, 12)
     mam = prefix.count(prefix.fill({"len": 30, "reparam": ("mlp", 800)}), bart)

@@ -1,4 +1,6 @@
-"""`python -m tests.interrupts.run`: forks an operation at the first hit of each line, and interrupts the fork there."""
+"""`python -m tests.interrupts.run`: forks an operation at the first hit of each line, and
+interrupts the fork there.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ PATIENCE = 120  # seconds for one fork
 
 @dataclass
 class Outcome:
-    """Of an operation: the lines that were interrupted, what was found after each, and how often no interrupt came out."""
+    """Of an operation: the lines that were interrupted, what was found after each, and how often no
+    interrupt came out.
+    """
 
     lines: int = 0
     before: int = 0
@@ -73,8 +77,8 @@ def in_fork(action: Callable[[], Any], patience: int = 0) -> Any:
 
 
 class Files:
-    """The files of a folder, to be put back as they were: forks share the disk, and how far open files were read. What has not changed
-    is not touched.
+    """The files of a folder, to be put back as they were: forks share the disk, and how far open
+    files were read. What has not changed is not touched.
     """
 
     def __init__(self, root: Path) -> None:
@@ -104,8 +108,8 @@ def offsets() -> Iterator[tuple[int, int]]:
 
 
 class Interrupter:
-    """Runs an operation under a tracer that forks. `written`: only from the first change of the model on. `paths`: only lines of files whose
-    paths in the package begin so.
+    """Runs an operation under a tracer that forks. `written`: only from the first change of the
+    model on. `paths`: only lines of files whose paths in the package begin so.
     """
 
     def __init__(self, case: Case, written: bool, paths: tuple[str, ...] = ("",)) -> None:

@@ -1,4 +1,6 @@
-"""A compiled model beside the same model edited by hand, in float64, and how the two are compared."""
+"""A compiled model beside the same model edited by hand, in float64, and how the two are
+compared.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ class Before:
 
 
 class Case:
-    """One recipe on one architecture: the base's outputs, the compiled model, and the model edited by hand."""
+    """One recipe on one architecture: the base's outputs, the compiled model, and the model edited
+    by hand.
+    """
 
     def __init__(self, recipe: Recipe, name: str, **overrides: Any) -> None:
         self.recipe, self.name, self.overrides = recipe, name, overrides
@@ -118,7 +122,9 @@ class Case:
         return self
 
     def reference(self, grad: bool = True, **overrides: Any) -> tuple[Reference, dict[str, Tensor]]:
-        """A fresh base edited by hand with the present values of the edit parameters, and those values."""
+        """A fresh base edited by hand with the present values of the edit parameters, and those
+        values.
+        """
         weights = values(self.parameters, grad)
         ref = Reference(self.name, zoo.build(self.name, torch.float64, **{**self.overrides, **overrides}))
         ref.model.requires_grad_(False)
@@ -135,13 +141,17 @@ class Case:
 
 
 def batches(name: str, model: nn.Module) -> list[Inputs]:
-    """Without a mask (attention may run with mask None and is_causal) and with padding on either side."""
+    """Without a mask (attention may run with mask None and is_causal) and with padding on either
+    side.
+    """
     side: zoo.Padding = "left" if "bert" not in name else "right"
     return [zoo.inputs(name, model), zoo.inputs(name, model, padding=side)]
 
 
 def visible(model: nn.Module, given: Inputs, out: Tensor) -> Tensor:
-    """The outputs that mean something: not those of padding (rows that attend to nothing differ between kernels)."""
+    """The outputs that mean something: not those of padding (rows that attend to nothing differ
+    between kernels).
+    """
     if "attention_mask" not in given or getattr(model.config, "is_encoder_decoder", False):
         return out.flatten(0, 1)
     return out[given["attention_mask"].bool()]

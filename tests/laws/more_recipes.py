@@ -66,7 +66,10 @@ ELSEWHERE = (  # sites and states that no published recipe needs, but the langua
     ),
     Recipe(
         "head-of",
-        "edit e at head { h = 0.5 * h + 0.5 * head(x + adapter(x, r=3, act=tanh)) }\nedit s at head { h *= scalar(init=1) }",
+        (
+            "edit e at head { h = 0.5 * h + 0.5 * head(x + adapter(x, r=3, act=tanh)) }\n"
+            "edit s at head { h *= scalar(init=1) }"
+        ),
         elsewhere.head_of_changed("e"),
         identity=False,
         folds=None,

@@ -18,8 +18,8 @@ GATED = ("llama", "qwen3")
 class Recipe:
     """`identity`: a no-op at initialisation.
 
-    `folds`: the edits that fold; all of them or none where it is a bool; None leaves the verdict to the planner, and only
-    what it says must be true.
+    `folds`: the edits that fold; all of them or none where it is a bool; None leaves the verdict to
+    the planner, and only what it says must be true.
     """
 
     name: str

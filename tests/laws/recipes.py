@@ -281,7 +281,8 @@ ATTENTION = (
 
 RECIPES = (*LINEAR, *SUB_LAYER, *ATTENTION, *ORDERS, *ELSEWHERE, *MIXED, *LITERATURE)
 NAMED = {recipe.name: recipe for recipe in RECIPES}
-# Every recipe meets BART or LLaMA, in turn (in the full run both), and one or two of the others, which are like one of these in much.
+# Every recipe meets BART or LLaMA, in turn (in the full run both), and one or two of the others,
+# which are like one of these in much.
 STRIDES = {"bart": 2, "llama": 2, "t5": 4, "gpt2": 4, "bert": 6, "opt": 6, "roberta": 8, "qwen3": 8}
 if FULL:
     STRIDES = {name: stride // 2 for name, stride in STRIDES.items()}

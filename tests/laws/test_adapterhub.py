@@ -1,4 +1,5 @@
-"""Compiled models compute what AdapterHub's own code computed with the same weights, outputs and gradients.
+"""Compiled models compute what AdapterHub's own code computed with the same weights, outputs and
+gradients.
 
 The numbers are those of `tests/reference/adapterhub.json`.
 """

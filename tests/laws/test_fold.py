@@ -1,4 +1,6 @@
-"""Folding, beyond what `test_laws.py` says of every recipe: what is left, what is refused and why, how it rounds."""
+"""Folding, beyond what `test_laws.py` says of every recipe: what is left, what is refused and why,
+how it rounds.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.matrix import checkerboard
     ),
 )
 def test_a_fully_folded_model_is_plain(name: str, method: str) -> None:
-    """Its classes are the base's own, its state dict has the base's keys and shapes, and it is trainable as before."""
+    """Its classes are the base's own, its state dict has the base's keys and shapes, and it is
+    trainable as before.
+    """
     made = Case(NAMED[method], name).at_random()
     peftc.fold(made.model)
     now = {key: type(module) for key, module in made.model.named_modules()}

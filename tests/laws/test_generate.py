@@ -1,4 +1,6 @@
-"""generate(), hidden states and attentions of compiled models are those of the models edited by hand."""
+"""generate(), hidden states and attentions of compiled models are those of the models edited by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_generate_without_padding(pair: tuple[Case, torch.nn.Module]) -> None:
 @pytest.mark.parametrize("method", ["mam", "multi-head"])
 @pytest.mark.parametrize("name", ["bert", "roberta", "opt", "qwen3", *GENERATING])
 def test_hidden_states_and_attentions(name: str, method: str) -> None:
-    """Under eager attention, the only one that gives attentions; those of a prefix have its columns in front."""
+    """Under eager attention, the only one that gives attentions; those of a prefix have its columns
+    in front.
+    """
     case = Case(NAMED[method], name, attn_implementation="eager").at_random()
     reference = case.reference(grad=False)[0].model
     exact = name in ("bart", "bert", "roberta", "t5", "gpt2")  # the others compute the softmax in float32

@@ -20,7 +20,9 @@ def case(request: Any) -> Case:
 
 
 def test_identity_at_init(case: Case) -> None:
-    """Where promised, logits are the base's bit for bit; where not promised, the promise is not owed by accident."""
+    """Where promised, logits are the base's bit for bit; where not promised, the promise is not
+    owed by accident.
+    """
     assert all(edit.identity for edit in case.plan.edits) == case.recipe.identity
     case.at_init()
     with torch.no_grad():
@@ -35,7 +37,9 @@ def test_every_parameter_is_saved_under_an_edit_of_the_spec(case: Case) -> None:
 
 
 def test_counts_are_those_of_the_compiled_model(case: Case) -> None:
-    """Trained: what has a gradient. Stored: the same, but for a prefix that is made by an MLP and saved as rows."""
+    """Trained: what has a gradient. Stored: the same, but for a prefix that is made by an MLP and
+    saved as rows.
+    """
     for edit in case.plan.edits:
         own = [p for key, p in case.parameters.items() if key.partition("/")[0] == edit.name]
         assert edit.trained == sum(p.numel() for p in own)
@@ -107,7 +111,8 @@ def test_verdicts_on_folding(case: Case) -> None:
 
 
 def test_folded_equals_unfolded(case: Case) -> None:
-    """Exact in float64 for every edit whose verdict is that it folds; the others stay, and are named.
+    """Exact in float64 for every edit whose verdict is that it folds; the others stay, and are
+    named.
 
     As many entries change as the plan says.
     """

@@ -1,4 +1,6 @@
-"""Rows that are padded on the left: where the base gives what the row alone gives, an edited model does too."""
+"""Rows that are padded on the left: where the base gives what the row alone gives, an edited model
+does too.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ STARTS = ((0, 0), (1, LACKING))
 
 @torch.no_grad()
 def difference(model: Any, name: str, numbered: bool) -> float:
-    """Between the rows of a batch and each row alone, where its tokens are. `numbered`: with positions that count its tokens."""
+    """Between the rows of a batch and each row alone, where its tokens are. `numbered`: with
+    positions that count its tokens.
+    """
     together, alone = rows(name)
     if numbered:
         together["position_ids"] = (together["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -69,8 +73,8 @@ def difference(model: Any, name: str, numbered: bool) -> float:
 
 
 def ways(name: str) -> list[tuple[bool, float]]:
-    """The ways to say where the tokens of a row are in which the base gives what it gives of the row alone; and how nearly,
-    since rotations are computed in float32.
+    """The ways to say where the tokens of a row are in which the base gives what it gives of the
+    row alone; and how nearly, since rotations are computed in float32.
     """
     takes = "position_ids" in signature(type(base(name)).forward).parameters
     found = [(numbered, difference(base(name), name, numbered)) for numbered in ((False, True) if takes else (False,))]
@@ -80,7 +84,9 @@ def ways(name: str) -> list[tuple[bool, float]]:
 @pytest.mark.parametrize("spec", [PROMPT, PREFIX], ids=["prompt", "prefix"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_padded_row_is_the_row_alone(name: str, spec: str) -> None:
-    """A prefix has no position: it is as far from a token as that token's number says, which must be told."""
+    """A prefix has no position: it is as far from a token as that token's number says, which must
+    be told.
+    """
     model, found = edited(name, spec), ways(name)
     assert any(limit == 1e-10 for _, limit in found)
     if spec == PREFIX:

@@ -119,7 +119,9 @@ def test_loha(name: str) -> None:
 @pytest.mark.parametrize("r", [2, 9], ids=["low", "whole"])
 @pytest.mark.parametrize("name", LINEARS)
 def test_lokr(name: str, r: int) -> None:
-    """From half of the larger side of B on, PEFT's B is whole, and its scale still alpha / r: here r is not said then."""
+    """From half of the larger side of B on, PEFT's B is whole, and its scale still alpha / r: here
+    r is not said then.
+    """
     given = f"r={r}, alpha={3 * r}" if r == 2 else "alpha=3"
     assert_same_at_linears(name, f"h += kron(x, {given})", "kron", peft.LoKrConfig(r=r, alpha=3 * r))
 
@@ -127,8 +129,8 @@ def test_lokr(name: str, r: int) -> None:
 @pytest.mark.parametrize("terms", [None, 5], ids=["exact", "neumann"])
 @pytest.mark.parametrize("name", LINEARS)
 def test_oft(name: str, terms: int | None) -> None:
-    """PEFT's exact rotation is (I − Q)(I + Q)⁻¹, but its series, the default, is that of (I + Q)(I − Q)⁻¹, the transpose:
-    the same weights mean a rotation the other way.
+    """PEFT's exact rotation is (I − Q)(I + Q)⁻¹, but its series, the default, is that of (I + Q)(I
+    − Q)⁻¹, the transpose: the same weights mean a rotation the other way.
     """
     neumann = "" if terms is None else f", neumann={terms}"
     exact = {"use_cayley_neumann": False} if terms is None else {"num_cayley_neumann_terms": terms}
@@ -162,7 +164,9 @@ def test_layer_norm_tuning(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers for an old name
 @pytest.mark.parametrize(("name", "width"), [("gpt2", None), ("gpt2", 5), ("llama", None)])
 def test_prefix_tuning_of_decoders(name: str, width: int | None) -> None:
-    """PEFT gives the rows as a cache of earlier tokens, so that those of the input stand `len` positions later: here they are told to."""
+    """PEFT gives the rows as a cache of earlier tokens, so that those of the input stand `len`
+    positions later: here they are told to.
+    """
     rows, made = 3, "" if width is None else f", reparam=mlp({width}), keep=true"
     spec = f"edit e at layer[*].attn {{ kv = concat(prefix(len={rows}{made}), kv) }}"
     case = Case(Recipe("peft", spec, _never, False), name).at_random()

@@ -1,4 +1,6 @@
-"""Forms that act at the first or last tokens: on padding, in caches, and where nothing tells the positions."""
+"""Forms that act at the first or last tokens: on padding, in caches, and where nothing tells the
+positions.
+"""
 
 from __future__ import annotations
 

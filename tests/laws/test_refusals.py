@@ -87,7 +87,9 @@ class Injected(RuntimeError):
 
 
 class Bomb:
-    """Counts what is done to the modules and parameters of one model; fails at the k-th (never where k is 0)."""
+    """Counts what is done to the modules and parameters of one model; fails at the k-th (never
+    where k is 0).
+    """
 
     METHODS = ("__setattr__", "__delattr__", "register_module", "register_parameter", "add_module")
 
@@ -113,7 +115,9 @@ class Bomb:
 def test_a_failure_in_the_middle_of_an_install_leaves_the_model_as_it_was(
     name: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever step fails, class, parameters, hooks and requires_grad are what they were; then a compilation works."""
+    """Whichever step fails, class, parameters, hooks and requires_grad are what they were; then a
+    compilation works.
+    """
     model, text = zoo.build(name), NAMED[method].text
     before = Before.of(model)
     given = zoo.inputs(name, model)
@@ -139,7 +143,9 @@ def test_a_failure_in_the_middle_of_an_install_leaves_the_model_as_it_was(
 
 
 def test_an_edit_where_attention_cannot_take_it_is_refused_when_it_runs() -> None:
-    """A prefix under an implementation that takes no mask is an error with a code, never a wrong result."""
+    """A prefix under an implementation that takes no mask is an error with a code, never a wrong
+    result.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     model = zoo.build("llama")

@@ -1,4 +1,6 @@
-"""Saved adapters: they come back bit for bit, and anything that does not belong is refused before it touches a model."""
+"""Saved adapters: they come back bit for bit, and anything that does not belong is refused before
+it touches a model.
+"""
 
 from __future__ import annotations
 

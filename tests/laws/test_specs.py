@@ -1,4 +1,6 @@
-"""The shipped recipes themselves, on small models of several families: what every one of them promises, and what all must keep."""
+"""The shipped recipes themselves, on small models of several families: what every one of them
+promises, and what all must keep.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def test_counts_and_what_is_the_base_at_first(case: Case) -> None:
 
 
 def test_a_gradient_reaches_every_parameter(case: Case) -> None:
-    """In some of a few draws: what is drawn in a forward may close a gate, and what is behind it has no gradient then."""
+    """In some of a few draws: what is drawn in a forward may close a gate, and what is behind it
+    has no gradient then.
+    """
     randomise(case.own)
     case.model.train().zero_grad()
     for seed in range(DRAWS):

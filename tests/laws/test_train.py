@@ -1,4 +1,6 @@
-"""`train`: parameters of the base that learn, with the base's own gradients, and come back when removed."""
+"""`train`: parameters of the base that learn, with the base's own gradients, and come back when
+removed.
+"""
 
 from __future__ import annotations
 

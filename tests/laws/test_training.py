@@ -33,7 +33,9 @@ def seeded(model: nn.Module, given: Inputs, seed: int = 11) -> Tensor:
 
 @pytest.mark.parametrize("case", NO_OPS, ids=named)
 def test_no_ops_leave_the_bases_dropout_as_it_is(case: tuple[Recipe, str]) -> None:
-    """At initialisation a no-op draws the same random numbers: train mode is the base's, bit for bit."""
+    """At initialisation a no-op draws the same random numbers: train mode is the base's, bit for
+    bit.
+    """
     recipe, name = case
     model = zoo.build(name, dropout=0.3).train()
     given = zoo.inputs(name, model, padding="right")
@@ -54,9 +56,11 @@ DROPPING = [
 
 @pytest.mark.parametrize("pair", DROPPING, ids=named)
 def test_train_mode_with_dropout_equals_the_reference(pair: tuple[Recipe, str]) -> None:
-    """h is what enters the residual sum, after the model's own dropout: the same seed gives the same numbers.
+    """h is what enters the residual sum, after the model's own dropout: the same seed gives the
+    same numbers.
 
-    Attention is eager, so that attention dropout falls on explicit weights, prefix columns in front.
+    Attention is eager, so that attention dropout falls on explicit weights, prefix columns in
+    front.
     """
     recipe, name = pair
     case = Case(recipe, name, attn_implementation="eager", dropout=0.2).at_random()

@@ -1,4 +1,6 @@
-"""Parameters over the same memory: found whatever objects they are, and neither trained nor folded into by halves."""
+"""Parameters over the same memory: found whatever objects they are, and neither trained nor folded
+into by halves.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def test_what_shares_memory_is_neither_folded_nor_trained(views: Any) -> None:
 
 
 def test_entries_in_the_same_place_are_neither_folded_nor_trained() -> None:
-    """A row for all of them, by `expand`: it runs, and nothing can be written into it entry by entry."""
+    """A row for all of them, by `expand`: it runs, and nothing can be written into it entry by
+    entry.
+    """
     model = with_weights(matrix(1, WIDTH).expand(WIDTH, WIDTH), matrix(WIDTH, WIDTH))
     assert overlaps(model) == ((Q.format(0),),)
     with pytest.raises(PeftcError, match="P212"):

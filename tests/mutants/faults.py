@@ -56,7 +56,9 @@ class Fault:
 
 
 class Finder(ast.NodeVisitor):
-    """All faults of one file. What a type checker or a reader sees alone (annotations, texts, docstrings) is left as it is."""
+    """All faults of one file. What a type checker or a reader sees alone (annotations, texts,
+    docstrings) is left as it is.
+    """
 
     def __init__(self, path: str, text: str) -> None:
         self.path, self.text, self.faults = path, text, list[Fault]()
@@ -180,9 +182,11 @@ def faults_of(root: Path) -> Iterator[Fault]:
 
 
 def chosen(root: Path, count: int, seed: int, before: Collection[str] = ()) -> list[Fault]:
-    """A sample: each package in proportion to its faults, none without some; one fault a function at most.
+    """A sample: each package in proportion to its faults, none without some; one fault a function
+    at most.
 
-    `before`: the keys of a sample that was drawn before. What of it is still there stays, so that a change of the sources draws few anew.
+    `before`: the keys of a sample that was drawn before. What of it is still there stays, so that a
+    change of the sources draws few anew.
     """
     rooms: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults_of(root):

@@ -20,8 +20,8 @@ def install(reached: set[int]) -> None:
 
 
 def write(root: Path, faults: Sequence[Fault]) -> None:
-    """Puts the probe number i around the expression in which the fault number i is, in the files under `root`. In processes that tests
-    start it does nothing.
+    """Puts the probe number i around the expression in which the fault number i is, in the files
+    under `root`. In processes that tests start it does nothing.
     """
     by_path: Mapping[str, list[int]] = defaultdict(list)
     for number, fault in enumerate(faults):
@@ -36,8 +36,9 @@ def write(root: Path, faults: Sequence[Fault]) -> None:
 
 
 def probed(text: str, faults: Iterable[tuple[int, Fault]]) -> str:
-    """The text with a probe for each fault: around the innermost expression that has it, or first thing in the functions of the innermost
-    class or function that has it (a value of a class, a decorator), or of the file.
+    """The text with a probe for each fault: around the innermost expression that has it, or first
+    thing in the functions of the innermost class or function that has it (a value of a class, a
+    decorator), or of the file.
     """
     starts = Starts(text)
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -59,7 +60,9 @@ def probed(text: str, faults: Iterable[tuple[int, Fault]]) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Characters `start` to `end`, and in them the expression `first` to `last` that a probe can stand around."""
+    """Characters `start` to `end`, and in them the expression `first` to `last` that a probe can
+    stand around.
+    """
 
     start: int
     end: int
@@ -96,7 +99,9 @@ class Starts:
                     yield Place(*self.span(whole), *self.span(part))
 
     def bodies(self, fault: Fault) -> list[ast.stmt]:
-        """The first statements of the innermost class or function that has a fault, or of all there are."""
+        """The first statements of the innermost class or function that has a fault, or of all there
+        are.
+        """
         scopes = [
             n for n in ast.walk(self.tree) if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         ]
@@ -108,7 +113,9 @@ class Starts:
 
 
 def first_statements(scope: ast.AST) -> list[ast.stmt]:
-    """Of a function, or of each function in a class or a file: the first statement that is on a line of its own and no docstring."""
+    """Of a function, or of each function in a class or a file: the first statement that is on a
+    line of its own and no docstring.
+    """
     functions = [n for n in ast.walk(scope) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     if functions and functions[0] is scope:
         functions = functions[:1]

@@ -1,6 +1,7 @@
 """A pytest plugin: which test reaches which faults, what it costs, and whether it passes.
 
-Loaded by `-p tests.mutants.recorder`, in each worker of xdist, too. MUTANTS_RECORD names the folder that it writes to.
+Loaded by `-p tests.mutants.recorder`, in each worker of xdist, too. MUTANTS_RECORD names the folder
+that it writes to.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tests.mutants import probes
 
 
 class Recorder:
-    """Writes a line for each test: its id, the seconds of CPU, whether it passed, the numbers of the faults."""
+    """Writes a line for each test: its id, the seconds of CPU, whether it passed, the numbers of
+    the faults.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"reached.{os.getpid()}"

@@ -1,4 +1,6 @@
-"""`python -m tests.mutants.run`: records the tests once, then runs each fault against those that reach it."""
+"""`python -m tests.mutants.run`: records the tests once, then runs each fault against those that
+reach it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def environment(root: Path, **more: str) -> dict[str, str]:
 
 
 def record(folder: Path, faults: Sequence[Fault], tests: Sequence[str], jobs: int) -> None:
-    """One run of the tests, in a copy with a probe at each fault. Tests that fail there are not asked later."""
+    """One run of the tests, in a copy with a probe at each fault. Tests that fail there are not
+    asked later.
+    """
     copy(folder / "repository")
     write(folder / "repository", faults)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.recorder"]
@@ -69,7 +73,9 @@ def record(folder: Path, faults: Sequence[Fault], tests: Sequence[str], jobs: in
 
 
 class Reach:
-    """Which tests reach a fault, and what each costs. Args: `noticed`: the test that noticed it last, by the fault's key."""
+    """Which tests reach a fault, and what each costs. Args: `noticed`: the test that noticed it
+    last, by the fault's key.
+    """
 
     def __init__(self, folder: Path, faults: Sequence[Fault], noticed: Mapping[str, str]) -> None:
         if json.loads((folder / "faults.json").read_text()) != [fault.key for fault in faults]:
@@ -86,9 +92,10 @@ class Reach:
                     self.reaching[number].append(test)
 
     def tests(self, fault: Fault) -> list[str]:
-        """The tests that reach the line, as far as the budget goes: the one that noticed it last, then those of the module's own file, then
-        the cheapest of each file in turn, those of its own package for at most half of the budget, before the others. What is too dear
-        for the rest of it is left out, and what is cheaper is not.
+        """The tests that reach the line, as far as the budget goes: the one that noticed it last,
+        then those of the module's own file, then the cheapest of each file in turn, those of its
+        own package for at most half of the budget, before the others. What is too dear for the rest
+        of it is left out, and what is cheaper is not.
         """
         reaching = self.reaching[self.numbers[fault]]
         first = [test for test in reaching if test == self.noticed.get(fault.key)]
@@ -104,7 +111,9 @@ class Reach:
         return list(dict.fromkeys([*first, *near, *far]))[:MOST]
 
     def afforded(self, tests: Sequence[str], budget: float, always: bool = False) -> list[str]:
-        """Those of the tests, in their order, that there is time for. `always`: the first in any case."""
+        """Those of the tests, in their order, that there is time for. `always`: the first in any
+        case.
+        """
         picked = list[str]()
         for test in tests:
             if self.seconds[test] <= budget or (always and not picked):
@@ -114,7 +123,9 @@ class Reach:
 
 
 def tried(fault: Fault, tests: Sequence[str], seconds: float, root: Path) -> Outcome:
-    """The fault in a copy of the repository. A run that takes three times what it should hangs: that is seen, too."""
+    """The fault in a copy of the repository. A run that takes three times what it should hangs:
+    that is seen, too.
+    """
     if not tests:
         return Outcome(fault, "not reached")
     path = root / fault.path
@@ -177,9 +188,11 @@ def reasons() -> dict[str, str]:
 
 
 def report(outcomes: Sequence[Outcome], asked: int, seed: int) -> None:
-    """Writes the results. A survivor that changes nothing anybody could see has its reason in `reasons.json`.
+    """Writes the results. A survivor that changes nothing anybody could see has its reason in
+    `reasons.json`.
 
-    Args: `asked`: how many faults were tried for them; the verdicts of the others are of a run before.
+    Args: `asked`: how many faults were tried for them; the verdicts of the others are of a run
+    before.
     """
     why = reasons()
     alive = [o for o in outcomes if o.alive]

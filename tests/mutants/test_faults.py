@@ -1,4 +1,6 @@
-"""The tools of `make mutants`: a fault is one small change, and a probe tells when its place is reached."""
+"""The tools of `make mutants`: a fault is one small change, and a probe tells when its place is
+reached.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Layers that are like one that has run do not run; what is said of them is what they would have shown."""
+"""Layers that are like one that has run do not run; what is said of them is what they would have
+shown.
+"""
 
 from __future__ import annotations
 

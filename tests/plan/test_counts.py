@@ -1,4 +1,6 @@
-"""Published and measured parameter counts (tests/data/counts.json), each from an explicit spec, on the real configurations."""
+"""Published and measured parameter counts (tests/data/counts.json), each from an explicit spec, on
+the real configurations.
+"""
 
 import json
 import re
@@ -57,11 +59,16 @@ SPECS: dict[str, tuple[str, ...]] = {
     "MAM l=30 r=512, adapter biases, prefix reparametrised by an MLP of width 800": (
         PREFIX % "30, reparam=mlp(800)" + "\n" + FFN % "r=512",
     ),
-    "scaled parallel adapter r=512 with biases, every ffn": ("edit ffn at layer[*].ffn { h += 4 * adapter(x, r=512) }",),
+    "scaled parallel adapter r=512 with biases, every ffn": (
+        "edit ffn at layer[*].ffn { h += 4 * adapter(x, r=512) }",
+    ),
     "BitFit: every bias": ("train bias = [b] at **",),
     "adapters:seq_bn": ("edit ffn at layer[*].ffn { h += adapter(h, r={d/16}) }",),
     "adapters:double_seq_bn": ("edit both at layer[*].attn.self | layer[*].ffn { h += adapter(h, r={d/16}) }",),
-    "adapters:double_seq_bn[cross_adapter=True]": ("edit both at layer[*].attn | layer[*].ffn { h += adapter(h, r={d/16}) }",),
+    "adapters:double_seq_bn[cross_adapter=True]": ((
+"edit both at layer[*].attn | "
+"layer[*].ffn { h += adapter(h, r={d/16}) }"
+),),
     "adapters:par_bn": (FFN % "r={d/2}",),
     "adapters:scaled_par_bn": ("edit ffn at layer[*].ffn { h += scalar(init=1) * adapter(x, r={d/2}) }",),
     "adapters:prefix_tuning": (PREFIX % "30, reparam=mlp(512), keep=true",),
@@ -97,14 +104,19 @@ SPECS: dict[str, tuple[str, ...]] = {
     "adapters:compacter++": (COMPACTER % ("layer[*].ffn", "reduction=32"),),
     "compacter n=4 r=32": (COMPACTER % ("layer[*].attn.self | layer[*].ffn", "r=32"),),
     "compacter++ n=4 r=32": (COMPACTER % ("layer[*].ffn", "r=32"),),
-    "compacter n=4 r=32 with the layer norms of T5 trained": (SHIPPED % ("compacter", "compacter", "", "train final = [w, b] at norm"),),
+    "compacter n=4 r=32 with the layer norms of T5 trained": (
+        SHIPPED % ("compacter", "compacter", "", "train final = [w, b] at norm"),
+    ),
     "compacter++ n=4 r=32 with the layer norms of T5 trained": (
         SHIPPED % ("compacter_pp", "compacter_pp", "", "train final = [w, b] at norm"),
     ),
     "PHM adapters n=12 r=32 with the layer norms of T5 trained": (
         SHIPPED % ("phm_adapter", "phm_adapter", "n=12", "train final = [w, b] at norm"),
     ),
-    "LoRA r=64 on every Linear of attention and ffn, gate included": (SHIPPED % ("qlora_gated", "qlora_gated", "", ""),),
+    (
+"LoRA r=64 on every Linear of "
+"attention and ffn, gate included"
+): (SHIPPED % ("qlora_gated", "qlora_gated", "", ""),),
     "AdaMix n=4 r=16": (SHIPPED % ("adamix", "adamix", "", ""),),
     "AdaMix n=4 r=48": (SHIPPED % ("adamix", "adamix", "r=48", ""),),
     "HyperFormer++ reduction=32, eight tasks": (SHIPPED % ("hypernetwork", "hypernetwork", "", ""),),
@@ -209,7 +221,9 @@ def test_adapters_of_adaptbert_cost_what_its_table_prints():
 
 
 def test_the_hypernetwork_of_adaptbert_grows_as_its_table_prints():
-    """Of its base, which has hidden layers of 768 in two of three heads. Its projector is wider: the difference is one for all a."""
+    """Of its base, which has hidden layers of 768 in two of three heads. Its projector is wider:
+    the difference is one for all a.
+    """
     rows = [row for row in DATA["rows"] if row["method"].startswith("AdaptBert hypernetwork")]
     base = DATA["base"]["bert-base-uncased"] + 2 * (768 * 768 + 768) + (5 + 1 + 1) * 769
     left = [float(row["printed"].rstrip("%")) - 100 * row["trained"] / base for row in rows]

@@ -18,7 +18,8 @@ SPECS = {
     "Multi-head parallel adapter": "edit e at layer[*].attn.heads { h += bottleneck(q, r=200, act=relu) }",
     "Scaled parallel adapter": "edit e at layer[*].ffn | layer[*].attn { h += 4 * adapter(x, r=200, act=relu) }",
 }
-# As the paper prints it, but for two slips: a parallel adapter reads x, not h, and that of the heads reads q.
+# As the paper prints it, but for two slips: a parallel adapter reads x, not h, and that of the
+# heads reads q.
 TABLE_1 = {
     "Prefix Tuning": ("softmax(x W_q P_kᵀ) P_v", "parallel", "head attn", "h ← (1 − λ)h + λΔh"),
     "Adapter": ("ReLU(h W_down) W_up", "sequential", "ffn/attn", "h ← h + Δh"),

@@ -200,7 +200,10 @@ def test_several_mistakes_are_told_at_once_in_the_order_of_the_text():
 
 
 def test_two_assignments_of_one_state():
-    text = "edit a at layer[*].attn { kv = concat(prefix(len=3), kv) }\nedit b at layer[1].attn.self { kv = concat(prefix(len=4), kv) }"
+    text = (
+        "edit a at layer[*].attn { kv = concat(prefix(len=3), kv) }\n"
+        "edit b at layer[1].attn.self { kv = concat(prefix(len=4), kv) }"
+    )
     (diagnostic,) = refused(text, BART)
     assert diagnostic.code == "P302"
     assert "`a` and `b`" in diagnostic.message
@@ -251,14 +254,20 @@ def test_grouped_queries_have_narrow_keys():
 
 
 def test_twice_the_layers_are_twice_the_work():
-    text = "edit q at layer[*].attn.q { h += lora(x, r=4) }\nedit f at layer[*].ffn { h += adapter(x, r=4) }\ntrain n = [w] at **"
+    text = (
+        "edit q at layer[*].attn.q { h += lora(x, r=4) }\n"
+        "edit f at layer[*].ffn { h += adapter(x, r=4) }\ntrain n = [w] at **"
+    )
     small, large = (tables.llama(layers=layers) for layers in (50, 100))
     assert len(planned(text, large).site_edits) == 200
     assert calls(lambda: planned(text, large)) <= 2.2 * calls(lambda: planned(text, small))
 
 
 def test_the_same_mistake_at_several_places_is_told_once():
-    text = "edit e at layer[50].attn | layer[50].ffn { h += adapter(h, r=2) }\nedit f at layer[50].attn { h += adapter(h, r=2) }"
+    text = (
+        "edit e at layer[50].attn | layer[50].ffn { h += adapter(h, r=2) }\n"
+        "edit f at layer[50].attn { h += adapter(h, r=2) }"
+    )
     (diagnostic,) = refused(text, BART)
     assert underlined(diagnostic) == "50"
     assert diagnostic.notes[-1] == "the same 2 more times, in lines 2, 3"

@@ -1,4 +1,6 @@
-"""Whatever is written: sites in model order or diagnostics, never anything else; and edits that do not meet commute."""
+"""Whatever is written: sites in model order or diagnostics, never anything else; and edits that do
+not meet commute.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,6 @@
-"""The shipped recipes on real configurations: all of them plan and keep what they promise, or say why they cannot stand."""
+"""The shipped recipes on real configurations: all of them plan and keep what they promise, or say
+why they cannot stand.
+"""
 
 from functools import cache
 from math import prod
@@ -64,7 +66,8 @@ def entries(result: PlanResult, model: str) -> int:
     return own + sum(base[name] for name in set(result.trained_parameters.values()))
 
 
-# What each recipe trains on BART-large: d = 1024, 4096 in the ffn, 12 attentions and ffns in the encoder, 24 and 12 in the decoder.
+# What each recipe trains on BART-large: d = 1024, 4096 in the ffn, 12 attentions and ffns in the
+# encoder, 24 and 12 in the decoder.
 D, F, ATTN, FFN = 1024, 4096, 36, 24
 QV, QKVO = 2 * ATTN, 4 * ATTN
 ADAPTER = 2 * D * 8 + 8 + D  # r = 8
@@ -131,7 +134,8 @@ COUNTS = {
 }
 
 
-# Of an ffn with a gate, LLaMA-3-8B's: 32 layers, d = 4096, 1024 of keys and values, 14336 in the ffn.
+# Of an ffn with a gate, LLaMA-3-8B's: 32 layers, d = 4096, 1024 of keys and values, 14336 in the
+# ffn.
 D_L, KV_L, F_L, LAYERS_L = 4096, 1024, 14336, 32
 SIDES_L = 2 * (2 * D_L + D_L + KV_L) + 3 * (D_L + F_L)  # d_in + d_out of q, o, k, v and of up, gate, down
 

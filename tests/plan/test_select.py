@@ -127,7 +127,9 @@ def test_everything_below():
 
 
 def test_a_sub_layer_that_is_no_module_of_its_own():
-    """BART's ffn is two Linears of the layer: `ffn.**` is them and the norm, not the whole layer."""
+    """BART's ffn is two Linears of the layer: `ffn.**` is them and the norm, not the whole
+    layer.
+    """
     modules = {site.module.rpartition(".")[2] for site in resolve(path("encoder.layer[0].ffn.**"), BART)}
     assert modules == {"fc1", "fc2", "final_layer_norm"}
 

@@ -1,4 +1,6 @@
-"""`train` of what several modules have in common: all of its uses in layers are named, or it is refused."""
+"""`train` of what several modules have in common: all of its uses in layers are named, or it is
+refused.
+"""
 
 from __future__ import annotations
 

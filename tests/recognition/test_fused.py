@@ -1,4 +1,6 @@
-"""Rows of one Linear for queries, keys and values: in whatever way they are taken apart, or no roles at all."""
+"""Rows of one Linear for queries, keys and values: in whatever way they are taken apart, or no
+roles at all.
+"""
 
 from __future__ import annotations
 

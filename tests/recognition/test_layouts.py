@@ -1,4 +1,6 @@
-"""Which rows of a Linear are q, k and v, for every layout of a fused projection: told by the model's own numbers."""
+"""Which rows of a Linear are q, k and v, for every layout of a fused projection: told by the
+model's own numbers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_heads_that_are_interleaved(key: str) -> None:
 
 
 def test_keys_and_values_made_from_a_latent() -> None:
-    """Keys are written into a tensor made for them, part by part; its shape is taken from the values."""
+    """Keys are written into a tensor made for them, part by part; its shape is taken from the
+    values.
+    """
     model, sites = sites_of(LATENT)
     config = model.config
     k, v, heads = config.qk_nope_head_dim, config.v_head_dim, config.num_attention_heads
@@ -51,7 +55,9 @@ def test_keys_and_values_made_from_a_latent() -> None:
 
 
 def test_values_that_two_attentions_share() -> None:
-    """Each of two attentions mixes half of the values: v is the whole Linear, and no rows can be joined to both."""
+    """Each of two attentions mixes half of the values: v is the whole Linear, and no rows can be
+    joined to both.
+    """
     model, sites = sites_of("causal-lm/diffllama")
     assert rows(sites["v"]) is None
     whole = next(s for s in peftc.sites(model).sites if s.path.endswith(".layer[0].attn.self"))

@@ -1,4 +1,6 @@
-"""What stands around the layers: which stack a norm ends, and what stacks and Linears are called where their names clash."""
+"""What stands around the layers: which stack a norm ends, and what stacks and Linears are called
+where their names clash.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def test_linears_of_one_name_are_told_apart() -> None:
 
 
 class Twice(nn.Module):
-    """One Linear makes keys of tokens and of some of them once more; another is called twice beside it."""
+    """One Linear makes keys of tokens and of some of them once more; another is called twice beside
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,8 +35,8 @@ class Block(nn.Module):
 
 
 class RelativeAttention(nn.Module):
-    """Conformer: positions are an embedding of distances, in the dtype of the queries; their product with the queries comes
-    before or after that of the keys.
+    """Conformer: positions are an embedding of distances, in the dtype of the queries; their
+    product with the queries comes before or after that of the keys.
     """
 
     def __init__(self, positions_first: bool) -> None:

@@ -1,4 +1,6 @@
-"""Residual streams that are more than a sum: scaled, shifted, several side by side; layers made of marked parts."""
+"""Residual streams that are more than a sum: scaled, shifted, several side by side; layers made of
+marked parts.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +170,9 @@ def test_queries_and_keys_of_the_same_two_linears_cannot_be_told_apart() -> None
 
 
 def test_choosing_with_a_number_can_be_traced() -> None:
-    """torch itself ends the process where the second argument of `where` only looks like a tensor."""
+    """torch itself ends the process where the second argument of `where` only looks like a
+    tensor.
+    """
 
     class Masked(nn.Module):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

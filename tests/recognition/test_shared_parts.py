@@ -1,4 +1,6 @@
-"""A part that layers have in common: named at all of its sites, it has one set of parameters, which acts at each; else P211."""
+"""A part that layers have in common: named at all of its sites, it has one set of parameters, which
+acts at each; else P211.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def build(name: str) -> nn.Module:
 
 
 BART = {"layers": 3, "attention_heads": 4, "ffn_dim": 48}
-# model, the list of its layers, the part that the first two have in common, its path in a layer, equations
+# model, the list of its layers, the part that the first two have in common, its path in a layer,
+# equations
 CASES = [
     ("llama", "layers", "self_attn.q_proj", "attn.q", LINEAR),
     ("llama", "layers", "self_attn.q_proj", "attn.q", WEIGHT),
@@ -254,7 +257,9 @@ def test_other_names_of_a_part_that_are_not_used_are_none(models: dict[str, nn.M
 
 
 def test_an_edit_that_enters_a_shared_module_beside_one_of_it(models: dict[str, nn.Module]) -> None:
-    """In layer 0 both would stand in the code of the layer, in layer 1 one of them in the attention that both layers have."""
+    """In layer 0 both would stand in the code of the layer, in layer 1 one of them in the attention
+    that both layers have.
+    """
     model = tied(copy.deepcopy(models["bert"]), "encoder.layer", "attention")
     classes = [type(m) for m in model.modules()]
     both = f"edit a at layer[0, 1].attn {BEHIND}"

@@ -1,4 +1,6 @@
-"""Queries and keys of an attention that is written out: a softmax gives each query probabilities over keys, whichever is multiplied first."""
+"""Queries and keys of an attention that is written out: a softmax gives each query probabilities
+over keys, whichever is multiplied first.
+"""
 
 from __future__ import annotations
 

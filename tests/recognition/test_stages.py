@@ -1,4 +1,6 @@
-"""Pyramids: lists of stages whose layers are what they list; and layers on images, whose features come second."""
+"""Pyramids: lists of stages whose layers are what they list; and layers on images, whose features
+come second.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class Convolutional(nn.Module):
 
 
 class Separable(nn.Module):
-    """Neighbours are mixed, and then features, in one branch; the Linears have the image with its features last."""
+    """Neighbours are mixed, and then features, in one branch; the Linears have the image with its
+    features last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +143,9 @@ def test_blocks_of_convolutions_are_layers_where_there_are_no_others(bare: bool)
 
 
 def test_an_image_is_read_and_written_as_tokens() -> None:
-    """x is (batch, height, width, d) where the Linears read it, h (batch, d, height, width) where it is added."""
+    """x is (batch, height, width, d) where the Linears read it, h (batch, d, height, width) where
+    it is added.
+    """
     torch.manual_seed(0)
     x = torch.randn(2, D, 3, 5)
     model = Layers(Separable(), Separable()).eval()

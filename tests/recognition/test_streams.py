@@ -1,4 +1,6 @@
-"""What is the residual stream, and what is added to it, where a layer does more than add sub-layers to one tensor."""
+"""What is the residual stream, and what is added to it, where a layer does more than add sub-layers
+to one tensor.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ class Copies(Layer):
 
 
 class Bottleneck(nn.Module):
-    """A narrow stream with two sub-layers inside of a sub-layer; or, where it is not `deep`, with one: that is but one."""
+    """A narrow stream with two sub-layers inside of a sub-layer; or, where it is not `deep`, with
+    one: that is but one.
+    """
 
     def __init__(self, deep: bool) -> None:
         super().__init__()
@@ -158,8 +162,8 @@ def steps(mapping: str, name: str) -> list[str]:
     ],
 )
 def test_layers_of_their_own_kind(name: str, expected: list[str]) -> None:
-    """A recurrence and a shift; four streams; convolutions after the sub-layers; a choice of keys that has no gradient; a
-    configuration for each layer.
+    """A recurrence and a shift; four streams; convolutions after the sub-layers; a choice of keys
+    that has no gradient; a configuration for each layer.
     """
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
@@ -182,7 +186,9 @@ def test_what_is_only_handed_on_is_made_once() -> None:
 
 
 class Sized(nn.Module):
-    """Sizes of what is computed, in the arguments of torch's functions; entries chosen by a mask."""
+    """Sizes of what is computed, in the arguments of torch's functions; entries chosen by a
+    mask.
+    """
 
     def __init__(self) -> None:
         super().__init__()

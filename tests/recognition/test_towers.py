@@ -1,4 +1,6 @@
-"""Models of several media: each tower is found and named by its medium, also where a text alone does not reach it."""
+"""Models of several media: each tower is found and named by its medium, also where a text alone
+does not reach it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Modules whose code cannot be followed: nothing in them has a name, the plan says which they are and why, and a selector that
-asks for what may be in them is refused.
+"""Modules whose code cannot be followed: nothing in them has a name, the plan says which they are
+and why, and a selector that asks for what may be in them is refused.
 """
 
 from __future__ import annotations
@@ -186,7 +186,9 @@ def test_a_pattern_reaches_its_modules() -> None:
 
 
 def test_layers_without_it_can_be_edited() -> None:
-    """One layer's attention is read, the other's is not: a selector of the first alone asks for nothing that is missing."""
+    """One layer's attention is read, the other's is not: a selector of the first alone asks for
+    nothing that is missing.
+    """
 
     class Read(Attention):
         def forward(self, x: Tensor, grid: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -199,7 +201,9 @@ def test_layers_without_it_can_be_edited() -> None:
 
 
 def test_keys_made_by_an_opaque_module_are_nobodys() -> None:
-    """The context of the cross-attention is made by one: its q, k and v are still those of its own Linears."""
+    """The context of the cross-attention is made by one: its q, k and v are still those of its own
+    Linears.
+    """
     table = peftc.sites(model(Gate, "inside"), sample=SAMPLE)
     named = {site.steps[-1][0]: site.module for site in table.sites if site.root == "blocks.0" and "w" in site.states}
     assert {named[role] for role in "qkvo"} == {f"blocks.0.cross.{role}" for role in "qkvo"}

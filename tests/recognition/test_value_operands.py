@@ -1,4 +1,6 @@
-"""A role follows values alone: what a tensor is asked for its dtype, device or shape says nothing of where values come from."""
+"""A role follows values alone: what a tensor is asked for its dtype, device or shape says nothing
+of where values come from.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Layer(nn.Module):
-    """q, k and v of one Linear; each is told the dtype, the device or the shape of the two others."""
+    """q, k and v of one Linear; each is told the dtype, the device or the shape of the two
+    others.
+    """
 
     def __init__(
         self, use: Callable[[Tensor, Tensor], Tensor], values: Callable[[Tensor, Tensor], Tensor] = lambda k, v: v
@@ -82,7 +86,9 @@ def test_what_changes_values_is_followed() -> None:
 
 
 def test_only_keys_and_values_are_handed_on_by_a_cache() -> None:
-    """What an `update` of three gives first and second; nothing is known of what comes third, or of other updates."""
+    """What an `update` of three gives first and second; nothing is known of what comes third, or of
+    other updates.
+    """
     graph = fx.Graph()
     cache, k, v = (graph.placeholder(name) for name in ("cache", "k", "v"))
     both = graph.call_method("update", (cache, k, v))

@@ -1,4 +1,6 @@
-"""Attention within windows: a prefix is joined to the keys of each, whether heads come before windows or behind them."""
+"""Attention within windows: a prefix is joined to the keys of each, whether heads come before
+windows or behind them.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ class Scaled(Layer):
 
 
 class Handed(Layer):
-    """The parameters of the Linears are handed to torch's function, their biases as pieces of one."""
+    """The parameters of the Linears are handed to torch's function, their biases as pieces of
+    one.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.transpose(0, 1)

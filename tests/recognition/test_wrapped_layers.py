@@ -1,4 +1,6 @@
-"""Layers that others have wrapped, patched or derived anew: `layer[*]` is all of them, in their order, whatever stands around some."""
+"""Layers that others have wrapped, patched or derived anew: `layer[*]` is all of them, in their
+order, whatever stands around some.
+"""
 
 from __future__ import annotations
 

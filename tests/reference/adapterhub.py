@@ -1,19 +1,22 @@
 """What AdapterHub `adapters` 1.3.0 computes on the zoo: the numbers are kept in `adapterhub.json`.
 
-The library needs transformers 4.57, so it cannot run beside the rest. To make the numbers again, in an environment of its
-own with `adapters==1.3.0` (which brings `transformers==4.57.6`):
+The library needs transformers 4.57, so it cannot run beside the rest. To make the numbers again, in
+an environment of its own with `adapters==1.3.0` (which brings `transformers==4.57.6`):
 
     python -m tests.reference.adapterhub > tests/reference/adapterhub.json
 
-Attention is eager: under sdpa, with a causal mask, its prefixes are wrong. Of T5 there is no prefix: it gives the prefix's
-columns a position bias, where ours is zero. T5's softmax, which is in float32 whatever the model, is in float64 here.
+Attention is eager: under sdpa, with a causal mask, its prefixes are wrong. Of T5 there is no
+prefix: it gives the prefix's columns a position bias, where ours is zero. T5's softmax, which is in
+float32 whatever the model, is in float64 here.
 
-Its `compacter++` and the adapter of its `unipelt` read norm(h + res) (h + res in pre-norm models), where the papers read h:
-beside each stands one as in its paper, `-paper`. A LoRA with a gate is never times α / r, as the papers have it: the tests give
-ours α = r. Its ReFTs count the tokens of a decoder by the mask of the encoder: of such models there are first tokens only, which
-are right as long as no padding is on the left.
+Its `compacter++` and the adapter of its `unipelt` read norm(h + res) (h + res in pre-norm models),
+where the papers read h: beside each stands one as in its paper, `-paper`. A LoRA with a gate is
+never times α / r, as the papers have it: the tests give ours α = r. Its ReFTs count the tokens of a
+decoder by the mask of the encoder: of such models there are first tokens only, which are right as
+long as no padding is on the left.
 
-Gradients are kept as slopes along directions that are drawn like the values: what `measured` returns.
+Gradients are kept as slopes along directions that are drawn like the values: what `measured`
+returns.
 """
 
 from __future__ import annotations
@@ -142,9 +145,11 @@ def numbers(flats: Iterable[Tensor], name: str) -> list[float]:
 def measured(
     model: nn.Module, name: str, tensors: Mapping[str, Tensor], along: Along = direction
 ) -> tuple[list[float], dict[str, float]]:
-    """The numbers of a model, and how the first of each four change along a direction of the tensors.
+    """The numbers of a model, and how the first of each four change along a direction of the
+    tensors.
 
-    `tensors`: by label. There is one slope for each kind of tensor, Σ ⟨gradient, direction⟩ over all that are of it.
+    `tensors`: by label. There is one slope for each kind of tensor, Σ ⟨gradient, direction⟩ over
+    all that are of it.
     """
     flats = list(results(model, name))
     loss = torch.stack([flat @ draw(f"{name}0", tuple(flat.shape)) for flat in flats]).sum()
@@ -248,7 +253,9 @@ def _fill(model: nn.Module, own: set[str]) -> None:
 
 
 def _measured(model: nn.Module, name: str, own: set[str]) -> tuple[list[float], dict[str, float]]:
-    """`measured` of what is trained, and of the matrices whose rows are kept orthonormal: R is made of ours by `orthonormal`."""
+    """`measured` of what is trained, and of the matrices whose rows are kept orthonormal: R is made
+    of ours by `orthonormal`.
+    """
     rotated = {f"{path}.weight": module.weight for path, module in _rotated(model)}
 
     def along(label: str, tensor: Tensor) -> Tensor:

@@ -77,7 +77,9 @@ def embeddings(edit: str) -> Method:
 
 
 def head_of_changed(edit: str, act: str = "tanh") -> Method:
-    """h ← ½ h + ½ head(x + f(x)), and then γ h: the head as it is without edits, of another value."""
+    """h ← ½ h + ½ head(x + f(x)), and then γ h: the head as it is without edits, of another
+    value.
+    """
 
     def apply(ref: Reference, weights: Weights) -> None:
         head = ref.model.get_output_embeddings()

@@ -1,6 +1,7 @@
 """The functional forms as plain functions of a dict of tensors (`down`, `A`, …) and of their input.
 
-Sources: He et al. 2022 Eq. 4-6 and Table 1; Hu et al. 2021; Liu et al. 2022 ((IA)³); Liu et al. 2024 (DoRA); Mao et al. 2022.
+Sources: He et al. 2022 Eq. 4-6 and Table 1; Hu et al. 2021; Liu et al. 2022 ((IA)³); Liu et al.
+2024 (DoRA); Mao et al. 2022.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ ACTIVATIONS = {
 
 
 def adapter(w: Weights, z: Tensor, act: str = "relu") -> Tensor:
-    """act(z W_downᵀ + b_down) W_upᵀ + b_up, with trained layer norms on either side where there are weights for them."""
+    """act(z W_downᵀ + b_down) W_upᵀ + b_up, with trained layer norms on either side where there are
+    weights for them.
+    """
     z = _norm(w, "norm_in", z)
     hidden = ACTIVATIONS[act](linear(z, w["down"], w.get("down_bias")))
     return _norm(w, "norm_out", linear(hidden, w["up"], w.get("up_bias")))
@@ -65,7 +68,9 @@ def gate(w: Weights, x: Tensor) -> Tensor:
 
 
 def bottleneck(w: Weights, q: Tensor, act: str = "relu") -> Tensor:
-    """act(q P_kᵀ) P_v for each head, no 1/√d. q: (batch, tokens, heads, d_head); keys, values: (heads, r, d_head)."""
+    """act(q P_kᵀ) P_v for each head, no 1/√d. q: (batch, tokens, heads, d_head); keys, values:
+    (heads, r, d_head).
+    """
     scores = torch.einsum("bnhd,hrd->bnhr", q, w["keys"])
     hidden = torch.softmax(scores / q.shape[-1] ** 0.5, -1) if act == "softmax" else ACTIVATIONS[act](scores)
     return torch.einsum("bnhr,hrd->bnhd", hidden, w["values"])
@@ -85,9 +90,11 @@ def prefix(w: Weights) -> tuple[Tensor, Tensor]:
 
 
 def prefix_group(w: Weights, index: int, heads: int, d_head: int) -> tuple[Tensor, Tensor]:
-    """Reparametrised: tanh(E W + b) W' + b' makes the keys and values of all n layers of a group, l × (2 · n · d_kv).
+    """Reparametrised: tanh(E W + b) W' + b' makes the keys and values of all n layers of a group, l
+    × (2 · n · d_kv).
 
-    Site i of the group has features [2i · d_kv, (2i + 1) · d_kv) as keys and the next d_kv as values.
+    Site i of the group has features [2i · d_kv, (2i + 1) · d_kv) as keys and the next d_kv as
+    values.
     """
     everything = linear(torch.tanh(linear(w["embedding"], w["down"], w["down_bias"])), w["up"], w["up_bias"])
     rows = everything.view(everything.shape[0], -1, heads, d_head).permute(1, 2, 0, 3)
@@ -204,7 +211,9 @@ def sparse_adapter(w: Weights, x: Tensor, d_out: int, r: int, act: str) -> Tenso
 
 
 def masked(w: Weights, lower: float, upper: float) -> Tensor:
-    """Δ under gates without draws: σ(α) stretched to (lower, upper) and cut to [0, 1]; once more for the whole."""
+    """Δ under gates without draws: σ(α) stretched to (lower, upper) and cut to [0, 1]; once more
+    for the whole.
+    """
     gates = [torch.clip(lower + (upper - lower) / (1 + torch.exp(-w[n])), 0, 1) for n in ("alpha", "group") if n in w]
     return w["delta"] * gates[0] * (gates[1] if len(gates) > 1 else 1.0)
 
@@ -242,7 +251,9 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def rung(w: Weights, h: Tensor, below: Tensor | None, act: str = "relu", temperature: float = 1.0) -> Tensor:
-    """One layer of a ladder: s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b), s ← s + act(LN(s) U + c) V + e."""
+    """One layer of a ladder: s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b), s ← s + act(LN(s) U +
+    c) V + e.
+    """
     g = torch.sigmoid(w["gate"] / temperature)
     s = (1 - g) * linear(h.detach(), w["down"], w.get("down_bias"))
     s = s if below is None else s + g * below
@@ -259,7 +270,9 @@ def ladder_end(w: Weights, s: Tensor) -> Tensor:
 
 
 def hyper_of_stack(w: Weights, stack: int) -> Weights:
-    """What the stack with this number has, and what is common to all, named as where there is one set for all stacks."""
+    """What the stack with this number has, and what is common to all, named as where there is one
+    set for all stacks.
+    """
     own = ("positions", "p1", "p1_bias", "p2", "p2_bias", "norm_weight", "norm_bias")
     return {**{name: w[f"{name}_{stack}"] for name in own}, **{n: v for n, v in w.items() if not n.startswith(own)}}
 

@@ -1,7 +1,9 @@
-"""The layers of each architecture written out by hand, with a seam where a sub-layer's h is about to join the residual.
+"""The layers of each architecture written out by hand, with a seam where a sub-layer's h is about
+to join the residual.
 
-Each forward below is the modeling file's, opened up: `seam(self, slot, h, x, res, norm)` returns the h that goes on.
-Without edits every one of them reproduces the original bit for bit, in training too (`test_layers.py`).
+Each forward below is the modeling file's, opened up: `seam(self, slot, h, x, res, norm)` returns
+the h that goes on. Without edits every one of them reproduces the original bit for bit, in training
+too (`test_layers.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from transformers.models.t5 import modeling_t5 as t5
 
 @dataclass(frozen=True)
 class At:
-    """What an equation can read at a sub-layer: all (batch, tokens, d); `norm` is the frozen norm that belongs to it."""
+    """What an equation can read at a sub-layer: all (batch, tokens, d); `norm` is the frozen norm
+    that belongs to it.
+    """
 
     h: Tensor
     x: Tensor
@@ -55,7 +59,8 @@ class Opened:
     is_opened = True
 
 
-# Post-norm encoder-decoder: out = norm(res + h), x = res ---------------------------------------------------------------
+# Post-norm encoder-decoder: out = norm(res + h), x = res
+# ---------------------------------------------------------------
 
 
 class BartEncoderLayer(Opened, bart.BartEncoderLayer):
@@ -98,7 +103,8 @@ class BartDecoderLayer(Opened, bart.BartDecoderLayer):
         return self.final_layer_norm(u + seam(self, "ffn", h, u, u, self.final_layer_norm))
 
 
-# Pre-norm encoder-decoder: x = norm(res), out = res + h ----------------------------------------------------------------
+# Pre-norm encoder-decoder: x = norm(res), out = res + h
+# ----------------------------------------------------------------
 
 
 class MBartEncoderLayer(Opened, mbart.MBartEncoderLayer):
@@ -146,7 +152,8 @@ class MBartDecoderLayer(Opened, mbart.MBartDecoderLayer):
         return u + seam(self, "ffn", h, x, u, self.final_layer_norm)
 
 
-# BERT: the sum and the norm live in the two "output" modules, x = res ---------------------------------------------------
+# BERT: the sum and the norm live in the two "output" modules, x = res
+# ---------------------------------------------------
 
 
 class _BertSum(Opened):
@@ -174,7 +181,8 @@ class RobertaOutput(_BertSum, roberta.RobertaOutput):
     slot = "ffn"
 
 
-# T5: a module for each sub-layer, pre-norm -----------------------------------------------------------------------------
+# T5: a module for each sub-layer, pre-norm
+# -----------------------------------------------------------------------------
 
 
 class T5LayerSelfAttention(Opened, t5.T5LayerSelfAttention):
@@ -224,7 +232,8 @@ class T5LayerFF(Opened, t5.T5LayerFF):
         return hidden_states + seam(self, "ffn", h, x, hidden_states, self.layer_norm)
 
 
-# Decoders, pre-norm ----------------------------------------------------------------------------------------------------
+# Decoders, pre-norm
+# --------------------------------------------------------------------------------------------------
 
 
 class GPT2Block(Opened, gpt2.GPT2Block):

@@ -1,7 +1,7 @@
 """Methods of the literature on weights, Linears and layers, as code; see `methods.py`.
 
-What is never trained (VeRA's A and B, the random matrices of Fastfood) and what is common to the sites of an edit stands
-among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
+What is never trained (VeRA's A and B, the random matrices of Fastfood) and what is common to the
+sites of an edit stands among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ def compacter_after(edit: str, which: str, act: str, norm: bool) -> Method:
 def reft(
     edit: str, orthogonal: bool = True, subtract: bool = True, first: int | None = None, last: int | None = None
 ) -> Method:
-    """h ← h + Rᵀ (W h + b − R h) of whole layers; with `first` or `last` only at so many tokens of either end."""
+    """h ← h + Rᵀ (W h + b − R h) of whole layers; with `first` or `last` only at so many tokens of
+    either end.
+    """
 
     def apply(ref: Reference, weights: Weights) -> None:
         masks: dict[str, Tensor | None] = {}
@@ -202,8 +204,8 @@ def ladder(
     replace: bool = False,
     on: str = "every",
 ) -> Method:
-    """A side network of each stack, or `on` that of the output alone, reads h of every layer, and is added to the last or replaces it;
-    `start`: it begins with what the first layer reads.
+    """A side network of each stack, or `on` that of the output alone, reads h of every layer, and
+    is added to the last or replaces it; `start`: it begins with what the first layer reads.
     """
 
     def apply(ref: Reference, weights: Weights) -> None:
@@ -250,7 +252,9 @@ Addition = Callable[[Callable[[Tensor], Tensor]], None]
 
 
 def places_of(ref: Reference, which: str) -> Iterable[tuple[str, Addition]]:
-    """Sub-layers, or `hidden`, what `down` reads, in model order: the path, and what makes h + f(h) of h there."""
+    """Sub-layers, or `hidden`, what `down` reads, in model order: the path, and what makes h + f(h)
+    of h there.
+    """
     for layer in ref.layers:
         for site in (*layer.attentions, layer.ffn):
             if site in tuple(sublayers(ref, which)):
@@ -260,7 +264,9 @@ def places_of(ref: Reference, which: str) -> Iterable[tuple[str, Addition]]:
 
 
 def hyper(edit: str, which: str, act: str = "relu", nets: str = "one") -> Method:
-    """h ← h + f(h), f an adapter whose weights one network makes; or one for each place in a layer, or for each stack."""
+    """h ← h + f(h), f an adapter whose weights one network makes; or one for each place in a layer,
+    or for each stack.
+    """
 
     def apply(ref: Reference, weights: Weights) -> None:
         places = list(places_of(ref, which))
@@ -282,7 +288,9 @@ def hyper(edit: str, which: str, act: str = "relu", nets: str = "one") -> Method
 
 
 def mixture(edit: str, act: str, routes: Mapping[str, int] | None = None) -> Method:
-    """h ← h + act(h W_i + b_i) W_up + b_up at the ffns, i by the site's path; without routes W and b are the means."""
+    """h ← h + act(h W_i + b_i) W_up + b_up at the ffns, i by the site's path; without routes W and
+    b are the means.
+    """
 
     def apply(ref: Reference, weights: Weights) -> None:
         for ffn in ref.ffns:

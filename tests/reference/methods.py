@@ -1,7 +1,8 @@
 """Each method as code: `method(ref, weights)` edits a reference model with the weights given.
 
-Edit names, site paths and form names are those of the specs in `tests/laws/recipes.py`, which state the same equations in
-the language. Sources: see `forms.py`, and for the `*_bn` family the configurations of AdapterHub (Pfeiffer et al. 2020).
+Edit names, site paths and form names are those of the specs in `tests/laws/recipes.py`, which state
+the same equations in the language. Sources: see `forms.py`, and for the `*_bn` family the
+configurations of AdapterHub (Pfeiffer et al. 2020).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def linears(ref: Reference, roles: str) -> Iterable[tuple[str, Rows]]:
                     yield f"{site.path}.{role}", rows
 
 
-# Linears ---------------------------------------------------------------------------------------------------------------
+# Linears
+# --------------------------------------------------------------------------------------------------
 
 
 def lora(edit: str, roles: str, alpha: float, rslora: bool = False) -> Method:
@@ -100,7 +102,8 @@ def scaled_hidden(edit: str) -> Method:
     return apply
 
 
-# Sub-layers ------------------------------------------------------------------------------------------------------------
+# Sub-layers
+# --------------------------------------------------------------------------------------------------
 
 Equation = Callable[[At, Callable[[str], dict[str, Tensor]]], Tensor]
 
@@ -137,7 +140,9 @@ def parallel_residual(edit: str, which: str, act: str = "relu", s: float = 1.0) 
 
 
 def seq_bn(edit: str, which: str, act: str = "relu") -> Method:
-    """AdapterHub `seq_bn`: z = LN(h + res), h ← h + f(z); in post-norm models out = LN(f(z) + h + res)."""
+    """AdapterHub `seq_bn`: z = LN(h + res), h ← h + f(z); in post-norm models out = LN(f(z) + h +
+    res).
+    """
     return at_sublayers(edit, which, lambda at, w: at.h + forms.adapter(w("adapter"), at.norm(at.h + at.res), act))
 
 
@@ -154,7 +159,9 @@ def gated(edit: str, which: str, act: str = "relu") -> Method:
 
 
 def gated_after(edit: str, which: str, norm: bool, act: str = "relu") -> Method:
-    """g = mean σ(z w + b), h ← h + g f(z), z = h + res or, with `norm`, its norm: AdapterHub's third of UniPELT."""
+    """g = mean σ(z w + b), h ← h + g f(z), z = h + res or, with `norm`, its norm: AdapterHub's
+    third of UniPELT.
+    """
 
     def equation(at: At, w: Callable[[str], dict[str, Tensor]]) -> Tensor:
         z = at.norm(at.h + at.res) if norm else at.h + at.res
@@ -222,7 +229,8 @@ def after_norm(edit: str, act: str = "relu") -> Method:
     return apply
 
 
-# Inside attention ------------------------------------------------------------------------------------------------------
+# Inside attention
+# --------------------------------------------------------------------------------------------------
 
 
 def prefix(edit: str, which: str = "attn", form: str = "concat") -> Method:
@@ -239,9 +247,11 @@ def prefix(edit: str, which: str = "attn", form: str = "concat") -> Method:
 
 
 def prefix_mlp(edit: str, which: str = "attn", gated: bool = False) -> Method:
-    """The reparametrised prefix: one MLP for each group (encoder self, decoder self, decoder cross).
+    """The reparametrised prefix: one MLP for each group (encoder self, decoder self, decoder
+    cross).
 
-    `gated`: keys and values times a gate of each attention, g = mean σ(x w + b): the last third of UniPELT.
+    `gated`: keys and values times a gate of each attention, g = mean σ(x w + b): the last third of
+    UniPELT.
     """
 
     def apply(ref: Reference, weights: Weights) -> None:
@@ -304,7 +314,9 @@ def scaled_states(edit: str, states: str) -> Method:
 
 
 def for_one_task(method: Method) -> Method:
-    """Of an edit `per task`, where there is one task: its weights by the names that they have without tasks."""
+    """Of an edit `per task`, where there is one task: its weights by the names that they have
+    without tasks.
+    """
 
     def apply(ref: Reference, weights: Weights) -> None:
         method(ref, {name.replace(".tasks.default.", "."): value for name, value in weights.items()})
@@ -321,5 +333,7 @@ def together(*methods: Method) -> Method:
 
 
 def mam(ref: Reference, weights: Weights) -> None:
-    """He et al. 2022, section 4.6: prefixes on every attention and scaled parallel adapters (s = 4) on every ffn."""
+    """He et al. 2022, section 4.6: prefixes on every attention and scaled parallel adapters (s = 4)
+    on every ffn.
+    """
     together(prefix("prefix"), parallel("ffn", "ffn", s=4.0))(ref, weights)

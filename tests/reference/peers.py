@@ -30,7 +30,9 @@ def lora(
     dora: bool,
     rslora: bool = False,
 ) -> tuple[nn.Module, Parameters]:
-    """The model under PEFT's LoRA (DoRA) with our A, B (m), and PEFT's parameters under our names."""
+    """The model under PEFT's LoRA (DoRA) with our A, B (m), and PEFT's parameters under our
+    names.
+    """
     sites = list(sites)
     form = "lowrank" if dora else "lora"
     r = part(weights, edit, sites[0][0], form)["A"].shape[0]
@@ -61,7 +63,9 @@ def ia3(
     inputs: Iterable[tuple[str, Rows]],
     weights: Mapping[str, Tensor],
 ) -> tuple[nn.Module, Parameters]:
-    """(IA)³: `outputs` are scaled after, `inputs` before; pairs of (our name of the vector's tensor, where)."""
+    """(IA)³: `outputs` are scaled after, `inputs` before; pairs of (our name of the vector's
+    tensor, where).
+    """
     outputs, inputs = list(outputs), list(inputs)
     before = [rows.module for _, rows in inputs]
     config = peft.IA3Config(
@@ -88,7 +92,9 @@ NAMES = {
 def at_linears(
     ref: Reference, config: peft.PeftConfig, sites: Iterable[tuple[str, Rows]], weights: Mapping[str, Tensor], form: str
 ) -> tuple[nn.Module, Parameters]:
-    """The model under a method whose config is given without its targets, with the weights of the edit `e`."""
+    """The model under a method whose config is given without its targets, with the weights of the
+    edit `e`.
+    """
     sites = list(sites)
     config.target_modules = {rows.module for _, rows in sites}  # type: ignore[attr-defined]
     if hasattr(config, "fan_in_fan_out"):

@@ -57,7 +57,9 @@ class Reference:
         module.register_forward_pre_hook(lambda _, args: (edit(args[0]),))
 
     def weight(self, rows: table.Rows, edit: Callable[[Tensor], Tensor]) -> None:
-        """w ← edit(w), w (out, in): the rows are computed again from the edited weight, the bias as it is."""
+        """w ← edit(w), w (out, in): the rows are computed again from the edited weight, the bias as
+        it is.
+        """
 
         def changed(h: Tensor, x: Tensor) -> Tensor:
             w, b = self.w(rows)
@@ -84,7 +86,9 @@ class Reference:
     # Inside attention
 
     def inside(self, site: table.Attention) -> AttentionEdits:
-        """The edits of one attention; from now on the model computes attention by `reference_attention`."""
+        """The edits of one attention; from now on the model computes attention by
+        `reference_attention`.
+        """
         if self.model.config._attn_implementation != NAME:
             self.model.set_attn_implementation(NAME)
         return edits_of(self.model.get_submodule(site.core))

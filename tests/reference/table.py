@@ -22,7 +22,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """`seam`: the module whose hand-written forward offers h, x, res; `slot` names the sub-layer in it; `norm` its norm."""
+    """`seam`: the module whose hand-written forward offers h, x, res; `slot` names the sub-layer in
+    it; `norm` its norm.
+    """
 
     path: str
     seam: str
@@ -43,7 +45,9 @@ class Attention(Sublayer):
 
 @dataclass(frozen=True)
 class Ffn(Sublayer):
-    """`gate` is the linear before the activation of a gated ffn, `up` the one it is multiplied with (or the only one)."""
+    """`gate` is the linear before the activation of a gated ffn, `up` the one it is multiplied with
+    (or the only one).
+    """
 
     up: Rows = field(default=Rows(""))
     gate: Rows | None = None

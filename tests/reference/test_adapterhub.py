@@ -1,4 +1,6 @@
-"""The references compute what AdapterHub's own code computed, outputs and gradients (see `adapterhub.py`)."""
+"""The references compute what AdapterHub's own code computed, outputs and gradients (see
+`adapterhub.py`).
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def one_thread():
 
 
 def method_of(method: str, name: str) -> methods.Method:
-    """What each configuration means; in pre-norm models its parallel adapter reads the residual, not x."""
+    """What each configuration means; in pre-norm models its parallel adapter reads the residual,
+    not x.
+    """
     pre = name in PRE_NORM
     parallel = methods.parallel_residual if pre else methods.parallel
     return {
@@ -104,7 +108,9 @@ def shapes(form: str, r: int) -> dict[str, Shape]:
 
 
 def places(ref: Reference, method: str) -> dict[str, tuple[str, Shape]]:
-    """Our tensors, by the names that are saved: what their values are drawn from, and their shapes."""
+    """Our tensors, by the names that are saved: what their values are drawn from, and their
+    shapes.
+    """
     return {
         f"{edit}/{path}/{form}.{ours}": (label, shape)
         for edit, form, where in PARTS[method]
@@ -177,8 +183,8 @@ def test_the_same_base(name: str) -> None:
 
 
 def test_a_gated_lora_of_theirs_is_not_scaled() -> None:
-    """Right is g (α/r) B A x (Mao et al. 2022, section 3; Hu et al. 2021, section 4.1). Theirs, with α = 2, r = 4, is that of
-    α = r; right is what theirs is with half the B.
+    """Right is g (α/r) B A x (Mao et al. 2022, section 3; Hu et al. 2021, section 4.1). Theirs,
+    with α = 2, r = 4, is that of α = r; right is what theirs is with half the B.
     """
     measured, half = MEASURED["unipelt-paper"]["gpt2"], fresh("gpt2")
     given = weights(half, "unipelt-paper")

@@ -1,4 +1,6 @@
-"""The references against each other and against closed forms, before anything else is held to them."""
+"""The references against each other and against closed forms, before anything else is held to
+them.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_prefix_with_a_cache_is_prefix_without(name: str) -> None:
 
 
 def test_one_key_with_no_score_is_a_uniform_share() -> None:
-    """A zero prefix of length l takes Σ exp(0) = l of the mass and adds nothing: h = (1 - λ) Attn."""
+    """A zero prefix of length l takes Σ exp(0) = l of the mass and adds nothing: h = (1 - λ)
+    Attn.
+    """
     ref, other = fresh("bert"), fresh("bert")
     methods.prefix("p")(ref, prefix_weights(ref, zero=True))
     lengths = 3
@@ -183,7 +187,9 @@ def adapter_weights(ref: Reference, which: str, r: int = 5) -> dict[str, Tensor]
 
 @pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "opt", "mbart"])
 def test_parallel_adapter_with_the_ffns_activation_is_a_wider_ffn(name: str) -> None:
-    """h + s (act(x D + d) U + u) = act([W_up; D] x + …) [W_down, s U] + …: methods.md, folding by widening."""
+    """h + s (act(x D + d) U + u) = act([W_up; D] x + …) [W_down, s U] + …: methods.md, folding by
+    widening.
+    """
     one, two = fresh(name), fresh(name)
     weights = adapter_weights(one, "ffn")
     act = {"bart": "gelu", "mbart": "gelu", "t5": "relu", "gpt2": "gelu_tanh", "opt": "relu"}[name]

@@ -28,7 +28,9 @@ def test_one_of_several_calls_of_a_module(frame: str, called: str, region: str, 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_all_that_read_a_state_get_its_new_value(name: str) -> None:
-    """What a norm gives is read by three projections: twice of it is what a norm with twice its weight gives."""
+    """What a norm gives is read by three projections: twice of it is what a norm with twice its
+    weight gives.
+    """
     model, base = (zoo.build(name, torch.float64).eval() for _ in range(2))
     norms = [site for site in peftc.sites(base).sites if site.path.endswith((".attn.self.norm", ".ffn.norm"))]
     peftc.compile(

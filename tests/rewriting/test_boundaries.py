@@ -1,4 +1,6 @@
-"""A module that a glob names: `x` is the first tensor among its arguments, `h` the first in its result, wherever that is."""
+"""A module that a glob names: `x` is the first tensor among its arguments, `h` the first in its
+result, wherever that is.
+"""
 
 from __future__ import annotations
 

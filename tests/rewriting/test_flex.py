@@ -1,4 +1,6 @@
-"""Prefixes under flex attention: masks of blocks with open columns, and models that compute what they compute under sdpa."""
+"""Prefixes under flex attention: masks of blocks with open columns, and models that compute what
+they compute under sdpa.
+"""
 
 from __future__ import annotations
 

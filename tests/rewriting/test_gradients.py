@@ -1,4 +1,6 @@
-"""Edits of what the model's own code computes without gradients are refused; what stands beside it is not."""
+"""Edits of what the model's own code computes without gradients are refused; what stands beside it
+is not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Code that changes a tensor in place: an edit stands behind the change, or reads what there was before it, as the site says."""
+"""Code that changes a tensor in place: an edit stands behind the change, or reads what there was
+before it, as the site says.
+"""
 
 from __future__ import annotations
 
@@ -211,7 +213,9 @@ OTHERS = (
 def test_an_edit_is_where_its_site_says(
     change: str, place: str, site: str, reads: str, sample: tuple[str, ...]
 ) -> None:
-    """Whichever of the two calls was analysed, both are what is written by hand, and so are their gradients."""
+    """Whichever of the two calls was analysed, both are what is written by hand, and so are their
+    gradients.
+    """
     assert deviation(change, place, site, ADAPTER.format(reads), sample) < 1e-9
 
 

@@ -1,4 +1,6 @@
-"""Regions that are no transformer's: an `nn.Sequential`, which runs whatever is registered in it; a forward with no `self`."""
+"""Regions that are no transformer's: an `nn.Sequential`, which runs whatever is registered in it; a
+forward with no `self`.
+"""
 
 from __future__ import annotations
 

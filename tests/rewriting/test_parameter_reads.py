@@ -1,4 +1,6 @@
-"""Code that calls a Linear in one mode and computes with its weight in another: an edit of it acts in both, or is refused."""
+"""Code that calls a Linear in one mode and computes with its weight in another: an edit of it acts
+in both, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ WAYS: dict[str, Way] = {
     "function with gradients": lambda s, x: F.linear(x, s.fc.weight, s.fc.bias) if torch.is_grad_enabled() else s.fc(x),
     "call in training": lambda s, x: s.fc(x) if s.training else F.linear(x, s.fc.weight, s.fc.bias),
     "function in training": lambda s, x: F.linear(x, s.fc.weight, s.fc.bias) if s.training else s.fc(x),
-    "call of what is trained": lambda s, x: s.fc(x) if s.fc.weight.requires_grad else F.linear(x, s.fc.weight, s.fc.bias),
+    "call of what is trained": lambda s, x: (
+        s.fc(x) if s.fc.weight.requires_grad else F.linear(x, s.fc.weight, s.fc.bias)
+    ),
     "function in inference mode": lambda s, x: by_function(s.fc, x) if torch.is_inference_mode_enabled() else s.fc(x),
     "function for a long input": lambda s, x: by_function(s.fc, x) if x.shape[1] > 6 else s.fc(x),
     "another function": lambda s, x: fastest(s.fc, x),
@@ -65,7 +69,9 @@ WAYS: dict[str, Way] = {
     "the function of its class": lambda s, x: s.fc(x) if torch.is_grad_enabled() else nn.Linear.forward(s.fc, x),
     "all parameters of the child": lambda s, x: s.fc(x) if torch.is_grad_enabled() else F.linear(x, *s.fc.parameters()),
     "all parameters": lambda s, x: s.fc(x) if torch.is_grad_enabled() else of_names(s, x),
-    "a functional call": lambda s, x: s.fc(x) if torch.is_grad_enabled() else functional_call(s.fc, dict(s.fc.named_parameters()), (x,)),
+    "a functional call": lambda s, x: (
+        s.fc(x) if torch.is_grad_enabled() else functional_call(s.fc, dict(s.fc.named_parameters()), (x,))
+    ),
 }  # fmt: skip
 
 
@@ -206,7 +212,9 @@ def test_what_is_around_is_refused(cls: Callable[[], nn.Module], glob: str, refu
 
 
 class Asking(nn.Module):
-    """What asks for the kind of a weight, and reads those of others or its own, does not read it."""
+    """What asks for the kind of a weight, and reads those of others or its own, does not read
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Where rows may stand beside tokens: the stack needs nothing of a token but its embedding, and tells of nothing else."""
+"""Where rows may stand beside tokens: the stack needs nothing of a token but its embedding, and
+tells of nothing else.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def close(one: Tensor, other: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore")  # what models say of their own code
 @pytest.mark.parametrize("key", TAKING)
 def test_rows_that_are_embedded_tokens_are_these_tokens(key: str) -> None:
-    """[E(t); h] is what the base makes of the tokens t before the others; a cache has the rows, and rows have gradients."""
+    """[E(t); h] is what the base makes of the tokens t before the others; a cache has the rows, and
+    rows have gradients.
+    """
     model, inputs = build(*key.split("/"))
     base = apart(model, inputs)
     peftc.compile(SPEC, model, seed=0)

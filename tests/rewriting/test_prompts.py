@@ -1,4 +1,6 @@
-"""Tokens before those of the input: what the base computes of longer inputs, by hand and by PEFT; caches, masks, files."""
+"""Tokens before those of the input: what the base computes of longer inputs, by hand and by PEFT;
+caches, masks, files.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,9 @@ def test_saved_loaded_disabled_and_removed(name: str, arguments: str, tmp_path: 
 
 
 def test_beside_other_edits() -> None:
-    """The embedding that it reads is the edited one; layers and their prefixes see longer inputs."""
+    """The embedding that it reads is the edited one; layers and their prefixes see longer
+    inputs.
+    """
     text = spec() + "\nedit e at embed { h += adapter(h, r=2, act=tanh) }"
     text += "\nedit k at layer[*].attn { kv = concat(prefix(len=2), kv) }"
     model = peftc.compile(text, zoo.build("llama", torch.float64), seed=0).eval()
@@ -166,7 +170,9 @@ def test_beside_other_edits() -> None:
 
 @pytest.mark.parametrize("name", [n for n in EVERY if n != "t5"])
 def test_as_many_rows_as_leave_one_position_for_the_input(name: str) -> None:
-    """A table of positions with a row for padding has fewer than its size, one with rows before the first has them besides."""
+    """A table of positions with a row for padding has fewer than its size, one with rows before the
+    first has them besides.
+    """
     model = zoo.build(name, max_position_embeddings=16)
     limit = 16 - (model.config.pad_token_id + 1 if name == "roberta" else 0)
     with pytest.raises(peftc.PeftcError, match="P314"):

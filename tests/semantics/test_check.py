@@ -69,7 +69,13 @@ CASES = [
     ("layer[*].ffn", 'h += adapter(x, r=4, act="relu")', "P106", '"relu"', "write it without quotes: `act=relu`"),
     ("layer[*].attn", "kv = concat(prefix(len=3, reparam=mpl(8)), kv)", "P106", "mpl", "did you mean `mlp`?"),
     ("layer[*].attn", "kv = concat(prefix(len=3, reparam=mlp(0)), kv)", "P106", "0", None),
-    ("layer[*].attn", "kv = concat(prefix(len=3, reparam=mlp(8, 3)), kv)", "P105", "mlp(8, 3)", "e.g. `reparam=mlp(512)`"),
+    (
+        "layer[*].attn",
+        "kv = concat(prefix(len=3, reparam=mlp(8, 3)), kv)",
+        "P105",
+        "mlp(8, 3)",
+        "e.g. `reparam=mlp(512)`",
+    ),
     ("layer[*].ffn", "h += adapter(hh, r=4)", "P107", "hh", "did you mean `h`?"),
     ("layer[*].ffn", "weight += h", "P107", "weight", "did you mean `w`?"),
     ("layer[*].ffn", "let g = gate(h)  g = x  h += g", "P107", "g", None),
@@ -140,7 +146,10 @@ train n = [w, bias] at layer[*].norm
 
 
 def test_two_assignments_to_one_state() -> None:
-    text = "peft 1\nedit a at layer[*].attn {{ kv = concat(prefix(len=3), kv) }}\nedit b at {} {{ kv = concat(prefix(len=4), kv) }}\n"
+    text = (
+        "peft 1\nedit a at layer[*].attn {{ kv = concat(prefix(len=3), kv) }}\n"
+        "edit b at {} {{ kv = concat(prefix(len=4), kv) }}\n"
+    )
     assert errors(text.format("layer[*].attn")) == {"P302"}
     assert errors(text.format("layer[ * ].attn | decoder.layer[0].attn")) == {"P302"}
     assert errors(text.format("encoder.layer[*].attn")) == set()
@@ -148,7 +157,10 @@ def test_two_assignments_to_one_state() -> None:
 
 
 def test_every_method_of_a_file_is_checked() -> None:
-    text = "peft 1\nmethod a() { edit e at layer[*].ffn { h += one(x) } }\nmethod b() { edit e at layer[*].ffn { h += two(x) } }\n"
+    text = (
+        "peft 1\nmethod a() { edit e at layer[*].ffn { h += one(x) } }\n"
+        "method b() { edit e at layer[*].ffn { h += two(x) } }\n"
+    )
     assert [error.message for error in diagnostics(text)] == ["there is no form `one`", "there is no form `two`"]
 
 

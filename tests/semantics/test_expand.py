@@ -299,11 +299,15 @@ def test_recipes_expand_to_what_parses(path: Path) -> None:
 
 def test_every_recipe_of_the_library_is_there() -> None:
     names = (
-        "lora dora ia3 houlsby pfeiffer parallel scaled_parallel prefix mam bitfit layernorm lora_ffn pa_pa prefix_lora_ffn "
+        "lora dora ia3 houlsby pfeiffer parallel scaled_parallel "
+        "prefix mam bitfit layernorm lora_ffn pa_pa prefix_lora_ffn "
         "krona krona_res lokr loha vera glora glora_weight oft said adalora rslora compacter compacter_pp phm_adapter "
-        "prefix_ungated prompt_tuning p_tuning ipt adamix fishmask lt_sft cross_attention far sparse_adapter diff_pruning "
-        "difffit loreft direft s4 unipelt lora_adapter lora_adapter_narrow hypernetwork_adaptbert_narrow multi_head_parallel learned_scale parallel_res "
-        "qlora qlora_gated adalora_gated spot ladder adaptive_prefix hypernetwork hypernetwork_adaptbert adapterfusion attention_fusion"
+        "prefix_ungated prompt_tuning p_tuning ipt adamix fishmask "
+        "lt_sft cross_attention far sparse_adapter diff_pruning "
+        "difffit loreft direft s4 unipelt lora_adapter lora_adapter_narrow "
+        "hypernetwork_adaptbert_narrow multi_head_parallel learned_scale parallel_res "
+        "qlora qlora_gated adalora_gated spot ladder adaptive_prefix "
+        "hypernetwork hypernetwork_adaptbert adapterfusion attention_fusion"
     )
     assert set(resources.recipes()) == set(names.split())
 

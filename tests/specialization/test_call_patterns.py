@@ -1,7 +1,8 @@
-"""Every pattern of calls: caches of every kind, packed sequences, dtypes, implementations switched after compiling.
+"""Every pattern of calls: caches of every kind, packed sequences, dtypes, implementations switched
+after compiling.
 
-A pattern is right where a model with its own forwards and edits computes what one without generated code computes: an
-uncached forward, or a model that was compiled under that pattern from the start.
+A pattern is right where a model with its own forwards and edits computes what one without generated
+code computes: an uncached forward, or a model that was compiled under that pattern from the start.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def test_cached_is_uncached(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_a_quantised_cache(name: str) -> None:
-    """What the cache gives back is what goes into the attention, prefix rows aside: they are never stored."""
+    """What the cache gives back is what goes into the attention, prefix rows aside: they are never
+    stored.
+    """
     model, base = compiled(name, "mam"), zoo.build(name, torch.float64)
     given = zoo.inputs(name, model)
     with torch.no_grad():
@@ -106,7 +109,9 @@ def test_a_quantised_cache(name: str) -> None:
 
 
 def test_packed_sequences() -> None:
-    """Two texts in one row, told apart by positions that start again, are what each is on its own."""
+    """Two texts in one row, told apart by positions that start again, are what each is on its
+    own.
+    """
     for spec in CACHED:
         model = compiled("llama", spec)
         ids = zoo.inputs("llama", model)["input_ids"][:1]
@@ -164,13 +169,16 @@ def test_branches_on_dtypes(dtype: torch.dtype) -> None:
     assert ("isinf" in type(block)._peftc_kind.source) == (dtype is torch.float16)
 
 
-# A miss, forced ------------------------------------------------------------------------------------------------------
+# A miss, forced
+# --------------------------------------------------------------------------------------------------
 
 
 def attention_call(
     model: Any, given: dict[str, Tensor], cross: bool
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A call of the last decoder layer's attention, as the model made it, with a cache that is full by then."""
+    """A call of the last decoder layer's attention, as the model made it, with a cache that is full
+    by then.
+    """
     layer = model.model.decoder.layers[-1]
     module = layer.encoder_attn if cross else layer.self_attn
     seen: list[Any] = []

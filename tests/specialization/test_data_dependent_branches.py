@@ -1,4 +1,6 @@
-"""Decisions on what is only known while a region runs: both ways are kept, or the error that the model's own code raises."""
+"""Decisions on what is only known while a region runs: both ways are kept, or the error that the
+model's own code raises.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,9 @@ def factor(doubled: bool | None) -> float:
 
 
 class Factored(nn.Module):
-    """Chooses a number by a flag in another function, in a way that no stand-in for the flag notices."""
+    """Chooses a number by a flag in another function, in a way that no stand-in for the flag
+    notices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +195,9 @@ def test_what_is_only_handed_on_is_not_asked() -> None:
 
 
 class Pooled(nn.Module):
-    """Takes the one table where its queries are pooled, the other where they are not, and a mask that may be missing."""
+    """Takes the one table where its queries are pooled, the other where they are not, and a mask
+    that may be missing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +211,9 @@ class Pooled(nn.Module):
 
 
 def test_a_decision_on_sizes_one_way_of_which_the_call_cannot_go() -> None:
-    """It is one on the arguments' sizes; a part of an argument that is there in one call may be missing in another."""
+    """It is one on the arguments' sizes; a part of an argument that is there in one call may be
+    missing in another.
+    """
     base, module = Pooled(), Pooled()
     module.load_state_dict(base.state_dict())
     rewritten(module)
@@ -323,7 +331,9 @@ def test_a_number_that_may_be_missing_is_asked_for(gains: tuple[float | None, ..
 
 
 class Selfish(nn.Module):
-    """Has a child called `self`, as some attentions do, and arguments with the name of a child and of a function it calls."""
+    """Has a child called `self`, as some attentions do, and arguments with the name of a child and
+    of a function it calls.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""An edit has one effect: in training without dropout, in evaluation, without gradients, folded, and as written by hand.
+"""An edit has one effect: in training without dropout, in evaluation, without gradients, folded,
+and as written by hand.
 
-torch's transformer modules run a C++ kernel in evaluation that reads the weights of their children and calls none of them; it
-is taken where the base is frozen, as it is under edits.
+torch's transformer modules run a C++ kernel in evaluation that reads the weights of their children
+and calls none of them; it is taken where the base is frozen, as it is under edits.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ def test_one_effect_in_all_modes_of_transformers(name: str, spec: str) -> None:
         assert close(out("no_grad"), want)
 
 
-# The same by hand: hooks of torch, with which its modules call their children, and weights ------------------------
+# The same by hand: hooks of torch, with which its modules call their children, and weights
+# ------------------------
 
 Weights = dict[str, Tensor]
 

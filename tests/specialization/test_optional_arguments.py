@@ -1,4 +1,6 @@
-"""A call with an optional argument that the analysed call did not have, and the other way around: an edit stands where it belongs."""
+"""A call with an optional argument that the analysed call did not have, and the other way around:
+an edit stands where it belongs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ D = 8
 
 
 class Block(nn.Module):
-    """Attention and ffn in one forward. `extra` changes what both read, and is reshaped, as the attention is, before it is added."""
+    """Attention and ffn in one forward. `extra` changes what both read, and is reshaped, as the
+    attention is, before it is added.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +227,9 @@ class Gated(nn.Module):
 
 
 def test_a_value_that_is_two_in_another_call_is_refused() -> None:
-    """The `h` of the ffn is what `down` gives, and what enters the sum: in a call with a factor in between these differ."""
+    """The `h` of the ffn is what `down` gives, and what enters the sum: in a call with a factor in
+    between these differ.
+    """
     equation = "ffn { h += adapter(h, r=2, act=tanh) }"
     model = compiled(model_of(Gated), equation, given())
     model(**given())
@@ -282,7 +288,8 @@ def test_what_a_module_makes_of_its_own_result_is_made_of_the_new_one(state: str
     close(x, want, "stream")
 
 
-# torch's own layers ------------------------------------------------------------------------------------------------
+# torch's own layers
+# ------------------------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
@@ -350,7 +357,9 @@ def test_masks_of_torchs_layers_and_their_states(make: Any, equation: str) -> No
 
 
 def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The encoder, its layers and their attention are edited, one inside of the other: each has a forward for each call, and no more."""
+    """The encoder, its layers and their attention are edited, one inside of the other: each has a
+    forward for each call, and no more.
+    """
     monkeypatch.setattr("peftc.installation.reinstall.warm", lambda model, sample=None: None)
     torch.manual_seed(0)
     model = compiled(Encoder().double().eval(), "attn { kv = concat(prefix(len=2), kv) }", masks(""))
@@ -362,7 +371,8 @@ def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPat
     assert variants == {cls.__name__: len(CALLS) for cls in (encoder, layer, attention)}
 
 
-# Operations of one sort --------------------------------------------------------------------------------------------
+# Operations of one sort
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Arguments that a layer hands on without looking at them: one variant serves all their values, and none that is looked at."""
+"""Arguments that a layer hands on without looking at them: one variant serves all their values, and
+none that is looked at.
+"""
 
 from __future__ import annotations
 

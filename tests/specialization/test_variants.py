@@ -1,4 +1,6 @@
-"""Generated forwards: the right one runs, an unseen call is traced, and nothing runs the wrong branch."""
+"""Generated forwards: the right one runs, an unseen call is traced, and nothing runs the wrong
+branch.
+"""
 
 from __future__ import annotations
 

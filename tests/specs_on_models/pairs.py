@@ -22,7 +22,9 @@ NORMS = "train e = [w, b] at layer[*].norm"
 
 @dataclass(frozen=True)
 class Pair:
-    """`first` and `second` are recipes by name, or texts. `commute`: they do not change the same state at one site."""
+    """`first` and `second` are recipes by name, or texts. `commute`: they do not change the same
+    state at one site.
+    """
 
     name: str
     first: str
@@ -74,7 +76,9 @@ def logits(name: str, model: nn.Module) -> Tensor:
 
 
 def compiled(name: str, pair: Pair) -> nn.Module:
-    """A new model with both, as they are at first: `a`, and `b` whose edits have `b.` before their names."""
+    """A new model with both, as they are at first: `a`, and `b` whose edits have `b.` before their
+    names.
+    """
     model = peftc.compile(pair.texts[0], fresh(name), seed=0, name="a")
     return peftc.compile(pair.texts[1], model, seed=0, prefix="b")
 

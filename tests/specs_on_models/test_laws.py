@@ -34,7 +34,9 @@ def test_two_compilations_are_one_of_both_texts(name: str, pair: Pair) -> None:
 
 @both
 def test_either_can_be_removed(name: str, pair: Pair) -> None:
-    """What stays computes what it would alone, with what it has trained; then the base, bit for bit."""
+    """What stays computes what it would alone, with what it has trained; then the base, bit for
+    bit.
+    """
     for gone, left, text, prefix in (("a", "b", pair.texts[1], "b"), ("b", "a", pair.texts[0], None)):
         model, before = trained(name, pair)
         kept = peftc.parameters(model, left)
@@ -167,7 +169,9 @@ def test_copies_and_pickles_keep_both(name: str, pair: Pair) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_goes_on_training(name: str) -> None:
-    """The second changes no flag of the first, and an optimiser made before goes on moving the same parameters."""
+    """The second changes no flag of the first, and an optimiser made before goes on moving the same
+    parameters.
+    """
     model = peftc.compile(
         "peft 1\nedit e at layer[*].ffn { h += adapter(h, r=2, act=gelu) }\n" + NORMS.replace("e =", "n ="),
         fresh(name),

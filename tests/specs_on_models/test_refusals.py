@@ -1,4 +1,6 @@
-"""What a second spec may not do, and that an error at any point leaves the model as it was; what specs are called."""
+"""What a second spec may not do, and that an error at any point leaves the model as it was; what
+specs are called.
+"""
 
 from __future__ import annotations
 

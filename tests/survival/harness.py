@@ -1,8 +1,8 @@
 """Compiled models to do with what users do with models, and how two of them are compared.
 
-Each spec goes another way into a layer: `lora` touches the boundaries of Linears, `mam` enters the code of attentions and
-layers, `sequential` edits what sub-layers return, `gated` averages over tokens, `weights` rewrites parameters and trains
-some of the base.
+Each spec goes another way into a layer: `lora` touches the boundaries of Linears, `mam` enters the
+code of attentions and layers, `sequential` edits what sub-layers return, `gated` averages over
+tokens, `weights` rewrites parameters and trains some of the base.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Gradient checkpointing: layers run twice, and gradients are the same; dropout draws the same numbers both times."""
+"""Gradient checkpointing: layers run twice, and gradients are the same; dropout draws the same
+numbers both times.
+"""
 
 from __future__ import annotations
 
@@ -97,11 +99,14 @@ def test_nothing_runs_again_in_evaluation(name: str) -> None:
     assert set(counts.values()) == {1}
 
 
-# Checkpoints inside of a layer ---------------------------------------------------------------------------------------
+# Checkpoints inside of a layer
+# ---------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """A layer that runs its first Linear again in the backward pass, where it is asked for gradients."""
+    """A layer that runs its first Linear again in the backward pass, where it is asked for
+    gradients.
+    """
 
     def __init__(self, asked: Callable[[], bool], options: dict[str, Any]) -> None:
         super().__init__()
@@ -119,7 +124,9 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("asked", [torch.is_grad_enabled, lambda: True], ids=["with-gradients", "always"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_in_the_code_of_a_layer(reentrant: bool, asked: Callable[[], bool], edited: str) -> None:
-    """The way through the checkpoint is traced: it computes what the layer computes without one, with the same gradients."""
+    """The way through the checkpoint is traced: it computes what the layer computes without one,
+    with the same gradients.
+    """
 
     def compiled(ask: Callable[[], bool]) -> nn.Module:
         torch.manual_seed(0)

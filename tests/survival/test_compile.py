@@ -1,4 +1,6 @@
-"""`torch.compile` of compiled models: whole graphs, the same numbers, and no more compilations than the base needs."""
+"""`torch.compile` of compiled models: whole graphs, the same numbers, and no more compilations than
+the base needs.
+"""
 
 from __future__ import annotations
 
@@ -127,8 +129,8 @@ def test_inductor() -> None:
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_layers_compiled_one_by_one(name: str) -> None:
-    """As people compile regions: one compilation serves all layers of a kind. (Where prefixes have one reparametrisation
-    for all layers, each has its own rows of it, and is compiled for them.)
+    """As people compile regions: one compilation serves all layers of a kind. (Where prefixes have
+    one reparametrisation for all layers, each has its own rows of it, and is compiled for them.)
     """
     spec = text("mam").replace(", reparam=mlp(5)", "")
     model, base = peftc.compile(spec, zoo.build(name), seed=0), zoo.build(name)

@@ -1,4 +1,6 @@
-"""DDP and FSDP2 on two processes: the losses and the parameters of one process on the whole batch."""
+"""DDP and FSDP2 on two processes: the losses and the parameters of one process on the whole
+batch.
+"""
 
 from __future__ import annotations
 

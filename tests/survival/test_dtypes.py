@@ -76,7 +76,9 @@ def test_edits_of_a_half_precision_base_stay_in_float32(name: str, spec: str) ->
 
 @pairs
 def test_autocast(name: str, spec: str) -> None:
-    """The same numbers as without up to what bfloat16 rounds, and the dtypes of the base under autocast."""
+    """The same numbers as without up to what bfloat16 rounds, and the dtypes of the base under
+    autocast.
+    """
     model, base = compiled(name, spec, torch.float32), zoo.build(name).requires_grad_(False)
     inputs = given(name, model)
     tokens = inputs["attention_mask"].bool() if name in ("llama", "mixtral", "bert") else slice(None)

@@ -1,4 +1,6 @@
-"""resize_token_embeddings of compiled models: tied or not, with edits on the head and on the embedding."""
+"""resize_token_embeddings of compiled models: tied or not, with edits on the head and on the
+embedding.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def resized(model: Any, size: int) -> Any:
 @pytest.mark.parametrize("spec", ["lora", "mam", "weights"])
 @pytest.mark.parametrize("name", NAMES)
 def test_more_and_fewer_tokens(name: str, spec: str) -> None:
-    """Old tokens keep their logits; new ones can be read and trained past; the base that is left has them too."""
+    """Old tokens keep their logits; new ones can be read and trained past; the base that is left
+    has them too.
+    """
     model = compiled(name, spec)
     inputs = given(name, model)
     inputs.pop("labels")
@@ -64,7 +68,9 @@ def test_removing_afterwards_leaves_the_resized_base(name: str, spec: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_adapter_fits_the_first_base(name: str, tmp_path: Any) -> None:
-    """Edits do not depend on the vocabulary, but a base of another one is another base, and is told."""
+    """Edits do not depend on the vocabulary, but a base of another one is another base, and is
+    told.
+    """
     model = resized(compiled(name, "lora"), MORE)
     peftc.save(model, tmp_path / "adapter")
     with pytest.raises(peftc.PeftcError, match="P523"):
@@ -80,7 +86,9 @@ def test_the_adapter_fits_the_first_base(name: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("name", ["bart", "t5", "llama", "bert"])
 @pytest.mark.parametrize("size", [MORE, zoo.VOCAB - 9], ids=["more", "fewer"])
 def test_trained_rows_are_put_back(name: str, size: int) -> None:
-    """`train` of an embedding that has got other rows since: those that were there have their first values again."""
+    """`train` of an embedding that has got other rows since: those that were there have their first
+    values again.
+    """
     model, base = (zoo.build(name, torch.float64) for _ in range(2))
     peftc.compile("peft 1\ntrain e = [w] at embed", model, seed=0)
     for m in (model, base):

@@ -1,4 +1,6 @@
-"""torch.export of compiled models: a program that computes the same, and holds what the edits own."""
+"""torch.export of compiled models: a program that computes the same, and holds what the edits
+own.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def aliases(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("name", ["bart", "llama", "vit"])
 def test_programs_of_training_learn(name: str) -> None:
-    """An exported program in training mode has the gradients of the model for what the edits own."""
+    """An exported program in training mode has the gradients of the model for what the edits
+    own.
+    """
     model, inputs = wrapped(name, "mam")
     model.train()
     model(**inputs).square().mean().backward()

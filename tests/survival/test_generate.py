@@ -1,4 +1,6 @@
-"""generate() in all decoding modes: what it gives is what rolling the model out by hand, without a cache, gives."""
+"""generate() in all decoding modes: what it gives is what rolling the model out by hand, without a
+cache, gives.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def next_logits(model: Any, given: dict[str, Tensor], made: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rollout(model: Any, given: dict[str, Tensor], sample: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """Tokens chosen by hand, the largest logit or drawn; rows that have ended go on with padding."""
+    """Tokens chosen by hand, the largest logit or drawn; rows that have ended go on with
+    padding.
+    """
     made = torch.empty(given["input_ids"].shape[0], 0, dtype=torch.long)
     going = torch.ones(made.shape[0], dtype=torch.bool)
     logits: list[Tensor] = []

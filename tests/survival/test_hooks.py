@@ -1,4 +1,6 @@
-"""Users' hooks: registered before or after compiling, they fire as on the base, and outlive the edits."""
+"""Users' hooks: registered before or after compiling, they fire as on the base, and outlive the
+edits.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def build(name: str) -> Any:
 
 
 def run(model: Any, inputs: dict[str, Any]) -> None:
-    """Forward and backward, everything learning: else hooks that wait for gradients of inputs would wait in vain."""
+    """Forward and backward, everything learning: else hooks that wait for gradients of inputs would
+    wait in vain.
+    """
     model.requires_grad_(True)
     model(**inputs).loss.backward()
 
@@ -88,7 +92,9 @@ def test_hooks_fire_as_on_the_base(name: str, spec: str, when: str) -> None:
 
 @pairs
 def test_hooks_change_what_they_change_of_the_base(name: str, spec: str) -> None:
-    """A hook that replaces inputs or results of an edited layer, of an edited child, of a Linear in it."""
+    """A hook that replaces inputs or results of an edited layer, of an edited child, of a Linear in
+    it.
+    """
     model = compiled(name, spec)
     inputs = given(name, model)
     want = model(**inputs).logits

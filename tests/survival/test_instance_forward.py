@@ -1,4 +1,6 @@
-"""Forwards that stand in instances: accelerate's hooks, wrappers, patches; before the edits, and after. An edit acts, or is refused."""
+"""Forwards that stand in instances: accelerate's hooks, wrappers, patches; before the edits, and
+after. An edit acts, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def logits(model: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def want() -> dict[str, Any]:
-    """The outputs of the base and of the edited model, and the gradients, where nothing stands in an instance."""
+    """The outputs of the base and of the edited model, and the gradients, where nothing stands in
+    an instance.
+    """
     model = llama()
     base = logits(model).detach()
     out = logits(compiled(model))
@@ -185,7 +189,9 @@ def test_edits_that_are_offloaded_are_not_trained(want: dict[str, Any]) -> None:
 
 @offloads
 def test_offloaded_weights_of_inference_mode_are_those_of_before(want: dict[str, Any]) -> None:
-    """The hooks make new parameters at each call, and those that are made in inference mode take no flag outside."""
+    """The hooks make new parameters at each call, and those that are made in inference mode take no
+    flag outside.
+    """
     model = cpu_offload(llama(), torch.device("cpu"))
     before = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
     peftc.compile(SPEC, model, seed=0)
@@ -211,7 +217,8 @@ def test_what_offloaded_weights_cannot_do() -> None:
     assert {f.edit for f in peftc.fold(model).folded} == {"qv", "dora"}
 
 
-# Patches ---------------------------------------------------------------------------------------------------------
+# Patches
+# --------------------------------------------------------------------------------------------------
 
 
 def doubled(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +298,9 @@ def test_a_forward_that_cannot_be_followed_is_refused() -> None:
 
 
 class Attending(nn.Module):
-    """nn.MultiheadAttention reads the weight of a child, which it never calls: that child's code is entered."""
+    """nn.MultiheadAttention reads the weight of a child, which it never calls: that child's code is
+    entered.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +331,8 @@ def test_a_hook_that_would_load_the_parameters_of_edits_is_refused() -> None:
         peftc.compile(SPEC, model, seed=0)
 
 
-# Afterwards ------------------------------------------------------------------------------------------------------
+# Afterwards
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_forward_assigned_to_an_edited_module_calls_the_edited_code_or_is_refused(want: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""Hidden states and attentions: all layers are there, with the shapes of the base and the effect of the edits."""
+"""Hidden states and attentions: all layers are there, with the shapes of the base and the effect of
+the edits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""save_pretrained of a compiled model: what is saved is a checkpoint of its base, with or without what the edits own."""
+"""save_pretrained of a compiled model: what is saved is a checkpoint of its base, with or without
+what the edits own.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def build(name: str, **options: Any) -> Any:
 
 @pairs
 def test_inside_disabled_the_base_alone_is_saved(name: str, spec: str, tmp_path: Path) -> None:
-    """The same files as the base would give, byte for byte; and the edits are there again afterwards."""
+    """The same files as the base would give, byte for byte; and the edits are there again
+    afterwards.
+    """
     model, base = compiled(name, spec, torch.float32), build(name)
     inputs = given(name, model)
     want, first = logits(model, inputs), logits(base, inputs)
@@ -61,7 +65,9 @@ def test_inside_disabled_the_base_alone_is_saved(name: str, spec: str, tmp_path:
 
 @pairs
 def test_outside_everything_is_saved_and_the_base_loads(name: str, spec: str, tmp_path: Path) -> None:
-    """A checkpoint to go on from: nothing of the base is missing, and what is more belongs to edits."""
+    """A checkpoint to go on from: nothing of the base is missing, and what is more belongs to
+    edits.
+    """
     model, base = compiled(name, spec, torch.float32), build(name)
     inputs = given(name, model)
     want = logits(model, inputs)

@@ -1,4 +1,6 @@
-"""Modules that are replaced after `compile`: no edit is lost in silence. What keeps the edited module in the model goes on."""
+"""Modules that are replaced after `compile`: no edit is lost in silence. What keeps the edited
+module in the model goes on.
+"""
 
 from __future__ import annotations
 

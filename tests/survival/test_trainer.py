@@ -1,4 +1,6 @@
-"""The Trainer of transformers and accelerate: trained, evaluated, checkpointed and gone on with as any model."""
+"""The Trainer of transformers and accelerate: trained, evaluated, checkpointed and gone on with as
+any model.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from tests.matrix import some
 from tests.survival.harness import SOME, SPECIES, SPECS, all_close, compiled, given, same, state
 
 STEPS = 4
-# Checkpoints of ViT, and of Mixtral's ffn, have the hub's names, which Trainer does not read back: not those of the base
-# either, as a test below shows.
+# Checkpoints of ViT, and of Mixtral's ffn, have the hub's names, which Trainer does not read back:
+# not those of the base either, as a test below shows.
 RESUMED = tuple(name for name in SPECIES if name != "vit")
 RESUMES = [(n, ("lora" if n == "mixtral" else "mam", "weights")[i % 2]) for i, n in enumerate(RESUMED)]
 
@@ -72,7 +74,9 @@ pytestmark = [
 
 @pytest.mark.parametrize(("name", "spec"), some(RESUMES, 2))
 def test_train_evaluate_checkpoint_resume(name: str, spec: str, tmp_path: Path) -> None:
-    """A run that is interrupted and resumed in another model ends where one that is not ends, bit for bit."""
+    """A run that is interrupted and resumed in another model ends where one that is not ends, bit
+    for bit.
+    """
     whole = trainer(name, model := fresh(name, spec), tmp_path / "whole")
     base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     first = {n: p.clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -169,7 +173,9 @@ def test_checkpointing_inside_the_trainer(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "spec"), SOME)
 def test_accelerate(name: str, spec: str, tmp_path: Path) -> None:
-    """prepare, backward, save_state and load_state: three steps, three more, and the last three once more."""
+    """prepare, backward, save_state and load_state: three steps, three more, and the last three
+    once more.
+    """
     accelerator = Accelerator(cpu=True)
     model = fresh(name, spec)
     learning = [p for p in model.parameters() if p.requires_grad]

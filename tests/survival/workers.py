@@ -20,7 +20,9 @@ STEPS, BATCH = 3, 4
 
 
 def halves(name: str, model: nn.Module, rank: int | None = None) -> list[dict[str, Tensor]]:
-    """Batches without padding, so that the mean of two halves is the mean of the whole; one half of each for a rank."""
+    """Batches without padding, so that the mean of two halves is the mean of the whole; one half of
+    each for a rank.
+    """
     whole = [given(name, model, batch=BATCH, padding=None, seed=i) for i in range(STEPS)]
     if rank is None:
         return whole
@@ -76,7 +78,9 @@ class Sharded:
 
 
 def take_turns(rank: int, world: int, directory: str) -> None:
-    """Writes once as it should be, once onto a disk that is full; notes what each process was told."""
+    """Writes once as it should be, once onto a disk that is full; notes what each process was
+    told.
+    """
     dist.init_process_group("gloo", init_method=f"file://{directory}/turns", rank=rank, world_size=world)
     told: list[str] = []
     for full in (False, True):

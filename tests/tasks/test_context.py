@@ -1,4 +1,6 @@
-"""What `peftc.task` and `peftc.disabled` choose is the present context's: not the module's, and not that of its copies."""
+"""What `peftc.task` and `peftc.disabled` choose is the present context's: not the module's, and not
+that of its copies.
+"""
 
 from __future__ import annotations
 
@@ -269,7 +271,9 @@ def test_what_changes_the_model_is_refused_inside_of_the_own_block_alone() -> No
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 def test_what_runs_again_has_the_choice_of_the_forward(reentrant: bool) -> None:
-    """Backward in another thread and in another block; by transformers' layers, and by a user's own call."""
+    """Backward in another thread and in another block; by transformers' layers, and by a user's own
+    call.
+    """
     model = compiled().train()
     model.enable_input_require_grads()
     for name, choice in CHOICES.items():

@@ -1,4 +1,6 @@
-"""Parameters once for each task: one task at a time, rows of several in one batch, tasks that come and go, files."""
+"""Parameters once for each task: one task at a time, rows of several in one batch, tasks that come
+and go, files.
+"""
 
 from __future__ import annotations
 
@@ -275,7 +277,9 @@ FORMS = (
 
 @pytest.mark.parametrize("text", FORMS)
 def test_every_task_has_its_own_and_is_saved(text: str, tmp_path: Path) -> None:
-    """Where all parameters of a form are in common, too: to the sites of a task, not to the tasks."""
+    """Where all parameters of a form are in common, too: to the sites of a task, not to the
+    tasks.
+    """
     spec = "peft 1\n" + text.format().replace(" {", " per task {", 1)
     model = compiled("llama", spec, ("a", "b"))
     given = three("llama", model)

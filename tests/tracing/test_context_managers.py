@@ -1,4 +1,6 @@
-"""`with` blocks of traced code are kept: what runs inside of one runs inside of the same one in the generated code."""
+"""`with` blocks of traced code are kept: what runs inside of one runs inside of the same one in the
+generated code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Loops over the pieces of a tensor, as many as data tells: kept as loops, where no turn depends on the ones before it."""
+"""Loops over the pieces of a tensor, as many as data tells: kept as loops, where no turn depends on
+the ones before it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Functions compiled by `torch.jit.script` have no Python code to enter: a trace keeps their calls whole."""
+"""Functions compiled by `torch.jit.script` have no Python code to enter: a trace keeps their calls
+whole.
+"""
 
 from __future__ import annotations
 

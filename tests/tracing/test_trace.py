@@ -23,7 +23,9 @@ from tests.matrix import checkerboard
 def retraced(
     name: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[nn.Module, nn.Module, list[GeneratedClass]]:
-    """A model, and one in which every layer is replaced by its trace: all code inlined, no edits."""
+    """A model, and one in which every layer is replaced by its trace: all code inlined, no
+    edits.
+    """
     base, model = zoo.build(name, dtype, **options), zoo.build(name, dtype, **options)
     kinds: dict[type, GeneratedClass] = {}
     for stack in analyse(model).structure.stacks:

@@ -1,4 +1,6 @@
-"""Whole rows and columns chosen from data: which they are, biases that follow, that nothing else moves, files, tasks."""
+"""Whole rows and columns chosen from data: which they are, biases that follow, that nothing else
+moves, files, tasks.
+"""
 
 from __future__ import annotations
 

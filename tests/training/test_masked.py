@@ -1,4 +1,6 @@
-"""Diff Pruning: gates as its paper draws them, the penalty, what is kept, and that it is saved and folded as what it is."""
+"""Diff Pruning: gates as its paper draws them, the penalty, what is kept, and that it is saved and
+folded as what it is.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +205,10 @@ def test_each_task_prunes_and_pays_for_its_own(tmp_path: Path) -> None:
 
 
 def test_what_is_shared_stays_shared(tmp_path: Path) -> None:
-    text = "peft 1\nlet s = shared(masked(density=0.01))\nedit a at layer[*].attn.q { w += s() }\nedit b at layer[0].ffn.up { w += s() }"
+    text = (
+        "peft 1\nlet s = shared(masked(density=0.01))\n"
+        "edit a at layer[*].attn.q { w += s() }\nedit b at layer[0].ffn.up { w += s() }"
+    )
     model = peftc.compile(text, zoo.build("llama", torch.float64), seed=0)
     randomise({k: p for k, p in peftc.parameters(model).items() if k.endswith("delta")})
     peftc.calibrate(model)

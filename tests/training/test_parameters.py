@@ -1,4 +1,6 @@
-"""`wb`: every weight and every bias of a model as a place, tied ones once; by hand, with parameters that are exchanged."""
+"""`wb`: every weight and every bias of a model as a place, tied ones once; by hand, with parameters
+that are exchanged.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def base_of(name: str) -> Any:
 
 
 def places(name: str, form: str, base: nn.Module) -> list[tuple[str, nn.Parameter, bool]]:
-    """Each parameter under the first of its names in the plan, in that order; whether it is stored (in, out)."""
+    """Each parameter under the first of its names in the plan, in that order; whether it is stored
+    (in, out).
+    """
     parameters = dict(base.named_parameters(remove_duplicate=False))
     result: dict[int, tuple[str, nn.Parameter, bool]] = {}
     for site in peftc.plan(ALL.format(form), zoo.build(name)).edits[0].sites:
@@ -122,7 +126,9 @@ def test_said_is_one_vector_and_a_factor_for_each_layer(name: str) -> None:
 
 
 def test_entries_compete_in_one_budget() -> None:
-    """The largest scores of all weights and biases together, a tied one with the gradient of both its uses."""
+    """The largest scores of all weights and biases together, a tied one with the gradient of both
+    its uses.
+    """
     name = "gpt2"
     model, base = peftc.compile(ALL.format("sparse(density=3%)"), zoo.build(name, torch.float64), seed=0), base_of(name)
     arguments = zoo.inputs(name, model, labels=True)

@@ -1,4 +1,6 @@
-"""Entries chosen from data: which they are, that nothing else moves, that everything is as before, files."""
+"""Entries chosen from data: which they are, that nothing else moves, that everything is as before,
+files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Adapters that are pruned before they are trained: what is kept, what it begins with, what is trained, files, tasks."""
+"""Adapters that are pruned before they are trained: what is kept, what it begins with, what is
+trained, files, tasks.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def owner(model: nn.Module) -> PrunedValues:
 
 
 def dense(name: str, entries: Tensor) -> tuple[Any, list[str]]:
-    """Plain adapters with these entries: those of W_down, then those of W_up, one site after the other; and their names."""
+    """Plain adapters with these entries: those of W_down, then those of W_up, one site after the
+    other; and their names.
+    """
     model = peftc.compile(DENSE, zoo.build(name, torch.float64), seed=0).eval()
     names = [n for n in peftc.parameters(model) if n.endswith((".down", ".up"))]
     start = 0
@@ -106,7 +110,10 @@ def test_trained_saved_and_pruned_stays_pruned(tmp_path: Path) -> None:
 
 
 def test_a_pruned_adapter_without_activation_folds() -> None:
-    text = "peft 1\nedit m at layer[*].attn.q | layer[*].ffn.down { h += sparse_adapter(x, r=4, density=0.5, select=random, act=none) }"
+    text = (
+        "peft 1\nedit m at layer[*].attn.q | layer[*].ffn.down { h += "
+        "sparse_adapter(x, r=4, density=0.5, select=random, act=none) }"
+    )
     model = peftc.compile(text, zoo.build("gpt2", torch.float64), seed=0).eval()
     arguments = batches("gpt2", model)[0]
     want = model(**arguments).logits

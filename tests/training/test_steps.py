@@ -1,4 +1,6 @@
-"""Ranks given up as PEFT's allocator gives them up; routes of mixtures; terms of the loss; the callback; state in files."""
+"""Ranks given up as PEFT's allocator gives them up; routes of mixtures; terms of the loss; the
+callback; state in files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from tests.reference.literature import mixture
 from tests.reference.reference import Reference
 
 TOTAL = 12
-ADALORA = f"peft 1\nedit e at layer[*].attn.q | layer[*].ffn.down {{ h += svd(x, r=4, alpha=8, target=2, warmup=2, cooldown=3, every=2, total={TOTAL}) }}"
+ADALORA = (
+    f"peft 1\nedit e at layer[*].attn.q | layer[*].ffn.down "
+    f"{{ h += svd(x, r=4, alpha=8, target=2, warmup=2, cooldown=3, every=2, total={TOTAL}) }}"
+)
 MIXTURE = "peft 1\nedit e at layer[*].ffn { h += mixture(x, r=3, n=4, act=gelu) }"
 
 
@@ -86,7 +91,9 @@ def test_ranks_are_given_up_as_peft_gives_them_up(name: str) -> None:
 
 
 def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
-    """What has been given up, and how important everything was, is saved: the rest of the run is the same."""
+    """What has been given up, and how important everything was, is saved: the rest of the run is
+    the same.
+    """
 
     def run(model: Any, steps: range) -> dict[str, Tensor]:
         batch = zoo.inputs("llama", model)
@@ -111,7 +118,9 @@ def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
 
 
 def test_each_task_gives_up_ranks_in_the_steps_that_it_is_in() -> None:
-    """As a model of its own that is trained in those steps; one that comes after the last round still ends."""
+    """As a model of its own that is trained in those steps; one that comes after the last round
+    still ends.
+    """
     tasks, batch = ("even", "odd", "late"), zoo.inputs("llama", zoo.build("llama"))
     model = peftc.compile(ADALORA.replace(" {", " per task {"), zoo.build("llama", torch.float64), seed=0, tasks=tasks)
     alone = {task: peftc.compile(ADALORA, zoo.build("llama", torch.float64), seed=0) for task in tasks}
@@ -141,7 +150,9 @@ def test_each_task_gives_up_ranks_in_the_steps_that_it_is_in() -> None:
 
 
 def test_what_a_task_has_given_up_stays_zero_though_the_optimizer_moves_it() -> None:
-    """After its last round nothing of a task is needed for that: momentum moves it in batches of other tasks, too."""
+    """After its last round nothing of a task is needed for that: momentum moves it in batches of
+    other tasks, too.
+    """
     tasks, last = ("a", "b"), TOTAL - 3
     model = peftc.compile(ADALORA.replace(" {", " per task {"), zoo.build("llama", torch.float64), seed=0, tasks=tasks)
     batch, weights = zoo.inputs("llama", model), peftc.parameters(model)
@@ -271,7 +282,9 @@ def test_the_trainer_calls_it(tmp_path: Path) -> None:
 
 
 def test_the_second_forward_of_a_consistency_leaves_the_routes_of_the_first() -> None:
-    """Recomputation in the backward pass runs the first forward again: it must take the route that was taken."""
+    """Recomputation in the backward pass runs the first forward again: it must take the route that
+    was taken.
+    """
     model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0).train()
     batch = zoo.inputs("llama", model)
     for step in range(3):
@@ -287,7 +300,9 @@ def test_the_second_forward_of_a_consistency_leaves_the_routes_of_the_first() ->
 
 
 def test_the_ranks_that_are_left_are_those_of_the_budget() -> None:
-    """Each round keeps exactly as many triplets as the schedule says, and what was given up stays zero after the last one."""
+    """Each round keeps exactly as many triplets as the schedule says, and what was given up stays
+    zero after the last one.
+    """
     model = peftc.compile(ADALORA, zoo.build("llama", torch.float64), seed=0).train()
     batch = zoo.inputs("llama", model)
     optimizer = torch.optim.SGD(peftc.parameters(model).values(), lr=0.05)

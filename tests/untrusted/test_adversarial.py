@@ -1,4 +1,6 @@
-"""The adversarial run finds what it looks for, and its figures in the README are those of the results."""
+"""The adversarial run finds what it looks for, and its figures in the README are those of the
+results.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def codes(call: Callable[[], object]) -> list[str]:
     return [diagnostic.code for diagnostic in caught.value.diagnostics]
 
 
-# Texts ---------------------------------------------------------------------------------------------------------------
+# Texts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_files_within_files_without_end(tmp_path: Path) -> None:
@@ -108,7 +109,8 @@ def test_messages_stay_on_their_lines() -> None:
     assert len(render_github([diagnostic]).splitlines()) == 1
 
 
-# Arguments -----------------------------------------------------------------------------------------------------------
+# Arguments
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,8 @@ def test_names_and_paths(name: str) -> None:
         assert set(codes(lambda: peftc.save(compiled, name))) <= {"P026", "P526"}
 
 
-# Adapters ------------------------------------------------------------------------------------------------------------
+# Adapters
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +172,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def rewritten(
     original: Path, folder: Path, change: Callable[[Tensor], Tensor] = Tensor.clone, /, **entries: object
 ) -> Path:
-    """An adapter with other tensors and other entries in its description, consistent with each other."""
+    """An adapter with other tensors and other entries in its description, consistent with each
+    other.
+    """
     values: dict[str, Any] = json.loads((original / "adapter.json").read_text())
     [tensor_file] = original.glob("*.safetensors")
     changed = {name: change(tensor) for name, tensor in load_file(tensor_file).items()}
@@ -287,7 +292,8 @@ def test_a_description_with_other_things_in_it(saved: dict[str, Path], tmp_path:
     assert max(seen) < "P9"
 
 
-# Names of modules ----------------------------------------------------------------------------------------------------
+# Names of modules
+# --------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

@@ -92,7 +92,8 @@ def main_spec(folders: Path, path: object) -> Path:
     return spec
 
 
-# Within the folders --------------------------------------------------------------------------------------------------
+# Within the folders
+# --------------------------------------------------------------------------------------------------
 
 
 def paths_within(folders: Path) -> list[object]:
@@ -211,7 +212,8 @@ def test_a_folder_is_not_left_by_its_links(folders: Path, capsys: pytest.Capture
     assert "1 file" in capsys.readouterr().out
 
 
-# Files that are not specs -----------------------------------------------------------------------------------------------------
+# Files that are not specs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,8 @@ def test_a_spec_with_mistakes_is_shown(folders: Path) -> None:
     assert SECRET in render_text(check_file(read_spec(main_spec(folders, "m.peft"))))
 
 
-# What is no regular file ---------------------------------------------------------------------------------------------
+# What is no regular file
+# ---------------------------------------------------------------------------------------------
 
 
 def special_files(folder: Path) -> Generator[Path]:
@@ -314,7 +317,8 @@ def test_pipes_beside_weights(tmp_path: Path) -> None:
     load_model(resolve(str(tmp_path)))
 
 
-# Sizes ---------------------------------------------------------------------------------------------------------------
+# Sizes
+# --------------------------------------------------------------------------------------------------
 
 
 def sparse(path: Path, size: int) -> Path:
@@ -349,7 +353,8 @@ def test_files_that_do_not_tell_their_size() -> None:
         assert codes(refused(lambda: read_spec("/proc/kallsyms"))) in (["P027"], ["P001"])
 
 
-# Names ---------------------------------------------------------------------------------------------------------------
+# Names
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["a\0b.peft", "\0", "a\ud800.peft"])

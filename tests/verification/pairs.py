@@ -41,7 +41,9 @@ def models(recipe: str) -> tuple[str, ...]:
 
 
 def chosen() -> list[tuple[str, str]]:
-    """Every recipe once, and every model: the models in turn. Recipes of many kinds of sites are not on two stacks at once."""
+    """Every recipe once, and every model: the models in turn. Recipes of many kinds of sites are
+    not on two stacks at once.
+    """
     report: list[tuple[str, str]] = []
     for i, recipe in enumerate(sorted(RECIPES)):
         able = [name for name in models(recipe) if recipe.removesuffix("_gated") not in WIDE or name not in CROSS]

@@ -63,7 +63,8 @@ def test_nothing_is_found_without_a_fault() -> None:
         assert report.witnessed == report.sites
 
 
-# What is done to a model after it was compiled ----------------------------------------------------------------------
+# What is done to a model after it was compiled
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "layer"), [("llama", "model.layers.1"), ("bart", "model.decoder.layers.1")])
@@ -84,7 +85,9 @@ def test_a_forward_of_an_instance_bypasses_the_edit(name: str, layer: str) -> No
 
 
 def test_a_fast_path_without_gradients_bypasses_the_edit() -> None:
-    """As torch's own for frozen encoder layers: only where nothing requires a gradient, and nobody looks on by a hook."""
+    """As torch's own for frozen encoder layers: only where nothing requires a gradient, and nobody
+    looks on by a hook.
+    """
     compiled: Any = peftc.compile(QV, model(), seed=0)
     linear = compiled.model.layers[0].self_attn.q_proj
     vars(linear)["forward"] = functools.partial(fast, linear)
@@ -130,7 +133,8 @@ def ahead(layer: Any, module: nn.Module, args: Any, result: torch.Tensor) -> tor
     return result + sum(p.sum() for p in own) if own else result
 
 
-# What the rewriter does wrong ---------------------------------------------------------------------------------------
+# What the rewriter does wrong
+# ---------------------------------------------------------------------------------------
 
 
 def test_an_edit_that_is_scaled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +211,9 @@ def test_a_value_that_lets_no_gradient_through(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("role", ["q", "k", "v"])
 def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan itself is wrong: the witness of the equations reads the same rows, and what arrives at the attention tells."""
+    """The plan itself is wrong: the witness of the equations reads the same rows, and what arrives
+    at the attention tells.
+    """
     other = {"q": "k", "k": "v", "v": "q"}[role]
     original = compiled_model.analyse_base
 
@@ -230,7 +236,8 @@ def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.findings[0].site == f"decoder.layer[0].attn.self.{role}"
 
 
-# Without edits, and in the weights ----------------------------------------------------------------------------------
+# Without edits, and in the weights
+# ----------------------------------------------------------------------------------
 
 
 def test_edits_that_leave_something_behind() -> None:
@@ -261,7 +268,8 @@ def test_a_fold_that_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes(verified(QV)) == {"P609"}
 
 
-# Where nothing can be shown -----------------------------------------------------------------------------------------
+# Where nothing can be shown
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_model_without_values_is_refused() -> None:

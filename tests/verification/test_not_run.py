@@ -1,4 +1,6 @@
-"""Errors that a model raises itself in one of the modes are reported as checks that were not rewrite."""
+"""Errors that a model raises itself in one of the modes are reported as checks that were not
+rewrite.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +155,9 @@ def test_values_that_a_model_overwrites_in_its_backward_pass() -> None:
 
 
 def test_a_cache_that_the_base_uses_otherwise() -> None:
-    """With two rows, RWKV of transformers computes something else with a cache; a prompt is compared where it does not."""
+    """With two rows, RWKV of transformers computes something else with a cache; a prompt is
+    compared where it does not.
+    """
     torch.manual_seed(0)
     config: Any = transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
     model = transformers.RwkvForCausalLM(config).eval()

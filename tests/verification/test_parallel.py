@@ -1,4 +1,6 @@
-"""Attention and feed-forward that are summed before the residual is added: each equation is that of its own sub-layer."""
+"""Attention and feed-forward that are summed before the residual is added: each equation is that of
+its own sub-layer.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_an_edit_of_the_sum_in_place_of_one_of_the_two_is_found(name: str, monke
 
 
 def test_a_dropout_between_the_sum_and_the_residual_that_is_read() -> None:
-    """An equation that reads the residual waits for it, and is not witnessed where its sum is another value by then."""
+    """An equation that reads the residual waits for it, and is not witnessed where its sum is
+    another value by then.
+    """
     report = verified("falcon", "residual", hidden_dropout=0.2)
     assert report.ok, str(report)
     outcome = {check.name: check for check in report.checks}

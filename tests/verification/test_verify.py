@@ -1,4 +1,6 @@
-"""What `peftc.verify` takes, gives and leaves alone; the last step of a compilation; the command."""
+"""What `peftc.verify` takes, gives and leaves alone; the last step of a compilation; the
+command.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ def test_wrong_arguments_have_codes() -> None:
         peftc.verify(nn.Linear(2, 2))
 
 
-# Compilation --------------------------------------------------------------------------------------------------------
+# Compilation
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_compilation_that_is_verified() -> None:
@@ -122,7 +125,8 @@ def test_a_compilation_that_fails_its_verification_is_undone(monkeypatch: pytest
         peftc.compile(SCALED, base, seed=0, prefix="b", verify=True)
 
 
-# The command --------------------------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
