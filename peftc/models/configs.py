@@ -88,7 +88,7 @@ def _needs_code(name: str, reason: str) -> Diagnostic:
 
 
 def _auto_class(config: PretrainedConfig, head: Head | None) -> str | None:
-    """The name of the class that transformers' auto class for `head`, or a likely head, would build."""
+    """The name of the class that the auto class for `head`, else a likely one, would build."""
     if head is None:
         masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         causal = config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not masked

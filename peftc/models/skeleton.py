@@ -30,7 +30,7 @@ def skeleton(source: ModelSource) -> nn.Module:
     assert source.model_class is not None
     assert source.config is not None
     try:
-        # As in `from_pretrained`, building on the meta device skips initialisation and ties weights.
+        # As in `from_pretrained`, the meta device skips initialisation, and weights are tied.
         with paused_gc(), torch.device("meta"):
             model = source.model_class(source.config).eval()
     except Exception as error:  # a model's __init__ raises whatever its own checks raise

@@ -103,9 +103,7 @@ class _AllObserved(Exception):
 
 
 def check_roles(comparison: Comparison, all_sites: bool, results: CheckResults) -> None:
-    """Noise in the rows of `attn.q` must change all queries that reach the attention, and no keys or
-    values; likewise for `attn.k` and `attn.v`.
-    """
+    """Noise in the rows of `attn.q` must change all queries at the attention, no keys or values."""
     name = "attn.q, attn.k and attn.v are the operands of the attention"
     edits: dict[str, tuple[str, Site]] = {}
     for site_edit in sample_of(comparison.record.site_edits, all_sites):
