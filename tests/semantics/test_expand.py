@@ -9,7 +9,7 @@ import pytest
 from peftc.diagnostics import PeftcError
 from peftc.filesystem import resources
 from peftc.semantics import expand, read_spec
-from peftc.semantics.settings import parse_settings
+from peftc.semantics.spec_argument import parse_settings
 from peftc.syntax import ast, parse_text, print_spec
 
 RECIPES = sorted(resources.recipes().values())

@@ -1,4 +1,4 @@
-"""Every malformed example is reported once, by the code of its rule."""
+"""Every malformed text is reported once, by the code of its rule."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import pytest
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.codes import CODES
-from peftc.syntax.error_rules import ERROR_RULES
-from peftc.syntax.lexical_errors import EXAMPLES
 from peftc.syntax.parser import MAX_ERRORS, parse_expression, parse_text
-
-RULES = [(example, rule.code) for rule in ERROR_RULES for example in rule.examples]
+from tests.syntax.malformed import MALFORMED
 
 
 def errors_of(text: str) -> tuple[Diagnostic, ...]:
@@ -19,7 +16,7 @@ def errors_of(text: str) -> tuple[Diagnostic, ...]:
     return excinfo.value.diagnostics
 
 
-@pytest.mark.parametrize(("text", "code"), [*RULES, *EXAMPLES])
+@pytest.mark.parametrize(("text", "code"), [(text, code) for code, texts in MALFORMED.items() for text in texts])
 def test_one_mistake_is_one_message(text: str, code: str) -> None:
     errors = errors_of(text)
     assert [error.code for error in errors] == [code], errors
