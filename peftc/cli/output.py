@@ -31,10 +31,7 @@ PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
 def compile_skeleton(
     flat: ast.Spec, name: str, analysis: Analysis, seed: int | None, tasks: Sequence[str] | None
 ) -> tuple[PlanResult, dict[str, str]]:
-    """Compiles onto a model without weights: the plan, and the text of each file by its name.
-
-    Raises: as `peftc.compile`.
-    """
+    """Compiles without weights: the plan, and each file by its name. Raises: as `peftc.compile`."""
     names = task_names(tasks)
     result = plan_on(analysis, flat, names)
     require_tasks(tasks, result)

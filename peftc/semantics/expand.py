@@ -61,10 +61,7 @@ def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None, inclu
 
 
 def expand_valid(spec: ast.Spec, settings: Environment, folders: Folders) -> tuple[ast.Spec, list[Diagnostic]]:
-    """The part of a spec that can be expanded, and the diagnostics of the whole.
-
-    Errors that follow from others are left out.
-    """
+    """The part of a spec that can be expanded, and the diagnostics that follow from no other."""
     methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]
     method = methods[0] if len(methods) == 1 and not changes_model(spec.statements) else None
     reader = ScopeReader(folders)

@@ -206,10 +206,7 @@ def check_fold(comparison: Comparison, results: CheckResults) -> None:
 
 
 def locate_fault(comparison: Comparison, difference: Difference) -> Finding:
-    """Names the first site whose parameters alone bring the difference about.
-
-    If there is none, names the last edit before the first module whose inputs differ.
-    """
+    """Names the first edit that alone differs, else the last one before a wrong module input."""
     values = comparison.values()
     module, key = first_differing_module(comparison, EVALUATION)
     key = _first_wrong_edit(comparison) or key

@@ -49,10 +49,7 @@ def unavailable_on_error(context: str = "") -> Generator[None]:
 
 @contextmanager
 def compiled_model_errors(call_base: Callable[[], object]) -> Generator[None]:
-    """An error inside the block is the compiled model's own if the same call of its base succeeds.
-
-    Raises: CompiledModelError, or ReferenceUnavailable by `call_base`.
-    """
+    """An error inside the block is a `CompiledModelError` if the same call of the base succeeds."""
     try:
         yield
     except PROPAGATED:
@@ -102,13 +99,7 @@ class Comparison:
         return task(self.compiled, self.task) if self.task is not None else nullcontext()
 
     def run_compiled(self, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
-        """Calls the compiled model.
-
-        Without a recorder it has no hooks, since hooks may disable fast paths of the model's code.
-
-        Raises: CompiledModelError; ReferenceUnavailable if the base does not run in this mode,
-        either.
-        """
+        """Without a recorder there are no hooks: they may disable fast paths of the model's code."""
         with ExitStack() as stack:
             stack.enter_context(self.selected_task())
             stack.enter_context(mode.applied_to(self.compiled))
@@ -125,11 +116,7 @@ class Comparison:
         return compiled_model_errors(call_base)
 
     def run_reference(self, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
-        """Evaluates the spec on the base.
-
-        Raises: ReferenceUnavailable if an equation has no values to read, or the base does not run
-        with hooks.
-        """
+        """Evaluates the spec on the base. Raises: ReferenceUnavailable."""
         with ExitStack() as stack:
             stack.enter_context(self.selected_task())
             stack.callback(self.compiled.eval)

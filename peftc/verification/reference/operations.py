@@ -162,10 +162,7 @@ class OperationInterceptor(TorchFunctionMode):
         return self.handler.edit("total", {label.owner for label in labels}, func(*operands, **kwargs)), others
 
     def _parallel_sum(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Labels]:
-        """The sum of two sub-layers' results, with their edits.
-
-        Edits that read the residual are applied later, at the residual sum.
-        """
+        """The sum of two edited results; edits that read the residual wait for the residual sum."""
         first, second = self._sum_labels(args[0]), self._sum_labels(args[1])
         labels = first ^ second
         if any(label.kind == "sum" and self.handler.observes("residual", label.owner) for label in labels):
