@@ -223,7 +223,7 @@ def differentiable(
     refuse_quantised(parameters, leaves.base)
     dense = {name: module.first().requires_grad_() for name, module in leaves.pruned.items()}
     parameters |= dense
-    if values is not None:
+    if values is not None:  # receives copies, which are restored
         values |= {name: p.detach().clone() for name, p in parameters.items()}
     flags = {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()}
     modes = {n: m.training for n, m in model.named_modules()}
