@@ -124,6 +124,7 @@ class Comparison:
 
     def run_reference(self, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
         """Evaluates the spec on the base. Raises: ReferenceUnavailable."""
+        mode = EVALUATION if mode.inference else mode  # inference mode is for the compiled model
         with ExitStack() as stack:
             stack.enter_context(self.selected_task())
             stack.callback(self.compiled.eval)

@@ -54,7 +54,7 @@ class StateWrite:
     order: int
 
 
-def ignore_edit(key: EditKey, value: Any) -> None:
+def ignore(*args: Any) -> None:
     pass
 
 
@@ -85,8 +85,8 @@ class ReferenceModel:
         self.writes: dict[Location, list[StateWrite]] = defaultdict(list)
         self.prompts: list[ir.SiteEdit] = []
         self.unavailable: dict[EditKey, str] = {}
-        self.on_edit = ignore_edit
-        self.on_operand: Callable[[str, str, Tensor], None] | None = None
+        self.on_edit = ignore
+        self.on_operand: Callable[[str, str, Tensor], None] = ignore
         self.watched: dict[str, Location] = {}  # attentions, by the path of the sub-layer
         self.sub_layer_results: dict[Location, None] = {}  # in layers whose residual sums are edited
         self.depth: Counter[str] = Counter()  # open calls, by layer
@@ -130,7 +130,7 @@ class ReferenceModel:
     # Hooks ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def active(self, on_edit: Callable[[EditKey, Any], None] = ignore_edit) -> Generator[None]:
+    def active(self, on_edit: Callable[[EditKey, Any], None] = ignore) -> Generator[None]:
         """Inside the block the base computes what the spec says.
 
         Args:
@@ -302,7 +302,3 @@ class ReferenceModel:
         for location in [one for one in self.states if one.kind == kind and one.owner in owners]:
             value = self.apply_edits(location, value)
         return value
-
-    def observe_operand(self, owner: str, state: str, value: Tensor) -> None:
-        if self.on_operand is not None and owner in self.watched:
-            self.on_operand(owner, state, value)
