@@ -67,7 +67,6 @@ def stored_spec(spec: ast.Spec) -> str:
     """The spec whose parameters `stored_tensors` are, without expectations.
 
     A `shared` binding is inlined unless its export form has shared parameters, too.
-
     Raises: P528 if shared rows are used twice in one edit.
     """
     inlined = {

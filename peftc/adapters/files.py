@@ -42,9 +42,7 @@ def read(directory: Path, check: Callable[[Adapter], object] = bool) -> tuple[Ad
     """The description and the tensors (on the CPU) of a saved adapter, which may be replaced
     meanwhile.
 
-    Args:
-        check: called with the description, before its tensors are read.
-
+    Args: `check`: called with the description, before its tensors are read.
     Raises: P026 and P027 (not a regular file, or too large), P520 (a file is missing), P521
         (damaged), P522 (a newer format).
     """

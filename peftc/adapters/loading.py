@@ -106,9 +106,8 @@ def notify_forms(model: nn.Module) -> None:
 def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False, strict: bool = False) -> None:
     """Compares a model to the base of an adapter. Warns of other weights (P524) unless expected.
 
-    Raises:
-        P523 (another architecture), P524 (other weights, if `strict`), P527 (no weights), P545
-        (arguments that exclude each other).
+    Raises: P523 (another architecture), P524 (other weights, if `strict`), P527 (no weights), P545
+    (arguments that exclude each other).
     """
     if other_weights and strict:
         message = "`strict` refuses other weights, and `other_weights` expects them"

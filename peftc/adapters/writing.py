@@ -41,10 +41,7 @@ def write(target: Path, tensors: Mapping[str, Tensor], describe: Callable[[str],
 
     At every moment the directory loads as the old or the new adapter, even if the process is
     killed. Files of killed writers are removed afterwards.
-
-    Args:
-        describe: makes the description from the sha256 of the tensors.
-
+    Args: `describe`: makes the description from the sha256 of the tensors.
     Raises: P526 for any other directory, or if the file system refuses; then the directory is
         unchanged.
     """

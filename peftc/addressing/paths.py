@@ -40,8 +40,7 @@ def stack_steps(names: Sequence[str]) -> int:
 def align(written: Sequence[str], names: Sequence[str], *, whole: bool = True) -> tuple[int, ...] | None:
     """The position in `names` (the steps of a site) of each written step; None without a match.
 
-    Args:
-        whole: False if the written steps need only match the beginning of the site's path.
+    Args: `whole`: False if the written steps need only match the beginning of the site's path.
     """
     norm = whole and bool(written) and written[-1] == "norm"
     stack = stack_steps(names)

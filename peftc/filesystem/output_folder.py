@@ -71,10 +71,7 @@ def write_folder(target: Path, files: Mapping[str, str], force: bool = False) ->
     """Writes texts by name into a new or empty folder, or one that it has written before.
 
     If a run is killed, the next run completes it.
-
-    Args:
-        force: overwrite files that the user modified. Files that peftc did not write stay.
-
+    Args: `force`: overwrite files that the user modified. Files that peftc did not write stay.
     Raises: P420 for any other folder or a failure of the file system, P550 for a modified file,
         P551 for a file in the way. Nothing has been changed then.
     """

@@ -36,7 +36,6 @@ def fold_terms(
     computed.
 
     Equations of w and b come first, as they do when the model runs; then those of h (or z).
-
     Shapes: weight (out, in), as `nn.Linear` has it, or (d,) of a norm; bias (out,).
     Args: `modules`: by `FormInstance.key`. `side`: that of `fold_target` ("input": the edit changes
     what the Linear reads).

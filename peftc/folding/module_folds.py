@@ -52,7 +52,6 @@ def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, N
     w and b first, as when the model runs; then what is done to the output; what is done to the
     input last and backwards, since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64
     where the weight is) until the end.
-
     Raises: P530 where an entry is NaN or infinite. CannotFold where a bias is needed and the module
     has no place for it.
     """

@@ -49,9 +49,8 @@ class Outcome:
 def evaluate(statement: ast.Expect, plan: Plan) -> Outcome:
     """Whether an expectation holds.
 
-    Raises:
-        P116: an unknown fact, or units that do not compare. P117: an unknown edit. P120: a division
-        by zero.
+    Raises: P116: an unknown fact, or units that do not compare. P117: an unknown edit. P120: a
+    division by zero.
     """
     if errors := list(check_expect(statement, [edit.name for edit in plan.edits])):
         raise PeftcError(errors)

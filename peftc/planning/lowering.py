@@ -21,11 +21,10 @@ WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
 def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit:
     """The typed equations of an edit at one site; `h += f` becomes `h = h + f`.
 
-    Raises:
-        P101, P105: no such form, or not a value. P205: no such state. P301: shapes that do not go
-        together. P303: a misplaced `concat`, or misplaced keys and values. P305: shared parameters
-        of two shapes. P306: a state that is read-only. P307: a frozen module that the site does not
-        have. Also what `bind` and `Form.shape` raise.
+    Raises: P101, P105: no such form, or not a value. P205: no such state. P301: shapes that do not
+    go together. P303: a misplaced `concat`, or misplaced keys and values. P305: shared parameters
+    of two shapes. P306: a state that is read-only. P307: a frozen module that the site does not
+    have. Also what `bind` and `Form.shape` raise.
     """
     instances = FormInstances(edit.name, site, context, context.tasks if edit.per_task else ())
     terms = TermLowering(edit.name, site, context, instances)

@@ -168,8 +168,7 @@ class TermLowering:
     def form_call(self, call: ast.Call, form: Form, owner: str | None = None, use: ast.Call | None = None) -> FormCall:
         """A call of a form.
 
-        Args:
-            owner: the name of the `shared` through which the form is called at `use`.
+        Args: `owner`: the name of the `shared` through which the form is called at `use`.
         """
         use = use or call
         bound = self.context.bound(call, form)

@@ -104,8 +104,7 @@ def affine_reason(term: Term, linear: Collection[str]) -> str | None:
 def depends(term: Term, linear: Collection[str]) -> bool:
     """Whether an affine term depends on the states in `linear` at all, or is constant.
 
-    Raises:
-        NotAffine: the term is not affine.
+    Raises: NotAffine: the term is not affine.
     """
     match term:
         case Constant():

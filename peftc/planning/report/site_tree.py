@@ -31,8 +31,7 @@ def sites_text(table: SiteTable, width: int = 80) -> str:
 def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
     """Every site, once for all layers that have the same sites: `layer[0..11] × 12`.
 
-    Args:
-        width: characters in a line.
+    Args: `width`: characters in a line.
     """
     header = Text.assemble((table.model_id, "bold"), f"  ({table.model_type}, {table.parameters:,} parameters)")
     rows = _Tree(table).rows()

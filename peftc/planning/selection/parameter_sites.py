@@ -42,8 +42,7 @@ def _rename(line: ast.Equation | ast.Let, state: str) -> ast.Equation | ast.Let:
 def parameter_sites(edit: ast.Edit, sites: Sequence[Site], table: SiteTable) -> list[Site]:
     """A site for each weight and each bias, in model order; tied parameters are one site.
 
-    Raises:
-        P205: sites that have neither, such as sub-layers and modules with stacked experts.
+    Raises: P205: sites that have neither, such as sub-layers and modules with stacked experts.
     """
     if errors := [error for site in sites if (error := _no_parameters(edit, site, table)) is not None]:
         raise PeftcError(for_sites(errors, " of this edit"))

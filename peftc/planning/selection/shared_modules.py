@@ -29,8 +29,7 @@ class SharedModules:
     def merge(self, sites: Sequence[Site], selector: ast.Selector) -> list[Site]:
         """The sites with each module once: at its first name, with the others as `shared_with`.
 
-        Raises:
-            P211: a module is also used at sites that are not among these.
+        Raises: P211: a module is also used at sites that are not among these.
         """
         self._refuse_cross_layer_calls(sites, selector)
         if not any(site.module in self.groups for site in sites):
