@@ -15,6 +15,7 @@ from torch import Tensor
 from peftc.concurrency.interrupts import shielded
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
+from peftc.planning.arithmetic import ARITHMETIC
 from peftc.planning.foldability.affine import NotAffine, show_term
 from peftc.planning.foldability.target import Side, is_linear
 from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
@@ -138,12 +139,9 @@ def arithmetic(term: Arithmetic, left: Value, right: Value) -> Value:
         case "/", Affine(), Tensor():
             return left.scaled(1.0 / right)
         case op, Tensor(), Tensor():
-            return _CONSTANT[op](left, right)
+            return ARITHMETIC[op](left, right)
         case _:
             raise NotAffine(f"`{show_term(term)}` is not affine in the input", term)
-
-
-_CONSTANT = {"+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div}
 
 
 def _fold(

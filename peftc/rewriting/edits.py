@@ -11,7 +11,7 @@ from torch import nn
 
 from peftc.addressing.sites import Slice, WeightRef
 from peftc.diagnostics.diagnostic import printable
-from peftc.forms.shapes import KeyValue, Scalar
+from peftc.forms.shapes import Scalar
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
 from peftc.syntax.printer import print_statement
@@ -57,10 +57,7 @@ class RegionEdit:
     lets: tuple[tuple[int, ir.Term], ...] = ()
 
     @classmethod
-    def of(
-        cls, site_edit: ir.SiteEdit, states: dict[str, RegionState], functions: dict[str, str] | None = None
-    ) -> RegionEdit:
-        p = site_edit
+    def of(cls, p: ir.SiteEdit, states: dict[str, RegionState], functions: dict[str, str] | None = None) -> RegionEdit:
         keys = tuple(instance.key for instance in p.instances)
         return cls(p.edit, slug(p), p.assigns, states, functions or {}, keys, p.lets)
 
@@ -174,11 +171,6 @@ def module_name(text: str) -> str:
     while keyword.iskeyword(text) or hasattr(_PLAIN, text):
         text += "_"
     return text
-
-
-def kv_heads(term: ir.Term) -> int:
-    assert isinstance(term.shape, KeyValue)
-    return term.shape.kv_heads
 
 
 def contains_state(term: ir.Term) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, fx
 from transformers.utils.generic import ModelOutput
@@ -94,16 +93,13 @@ def token_stack(site: Site, structure: ModelStructure) -> tuple[Stack, str]:
         raise CannotPrepend(message, need)
     if (reason := cannot_prepend(flow.arguments[module])) is not None:
         raise CannotPrepend(f"{shown} takes other arguments besides the tokens: {reason}")
-    if module and not attends(stack) and (others := other_states(flow.results[module])):
-        raise CannotPrepend(f"{shown} returns more states of tokens than the last one: {join_names(others)}")
+    result = flow.results[module]
+    if module and not attends(stack) and isinstance(result, ModelOutput):
+        # results (batch, tokens, features) after the last hidden state
+        named = [(n, v) for n, v in list(result.items())[1:] if isinstance(v, Tensor) and not n.startswith("encoder_")]
+        if others := [name for name, value in named if value.ndim == 3 and value.is_floating_point()]:
+            raise CannotPrepend(f"{shown} returns more states of tokens than the last one: {join_names(others)}")
     return stack, module
-
-
-def other_states(result: Any) -> list[str]:
-    """The names of a stack's results (batch, tokens, features) after the last hidden state."""
-    named = list(result.items())[1:] if isinstance(result, ModelOutput) else []
-    states = [(name, value) for name, value in named if isinstance(value, Tensor) and not name.startswith("encoder_")]
-    return [name for name, value in states if value.ndim == 3 and value.is_floating_point()]
 
 
 def token_flow_of(embedding: str, takers: Sequence[tuple[Stack, str]], structure: ModelStructure) -> TokenFlow:
@@ -123,12 +119,9 @@ def attends(stack: Stack) -> bool:
 
 def innermost_with(parameters: tuple[str, ...], inner: str, stack: Stack, structure: ModelStructure) -> str | None:
     """The innermost module around `inner` and a stack whose forward has these parameters."""
-    for name in (*enclosing(inner), ""):
-        if name != inner and contains(name, stack.layers[0]):
-            signature = forward_signature(structure.model.get_submodule(name))
-            if set(parameters) <= set(signature.parameters):
-                return name
-    return None
+    around = (name for name in (*enclosing(inner), "") if name != inner and contains(name, stack.layers[0]))
+    forwards = ((name, forward_signature(structure.model.get_submodule(name)).parameters) for name in around)
+    return next((name for name, own in forwards if set(parameters) <= set(own)), None)
 
 
 def prompted_call(graph: fx.Graph) -> fx.Node:

@@ -51,11 +51,11 @@ class StateLookup:
             raise PeftcError(Diagnostic("P403", message, notes=notes, help=help_))
         return nodes[0]
 
-    def node_at(self, anchor: Anchor, name: str) -> fx.Node:
-        """Raises: P403 where this trace has no such node."""
+    def node_at(self, anchor: Anchor) -> fx.Node:
+        """The attention call of an `argument`. Raises: P403 where this trace has no such call."""
         node = find(anchor, self.trace)
         if node is None:
-            raise PeftcError(missing(name, anchor))
+            raise PeftcError(missing(anchor.key[2], anchor))
         return node
 
 

@@ -84,7 +84,10 @@ def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[
     boundary = [a for a in aliases if a.module == module and a.kind == ("out" if node.target == module else "in")]
     if boundary and any(n.op == "call_module" and n.target == module for n in trace.graph.nodes):
         return boundary, []
-    sub = sub_layer_of(site, kind)
+    steps = steps_below_layer(site)
+    own = steps[:-1] if steps[-1:] in ((("hidden", None),), (("add", None),)) else steps
+    subs = zip(kind.subs, sub_layer_steps(kind.subs), strict=True)
+    sub = next((sub for sub, path in subs if path == own), None)
     if sub is None:
         return [], []
     if node is sub.add:
@@ -94,12 +97,6 @@ def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[
         return (summand, []) if state.name == "res" else ([], summand)
     readers = {str(n.target) for n in readers_of(state.name, node, sub, kind)}
     return [a for a in aliases if a.kind == "in" and a.module in readers], []
-
-
-def sub_layer_of(site: Site, kind: LayerType) -> SubLayer | None:
-    steps = steps_below_layer(site)
-    own = steps[:-1] if steps[-1:] in ((("hidden", None),), (("add", None),)) else steps
-    return next((sub for sub, path in zip(kind.subs, sub_layer_steps(kind.subs), strict=True) if path == own), None)
 
 
 def readers_of(name: str, node: fx.Node, sub: SubLayer, kind: LayerType) -> list[fx.Node]:
@@ -143,12 +140,9 @@ def may_write(anchor: Anchor, frames: frozenset[str], node: fx.Node) -> bool:
         if not anchor.module:
             return True
         inside = any(contains(anchor.module, user_module(user)) for user in node.users)
-        return not inside and all(is_computed_in(n, anchor.module) for n in earlier_versions(node))
+        earlier = earlier_versions(node)
+        return not inside and all(n.op != "placeholder" and contains(anchor.module, user_module(n)) for n in earlier)
     return node.op != "placeholder"
-
-
-def is_computed_in(node: fx.Node, module: str) -> bool:
-    return node.op != "placeholder" and contains(module, user_module(node))
 
 
 def is_overwritten(anchor: Anchor, region: str, node: fx.Node) -> bool:

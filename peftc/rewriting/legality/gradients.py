@@ -17,14 +17,9 @@ def check_gradients(written: Mapping[str, Sequence[fx.Node]], graph: fx.Graph) -
     without = nodes_without_gradients(graph)
     for name, nodes in written.items():
         if nodes and without.issuperset(nodes):
-            raise PeftcError(
-                Diagnostic(
-                    "P416",
-                    f"the model computes `{name}` without gradients, so no parameter of the edit would be trained",
-                    notes=(f"`{nodes[0].target}` is in a `with torch.no_grad()` block of the model's own code",),
-                    help="edit a state outside of that block",
-                )
-            )
+            message = f"the model computes `{name}` without gradients, so no parameter of the edit would be trained"
+            note = f"`{nodes[0].target}` is in a `with torch.no_grad()` block of the model's own code"
+            raise PeftcError(Diagnostic("P416", message, notes=(note,), help="edit a state outside of that block"))
 
 
 def nodes_without_gradients(graph: fx.Graph) -> set[fx.Node]:
@@ -32,15 +27,11 @@ def nodes_without_gradients(graph: fx.Graph) -> set[fx.Node]:
     nodes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is enter_context and is_gradient_context(node):
-            blocks.append(disables_gradients(node))
+            context, *arguments = node.args
+            mode = arguments[0] if arguments else node.kwargs.get("mode", True)
+            blocks.append(context is torch.no_grad or (context is torch.set_grad_enabled and mode is False))
         elif node.target is exit_context and isinstance(begin := node.args[0], fx.Node) and is_gradient_context(begin):
             blocks.pop()
         elif blocks and blocks[-1]:
             nodes.add(node)
     return nodes
-
-
-def disables_gradients(begin: fx.Node) -> bool:
-    context, *arguments = begin.args
-    mode = arguments[0] if arguments else begin.kwargs.get("mode", True)
-    return context is torch.no_grad or (context is torch.set_grad_enabled and mode is False)

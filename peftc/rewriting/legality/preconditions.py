@@ -41,9 +41,8 @@ def check_entered(name: str, module: nn.Module) -> None:
     check_forward(name, module)
     forward = instance_forward(module)
     if forward is not None and forward.hooked and not only_moves_arguments(module):
-        message = (
-            f"`{name}` has a hook around its `forward`, which would not run: the edit changes code inside the module"
-        )
+        reason = "which would not run: the edit changes code inside the module"
+        message = f"`{name}` has a hook around its `forward`, {reason}"
         help_ = "edit a state at the boundary of this module, or remove the hook before compiling"
         raise PeftcError(Diagnostic("P426", message, help=help_))
 
@@ -53,20 +52,16 @@ def check_outer(name: str, module: nn.Module) -> None:
     if forward is not None and forward.function is None and not forward.wraps:
         raise PeftcError(hidden_forward(name, module))
     if loads_submodules(module):
-        message = (
-            f"accelerate loads all parameters in `{name or 'the model'}` from a table of names, "
-            f"which has none for the parameters of edits"
-        )
+        reason = "from a table of names, which has none for the parameters of edits"
+        message = f"accelerate loads all parameters in `{name or 'the model'}` {reason}"
         raise PeftcError(Diagnostic("P426", message, help="dispatch the model without `preload_module_classes`"))
 
 
 def hidden_forward(name: str, module: nn.Module) -> Diagnostic:
-    return Diagnostic(
-        "P424",
-        f"`{name or type(module).__name__}` has a `forward` of its own that is no method and does not call its class's",
-        notes=("an edit of the class's code might never run",),
-        help="assign it as a method, `module.forward = types.MethodType(function, module)`, or in the class",
-    )
+    name = name or type(module).__name__
+    message = f"`{name}` has a `forward` of its own that is no method and does not call its class's"
+    help_ = "assign it as a method, `module.forward = types.MethodType(function, module)`, or in the class"
+    return Diagnostic("P424", message, notes=("an edit of the class's code might never run",), help=help_)
 
 
 def check_loaded(name: str, module: nn.Module) -> None:
