@@ -18,9 +18,8 @@ from peftc.diagnostics.render import render_text, wants_color
 from peftc.filesystem.output_folder import write_folder
 from peftc.models.load import load_or_initialize
 from peftc.models.resolve import resolve
-from peftc.planning.report.plan import render_plan
+from peftc.planning.report.plan import plain_text, render_plan
 from peftc.planning.report.site_tree import render_sites
-from peftc.planning.report.text import plain_text
 from peftc.planning.selection.untraced import reason_lines
 from peftc.semantics.expand import expand
 from peftc.semantics.settings import parse_settings

@@ -18,8 +18,8 @@ from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.task_names import require_tasks, task_names
-from peftc.planning.counts import percent
 from peftc.planning.planner import PlanResult
+from peftc.planning.report.plan import percent
 from peftc.recognition.analysis import ModelLike
 from peftc.runtime import respecialize
 from peftc.semantics.load import Include

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from peftc.addressing.sites import Site, SiteTable
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.forms import Dims, Form
 from peftc.forms.registry import Spot
 from peftc.forms.shapes import Shape, Tokens, Vector
@@ -103,20 +103,14 @@ class LoweringContext:
         home = next((self._layers[name] for name in prefixes if name in self._layers), sharer.module)
         return path_spot(sharer.path, *sharer.features)._replace(home=home)
 
-    def check_shared_shapes(self, name: str, owner: str, form: Form, dims: Dims, span: ast.Expr) -> None:
+    def check_shared_shapes(self, name: str, owner: str, form: Form, dims: Dims, span: Span) -> None:
         """Raises: P305 if shared parameters need another shape than at their first use."""
         first = self.owners.setdefault(owner, (form, dims.target, dims.input))
         if first != (form, dims.target, dims.input):
-            raise PeftcError(
-                Diagnostic(
-                    "P305",
-                    f"`{name}` is shared by places of different shapes",
-                    span.span,
-                    label=f"here {_mapping(dims.input, dims.target)}",
-                    notes=(f"first used with {_mapping(first[2], first[1])}",),
-                    help="let each shape have its own `shared`",
-                )
-            )
+            message = f"`{name}` is shared by places of different shapes"
+            label, note = f"here {_mapping(dims.input, dims.target)}", f"first used with {_mapping(first[2], first[1])}"
+            help_ = "let each shape have its own `shared`"
+            raise PeftcError(Diagnostic("P305", message, span, label=label, notes=(note,), help=help_))
 
 
 def path_spot(path: str, d_in: int, d_out: int) -> Spot:
@@ -147,10 +141,8 @@ def sharers_of(site_edits: Iterable[SiteEdit], shared: Container[str]) -> dict[s
         for instance in site_edit.instances:
             form, args, dims = instance.form, instance.args, instance.dims
             if instance.owner is not None and (instance.owner in shared or form.common(args) == "edit"):
-                entries = form.entries(args, dims)
-                sharers[instance.owner].append(
-                    Sharer(site_edit.edit, site.path, features_of(dims), entries, site.module)
-                )
+                sharer = Sharer(site_edit.edit, site.path, features_of(dims), form.entries(args, dims), site.module)
+                sharers[instance.owner].append(sharer)
     return dict(sharers)
 
 

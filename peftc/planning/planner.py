@@ -14,9 +14,9 @@ from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.forms import FORMS
 from peftc.planning.assignments import conflicts
-from peftc.planning.counts import count_parameters
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import Foldability, check_foldability
+from peftc.planning.form_instances import count_parameters
 from peftc.planning.identity import is_identity
 from peftc.planning.ir import SiteEdit
 from peftc.planning.lowering import lower_edit, unused
@@ -202,9 +202,9 @@ class _Planner:
         outcomes: list[PlanExpectation] = []
         for statement in self.spec.statements:
             if isinstance(statement, ast.Expect) and (outcome := self.attempt(statement, evaluate, statement, plan)):
-                outcomes.append(PlanExpectation(text=outcome.text, holds=outcome.holds))
-                if outcome.failure:
-                    self.failed_expectations.extend(self.locate(statement, (outcome.failure,)))
+                text, failure = outcome
+                outcomes.append(PlanExpectation(text=text, holds=failure is None))
+                self.failed_expectations.extend(self.locate(statement, filter(None, (failure,))))
         return plan.model_copy(update={"expectations": tuple(outcomes)})
 
     # Diagnostics

@@ -13,8 +13,8 @@ from rich.text import Text
 from peftc.addressing.path_compression import index_ranges
 from peftc.addressing.paths import BRANCHES, show_site_steps, stack_steps
 from peftc.addressing.sites import Site, SiteTable, Steps
+from peftc.planning.report.plan import plain_text
 from peftc.planning.report.repeated_networks import NetworkGroup, RepeatedNetworks
-from peftc.planning.report.text import plain_text
 
 Row = tuple[str, str, str, str, str]  # site, module, shape, parameters, states
 

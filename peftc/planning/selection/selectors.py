@@ -9,7 +9,6 @@ from peftc.addressing.paths import (
     BRANCHES,
     Match,
     SitePaths,
-    StepList,
     glob_pattern,
     in_range,
     index_range,
@@ -17,7 +16,7 @@ from peftc.addressing.paths import (
     step_lists,
 )
 from peftc.addressing.sites import ModuleInfo, Site, SiteTable
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.planning.selection import selector_errors
 from peftc.planning.selection.module_sites import module_site, modules_below
 from peftc.planning.selection.untraced import positive_arms, untraced_errors
@@ -138,10 +137,15 @@ def _uneven_layers(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]:
             named = sorted({number for index in indices for number in index_range(index, size)})
             present = {match.index(i) for match in matches if match.step_list(i) == steps}
             if missing := [number for number in named if number not in present]:
-                yield _missing_in_layers(path, steps, len(named), missing)
+                message = f"`{print_selector(path)}` is missing on {len(missing)} of {len(named)} layers"
+                note = f"without it: {steps}[{index_ranges(missing)}]"
+                help_ = "write the layers that have it, if this is meant"
+                yield _warning(message, path.span, f"not in every `{steps}`", note, help_)
             for index in indices:
                 if not in_range(index, size) and len(lists) > 1:
-                    yield _past_the_end(index, steps, size)
+                    message = f"`{print_index(index)}` goes past the end of `{steps}`"
+                    note = "only the layers that exist are selected"
+                    yield _warning(message, index.span, f"`{steps}` has 0..{size - 1}", note)
 
 
 def _uneven_attentions(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]:
@@ -156,33 +160,14 @@ def _uneven_attentions(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]
     sites = [site.steps for site in paths.table.sites if site.steps[-1][0] in BRANCHES]
     attentions = [steps for steps in sites if steps[:-2] in layers]
     if missing := [show_site_steps(steps) for steps in attentions if steps not in present]:
-        yield Diagnostic(
-            "P204",
-            f"`{print_selector(path)}` is missing on {len(missing)} of {len(attentions)} attentions of these layers",
-            path.span,
-            label="not in every `attn`",
-            notes=(f"without it: {', '.join(line for line, _ in compress_paths(missing))}",),
-            help="write `attn.self` or `attn.cross` if one of them is meant",
-            severity="warning",
-        )
+        subject = f"`{print_selector(path)}` is missing on {len(missing)} of {len(attentions)}"
+        note = f"without it: {', '.join(line for line, _ in compress_paths(missing))}"
+        help_ = "write `attn.self` or `attn.cross` if one of them is meant"
+        yield _warning(f"{subject} attentions of these layers", path.span, "not in every `attn`", note, help_)
 
 
-def _missing_in_layers(path: ast.Path, layers: StepList, named: int, missing: list[int]) -> Diagnostic:
-    return Diagnostic(
-        "P204",
-        f"`{print_selector(path)}` is missing on {len(missing)} of {named} layers",
-        path.span,
-        label=f"not in every `{layers}`",
-        notes=(f"without it: {layers}[{index_ranges(missing)}]",),
-        help="write the layers that have it, if this is meant",
-        severity="warning",
-    )
-
-
-def _past_the_end(index: ast.Index, steps: StepList, size: int) -> Diagnostic:
-    message, label = f"`{print_index(index)}` goes past the end of `{steps}`", f"`{steps}` has 0..{size - 1}"
-    notes = ("only the layers that exist are selected",)
-    return Diagnostic("P204", message, index.span, label=label, notes=notes, severity="warning")
+def _warning(message: str, span: Span, label: str, note: str, help_: str | None = None) -> Diagnostic:
+    return Diagnostic("P204", message, span, label=label, notes=(note,), help=help_, severity="warning")
 
 
 def _in_model_order(sites: SitesByPath, table: SiteTable) -> list[Site]:

@@ -12,6 +12,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.messages import MAX_NAMES, first_names, for_sites
 from peftc.syntax import ast
 
+ALSO_THERE = "an edit here also acts there"
 SiteKey = tuple[str, tuple[object, ...]]  # a module, and what of the module
 
 
@@ -47,8 +48,7 @@ class SharedModules:
             if (layer := calls.get(site.module)) is not None and site.module not in self.groups:
                 message = f"`{site.module}` of `{site.path}` is called by `{layer}`, too"
                 help_ = "register the module in both layers: one set of parameters then acts at each"
-                label = "an edit here also acts there"
-                raise PeftcError(Diagnostic("P211", message, selector.span, label=label, help=help_))
+                raise PeftcError(Diagnostic("P211", message, selector.span, label=ALSO_THERE, help=help_))
 
     def _merged(self, site: Site, selected: Mapping[SiteKey, Site]) -> Site | None:
         """The site with the others of its module; None if it is one of these others."""
@@ -67,16 +67,12 @@ class SharedModules:
         if not missing:
             return None
         paths = [other.path if (other := self.sites.get((name, role))) else f'"{name}"' for name in missing]
-        union = " | ".join((site.path, *paths))
-        return Diagnostic(
-            "P211",
-            f"`{site.path}` is one module with {first_names(paths)}",
-            selector.span,
-            label="an edit here also acts there",
-            notes=(f"`{site.module}` is also {first_names(missing)}",),
-            help="name all of them: one set of parameters acts at each"
-            + (f", `at {union}`" if len(paths) <= MAX_NAMES else ""),
-        )
+        message = f"`{site.path}` is one module with {first_names(paths)}"
+        note = f"`{site.module}` is also {first_names(missing)}"
+        help_ = "name all of them: one set of parameters acts at each"
+        if len(paths) <= MAX_NAMES:
+            help_ += f", `at {' | '.join((site.path, *paths))}`"
+        return Diagnostic("P211", message, selector.span, label=ALSO_THERE, notes=(note,), help=help_)
 
 
 def _role(site: Site) -> tuple[object, ...]:

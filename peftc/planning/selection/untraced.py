@@ -66,17 +66,14 @@ def _candidates(path: ast.Path, paths: SitePaths) -> UntracedModules:
         if "layer" in module.roles:  # a whole layer: does the path name its stack?
             words = iter(name for name, _ in module.steps)
             return all(name in words for name in stack)
-        has_role = bool(below) and below[0] in module.roles
-        return module.steps in layers and has_role and not _has_branch(below, module, paths)
+        if module.steps not in layers or not below or below[0] not in module.roles:
+            return False
+        # a path that names `self` or `cross` means a traced one, if the module's layer has it
+        prefix = (*module.steps, *((name, None) for name in below[:2]))
+        is_branch = len(below) > 1 and below[1] in BRANCHES
+        return not (is_branch and any(site.steps[: len(prefix)] == prefix for site in paths.table.sites))
 
     return tuple(filter(may_contain, paths.table.untraced))
-
-
-def _has_branch(below: Sequence[str], module: UntracedModule, paths: SitePaths) -> bool:
-    """Whether a path names `self` or `cross`, and the module's layer has a traced one."""
-    prefix = (*module.steps, (below[0], None), *((name, None) for name in below[1:2]))
-    named = below[1:2] != [] and below[1] in BRANCHES
-    return named and any(site.steps[: len(prefix)] == prefix for site in paths.table.sites)
 
 
 def _error(arm: ast.Path, modules: UntracedModules, paths: SitePaths) -> Diagnostic:
@@ -86,15 +83,11 @@ def _error(arm: ast.Path, modules: UntracedModules, paths: SitePaths) -> Diagnos
     pattern = compress_paths([module.module for module in modules])[0][0]
     glob = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", modules[0].module)
     traced = [f"`attn.{branch}`" for branch in _traced_branches(names[layer + 1 :], modules, paths)]
-    return Diagnostic(
-        "P214",
-        f"`{print_selector(arm)}` may name sites in `{pattern}`, which cannot be traced",
-        name_span(step),
-        label=f"some `{step.name}` may be left out",
-        notes=tuple(reason_lines(modules)),
-        help=f'name its modules by a pattern in quotes, such as `"{glob}.**"`'
-        + (f", or write {' or '.join(traced)} for what is traced" if traced else ""),
-    )
+    message = f"`{print_selector(arm)}` may name sites in `{pattern}`, which cannot be traced"
+    help_ = f'name its modules by a pattern in quotes, such as `"{glob}.**"`'
+    help_ += f", or write {' or '.join(traced)} for what is traced" if traced else ""
+    label, notes = f"some `{step.name}` may be left out", tuple(reason_lines(modules))
+    return Diagnostic("P214", message, name_span(step), label=label, notes=notes, help=help_)
 
 
 def _traced_branches(below: Sequence[str], modules: UntracedModules, paths: SitePaths) -> list[str]:
@@ -133,11 +126,7 @@ def _layer(site: Site) -> Steps:
 
 def untraced_warning(selector: ast.Selector, modules: Sequence[UntracedModule]) -> Diagnostic:
     """P215 for untraced modules in the layers of a selector that names nothing in them."""
-    return Diagnostic(
-        "P215",
-        f"{plural(len(modules), 'module')} of these layers cannot be traced",
-        selector.span,
-        label="there are no sites in them" if len(modules) > 1 else "there are no sites in it",
-        notes=tuple(reason_lines(modules)),
-        severity="warning",
-    )
+    message = f"{plural(len(modules), 'module')} of these layers cannot be traced"
+    label = f"there are no sites in {'them' if len(modules) > 1 else 'it'}"
+    notes = tuple(reason_lines(modules))
+    return Diagnostic("P215", message, selector.span, label=label, notes=notes, severity="warning")
