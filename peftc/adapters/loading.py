@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peftc.adapters.base import differences, distance_from
 from peftc.adapters.files import listed_tensors, path_of, read
 from peftc.adapters.metadata import METADATA, Adapter, Base
-from peftc.adapters.readable_weights import require_values
+from peftc.adapters.weight_access import require_values
 from peftc.adapters.weight_sample import Distance
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule, build, build_of_all, build_owner

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peftc.adapters.metadata import BaseTensor, WeightsDigest
-from peftc.adapters.sharded import whole
+from peftc.adapters.weight_access import whole
 from peftc.forms.module import has_values
 
 VALUES = 16  # of each parameter, at equal distances from the first to the last

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.readable_weights import require_base
+from peftc.adapters.weight_access import require_base
+from peftc.addressing.parameter_ranges import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear
@@ -90,7 +91,9 @@ class Folding:
         views, captured = parameter_views(self.model), self.analysis.structure.seen.closure_reads
         reasons: dict[str, str] = {}
         for site_edit in self.record.site_edits:
-            for name in (first.get(n, n) for n in _parameters(self.target(site_edit))):
+            target = self.target(site_edit)
+            for name in (parameter_name(ref) for ref in (target.refs if target else ())):
+                name = first.get(name, name)
                 parameter = self.parameter(name)
                 reader = None if parameter is None else captured.get(storage_id(parameter))
                 reason = self.unwritable_parameter(name)
@@ -123,17 +126,12 @@ class Folding:
         first = {name: group[0] for group in self.analysis.table.shared_modules for name in group}
         for site_edit in self.record.site_edits:
             if site_edit.edit in folded:
-                fold = self.fold(site_edit)
-                ref = fold.target.weight or fold.target.bias
-                assert ref is not None
-                groups[first.get(ref.module, ref.module)].append(fold)
+                target, (region, index) = self.target(site_edit), self.region(site_edit)
+                assert target is not None
+                fold = Fold(site_edit, target, self.modules(site_edit), (-region.count("."), index))
+                module = target.refs[0].module
+                groups[first.get(module, module)].append(fold)
         return groups
-
-    def fold(self, site_edit: SiteEdit) -> Fold:
-        target = self.target(site_edit)
-        assert target is not None
-        region, index = self.region(site_edit)
-        return Fold(site_edit, target, self.modules(site_edit), (-region.count("."), index))
 
     def region(self, site_edit: SiteEdit) -> tuple[str, int]:
         """The region of an edit at a site, and its index among the edits there."""
@@ -163,9 +161,9 @@ class Folding:
                     values = combine(self.model, module, folds)
                 while values:  # none is held longer than it takes to write it
                     name = next(iter(values))
-                    new = values.pop(name)
-                    journal.write(self.model, name, new.value)
-                    changes.append(new.change)
+                    new, change = values.pop(name)
+                    journal.write(self.model, name, new)
+                    changes.append(change)
             created = [change.parameter for change in changes if change.created]
             with deferral.interruptible():
                 self.remove_edits(folded, created, journal)
@@ -212,11 +210,6 @@ def _check_names(only: Iterable[str], known: Collection[str]) -> frozenset[str]:
             help_ = did_you_mean(name, known) or f"the model has {join_names(list(known))}"
             raise PeftcError(Diagnostic("P532", f"the model has no edit `{name}`", help=help_))
     return frozenset(names)
-
-
-def _parameters(target: FoldTarget | None) -> list[str]:
-    refs = (target.weight, target.bias) if target else ()
-    return [f"{ref.module}.{ref.attribute}".lstrip(".") for ref in refs if ref is not None]
 
 
 def unwritable(name: str, parameter: nn.Parameter | None, dequantize: bool) -> str | None:
