@@ -89,13 +89,8 @@ def parse_adapter(text: str) -> Adapter:
     """Raises: P521 for a malformed description, P522 for another format version."""
     version = _version(text)
     if version not in FORMATS:
-        raise PeftcError(
-            Diagnostic(
-                "P522",
-                f"the adapter has format {version!r}, and this version of peftc reads {' and '.join(FORMATS)}",
-                help="load it with the version of peftc that saved it",
-            )
-        )
+        message = f"the adapter has format {version!r}, and this version of peftc reads {' and '.join(FORMATS)}"
+        raise PeftcError(Diagnostic("P522", message, help="load it with the version of peftc that saved it"))
     try:
         return Adapter.model_validate_json(text)
     except ValidationError as error:

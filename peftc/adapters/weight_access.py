@@ -14,6 +14,10 @@ from peftc.forms.module import has_values
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 
 
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def require_values(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raises: P527 for a tensor without values."""
     missing = [name for name, tensor in tensors if not has_values(tensor)]

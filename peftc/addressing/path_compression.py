@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 _NUMBER = re.compile(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.|$)")
@@ -25,13 +26,13 @@ def compress_paths(paths: Sequence[str]) -> list[tuple[str, int]]:
     Paths that differ in their first number become one pattern, `model.layers.{0..11}.fc1`; patterns
     with one parent become one, `….attn.self.{q, v}`.
     """
-    patterns: dict[tuple[str, str], list[int]] = {}
-    counts: dict[tuple[str, str], int] = {}
+    patterns: dict[tuple[str, str], list[int]] = defaultdict(list)
+    counts = Counter[tuple[str, str]]()
     for path in paths:
         match = _NUMBER.search(path)
         key = (path[: match.start()], path[match.end() :]) if match else (path, "")
-        patterns.setdefault(key, []).extend([int(match.group())] if match else [])
-        counts[key] = counts.get(key, 0) + 1
+        patterns[key] += [int(match.group())] if match else []
+        counts[key] += 1
     return _merge_siblings([(_pattern(*key, numbers), counts[key]) for key, numbers in patterns.items()])
 
 
@@ -43,11 +44,11 @@ def _pattern(before: str, after: str, numbers: Sequence[int]) -> str:
 
 def _merge_siblings(patterns: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """Merges patterns with one parent and count, unless the last word has brackets or quotes."""
-    groups: dict[tuple[str, int, str], list[str]] = {}
+    groups: dict[tuple[str, int, str], list[str]] = defaultdict(list)
     for text, count in patterns:
         parent, _, last = text.rpartition(".")
         alone = count == 1 or not parent or not last.replace("_", "").isalnum()
-        groups.setdefault((parent, count, text if alone else ""), []).append(last)
+        groups[parent, count, text if alone else ""].append(last)
     return [
         (text or f"{parent}.{names[0]}", count)
         if text or len(names) == 1

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PretrainedConfig
 
+from peftc.adapters.weight_access import dtype_name
 from peftc.addressing.parameter_ranges import parameter_name
 from peftc.addressing.sites import Site
 from peftc.folding.affine_values import sum_dtype
 from peftc.folding.bottlenecks import NotWider, bottleneck_of, factor_of, is_sum
 from peftc.folding.module_folds import rounded
-from peftc.folding.report import Change, Folded, FoldReport, Refused, dtype_name
+from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.weights import Folding, listed_names
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight

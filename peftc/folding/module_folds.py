@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from peftc.adapters.weight_access import dtype_name
 from peftc.addressing.sites import WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.affine_values import Refusal, fold_terms, sum_dtype
-from peftc.folding.report import Change, dtype_name
+from peftc.folding.report import Change
 from peftc.forms.module import FormModule
 from peftc.planning.foldability.target import FoldTarget
 from peftc.planning.ir import SiteEdit

@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.weight_access import require_base
+from peftc.adapters.weight_access import dtype_name, require_base
 from peftc.addressing.parameter_ranges import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear
-from peftc.folding.report import Change, Folded, FoldReport, Refused, dtype_name
+from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation

@@ -100,15 +100,10 @@ class Plan(Record):
         return {edit.name: edit for edit in self.edits}[name]
 
     def __str__(self) -> str:
-        return plan_text(self)
+        return plain_text(render_plan(self))
 
 
-def plan_text(plan: Plan, site_edits: Sequence[SiteEdit] = (), width: int = 80) -> str:
-    """The plan as plain text without colours."""
-    return plain_text(render_plan(plan, site_edits), width)
-
-
-def plain_text(result: RenderableType, width: int) -> str:
+def plain_text(result: RenderableType, width: int = 80) -> str:
     """Text without colours and without blanks at the ends of lines."""
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, legacy_windows=False, highlight=False).print(result)
