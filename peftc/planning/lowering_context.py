@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,29 +16,10 @@ from peftc.forms import Dims, Form
 from peftc.forms.registry import Spot
 from peftc.forms.shapes import Shape, Tokens, Vector
 from peftc.planning.ir import SiteEdit
-from peftc.semantics.arguments import BoundArguments, bind
 from peftc.syntax import ast
 
 DEFAULT_TASK = "default"  # of edits `per task` where no tasks are named
 _LAYER_PATH = re.compile(r"(.*?\blayer\[\d+\])\.?(.*)")
-
-
-@dataclass(frozen=True)
-class SharedForm:
-    """`let NAME = shared(form(…))`, outside an edit: one set of parameters for all its calls."""
-
-    let: ast.Let
-    call: ast.Call
-    calls: dict[int, tuple[ast.Call, ast.Call]] = field(
-        default_factory=dict[int, tuple[ast.Call, ast.Call]], compare=False
-    )
-
-    def call_at(self, use: ast.Call) -> ast.Call:
-        """The call of the form with the arguments of one use; the same object each time."""
-        if id(use) not in self.calls:
-            call = replace(self.call, args=use.args, kwargs=(*self.call.kwargs, *use.kwargs), span=use.span)
-            self.calls[id(use)] = (use, call)  # the use is stored, too, so that its id is not reused
-        return self.calls[id(use)][1]
 
 
 class Sharer(NamedTuple):
@@ -53,24 +34,14 @@ class Sharer(NamedTuple):
 
 @dataclass
 class LoweringContext:
-    """One planning run. An equation's arguments are bound once, not at every site.
-
-    `sharers` is known after a first pass over all edits.
-    """
+    """One planning run. `sharers` is known after a first pass over all edits."""
 
     table: SiteTable
     tasks: tuple[str, ...] = (DEFAULT_TASK,)
-    shared: Mapping[str, SharedForm] = field(default_factory=dict[str, SharedForm])
+    shared: Mapping[str, ast.Call] = field(default_factory=dict[str, ast.Call])  # `let NAME = shared(form(…))`
     sharers: Mapping[str, Sequence[Sharer]] = field(default_factory=dict[str, Sequence[Sharer]])  # by owner
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
-    bindings: dict[tuple[int, int], tuple[ast.Call, BoundArguments]] = field(default_factory=dict)
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
-
-    def bound(self, call: ast.Call, form: Form) -> BoundArguments:
-        key = (id(call), id(form))
-        if key not in self.bindings:  # the call is stored, too, so that its id is not reused
-            self.bindings[key] = (call, bind(call, form))
-        return self.bindings[key][1]
 
     def weight_size(self, module: str) -> tuple[int, ...]:
         """The stored size of a module's weight; empty where it has none."""

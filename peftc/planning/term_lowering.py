@@ -14,6 +14,7 @@ from peftc.planning.arithmetic import ARITHMETIC, combine_shapes
 from peftc.planning.form_instances import FormInstances
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, Term
 from peftc.planning.lowering_context import LoweringContext
+from peftc.semantics.arguments import bind
 from peftc.semantics.constants import numeric_value
 from peftc.semantics.vocabulary import FROZEN_MODULES
 from peftc.syntax import ast
@@ -85,7 +86,8 @@ class TermLowering:
         if name == "concat":
             return self.concat(call)
         if (shared := self.context.shared.get(name)) is not None:
-            return self.form_call(shared.call_at(call), FORMS[shared.call.function], owner=name, use=call)
+            bound = replace(shared, args=call.args, kwargs=(*shared.kwargs, *call.kwargs), span=call.span)
+            return self.form_call(bound, FORMS[shared.function], owner=name, use=call)
         if (module := self.site.frozen_modules.get(name)) is not None:
             return self.frozen_call(call, module)
         if (form := FORMS.get(name)) is not None:
@@ -149,12 +151,9 @@ class TermLowering:
             self.target = outer
 
     def form_call(self, call: ast.Call, form: Form, owner: str | None = None, use: ast.Call | None = None) -> FormCall:
-        """A call of a form.
-
-        Args: `owner`: the name of the `shared` through which the form is called at `use`.
-        """
+        """A call of a form. `owner`: the name of the `shared` through which it is called at `use`."""
         use = use or call
-        bound = self.context.bound(call, form)
+        bound = bind(call, form)
         value = None if bound.input is None else self.term(bound.input)
         second = None if bound.second is None else self.term(bound.second)
         assert self.target is not None

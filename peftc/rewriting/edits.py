@@ -111,15 +111,9 @@ def describe(term: ir.Term) -> object:
             return ("concat", *map(describe, parts))
 
 
-def terms_of(site_edit: ir.SiteEdit) -> list[ir.Term]:
-    """All terms of an edit, including those of its lets."""
-    roots = [a.value for a in site_edit.assigns] + [term for _, term in site_edit.lets]
-    return [term for root in roots for term in ir.subterms(root)]
-
-
 def frozen_modules(site_edit: ir.SiteEdit) -> dict[str, str]:
     """The frozen sub-modules that an edit applies: name to dotted name."""
-    return {t.function: t.module for t in terms_of(site_edit) if isinstance(t, ir.FrozenCall)}
+    return {t.function: t.module for t in site_edit.terms() if isinstance(t, ir.FrozenCall)}
 
 
 def group_by_state(site_edits: Iterable[ir.SiteEdit]) -> list[list[ir.SiteEdit]]:
@@ -143,7 +137,7 @@ def innermost_first(site_edit: ir.SiteEdit) -> int:
 
 def used_states(site_edit: ir.SiteEdit) -> list[str]:
     """The states that an edit reads or writes, and the stream if it needs the batch of examples."""
-    terms = terms_of(site_edit)
+    terms = site_edit.terms()
     reads = [t.state for t in terms if isinstance(t, ir.Read)]
     names = dict.fromkeys([*reads, *(a.state for a in site_edit.assigns)])
     per_example = any(isinstance(t.shape, Scalar) and t.shape.per_example for t in terms)

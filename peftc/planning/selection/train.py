@@ -46,16 +46,6 @@ def resolve_train(statement: ast.Train, sites: Sequence[Site], table: SiteTable)
     return TrainTarget(statement.name, tuple(unique.values()), ranges, tuple(names))
 
 
-def missing_states(statement: ast.Train, target: TrainTarget) -> list[Diagnostic]:
-    """P204 warnings for states that no site has."""
-    present = {name for site in target.sites for name in site.states}
-    return [
-        Diagnostic("P204", f"no site of `{statement.name}` has `{name}`", statement.span, severity="warning")
-        for name in statement.states
-        if name not in present
-    ]
-
-
 def _memory_overlap(statement: ast.Train, names: Collection[str], table: SiteTable) -> Diagnostic | None:
     """P212 for a parameter that shares memory with another one, or with itself (a group alone)."""
     for group in table.overlaps:
