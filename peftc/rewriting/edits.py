@@ -169,15 +169,7 @@ def module_name(text: str) -> str:
 
 def contains_state(term: ir.Term) -> bool:
     """Whether a term of keys and values contains the model's own."""
-    match term:
-        case ir.Read():
-            return True
-        case ir.Concat(parts=parts):
-            return any(map(contains_state, parts))
-        case ir.Arithmetic(left=left, right=right):
-            return contains_state(left) or contains_state(right)
-        case _:
-            return False
+    return any(isinstance(part, ir.Read) and part.shape == term.shape for part in ir.subterms(term))
 
 
 def row_count(term: ir.Term) -> int:

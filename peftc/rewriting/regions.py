@@ -27,8 +27,8 @@ from peftc.rewriting.edits import (
     written_states,
 )
 from peftc.rewriting.legality.fast_paths import has_fast_path, parents
-from peftc.rewriting.legality.gradients import check_gradients
 from peftc.rewriting.legality.parameter_reads import own_parameters, parameter_reads
+from peftc.rewriting.legality.preconditions import check_gradients
 from peftc.rewriting.states import (
     activation_of,
     aliases_may_diverge,

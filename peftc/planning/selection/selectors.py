@@ -19,7 +19,7 @@ from peftc.addressing.sites import ModuleInfo, Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.planning.selection import selector_errors
 from peftc.planning.selection.module_sites import module_site, modules_below
-from peftc.planning.selection.untraced import positive_arms, untraced_errors
+from peftc.planning.selection.untraced import signed_arms, untraced_errors
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_index, print_selector
 
@@ -45,7 +45,7 @@ def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
 def coverage_warnings(selector: ast.Selector, table: SiteTable) -> list[Diagnostic]:
     """P204 warnings for arms that lack a site in some of the layers that they name."""
     paths = SitePaths(table)
-    arms = positive_arms(selector)
+    arms = [path for path, is_positive in signed_arms(selector) if is_positive]
     return [warning for path in arms for warning in (*_uneven_layers(path, paths), *_uneven_attentions(path, paths))]
 
 
@@ -57,8 +57,12 @@ class _Resolver:
         match selector:
             case ast.Path():
                 return self._path(selector)
-            case ast.Glob():
-                return self._glob(selector)
+            case ast.Glob(text):
+                pattern = glob_pattern(text)
+                modules = [module for module in self.table.modules if pattern.fullmatch(module.name)]
+                if not modules:
+                    self.errors.append(selector_errors.no_module(selector, self.table))
+                return self._modules(modules)
             case ast.Union(arms):
                 return {path: site for arm in arms for path, site in self.resolve(arm).items()}
             case ast.Difference():
@@ -84,13 +88,6 @@ class _Resolver:
         elif below:
             return self._modules(modules_below([match.prefix for match in matches], self.table))
         return {match.site.path: match.site for match in matches}
-
-    def _glob(self, glob: ast.Glob) -> SitesByPath:
-        pattern = glob_pattern(glob.pattern)
-        modules = [module for module in self.table.modules if pattern.fullmatch(module.name)]
-        if not modules:
-            self.errors.append(selector_errors.no_module(glob, self.table))
-        return self._modules(modules)
 
     def _modules(self, modules: Iterable[ModuleInfo]) -> SitesByPath:
         return {site.path: site for site in (module_site(module, self.table) for module in modules)}

@@ -39,7 +39,14 @@ class SharedModules:
         errors = [error for site in sites if (error := self._incomplete(site, selected, selector)) is not None]
         if errors:
             raise PeftcError(for_sites(errors))
-        return [merged for site in sites if (merged := self._merged(site, selected)) is not None]
+        merged: list[Site] = []
+        for site in sites:
+            first, *names = self.groups.get(site.module, (site.module,))
+            if site.module == first:  # else it is one of the others of the first
+                others = tuple(selected[name, _role(site)] for name in names)
+                runs = site.runs + sum(other.runs for other in others)
+                merged.append(replace(site, shared_with=others, runs=runs) if others else site)
+        return merged
 
     def _refuse_cross_layer_calls(self, sites: Sequence[Site], selector: ast.Selector) -> None:
         """Raises: P211 if another layer calls the module of a site without registering it."""
@@ -49,16 +56,6 @@ class SharedModules:
                 message = f"`{site.module}` of `{site.path}` is called by `{layer}`, too"
                 help_ = "register the module in both layers: one set of parameters then acts at each"
                 raise PeftcError(Diagnostic("P211", message, selector.span, label=ALSO_THERE, help=help_))
-
-    def _merged(self, site: Site, selected: Mapping[SiteKey, Site]) -> Site | None:
-        """The site with the others of its module; None if it is one of these others."""
-        names = self.groups.get(site.module)
-        if names is None:
-            return site
-        if site.module != names[0]:
-            return None
-        others = tuple(selected[name, _role(site)] for name in names[1:])
-        return replace(site, shared_with=others, runs=site.runs + sum(other.runs for other in others))
 
     def _incomplete(self, site: Site, selected: Mapping[SiteKey, Site], selector: ast.Selector) -> Diagnostic | None:
         """P211 if not all sites of a module are selected."""

@@ -24,32 +24,25 @@ UntracedModules = tuple[UntracedModule, ...]
 
 def untraced_errors(selector: ast.Selector, paths: SitePaths) -> list[Diagnostic]:
     """P214, one for each arm that names what untraced modules may contain."""
-    excluded = {module for arm in _negative_arms(selector) for module in _candidates(arm, paths)}
-    arms = [(arm, tuple(m for m in _candidates(arm, paths) if m not in excluded)) for arm in positive_arms(selector)]
-    return [_error(arm, modules, paths) for arm, modules in arms if modules]
+    arms = [(arm, is_positive, _candidates(arm, paths)) for arm, is_positive in signed_arms(selector)]
+    excluded = {module for _, is_positive, modules in arms if not is_positive for module in modules}
+    named = [(arm, tuple(m for m in ms if m not in excluded)) for arm, is_positive, ms in arms if is_positive]
+    return [_error(arm, modules, paths) for arm, modules in named if modules]
 
 
-def positive_arms(selector: ast.Selector) -> Iterator[ast.Path]:
-    """The paths of a selector, without those that a difference removes."""
+def signed_arms(selector: ast.Selector) -> Iterator[tuple[ast.Path, bool]]:
+    """The paths of a selector; False for those that a difference removes."""
     match selector:
         case ast.Path():
-            yield selector
+            yield selector, True
         case ast.Union(arms):
             for arm in arms:
-                yield from positive_arms(arm)
-        case ast.Difference(left, _):
-            yield from positive_arms(left)
+                yield from signed_arms(arm)
+        case ast.Difference(left, right):
+            yield from signed_arms(left)
+            yield from ((path, False) for path, is_positive in signed_arms(right) if is_positive)
         case ast.Glob():
             pass
-
-
-def _negative_arms(selector: ast.Selector) -> Iterator[ast.Path]:
-    if isinstance(selector, ast.Difference):
-        yield from positive_arms(selector.right)
-        yield from _negative_arms(selector.left)
-    elif isinstance(selector, ast.Union):
-        for arm in selector.arms:
-            yield from _negative_arms(arm)
 
 
 def _candidates(path: ast.Path, paths: SitePaths) -> UntracedModules:
