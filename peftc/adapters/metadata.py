@@ -87,7 +87,13 @@ class Adapter(Record):
 
 def parse_adapter(text: str) -> Adapter:
     """Raises: P521 for a malformed description, P522 for another format version."""
-    version = _version(text)
+    try:
+        data: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PeftcError(Diagnostic("P521", f"{METADATA} is not JSON", notes=(f"{error}",))) from error
+    version = cast(dict[str, Any], data).get("format_version") if isinstance(data, dict) else None
+    if not isinstance(version, str):
+        raise PeftcError(Diagnostic("P521", f"{METADATA} does not describe an adapter: it has no `format_version`"))
     if version not in FORMATS:
         message = f"the adapter has format {version!r}, and this version of peftc reads {' and '.join(FORMATS)}"
         raise PeftcError(Diagnostic("P522", message, help="load it with the version of peftc that saved it"))
@@ -98,14 +104,3 @@ def parse_adapter(text: str) -> Adapter:
         notes = tuple(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in errors[:3])
         message = f"{METADATA} does not describe an adapter" + (f" ({len(errors)} mistakes)" if len(errors) > 1 else "")
         raise PeftcError(Diagnostic("P521", message, notes=notes)) from error
-
-
-def _version(text: str) -> str:
-    try:
-        data: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PeftcError(Diagnostic("P521", f"{METADATA} is not JSON", notes=(f"{error}",))) from error
-    version = cast(dict[str, Any], data).get("format_version") if isinstance(data, dict) else None
-    if not isinstance(version, str):
-        raise PeftcError(Diagnostic("P521", f"{METADATA} does not describe an adapter: it has no `format_version`"))
-    return version

@@ -264,9 +264,7 @@ class ActivationFunction:
     grid: Tensor
     known: dict[fx.Node, Tensor] = field(default_factory=dict[fx.Node, Tensor])
 
-    def value(self, node: Any) -> Any:
-        if not isinstance(node, fx.Node):
-            return node
+    def value(self, node: fx.Node) -> Any:
         if node is self.start:
             return self.grid
         if node not in self.known:

@@ -109,8 +109,20 @@ class Folding:
 
     def unwritable_parameter(self, name: str) -> str | None:
         """Why nothing can be written into this parameter; None where it can."""
-        dequantize = self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0]))
-        return unwritable(name, self.parameter(name), dequantize)
+        parameter = self.parameter(name)
+        if parameter is None:
+            return f"`{name}` is computed from other parameters"
+        if is_quantised(parameter):
+            if self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0])):
+                return None
+            return f"`{name}` is quantised ({type(parameter.data).__name__}): `dequantize=True` writes it out in full"
+        if not parameter.is_floating_point() or parameter.element_size() < 2:
+            return f"`{name}` is quantised ({dtype_name(parameter)})"
+        if parameter.is_inference() and not torch.is_inference_mode_enabled():
+            return f"`{name}` was made under `torch.inference_mode()`, and is written only there"
+        if type(parameter.data) is not Tensor:
+            return f"`{name}` is a {type(parameter.data).__name__}, not a plain tensor"
+        return None
 
     def target(self, site_edit: SiteEdit) -> FoldTarget | None:
         target = fold_target(site_edit, self.sites)
@@ -210,22 +222,6 @@ def _check_names(only: Iterable[str], known: Collection[str]) -> frozenset[str]:
             help_ = did_you_mean(name, known) or f"the model has {join_names(list(known))}"
             raise PeftcError(Diagnostic("P532", f"the model has no edit `{name}`", help=help_))
     return frozenset(names)
-
-
-def unwritable(name: str, parameter: nn.Parameter | None, dequantize: bool) -> str | None:
-    """Why nothing can be written into a parameter; None where it can."""
-    if parameter is None:
-        return f"`{name}` is computed from other parameters"
-    if is_quantised(parameter):
-        reason = f"`{name}` is quantised ({type(parameter.data).__name__}): `dequantize=True` writes it out in full"
-        return None if dequantize else reason
-    if not parameter.is_floating_point() or parameter.element_size() < 2:
-        return f"`{name}` is quantised ({dtype_name(parameter)})"
-    if parameter.is_inference() and not torch.is_inference_mode_enabled():
-        return f"`{name}` was made under `torch.inference_mode()`, and is written only there"
-    if type(parameter.data) is not Tensor:
-        return f"`{name}` is a {type(parameter.data).__name__}, not a plain tensor"
-    return None
 
 
 def without(spec: ast.Spec, folded: Collection[str]) -> ast.Spec | None:

@@ -50,7 +50,8 @@ def evaluate(statement: ast.Expect, plan: Plan) -> tuple[str, Diagnostic | None]
     left = evaluator.value(statement.left)
     holds, text = bool(left.value), print_expression(statement.left)
     if statement.op is not None and statement.right is not None:
-        holds = COMPARISONS[statement.op](*evaluator.comparable(left, evaluator.value(statement.right)))
+        one, other = evaluator.comparable(left, evaluator.value(statement.right))
+        holds = COMPARISONS[statement.op](one.value, other.value)
         text = f"{text} {statement.op} {print_expression(statement.right)}"
     return text, None if holds else _failure(statement, text, left, plan)
 
@@ -88,28 +89,18 @@ class _Evaluator:
     def _arithmetic(self, source: ast.Binary, op: str, left: Quantity, right: Quantity) -> Quantity:
         if op == "/" and right.value == 0:
             raise PeftcError(Diagnostic("P120", f"`{print_expression(source)}` divides by zero", source.span))
-        units = {left.unit, right.unit}
-        if "percent" in units and len(units) > 1:
-            convert = self._as_parameters if op in "+-" and "count" in units else _as_ratio
-            left, right = convert(left), convert(right)
+        left, right = self.comparable(left, right, as_factor=op in "*/")
         return Quantity(ARITHMETIC[op](left.value, right.value), _unit(op, left, right))
 
-    def comparable(self, left: Quantity, right: Quantity) -> tuple[float, float]:
+    def comparable(self, left: Quantity, right: Quantity, as_factor: bool = False) -> tuple[Quantity, Quantity]:
+        """Both in one unit: a percentage beside a count is of the base, any other is a ratio."""
         units = {left.unit, right.unit}
-        if units == {"count", "percent"}:
-            left, right = self._as_parameters(left), self._as_parameters(right)
-        elif units == {"number", "percent"}:
-            left, right = _as_ratio(left), _as_ratio(right)
-        return left.value, right.value
-
-    def _as_parameters(self, quantity: Quantity) -> Quantity:
-        if quantity.unit != "percent":
-            return quantity
-        return Quantity(quantity.value / 100 * self.totals.base, "count")
-
-
-def _as_ratio(quantity: Quantity) -> Quantity:
-    return Quantity(quantity.value / 100, "number") if quantity.unit == "percent" else quantity
+        if "percent" not in units or len(units) == 1:
+            return left, right
+        of_base = "count" in units and not as_factor
+        whole, unit = (self.totals.base, "count") if of_base else (1, "number")
+        one, other = (Quantity(q.value / 100 * whole, unit) if q.unit == "percent" else q for q in (left, right))
+        return one, other
 
 
 def _unit(op: str, left: Quantity, right: Quantity) -> Literal["number", "count", "percent"]:

@@ -36,7 +36,7 @@ from peftc.rewriting.node_builder import NodeBuilder
 from peftc.rewriting.positions import provide_positions, provides_positions
 from peftc.rewriting.prompts import prepend_tokens, prompted_call
 from peftc.rewriting.stacked_weights import StackedWeight
-from peftc.rewriting.state_lookup import StateLookup
+from peftc.rewriting.states import StateLookup
 from peftc.runtime.layouts import image_to_tokens, tokens_to_image, unflatten_tokens
 from peftc.runtime.parameters import full_precision, stored_as
 from peftc.runtime.prompts import batch_like

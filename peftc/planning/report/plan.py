@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from peftc.addressing.path_compression import compress_paths
+from peftc.addressing.paths import compress_paths
 from peftc.addressing.sites import UntracedModule
 from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.planning.selection.untraced import reason_lines

@@ -12,8 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peftc.addressing.path_compression import index_ranges
-from peftc.addressing.paths import BRANCHES, show_site_steps, stack_steps
+from peftc.addressing.paths import BRANCHES, index_ranges, show_site_steps, stack_steps
 from peftc.addressing.sites import Site, SiteTable, Steps
 
 Row = tuple[str, str, str, str, str]  # site, module, shape, parameters, states

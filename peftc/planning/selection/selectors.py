@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from peftc.addressing.path_compression import compress_paths, index_ranges
 from peftc.addressing.paths import (
     BRANCHES,
     Match,
     SitePaths,
+    compress_paths,
     glob_pattern,
     in_range,
     index_range,
+    index_ranges,
     show_site_steps,
     step_lists,
 )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from peftc.addressing.path_compression import compress_paths
-from peftc.addressing.paths import BRANCHES, SitePaths
+from peftc.addressing.paths import BRANCHES, SitePaths, compress_paths
 from peftc.addressing.sites import Site, SiteTable, Steps, UntracedModule
 from peftc.diagnostics import Diagnostic
 from peftc.planning.messages import plural
