@@ -36,7 +36,7 @@ class Export(NamedTuple):
     name: str  # of the form in the saved adapter
     prefix: str  # of the names of parameters that are not saved
     module: str  # the dotted name of the form module
-    index: int  # of the site among those that share the module
+    position: int  # of the site among those that share the module
 
 
 def stored_tensors(model: nn.Module, record: Installation, name: str | None = None) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     for export in {export.name: export for export in exports}.values():  # sites may be saved together
         module = cast(FormModule, model.get_submodule(export.module))
         with with_note(f"it is of the edit `{export.name.partition('/')[0]}`"):
-            tensors |= {f"{export.name}.{n}": tensor for n, tensor in module.collapsed_at(export.index).items()}
+            tensors |= {f"{export.name}.{n}": tensor for n, tensor in module.collapsed_at(export.position).items()}
     return tensors
 
 
