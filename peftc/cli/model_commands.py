@@ -27,11 +27,9 @@ from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.task_names import require_tasks, task_names
 from peftc.models.load import load_or_initialize
 from peftc.models.resolve import resolve
-from peftc.planning.counts import percent
 from peftc.planning.planner import PlanResult
-from peftc.planning.report.plan import render_plan
+from peftc.planning.report.plan import percent, plain_text, render_plan
 from peftc.planning.report.site_tree import render_sites
-from peftc.planning.report.text import plain_text
 from peftc.planning.selection.untraced import reason_lines
 from peftc.recognition.analysis import Analysis
 from peftc.runtime import respecialize
