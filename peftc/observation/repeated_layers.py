@@ -1,7 +1,7 @@
 """Skips layers that repeat another: a sample forward costs the same at any depth.
 
 A layer repeats another if their structures and arguments agree, shapes included, and if the first
-called no modules but its own.
+called no modules but its own. Layers whose keys agree can share one traced graph.
 """
 
 from __future__ import annotations
@@ -10,12 +10,36 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from peftc.concurrency.interrupts import shielded
-from peftc.observation.layer_keys import arguments_key, structure_key
 from peftc.observation.sample_forward import ModuleCall, SampleForward
 from peftc.tracing.module_calls import bind_arguments
+
+
+def structure_key(module: nn.Module) -> str:
+    """A text that two modules share exactly if their class trees and parameter shapes agree."""
+    parts: list[str] = []
+    for name, child in module.named_modules():
+        shapes = ",".join(f"{n}{tuple(p.shape)}" for n, p in child.named_parameters(recurse=False))
+        parts.append(f"{name}:{type(child).__qualname__}@{id(type(child))}[{shapes}]")  # classes may share a name
+    return ";".join(parts)
+
+
+def arguments_key(value: Any, exact: bool = False) -> str:
+    """What Python code can see of arguments without the values of tensors. `exact`: with shapes,
+    dtypes and the identity of objects; else ranks and classes.
+    """
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad}" if exact else f"{value.ndim}d"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}={arguments_key(v, exact)}" for k, v in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(arguments_key(v, exact) for v in value) + ")"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return f"{type(value).__name__}@{id(value)}" if exact else type(value).__name__
 
 
 @shielded

@@ -29,8 +29,8 @@ _COPIES = frozenset({aten.clone, aten._to_copy, aten.cat})
 class TokenFlow:
     """The modules that consume the tokens of one embedding in a sample forward, as ids or embedded.
 
-    `arguments`: of their calls, in the order of the calls. `results`: what they return.
-    `id_dependence`: of modules that need the ids besides the embeddings, how that shows.
+    `arguments`: of their calls, in order. `results`: what they return. `id_dependence`: of modules
+    that need the ids besides the embeddings, how that shows.
     """
 
     arguments: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -61,10 +61,9 @@ class SampleRun:
 def token_flow(embedding: str, modules: Collection[str], sample: SampleRun) -> TokenFlow:
     """Follows the tokens of an embedding to those of `modules` that consume them.
 
-    A stack may use ids for more than their embedding: another table, a scale, a choice of
-    experts. The rows of a prompt have no ids. So called with embeddings, the stack must compute
-    the same floating tensors as called with ids. Integers may differ: some stacks count positions
-    from the ids.
+    The rows of a prompt have no ids, but a stack may use ids for more than their embedding: another
+    table, a scale, a choice of experts. So it must compute the same floating tensors from
+    embeddings as from ids. Integers may differ: some stacks count positions from the ids.
     """
     flow = consumers(embedding, modules, sample)
     for name, arguments in flow.arguments.items():
@@ -78,7 +77,10 @@ def consumers(embedding: str, modules: Collection[str], sample: SampleRun) -> To
     flow, embedded, running = TokenFlow(), DerivedTensors(), dict[str, dict[str, Any]]()
 
     def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = flat_arguments(module, args, kwargs)
+        arguments = bind_arguments(type(module).forward, module, args, kwargs)
+        rest = [p.name for p in forward_signature(module).parameters.values() if p.kind is p.VAR_KEYWORD]
+        for parameter in rest:
+            arguments |= arguments.pop(parameter, {})
         if embedded.intersects(arguments.get(EMBEDS)):
             flow.arguments.setdefault(name, fake_copy(arguments, sample.mode))
         elif arguments.get(IDS) is not None:
@@ -127,13 +129,6 @@ def id_dependence(name: str, embedding: str, arguments: Mapping[str, Any], sampl
         return None if operations(embedded) == with_ids else "without them it computes something else"
     except Exception as error:  # whatever the model's own code raises
         return f"without them it raises {error_summary(error)}"
-
-
-def flat_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with those of `**kwargs` among them."""
-    arguments = bind_arguments(type(module).forward, module, args, kwargs)
-    rest = next((p.name for p in forward_signature(module).parameters.values() if p.kind is p.VAR_KEYWORD), "")
-    return {**arguments, **arguments.pop(rest, {})}
 
 
 class DerivedTensors(TorchDispatchMode):

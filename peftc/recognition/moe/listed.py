@@ -10,7 +10,7 @@ from torch import nn
 from peftc.dataflow.feature_rows import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, output_of
-from peftc.observation.layer_keys import structure_key
+from peftc.observation.repeated_layers import structure_key
 from peftc.recognition.ffn import Projection, input_projections
 
 
