@@ -101,7 +101,7 @@ RULES = {
     "leaves that route": Rule("recognition.layers", "_routing_leaves", lambda traced, layer: set()),
     "leaves that alone make a sub-layer": Rule("recognition.layers", "_sole_leaves", no_items),
     "weighted sums in a leaf": Rule("recognition.layers", "is_weighted_sum", never),
-    "stages": Rule("recognition.stages", "are_stages", never),
+    "stages": Rule("recognition.layer_candidates", "are_stages", never),
     "blocks of convolutions": Rule("recognition.layers", "convolutional_blocks", no_items),
     "contents of untraced modules": Rule("recognition.untraced", "_hidden_kinds", lambda *_: frozenset()),
     "ambiguous attentions": Rule("recognition.untraced", "_ambiguous_attentions", no_items),
@@ -122,7 +122,7 @@ RULES = {
     "einsum with the second factor first": Rule("recognition.attention.patterns", "_is_transposed", never),
     "opaque modules on the stream": Rule("recognition.residual_stream", "Stream.hides", never),
     "routers choose": Rule("recognition.moe.router", "_is_chosen_from", always),
-    "biases of stacked experts": Rule("recognition.moe.stacked", "_bias_of", nothing),
+    "biases of stacked experts": Rule("recognition.moe.layouts", "_bias_of", nothing),
     "medium of the main input": Rule("recognition.stack_names", "_input_medium", nothing),
 }
 PROCEDURES = ("_relabel_local_mixer", "mark_operands", "_find_shared")  # these change their arguments

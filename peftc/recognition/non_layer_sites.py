@@ -21,8 +21,8 @@ from peftc.addressing.sites import (
 )
 from peftc.dataflow.operations import is_norm_module
 from peftc.forms import shapes
-from peftc.observation.layer_candidates import containing_list
 from peftc.observation.sample_forward import ModuleCall
+from peftc.recognition.layer_candidates import containing_list
 from peftc.recognition.layers import ModelStructure, Stack, example_width
 from peftc.semantics.vocabulary import FROZEN_MODULES
 

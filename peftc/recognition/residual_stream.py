@@ -1,4 +1,11 @@
-"""The residual stream of a layer: its input, and every sum that carries it on."""
+"""The residual stream of a layer: its input, and every sum that carries it on.
+
+Hyper-connections carry several streams side by side, (batch, tokens, n, d). A sub-layer reads a
+weighted sum of them, and its result is added to each times a factor; between sub-layers small
+matrices mix them. Weights, factors and matrices are a token's, the same for all features.
+
+Source: Zhu et al. 2024, "Hyper-Connections", arXiv:2409.19606.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +17,9 @@ from torch import fx
 
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
-from peftc.dataflow.operations import Op, op_of
+from peftc.dataflow.operations import SCALE, Op, name_of, op_of
 from peftc.dataflow.values import upstream, value_operands
 from peftc.fakes.tensors import tensors_in
-from peftc.recognition.hyper_connections import mixed_streams
 from peftc.tracing.in_place import writes_to
 from peftc.tracing.operations import new_version
 
@@ -128,3 +134,41 @@ def _selected(node: fx.Node) -> fx.Node | None:
     indices = [k for k in key if isinstance(k, (int, slice, fx.Node))]
     all_features = len(indices) < len(before) or indices[-1] == slice(None)
     return source if all_features and len(indices) == len(key) else None
+
+
+# Several streams ---------------------------------------------------------------------------------
+
+
+def mixed_streams(node: fx.Node) -> list[fx.Node]:
+    """What may be the streams that `node` mixes: by a matrix, or to one by a weighted sum."""
+    if op_of(node) is Op.MATMUL and len(node.args) == 2:
+        matrix, streams = node.args
+        is_small = shape(matrix)[-2:] == (shape(streams)[-2:-1] * 2)
+        return [streams] if isinstance(streams, fx.Node) and is_small and is_several(streams) else []
+    products = first_input(node) if op_of(node) is Op.SUM else None
+    if products is None or shape(products)[:2] + shape(products)[3:] != shape(node):
+        return []
+    return [s for s, factor in _factors(products) if is_several(s) and shape(factor) == (*shape(s)[:-1], 1)]
+
+
+def sublayer_output(node: fx.Node) -> fx.Node:
+    """What is added to each of several streams, before the factor of each."""
+    sizes = shape(node)
+    for value, factor in _factors(node):
+        single = first_input(value) if name_of(value) == "unsqueeze" else None
+        is_spread = shape(value) == (*sizes[:2], 1, *sizes[3:]) and shape(factor) == (*sizes[:-1], 1)
+        if single is not None and is_spread and is_several(node) and shape(single) == sizes[:2] + sizes[3:]:
+            return single
+    return node
+
+
+def is_several(node: fx.Node) -> bool:
+    return len(shape(node)) == 4
+
+
+def _factors(product: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The two tensors that are multiplied element by element, in both orders."""
+    if op_of(product) not in SCALE or len(product.args) != 2:
+        return []
+    one, other = product.args
+    return [(one, other), (other, one)] if isinstance(one, fx.Node) and isinstance(other, fx.Node) else []

@@ -18,7 +18,6 @@ from typing import Literal
 
 from torch import fx
 
-from peftc.addressing.sites import Slice
 from peftc.dataflow.feature_rows import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_tensor, shape
@@ -26,11 +25,9 @@ from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands, value_users
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.hyper_connections import is_several, sublayer_output
-from peftc.recognition.moe.listed import ExpertModules
+from peftc.recognition.moe.layouts import Experts
 from peftc.recognition.moe.router import Router
-from peftc.recognition.moe.stacked import StackedExperts
-from peftc.recognition.residual_stream import Stream, stream_input
+from peftc.recognition.residual_stream import Stream, is_several, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
     is_of_weights,
     is_weighted,
@@ -59,7 +56,7 @@ class SubLayer:
     linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
     norms: list[fx.Node] = field(default_factory=list[fx.Node])
     output_norm: fx.Node | None = None  # the post-norm: what `norm(...)` means first
-    experts: list[StackedExperts | ExpertModules] = field(default_factory=list["StackedExperts | ExpertModules"])
+    experts: list[Experts] = field(default_factory=list["Experts"])
     router: Router | None = None
     # networks beside experts
     shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
@@ -76,10 +73,8 @@ class SubLayer:
 
 
 def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer]:
-    """The sub-layers of a layer, in the order of its residual stream.
-
-    Args:
-        opaque: modules whose code could not be traced.
+    """The sub-layers of a layer, in the order of its residual stream. `opaque`: modules whose code
+    could not be traced.
     """
     first = stream_input(layer.graph)
     if first is None:
@@ -126,8 +121,8 @@ class _Finder:
         return subs
 
     def stream_replacement(self) -> fx.Node | None:
-        """The result of an attention that takes the place of the stream instead of being added to
-        it: the last sum is one of it and of what is computed from it.
+        """The result of an attention that takes the place of the stream: the last sum is one of it
+        and of what is computed from it.
         """
         for add in reversed(self.sums):
             operands = [a for a in _operands(add) if is_tensor(a)]
@@ -142,19 +137,15 @@ class _Finder:
         if len(operands) != 2:
             return []
         for res, h in (operands, operands[::-1]):
-            if (
-                self.stream.holds(res)
-                and not self.stream.holds(h)
-                and not self.mixes_streams(h)
-                and self.is_computed(h)
-            ):
-                h = sublayer_output(h)
-                parts = self.parallel_parts(h)
-                if not parts and (out := self.serial_attention_output(h)) is not None:
-                    first = self.sub_layer(add, res, out)
-                    self.stream.values.append(out)
-                    return [first, self.sub_layer(add, res, _last_of_chain(h, self.layer))]
-                return [self.sub_layer(add, res, part) for part in parts or [h]]
+            if not self.stream.holds(res) or self.stream.holds(h) or self.mixes_streams(h) or not self.is_computed(h):
+                continue
+            h = sublayer_output(h)
+            parts = self.parallel_parts(h)
+            if not parts and (out := self.serial_attention_output(h)) is not None:
+                first = self.sub_layer(add, res, out)
+                self.stream.values.append(out)
+                return [first, self.sub_layer(add, res, _last_of_chain(h, self.layer))]
+            return [self.sub_layer(add, res, part) for part in parts or [h]]
         return []
 
     def bottleneck_sublayers(self, sub: SubLayer) -> list[SubLayer]:
@@ -180,8 +171,8 @@ class _Finder:
         return subs if len(subs) > 1 else []
 
     def carries_on(self, add: fx.Node) -> bool:
-        """Whether a sum is of the stream and itself, of the stream and a mixture of its copies, or
-        of the stream and what does not depend on it.
+        """Whether a sum is of the stream and itself, a mixture of its copies, or something that does
+        not depend on it.
         """
         operands = _operands(add)
         others = [a for a in operands if not self.stream.holds(a)]
@@ -278,8 +269,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
     for role, (value, *others) in values.items():
         linears = [node for node, _ in source_linears(layer, value) if node in sub.body]
         if any(stream.hides(n) for n in upstream(value, layer.is_linear) if n in sub.body):
-            # what an opaque module does to a Linear's result, or has instead of it, is unknown
-            linears = []
+            linears = []  # an opaque module may change a Linear's result, or replace it
         last = [n for n in linears if not any(n in _linears_before(other, layer) for other in linears)]
         # not those that positions are computed by
         nearest[role] = list(filter(stream.reaches, last)) or last
@@ -306,8 +296,8 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
 
 
 def _entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
-    """The roles whose values are computed by the same several Linears as queries: which of these is
-    whose is unknown. Keys and values may be one value.
+    """The roles whose values the same several Linears compute as queries: which is whose is unknown.
+    Keys and values may be one value.
     """
     same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
     return {"q", *same} if same else same
@@ -317,19 +307,12 @@ def _confused(projections: Mapping[str, Projection], attention: Attention) -> li
     """The roles that share rows with another one, and have more rows than arrive there."""
     roles: list[str] = []
     for role, one in projections.items():
-        shares = any(_overlap(one, other) for name, other in projections.items() if name != role)
+        others = [p for name, p in projections.items() if name != role and p.node is one.node]
         size = math.prod(shape(getattr(attention, role)))
-        if shares and size < math.prod(shape(one.node)[:-1]) * _rows(one).width:
+        is_larger = size < math.prod(shape(one.node)[:-1]) * one.slice.width
+        if is_larger and any(one.slice.overlaps(other.slice) for other in others):
             roles.append(role)
     return roles
-
-
-def _overlap(one: Projection, other: Projection) -> bool:
-    return one.node is other.node and _rows(one).overlaps(_rows(other))
-
-
-def _rows(projection: Projection) -> Slice:
-    return projection.rows or Slice(0, shape(projection.node)[-1])
 
 
 def _linears_before(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
@@ -357,10 +340,8 @@ def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
     if hidden is None or any(is_weighted(n, layer) and not layer.is_norm(n) for n in behind):
         return  # a leaf with weights of its own computes something else besides
     sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
-    inputs = input_projections(hidden, layer)
-    sub.projections |= {
-        role: p for role, p in inputs.items() if p.node in sub.body
-    }  # not those that computed the stream
+    # not those that computed the stream
+    sub.projections |= {role: p for role, p in input_projections(hidden, layer).items() if p.node in sub.body}
     first = sub.projections.get("up") or sub.projections.get("gate")
     sub.x = first_input(first.node) if first is not None else sub.x
 
@@ -371,13 +352,9 @@ def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
 def _find_norms(sub: SubLayer, layer: LayerGraph, others: set[fx.Node]) -> None:
     """The norms of a sub-layer: before its Linears, before the sum, and right after the sum."""
     sub.norms += [n for n in sorted(sub.body) if layer.is_norm(n) and n not in others]
-    users = _tensor_users(sub.add)
-    while len(users) == 1 and layer.passes_through(users[0]) is not None:
-        users = _tensor_users(users[0])
+    users = [sub.add]
+    while len(users) == 1 and (users[0] is sub.add or layer.passes_through(users[0]) is not None):
+        users = [u for u in value_users(users[0]) if is_tensor(u)]
     if len(users) == 1 and layer.is_norm(users[0]):
         sub.output_norm = users[0]
         sub.norms.append(users[0])
-
-
-def _tensor_users(node: fx.Node) -> list[fx.Node]:
-    return [u for u in value_users(node) if is_tensor(u)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -21,7 +22,7 @@ from peftc.recognition.attention.manual_attention import joined_shape
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
 from peftc.recognition.layers import LayerType, ModelStructure
-from peftc.recognition.moe.listed import ExpertModules
+from peftc.recognition.moe.layouts import ExpertModules
 from peftc.recognition.moe.router import Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
@@ -29,11 +30,13 @@ from peftc.recognition.residual_stream import stream_input
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.token_mixing import is_weighted
 
+T = TypeVar("T")
+
 
 def all_sites(structure: ModelStructure) -> tuple[Site, ...]:
     """Every site of the model, in model order."""
     sites: list[Site] = [*embeddings(structure)]
-    cache: dict[object, State] = {}
+    cache: dict[object, Any] = {}
     for stack in structure.stacks:
         for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
             call = structure.seen.calls.get(name)
@@ -45,7 +48,7 @@ def all_sites(structure: ModelStructure) -> tuple[Site, ...]:
 class LayerSites:
     """The sites of one layer. `cache`: states, which layers of one type share."""
 
-    def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, cache: dict[object, State]) -> None:
+    def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, cache: dict[object, Any]) -> None:
         self.layer, self.kind, self.steps, self.stack, self.cache = layer, kind, steps, stack, cache
         self.graph = kind.layer
         stream = stream_input(kind.traced.graph)
@@ -77,7 +80,7 @@ class LayerSites:
         group = f"{self.stack}.{sub.variant}"
         states = self.sub_layer_states(sub, steps, "o")
         if len(sub.attentions) == 1:  # of several, each has its own
-            states |= self.attention_states(attention, width_of(sub, "q"))
+            states |= self.attention_states(attention, q_width(sub))
         elif (pair := self.shared_pair(sub)) is not None:
             states["kv"] = pair
         module = self.module(sub)
@@ -88,7 +91,7 @@ class LayerSites:
             yield self.site(
                 steps + (("heads", None),),
                 module,
-                {"h": self.state("h", heads, heads=True), "q": states["q"]},
+                {"h": State("h", shapes.Heads(*shape(heads)[2:]), ActivationRef(heads.name)), "q": states["q"]},
                 group=group,
             )
         yield from self.norm_sites(sub, steps, group)
@@ -114,8 +117,8 @@ class LayerSites:
             yield self.router_site(sub.router, steps + (("router", None),))
         for i, experts in enumerate(sub.experts):
             word = "experts" if i == 0 else "shared" if not sub.shared else f"shared_{i}"
-            for inner, module, states in expert_states(experts, self.kind.root, self.full):
-                site = self.site(steps + ((word, inner[0]), (inner[1], None)), module, states)
+            for number, role, module, states in expert_states(experts, self.kind.root, self.full):
+                site = self.site(steps + ((word, number), (role, None)), module, states)
                 yield with_own_graph(site) if isinstance(experts, ExpertModules) else site
         for i, network in enumerate(sub.shared):
             inner = steps + (("shared", i if len(sub.shared) > 1 else None),)
@@ -153,12 +156,8 @@ class LayerSites:
             yield self.linear(steps + inner, Projection(node), group)
 
     def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
-        owners = [norm_owner(n, sub, self.graph) for n in sub.norms]
-        many = Counter(owners)
-        seen: Counter[str] = Counter()
-        for node, owner in zip(sub.norms, owners, strict=True):
-            index = seen[owner] if many[owner] > 1 else None
-            seen[owner] += 1
+        owners = numbered([norm_owner(n, sub, self.graph) for n in sub.norms])
+        for node, (owner, index) in zip(sub.norms, owners, strict=True):
             inner = ((owner, None),) if owner else ()
             yield self.linear(steps + inner + (("norm", index),), Projection(node), group)
 
@@ -186,12 +185,11 @@ class LayerSites:
 
     def attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
         """q, k, v and kv as the attention gets them."""
-        key = (attention.call.name, q_width)
-        if key not in self.kind.states:
-            self.kind.states[key] = self.arriving_states(attention, q_width)
-        return dict(self.kind.states[key])
+        if attention.call not in self.cache:
+            self.cache[attention.call] = self.new_attention_states(attention, q_width)
+        return self.cache[attention.call]
 
-    def arriving_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
+    def new_attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
         states: dict[str, State] = {}
         call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
@@ -199,8 +197,8 @@ class LayerSites:
             if not isinstance(value, torch.Tensor) or value.ndim != 4 or attention.sort == "written":
                 continue
             if separates(node, -1, self.graph):
-                shape = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
-                states[name] = State(name, shape, ActivationRef(f"{call}.{name}"))
+                rows = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
+                states[name] = State(name, rows, ActivationRef(f"{call}.{name}"))
         pair = pair_shape(attention, q_width, self.graph)
         if pair is not None:
             states["kv"] = State("kv", pair, ActivationRef(f"{call}.kv"))
@@ -209,7 +207,7 @@ class LayerSites:
     def shared_pair(self, sub: SubLayer) -> State | None:
         """The rows that can be joined to the keys and values of each of several attentions."""
         written = all(a.sort == "written" for a in sub.attentions)
-        pairs = {pair_shape(a, width_of(sub, "q"), self.graph) for a in sub.attentions} if written else set()
+        pairs = {pair_shape(a, q_width(sub), self.graph) for a in sub.attentions} if written else set()
         first, *others = (a.call for a in sub.attentions)
         pair = pairs.pop() if len(pairs) == 1 else None
         if pair is None or any(n.meta["origin"][0] != first.meta["origin"][0] for n in others):
@@ -231,23 +229,13 @@ class LayerSites:
         states["h"] = self.state("h", node, rows)
         return replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
 
-    def state(self, name: str, node: fx.Node, rows: Slice | None = None, heads: bool = False) -> State:
-        key = (name, node, rows, heads)
+    def state(self, name: str, node: fx.Node, rows: Slice | None = None) -> State:
+        key = (name, node, rows)
         if key not in self.cache:
-            self.cache[key] = self.new_state(name, node, rows, heads)
+            sizes, dim = shape(node), features_dim(node, self.graph)
+            tokens = shapes.Tokens(rows.width if rows else sizes[dim])
+            self.cache[key] = State(name, tokens, ActivationRef(node.name, rows, feature_map=dim < len(sizes) - 1))
         return self.cache[key]
-
-    def new_state(self, name: str, node: fx.Node, rows: Slice | None, heads: bool) -> State:
-        value = node.meta["example"]
-        assert isinstance(value, torch.Tensor)
-        if heads:
-            return State(name, shapes.Heads(value.shape[2], value.shape[3]), ActivationRef(node.name, rows))
-        dim = features_dim(node, self.graph)
-        return State(
-            name,
-            shapes.Tokens(rows.width if rows else value.shape[dim]),
-            ActivationRef(node.name, rows, feature_map=dim < value.ndim - 1),
-        )
 
     def site(
         self,
@@ -275,14 +263,16 @@ def with_own_graph(site: Site) -> Site:
 
 def sub_layer_steps(subs: list[SubLayer]) -> list[Steps]:
     """`attn.self`, `attn.cross`, `ffn`, `mixer`; numbered where a layer has several of one sort."""
-    names = [(sub.kind, sub.variant) for sub in subs]
-    many, seen = Counter(names), Counter[tuple[str, str]]()
-    paths: list[Steps] = []
-    for name, variant in names:
-        index = seen[name, variant] if many[name, variant] > 1 else None
-        seen[name, variant] += 1
-        paths.append(((name, None), (variant, index)) if variant else ((name, index),))
-    return paths
+    names = numbered([(sub.kind, sub.variant) for sub in subs])
+    return [((kind, None), (variant, index)) if variant else ((kind, index),) for (kind, variant), index in names]
+
+
+def numbered(names: list[T]) -> Iterator[tuple[T, int | None]]:
+    """Each name with its number among equal ones; None for the only one."""
+    many, seen = Counter(names), Counter[T]()
+    for name in names:
+        yield name, seen[name] if many[name] > 1 else None
+        seen[name] += 1
 
 
 def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
@@ -318,12 +308,9 @@ def first_of(value: Any) -> fx.Node | None:
     return value if isinstance(value, fx.Node) and is_tensor(value) else None
 
 
-def width_of(sub: SubLayer, role: str) -> int | None:
-    """The features of a projection."""
-    projection = sub.projections.get(role)
-    if projection is None:
-        return None
-    return projection.rows.width if projection.rows else shape(projection.node)[-1]
+def q_width(sub: SubLayer) -> int | None:
+    """The features of the queries' Linear."""
+    return sub.projections["q"].slice.width if "q" in sub.projections else None
 
 
 def pair_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> shapes.KeyValue | None:
@@ -358,12 +345,5 @@ def relative_name(name: str, module: str) -> str:
 
 def common(names: list[str]) -> str:
     """The deepest module that contains all the named ones."""
-    if not names:
-        return ""
-    split = [n.split(".")[:-1] for n in names]
-    shared: list[str] = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) != 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))

@@ -15,11 +15,8 @@ from peftc.dataflow.values import upstream, value_users
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """The node of the logits, the node that it reads, and the parameters by their names in the
-    layer.
-
-    `inside_leaf`: the router is in a module that could not be traced, so that the layer's graph
-    lacks these nodes.
+    """The node of the logits, what it reads, and the parameters by their names in the layer.
+    `inside_leaf`: these nodes are in a module that could not be traced, not in the layer's graph.
     """
 
     logits: fx.Node
@@ -30,8 +27,8 @@ class Router:
 
 
 def find_router(inputs: Iterable[fx.Node], count: int, body: set[fx.Node], layer: LayerGraph) -> Router | None:
-    """The router of `count` experts: the nearest product upstream of their inputs that has a value
-    for each expert and reaches them by a choice among its values.
+    """The router: the nearest product upstream of the inputs of `count` experts that has a value for
+    each and reaches them by a choice among its values.
     """
     nodes = (n for node in inputs for n in upstream(node, lambda n: n not in body))
     routers = [r for n in nodes if (r := _router_at(n, layer))]

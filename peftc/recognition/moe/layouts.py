@@ -1,10 +1,9 @@
-"""Experts whose matrices are the slices of one parameter: which parameter holds `up`, `gate` and
-`down`, and how.
+"""Where experts keep their matrices: in modules of a list, or in the slices of one parameter.
 
-The code of experts picks a matrix out of a parameter for each expert, multiplies what is routed to
-it by that matrix, and goes on as any feed-forward network. The products with picked matrices are
-its Linears, and dataflow gives their roles; it also tells which rows of a fused `gate`-and-`up`
-matrix are which, and whether a matrix is stored (out, in) or (in, out).
+Code of stacked experts picks a matrix out of a parameter for each expert, multiplies what is routed
+to it by that matrix, and goes on as any feed-forward network. The products with picked matrices are
+its Linears. Dataflow gives their roles, the rows of each in a fused `gate`-and-`up` matrix, and
+whether a matrix is stored (out, in) or (in, out).
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, module_path, output_of, shape
 from peftc.dataflow.operations import Op, name_of, op_of
 from peftc.dataflow.values import value_users
+from peftc.observation.repeated_layers import structure_key
 from peftc.recognition.ffn import Projection, input_projections
 
 
 @dataclass(frozen=True)
 class StackedParameter:
     """A parameter of `count` equal slices, one an expert; `transposed`: each is stored (in, out).
-
-    `owner` and `reader` are modules by their names in the layer; `d_out`, `d_in` are the features
-    of a whole slice.
+    `owner` and `reader` are modules of the layer; `d_out`, `d_in` the features of a whole slice.
     """
 
     owner: str
@@ -53,11 +51,27 @@ class StackedLinear:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """The experts in a module of a layer."""
+    """Experts whose matrices are slices of parameters."""
 
     module: str
     count: int
     roles: Mapping[str, StackedLinear]
+
+
+@dataclass(frozen=True)
+class ExpertModules:
+    """Experts that are modules in a list; `roles`: the Linears of each by their names in it."""
+
+    module: str
+    members: tuple[str, ...]
+    roles: Mapping[str, str]
+
+    @property
+    def count(self) -> int:
+        return len(self.members)
+
+
+Experts = StackedExperts | ExpertModules
 
 
 class ExpertGraph(LayerGraph):
@@ -68,13 +82,14 @@ class ExpertGraph(LayerGraph):
 
 
 def stacked_experts(module: str, code: LayerGraph) -> StackedExperts | None:
-    """The experts that a module's code computes with; None where it picks no matrices out of
-    parameters.
-
-    Args:
-        module: its name in the layer.
-    """
-    projections = _projections(ExpertGraph(code.graph, code.root))
+    """The experts of which code picks the matrices. `module`: its name in the layer."""
+    code = ExpertGraph(code.graph, code.root)
+    downs = {p: matrix for p in source_linears(code, output_of(code.graph)) if (matrix := picked_matrix(p[0]))}
+    down = next(iter(downs)) if len({matrix.parameter.target for matrix in downs.values()}) == 1 else None
+    hidden = first_input(down[0]) if down is not None else None
+    if down is None or hidden is None:
+        return None
+    projections = {"down": Projection(*down)} | input_projections(hidden, code)
     roles = {role: linear for role, p in projections.items() if (linear := _stacked_linear(p, module)) is not None}
     counts = {linear.weight.count for linear in roles.values()}
     return StackedExperts(module, counts.pop(), roles) if roles and len(counts) == 1 else None
@@ -85,19 +100,9 @@ def multiplies_slices(code: LayerGraph) -> bool:
     return any(picked_matrix(node) is not None for node in code.graph.nodes)
 
 
-def _projections(code: ExpertGraph) -> dict[str, Projection]:
-    """The products of one expert in their roles."""
-    downs = [p for p in source_linears(code, output_of(code.graph)) if picked_matrix(p[0]) is not None]
-    parameters = {picked.parameter.target for p in downs if (picked := picked_matrix(p[0])) is not None}
-    hidden = first_input(downs[0][0]) if len(parameters) == 1 else None
-    return {} if hidden is None else {"down": Projection(*downs[0])} | input_projections(hidden, code)
-
-
 @dataclass(frozen=True, eq=False)
 class PickedMatrix:
-    """A slice of a parameter as an operand: the node that reads the parameter, and whether it is
-    transposed against (out, in).
-    """
+    """A slice of a parameter as an operand. `transposed`: against (out, in)."""
 
     parameter: fx.Node
     count: int
@@ -113,8 +118,10 @@ def picked_matrix(product: fx.Node) -> PickedMatrix | None:
     node, sizes = operand, list[tuple[int, ...]]()
     while isinstance(node, fx.Node) and node.op != "get_attr":
         sizes.append(shape(node))
-        if _transposes(node):
-            transposed = not transposed
+        if op_of(node) is Op.PERMUTE and (
+            name_of(node) in ("t", "T", "mT") or set(node.args[1:]) in ({-1, -2}, {1, 2})
+        ):
+            transposed = not transposed  # the matrix, or each of several
         elif not picks(node) and op_of(node) not in (Op.CAST, Op.RESHAPE):
             return None
         node = first_input(node)
@@ -122,13 +129,6 @@ def picked_matrix(product: fx.Node) -> PickedMatrix | None:
         return None
     count = next((size[0] for size in reversed([*sizes, shape(node)]) if len(size) == 3), None)
     return PickedMatrix(node, count, transposed) if count is not None else None
-
-
-def _transposes(node: fx.Node) -> bool:
-    """Whether a matrix is transposed here, or each of several."""
-    if op_of(node) is not Op.PERMUTE:
-        return False
-    return name_of(node) in ("t", "T", "mT") or set(node.args[1:]) in ({-1, -2}, {1, 2})
 
 
 def picks(node: fx.Node) -> bool:
@@ -149,8 +149,7 @@ def _stacked_linear(projection: Projection, module: str) -> StackedLinear | None
     if not matrix.transposed:
         d_in, d_out = d_out, d_in
     weight = _parameter(matrix.parameter, matrix.count, matrix.transposed, d_out, d_in, module)
-    rows = projection.rows
-    rows = rows if rows is None or rows.width < weight.d_out else None
+    rows = projection.rows if projection.rows is not None and projection.rows.width < weight.d_out else None
     return StackedLinear(weight, rows, _bias_of(projection.node, module, weight))
 
 
@@ -171,3 +170,41 @@ def _bias_of(product: fx.Node, module: str, weight: StackedParameter) -> Stacked
         if node is not None and node.op == "get_attr" and shape(node) == (weight.count, weight.d_out):
             return _parameter(node, weight.count, False, weight.d_out, 1, module)
     return None
+
+
+# Modules in a list ---------------------------------------------------------------------------------
+
+
+def expert_modules(module: str, code: LayerGraph) -> ExpertModules | None:
+    """The experts in a module whose code calls one of several of the same structure."""
+    downs = source_linears(code, output_of(code.graph))
+    hidden = first_input(downs[0][0]) if len(downs) == 1 else None
+    if hidden is None:
+        return None
+    projections = {"down": Projection(*downs[0])} | input_projections(hidden, code)
+    names = {role: str(p.node.target) for role, p in projections.items() if p.rows is None}
+    one = _member(list(names.values()), code.root)
+    if one is None:
+        return None
+    container, _, _ = one.rpartition(".")
+    members = _same_structure(code.root.get_submodule(one), code.root.get_submodule(container))
+    members = tuple(f"{module}.{container}.{name}".replace("..", ".").strip(".") for name in members)
+    return ExpertModules(module, members, {role: name[len(one) + 1 :] for role, name in names.items()})
+
+
+def _member(names: list[str], root: nn.Module) -> str | None:
+    """The list element that contains all the named modules."""
+    parts = names[0].split(".")
+    for end in range(1, len(parts)):
+        one, container = ".".join(parts[:end]), ".".join(parts[: end - 1])
+        if not all(name.startswith(f"{one}.") for name in names):
+            return None
+        if len(_same_structure(root.get_submodule(one), root.get_submodule(container))) > 1:
+            return one
+    return None
+
+
+def _same_structure(one: nn.Module, container: nn.Module) -> list[str]:
+    """The children of `container` that have the structure of one of them."""
+    key = structure_key(one)
+    return [name for name, child in container.named_children() if structure_key(child) == key]
