@@ -99,12 +99,9 @@ def _warnings(model: str, sites: tuple[Site, ...], untraced: tuple[UntracedModul
 def _untraceable_forwards(model: nn.Module | None) -> list[str]:
     """The modules of a model in memory whose code is unknown."""
     modules = model.named_modules() if model is not None else ()
-    forwards = [(name, instance_forward(module)) for name, module in modules]
-    return [
-        f"`{name}` has a `forward` of its instance that could not be traced"
-        for name, forward in forwards
-        if forward is not None and forward.function is None
-    ]
+    forwards = ((name, instance_forward(module)) for name, module in modules)
+    names = [name for name, forward in forwards if forward is not None and forward.function is None]
+    return [f"`{name}` has a `forward` of its instance that could not be traced" for name in names]
 
 
 def _positions(model: nn.Module) -> int | None:
@@ -125,17 +122,15 @@ def _positions(model: nn.Module) -> int | None:
 def shared_modules(structure: ModelStructure) -> tuple[tuple[str, ...], ...]:
     """Groups of dotted names under which one module is used, each in the order of the layers.
 
-    A module in several layers is used in each of them; one that is called outside of the layers,
-    too, is used there. A whole layer with several names is one layer, which runs several times.
+    A whole layer with several names is no such group: it is one layer, which runs several times.
     """
     groups: dict[int, list[str]] = {}
     layers = [name for stack in structure.stacks for name in stack.layers]
     for layer in layers:
         for name, module in structure.model.get_submodule(layer).named_modules(prefix=layer):
             groups.setdefault(id(module), []).append(name)
-    for name, module in _outside_layers(
-        structure.model, {id(structure.model.get_submodule(layer)) for layer in layers}
-    ):
+    in_layers = {id(structure.model.get_submodule(layer)) for layer in layers}
+    for name, module in _outside_layers(structure.model, in_layers):
         names = groups.get(id(module), [])
         if not structure.seen.outside_layers.isdisjoint(names) and name not in names:
             names.append(name)

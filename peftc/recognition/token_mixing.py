@@ -93,10 +93,8 @@ def _kernel_size(module: nn.Module) -> int:
 
 
 def mixed_by_linears(body: set[fx.Node], stream: Stream) -> bool:
-    """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d).
-
-    As features are, tokens are numbered, and what the code does to their layout is done to the
-    numbers.
+    """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d). Tokens are
+    numbered as features are, and what the code does to their layout is done to the numbers.
     """
     layer, numbers = stream.layer, dict[fx.Node, Any]()
     for node in sorted(body):

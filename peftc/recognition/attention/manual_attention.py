@@ -38,9 +38,7 @@ _EFFECTS: dict[Op, Effect] = {
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a node between scores and softmax, which reads `source`, does to joined rows: the same
-    as to the others, nothing, or a change of shape.
-    """
+    """What a node between scores and softmax, which reads `source`, does to joined rows."""
 
     node: fx.Node
     source: fx.Node
@@ -49,9 +47,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which of batch, heads, tokens, features and blocks of tokens (windows that attend by
-    themselves) each dimension of an operand of a product is. `merged`: batch and heads are one
-    dimension.
+    """What each dimension of an operand is: batch, heads, tokens, features or blocks of tokens
+    (windows that attend by themselves). `merged`: batch and heads are one dimension.
     """
 
     order: tuple[int, ...]
@@ -59,7 +56,6 @@ class Layout:
 
     @property
     def features(self) -> int:
-        """The dimension of the features."""
         return self.order.index(2 if self.merged else FEATURES)
 
 
@@ -77,7 +73,8 @@ def joining(attention: Attention, layer: LayerGraph) -> Joining | None:
     """How rows can be joined to the keys and values; None where they cannot."""
     logits, scores = first_input(attention.call), attention.scores
     sources = [n for n in value_operands(attention.out) if reaches(attention.call, n)]
-    if logits is None or scores is None or len(sources) != 1 or not _is_maskable(attention.call):
+    maskable = visible_value(attention.call) is not None or not any(map(is_tensor, attention.call.args[1:]))
+    if logits is None or scores is None or len(sources) != 1 or not maskable:
         return None
     if attention.k is not factors(scores)[1]:  # scores of keys and queries, the other way around
         return None
@@ -123,8 +120,8 @@ def _effect(node: fx.Node, source: fx.Node, layer: LayerGraph) -> Effect | None:
 
 
 def _counts_from_the_end(node: fx.Node) -> bool:
-    """Whether a table is cut so that its last entry is that of the last key: it holds differences
-    between keys, and a joined row has none to the others.
+    """Whether a table is cut to end at the last key: it holds differences between keys, and a joined
+    row has none to the others.
     """
     key = node.args[1] if node.target is operator.getitem else ()
     last = key[-1] if isinstance(key, tuple) and len(key) == len(shape(node)) and key else None
@@ -171,8 +168,8 @@ def _einsum_layout(product: fx.Node, operand: fx.Node, is_keys: bool, layer: Lay
 
 
 def _heads_dim(dims: Sequence[int], width: int, operand: fx.Node, layer: LayerGraph) -> int | None:
-    """Which of some dimensions of an operand is that of heads, of `width` features each: the one
-    that tells features of a Linear apart, or the only one whose size fits.
+    """Which of some dimensions is that of heads, of `width` features each: the one that tells
+    features of a Linear apart, or the only one whose size fits.
     """
     heads = dims_of(operand, layer).intersection(dims)
     widths = {rows.width if rows else shape(n)[-1] for n, rows in source_linears(layer, operand)}
@@ -191,8 +188,8 @@ def expand_labels(equation: str, dimensions: list[int]) -> tuple[list[str], str]
 
 
 def visible_value(softmax: fx.Node) -> float | None:
-    """The value that the mask beside the scores has for keys that count, as a softmax of the
-    model's own takes it; None where it has no mask, or an unknown one.
+    """The value that the mask beside the scores has for keys that count, in a softmax of the model's
+    own; None where it has no mask, or an unknown one.
     """
     masks = [i for i, a in enumerate(softmax.args[1:], 1) if is_tensor(a)]
     if softmax.target is not autograd_function or len(masks) != 1:
@@ -205,11 +202,6 @@ def visible_value(softmax: fx.Node) -> float | None:
         weights = autograd_function(*args, **softmax.kwargs).flatten().tolist()  # pyright: ignore[reportArgumentType]
         return {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get(tuple(weights))
     return None
-
-
-def _is_maskable(softmax: fx.Node) -> bool:
-    """Whether joined keys can be made to count."""
-    return visible_value(softmax) is not None or not any(is_tensor(a) for a in softmax.args[1:])
 
 
 def joined_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> KeyValue | None:
