@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftc.dataflow.nodes import example, first_input, is_tensor, output_of
+from peftc.dataflow.nodes import example, first_input, is_tensor, nodes_in, output_of
 from peftc.dataflow.operations import LAYOUT, OF_FIRST, Op, is_in_place, op_of
 from peftc.fakes.tensors import fake_copy
 from peftc.tracing.approximate_trace import approximate_trace
@@ -44,10 +44,8 @@ def reaches(source: fx.Node, node: fx.Node) -> bool:
 
 
 def value_operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes that the values of `node` are computed from, each once.
-
-    Of a tensor of constants: what is written into it. Of one of several results: what that one is
-    computed from. Of a part of a cache: what the cache was updated with.
+    """The nodes that the values of `node` are computed from, each once: of a tensor of constants what
+    is written into it, of a part of a cache what the cache was updated with.
     """
     if (part := _part(node)) is not None:
         return part
@@ -95,7 +93,7 @@ def _part(node: fx.Node) -> list[fx.Node] | None:
         return None
     if (update := cache_update(node)) is not None:
         return [update]
-    operands = list(_nodes(source.args)) if op_of(source) is Op.BROADCAST else []
+    operands = nodes_in(source.args) if op_of(source) is Op.BROADCAST else []
     return operands[index : index + 1] or source.meta.get(CARRIERS, {}).get(index)
 
 
@@ -103,15 +101,6 @@ def _sliced(node: fx.Node) -> fx.Node | None:
     """The results of which a node is a slice."""
     source = node.args[0] if node.target is operator.getitem and isinstance(node.args[1], slice) else None
     return source if isinstance(source, fx.Node) and isinstance(example(source), (tuple, list)) else None
-
-
-def _nodes(value: object) -> Iterator[fx.Node]:
-    """The nodes in nested arguments, in order, with repetitions."""
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from _nodes(part)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _writes(node: fx.Node) -> Iterator[fx.Node]:

@@ -6,6 +6,7 @@ device on which the module runs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -38,12 +39,10 @@ def execution_device(module: nn.Module) -> torch.device | None:
 
 def offloaded_value(module: nn.Module, name: str) -> torch.Tensor | None:
     """The value that a hook keeps for a module's own parameter; None if no hook does."""
-    maps = (hook.weights_map for hook in hooks(module) if getattr(hook, "offload", False))
-    for values in maps:
-        try:
-            return values[name]
-        except KeyError:
-            continue
+    for hook in hooks(module):
+        with contextlib.suppress(KeyError):
+            if getattr(hook, "offload", False):
+                return hook.weights_map[name]
     return None
 
 

@@ -11,10 +11,8 @@ import torch
 
 @dataclass
 class ModuleCall:
-    """The calls of one module: how many, and the first tensor that goes in and out.
-
-    Without such a tensor the shape is `()`. A path leads to the tensor: (parameter, *keys) in the
-    arguments, keys in the result.
+    """The calls of one module: how many, and the first tensor that goes in and out; its shape is `()`
+    without one. A path leads to it: (parameter, *keys) in the arguments, keys in the result.
     """
 
     count: int = 0

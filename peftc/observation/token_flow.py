@@ -47,15 +47,14 @@ class SampleRun:
     arguments: Mapping[str, Any]
     layers: Collection[str]
 
-    def run(self, call: Callable[[], Any], observer: AbstractContextManager[Any]) -> Any:
+    def run(self, call: Callable[[], Any], observer: AbstractContextManager[Any]) -> None:
+        layers = [self.model.get_submodule(name) for name in self.layers]
         try:
-            return self._run(call, observer, [self.model.get_submodule(name) for name in self.layers])
+            with self.mode, fake_data_answers(), torch.no_grad(), observer, skip_repeated(self.model, layers):
+                call()
         except Exception:  # a layer may need what a skipped layer does
-            return self._run(call, observer, [])
-
-    def _run(self, call: Callable[[], Any], observer: AbstractContextManager[Any], layers: list[nn.Module]) -> Any:
-        with self.mode, fake_data_answers(), torch.no_grad(), observer, skip_repeated(self.model, layers):
-            return call()
+            with self.mode, fake_data_answers(), torch.no_grad(), observer:
+                call()
 
 
 def token_flow(embedding: str, modules: Collection[str], sample: SampleRun) -> TokenFlow:

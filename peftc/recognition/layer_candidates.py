@@ -80,14 +80,9 @@ def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
     if not blocks or not all(inside for _, _, inside in listed):
         return False
     if any(subs for subs, _ in blocks):
-        return all(_covers(inside, subs) for subs, _, inside in listed)
+        paths = [(f"{module_path(sub.add)}.", inside) for subs, _, inside in listed for sub in subs]
+        return all(any(path.startswith(f"{name}.") for name in inside) for path, inside in paths)
     return all(_is_nested(block.get_submodule(name)) for _, block, inside in listed for name in inside)
-
-
-def _covers(modules: Sequence[str], subs: Sequence[SubLayer]) -> bool:
-    """Whether each sub-layer is added in one of these modules."""
-    paths = [module_path(sub.add) for sub in subs]
-    return all(any(f"{path}.".startswith(f"{name}.") for name in modules) for path in paths)
 
 
 def _is_nested(block: nn.Module) -> bool:

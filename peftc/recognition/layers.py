@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -68,16 +68,18 @@ class Stack:
 
 @dataclass
 class ModelStructure:
-    """A model's stacks, and its sample forward. `shared`: groups of names that are one module."""
+    """A model's stacks, and its sample forward.
+
+    `untraced`: layers that could not be traced, and why. `shared`: groups of names that are one
+    module. `flows`: of embedded tokens, on demand.
+    """
 
     model: nn.Module
     mode: FakeTensorMode
     seen: SampleForward
     stacks: list[Stack]
-    # layers that could not be traced, and why
     untraced: dict[str, str] = field(default_factory=dict[str, str])
     shared: tuple[tuple[str, ...], ...] = ()
-    # of embedded tokens, on demand
     flows: dict[str, TokenFlow] = field(default_factory=dict[str, TokenFlow])
 
 
@@ -217,14 +219,13 @@ def _sole_leaves(layer_type: LayerType) -> Iterator[str]:
     for sub in layer_type.subs:
         if sub.kind in ("ffn", "mixer") and not sub.experts and sub.router is None:
             weighted = [n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n)]
-            if weighted and all(n.op == "call_module" and _has_own_code(n, layer) for n in weighted):
+            if weighted and all(_has_own_code(layer.module(n)) and not layer.is_linear(n) for n in weighted):
                 yield from (str(n.target) for n in weighted)
 
 
-def _has_own_code(node: fx.Node, layer: LayerGraph) -> bool:
-    """Whether a module is neither one of PyTorch's, nor derived from one, nor a Linear."""
-    classes = type(layer.root.get_submodule(str(node.target))).__mro__
-    return next(c for c in classes if c.__module__.startswith("torch.")) is nn.Module and not layer.is_linear(node)
+def _has_own_code(module: nn.Module | None) -> bool:
+    """Whether a module is neither one of PyTorch's, nor derived from one."""
+    return next((c for c in type(module).__mro__ if c.__module__.startswith("torch.")), None) is nn.Module
 
 
 def has_parts(root: nn.Module, name: str) -> bool:

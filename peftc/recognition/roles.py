@@ -82,10 +82,9 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer
     finder = _Finder(layer, Stream(first, layer, opaque))
     subs = finder.along_stream()
     if not subs and (start := finder.stream_replacement()) is not None:
-        # Seen in: layers whose attention replaces the stream
-        attending = finder.sub_layer(start, first, start)
+        subs = [finder.sub_layer(start, first, start)]
         finder.stream.values.append(start)
-        subs = [attending, *finder.along_stream()]
+        subs += finder.along_stream()
     if len(subs) > 1 and not any(s.kind == "ffn" for s in subs) and subs[-1].kind == "mixer":
         _relabel_local_mixer(subs[-1], finder.stream)
     norms: set[fx.Node] = set()
@@ -134,9 +133,7 @@ class _Finder:
     def added_by(self, add: fx.Node) -> list[SubLayer]:
         """What a sum adds to the stream: nothing, one sub-layer, or two in parallel."""
         operands = [a for a in _operands(add) if is_tensor(a)]
-        if len(operands) != 2:
-            return []
-        for res, h in (operands, operands[::-1]):
+        for res, h in itertools.permutations(operands, 2) if len(operands) == 2 else ():
             if not self.stream.holds(res) or self.stream.holds(h) or self.mixes_streams(h) or not self.is_computed(h):
                 continue
             h = sublayer_output(h)
@@ -189,8 +186,7 @@ class _Finder:
             weighted = is_weighted(n, self.layer) or any(is_of_weights(i, self.layer) for i in value_operands(n))
             return self.stream.holds(n) or weighted
 
-        streams = filter(self.stream.holds, upstream(h, stop))
-        return any(shape(n)[-1:] == shape(h)[-1:] for n in streams)
+        return any(shape(n)[-1:] == shape(h)[-1:] for n in filter(self.stream.holds, upstream(h, stop)))
 
     def is_computed(self, h: fx.Node) -> bool:
         """Whether a value is computed from the stream, with weights or by mixing tokens."""

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import fx
 
 from peftc.addressing.sites import ActivationRef, Site, Slice, State
 from peftc.dataflow.dimensions import features_dim
 from peftc.dataflow.feature_rows import separates
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
 from peftc.dataflow.values import upstream, value_users
 from peftc.forms import shapes
 from peftc.recognition.attention.manual_attention import joined_shape
@@ -31,6 +30,7 @@ from peftc.recognition.roles import SubLayer
 from peftc.recognition.token_mixing import is_weighted
 
 T = TypeVar("T")
+ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def all_sites(structure: ModelStructure) -> tuple[Site, ...]:
@@ -62,54 +62,34 @@ class LayerSites:
         sites = [self.layer_site()]
         subs = [sub for sub in self.kind.subs if sub.kind != "untraced"]
         for sub, steps in zip(subs, sub_layer_steps(subs), strict=True):
-            sites += self.attention_sites(sub, steps) if sub.attention is not None else self.other_sites(sub, steps)
+            sites += self.sub_layer_sites(sub, steps)
         return sites
 
     def layer_site(self) -> Site:
         first = self.kind.subs[0].res if self.kind.subs else self.stream
-        output = next(n for n in self.kind.traced.graph.nodes if n.op == "output")
         states = {"x": self.state("x", self.graph.stripped(first))}
-        result = first_of(output.args[0])
-        if result is not None:
+        result = output_of(self.kind.traced.graph).args[0]
+        while isinstance(result, (tuple, list)) and result:
+            result = result[0]
+        if isinstance(result, fx.Node) and is_tensor(result):  # put there by the layer itself
             states["h"] = self.state("h", result)
         return self.site((), self.layer, states)
 
-    def attention_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
-        attention = sub.attention
-        assert attention is not None
-        group = f"{self.stack}.{sub.variant}"
-        states = self.sub_layer_states(sub, steps, "o")
-        if len(sub.attentions) == 1:  # of several, each has its own
-            states |= self.attention_states(attention, q_width(sub))
-        elif (pair := self.shared_pair(sub)) is not None:
-            states["kv"] = pair
-        module = self.module(sub)
+    def sub_layer_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
+        attention, group = sub.attention, f"{self.stack}.{sub.variant}".removesuffix(".")
+        states, module = self.sub_layer_states(sub, steps), self.module(sub)
         yield self.site(steps, module, states, self.functions(sub), group)
-        yield from self.linear_sites(sub, steps, ("q", "k", "v", "o"), group)
-        heads = attention_heads(attention)
-        if heads is not None and "q" in states:
-            yield self.site(
-                steps + (("heads", None),),
-                module,
-                {"h": State("h", shapes.Heads(*shape(heads)[2:]), ActivationRef(heads.name)), "q": states["q"]},
-                group=group,
-            )
-        yield from self.norm_sites(sub, steps, group)
-        yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
-
-    def other_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
-        """Those of an ffn or a mixer."""
-        states = self.sub_layer_states(sub, steps, "down")
-        if sub.hidden is not None:
-            states["z"] = self.state("z", sub.hidden)
-        yield self.site(steps, self.module(sub), states, self.functions(sub), self.stack)
         yield from self.routed_sites(sub, steps)
-        yield from self.linear_sites(sub, steps, ("gate", "up", "down"), self.stack)
+        yield from self.linear_sites(sub, steps, group)
+        heads = attention_heads(attention) if attention is not None and "q" in states else None
+        if heads is not None:
+            h = State("h", shapes.Heads(*shape(heads)[2:]), ActivationRef(heads.name))
+            yield self.site(steps + (("heads", None),), module, {"h": h, "q": states["q"]}, group=group)
         if sub.hidden is not None:
             hidden = {"h": self.state("h", sub.hidden)} | ({"x": states["x"]} if "x" in states else {})
             yield self.site(steps + (("hidden", None),), self.full(str(sub.projections["down"].node.target)), hidden)
-        yield from self.norm_sites(sub, steps, self.stack)
-        yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)})
+        yield from self.norm_sites(sub, steps, group)
+        yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
 
     def routed_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
         """The router, the Linears of each expert, and those of the networks beside them."""
@@ -141,18 +121,17 @@ class LayerSites:
         used = [n for n in sub.body if is_weighted(n, self.graph) and not self.graph.is_norm(n)]
         return self.full(common([f"{n.target}." if n.op == "call_module" else str(n.target) for n in used]))
 
-    def linear_sites(self, sub: SubLayer, steps: Steps, roles: tuple[str, ...], group: str) -> Iterator[Site]:
+    def linear_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
         """The Linears of a sub-layer: by role, the others by their own names."""
-        for role in roles:
+        for role in ROLES:
             if role in sub.projections:
                 yield self.linear(steps + ((role, None),), sub.projections[role], group)
         inside = self.module(sub)
-        reserved = {"q", "k", "v", "o", "gate", "up", "down", "heads", "hidden", "norm", "add"}
         names = {str(n.target): relative_name(self.full(str(n.target)), inside) for n in sub.linears}
         many = Counter(names.values())
         first = {str(n.target): n for n in reversed(sub.linears)}  # call of each
         for full, node in sorted(first.items(), key=lambda item: item[1]):
-            inner = named_steps(full if many[names[full]] > 1 else names[full], reserved)
+            inner = named_steps(full if many[names[full]] > 1 else names[full])
             yield self.linear(steps + inner, Projection(node), group)
 
     def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
@@ -163,23 +142,29 @@ class LayerSites:
 
     # Parts ---------------------------------------------------------------------------------------
 
-    def sub_layer_states(self, sub: SubLayer, steps: Steps, last: str) -> dict[str, State]:
+    def sub_layer_states(self, sub: SubLayer, steps: Steps) -> dict[str, State]:
         states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}
+        last = "down" if sub.attention is None else "o"
         if last in sub.projections and self.graph.stripped(sub.h) is sub.projections[last].node:
-            linear = path_of(self.steps + steps + ((last, None),))
-            states["h"] = replace(states["h"], linear=linear)
+            states["h"] = replace(states["h"], linear=path_of(self.steps + steps + ((last, None),)))
         if sub.x is not None:
             states["x"] = self.state("x", self.in_batches(sub.x, sub.h))
         if sub.context is not None:
             states["c"] = state = self.state("c", sub.context)
             if sub.variant == "cross" and isinstance(state.shape, shapes.Tokens):
                 states["c"] = replace(state, shape=replace(state.shape, of="context"))
+        if sub.hidden is not None:
+            states["z"] = self.state("z", sub.hidden)
+        if len(sub.attentions) == 1:  # of several, each has its own
+            states |= self.attention_states(sub.attentions[0], q_width(sub))
+        elif sub.attentions and (pair := self.shared_pair(sub)) is not None:
+            states["kv"] = pair
         return states
 
     def in_batches(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """A value before a reshape, where that has as many dimensions as `like`."""
         before: fx.Node | None = node
-        while before is not None and before.meta["example"].ndim != like.meta["example"].ndim:
+        while before is not None and len(shape(before)) != len(shape(like)):
             before = self.graph.passes_through(before)
         return node if before is None else before
 
@@ -193,11 +178,9 @@ class LayerSites:
         states: dict[str, State] = {}
         call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
-            value = example(node)
-            if not isinstance(value, torch.Tensor) or value.ndim != 4 or attention.sort == "written":
-                continue
-            if separates(node, -1, self.graph):
-                rows = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
+            sizes = shape(node)
+            if len(sizes) == 4 and attention.sort != "written" and separates(node, -1, self.graph):
+                rows = shapes.Rows(sizes[1], sizes[3], "queries" if name == "q" else "keys")
                 states[name] = State(name, rows, ActivationRef(f"{call}.{name}"))
         pair = pair_shape(attention, q_width, self.graph)
         if pair is not None:
@@ -223,8 +206,7 @@ class LayerSites:
         node, rows = projection.node, projection.rows
         name = self.full(str(node.target))
         states = weight_states(name, self.kind.root.get_submodule(str(node.target)), rows)
-        source = first_input(node)
-        if source is not None:
+        if (source := first_input(node)) is not None:
             states["x"] = self.state("x", source)
         states["h"] = self.state("h", node, rows)
         return replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
@@ -287,25 +269,14 @@ def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
 
 def attention_heads(attention: Attention) -> fx.Node | None:
     """The result of an attention as (batch, tokens, heads, d_head)."""
-    q, v = shape(attention.q), shape(attention.v)
-    if len(q) != 4 or len(v) != 4:
-        return None
-    node = attention.out
+    q, v, users = shape(attention.q), shape(attention.v), [attention.out]
     for _ in range(4):
-        if shape(node) == (q[0], q[2], q[1], v[3]):
-            return node if attention.sort == "interface" or node is not attention.out else None
-        users = value_users(node)
-        if len(users) != 1:
-            return None
-        (node,) = users
+        if len(users) != 1 or len(q) != 4 or len(v) != 4:
+            break
+        if shape(users[0]) == (q[0], q[2], q[1], v[3]):
+            return users[0] if attention.sort == "interface" or users[0] is not attention.out else None
+        users = value_users(users[0])
     return None
-
-
-def first_of(value: Any) -> fx.Node | None:
-    """The tensor that comes first in what a layer returns, if the layer has put it there itself."""
-    while isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return value if isinstance(value, fx.Node) and is_tensor(value) else None
 
 
 def q_width(sub: SubLayer) -> int | None:
@@ -325,7 +296,7 @@ def pair_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> 
     return shapes.KeyValue(k[1], k[3], None if v[3] == k[3] else v[3])
 
 
-def named_steps(name: str, reserved: set[str]) -> Steps:
+def named_steps(name: str) -> Steps:
     """A module's name as the steps of a path: `experts.0.w1` is `experts[0].w1`."""
     steps: list[tuple[str, int | None]] = []
     for part in name.split("."):
@@ -334,7 +305,7 @@ def named_steps(name: str, reserved: set[str]) -> Steps:
         else:
             word = "".join(c if c.isalnum() else "_" for c in part)
             steps.append((word if word[:1].isalpha() or word[:1] == "_" else f"_{word}", None))
-    if steps[0][0] in reserved:
+    if steps[0][0] in (*ROLES, "heads", "hidden", "norm", "add"):
         steps[0] = (f"{steps[0][0]}_", steps[0][1])
     return tuple(steps)
 

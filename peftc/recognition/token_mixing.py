@@ -65,7 +65,7 @@ def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
 
 
 def _module_mixes(node: fx.Node, module: nn.Module) -> bool:
-    if any(isinstance(m, _CONVOLUTIONS) and _kernel_size(m) != 1 for m in module.modules()):
+    if any(isinstance(m, _CONVOLUTIONS) and set(getattr(m, "kernel_size", ())) != {1} for m in module.modules()):
         return True
     if isinstance(module, _ConstantPadNd):
         return any(module.padding[2:])  # the first two are of features
@@ -85,11 +85,6 @@ def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool
         one, other = (first_tensor(module(x)) for x in (before, after))
         return one is not None and other is not None and not torch.equal(one[1][:, 0], other[1][:, 0])
     return False
-
-
-def _kernel_size(module: nn.Module) -> int:
-    size = getattr(module, "kernel_size", 0)
-    return max(size, default=0) if isinstance(size, tuple) else int(size)
 
 
 def mixed_by_linears(body: set[fx.Node], stream: Stream) -> bool:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.dataflow.feature_rows import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import example, first_input, module_path, output_of
+from peftc.dataflow.nodes import example, first_input, module_path, nodes_in, output_of
 from peftc.dataflow.values import upstream
 from peftc.fakes.tensors import fake_copy
 from peftc.recognition.attention.patterns import attentions
@@ -31,8 +31,13 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
     Returns: the modules in which one of these is, whether their code could be traced or not.
     """
     modules = set[str]()
+    code_paths = [
+        (sub, {f"{n.target if n.op == 'call_module' else module_path(n)}." for n in sub.body})
+        for sub in subs
+        if not sub.attentions
+    ]
     for call in _candidates(traced, layer):
-        sub = next((sub for sub in subs if not sub.attentions and _is_computed_in(sub, call.name)), None)
+        sub = next((s for s, paths in code_paths if any(path.startswith(f"{call.name}.") for path in paths)), None)
         code = _code_of(call, layer, mode) if sub is not None else None
         if sub is None or code is None:
             continue
@@ -58,9 +63,9 @@ def _add_experts(
     sub: SubLayer, experts: Experts, call: ModuleCall, traced: RegionTrace, layer: LayerGraph, mode: FakeTensorMode
 ) -> None:
     sub.experts.append(experts)
-    routed = {call.name for call in traced.calls if any(map(_is_index, _argument_nodes(call)))}
+    routed = {call.name for call in traced.calls if any(map(_is_index, nodes_in(call.arguments)))}
     sub.experts.sort(key=lambda one: one.module not in routed)
-    inputs = _argument_nodes(call)
+    inputs = nodes_in(call.arguments)
     for values in (filter(_is_index, inputs), inputs):  # indices of experts before what these compute on
         sub.router = sub.router or find_router(values, experts.count, sub.body, layer)
     sub.router = sub.router or _router_in_leaf(inputs, experts.count, traced, layer, mode)
@@ -108,12 +113,6 @@ def _candidates(traced: RegionTrace, layer: LayerGraph) -> Iterator[ModuleCall]:
             yield call
 
 
-def _is_computed_in(sub: SubLayer, module: str) -> bool:
-    """Whether a module computes a sub-layer, or a part of it."""
-    paths = {str(n.target) if n.op == "call_module" else module_path(n) for n in sub.body}
-    return any(f"{path}.".startswith(f"{module}.") for path in paths)
-
-
 def _code_of(call: ModuleCall, layer: LayerGraph, mode: FakeTensorMode) -> LayerGraph | None:
     """The approximate trace of a call; None where it fails, or has an attention."""
     module = layer.root.get_submodule(call.name)
@@ -146,12 +145,6 @@ def _router_in_leaf(
 def _is_index(node: fx.Node) -> bool:
     value = example(node)
     return isinstance(value, torch.Tensor) and not value.is_floating_point()
-
-
-def _argument_nodes(call: ModuleCall) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.map_arg(call.arguments, nodes.append)  # pyright: ignore[reportArgumentType]
-    return nodes
 
 
 def _find_shared(sub: SubLayer, layer: LayerGraph) -> None:
