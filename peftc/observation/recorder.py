@@ -60,22 +60,21 @@ def record_call(
 
 
 class Recorder:
-    """Forward hooks of every module, which note its calls in `record`."""
+    """Forward hooks of every module, which note its calls in `record`. `layers` and `modules` are
+    those that are running, the innermost last.
+    """
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, candidates: Collection[str]) -> None:
-        self.model, self.mode = model, mode
+        self.model, self.mode, self.record = model, mode, SampleForward(candidates=set(candidates))
         self.names = {id(m): n for n, m in model.named_modules()}
-        self.record = SampleForward(candidates=set(candidates))
-        self.keys: set[str] = set()
-        self.layers: list[str] = []  # that are running, the innermost last
-        self.modules: list[str] = []  # that are running, the innermost last
+        self.keys, self.layers, self.modules = set[str](), list[str](), list[str]()
 
     def run(self, call: Callable[[], Any], run_all: bool = False, before: SampleForward | None = None) -> SampleForward:
         record, uses = self.record, ParameterUses(self.model, self.modules)
         handles = [m.register_forward_pre_hook(self.enter, with_kwargs=True) for m in self.model.modules()]
         handles += [m.register_forward_hook(self.leave) for m in self.model.modules()]
         skippable = [] if run_all else [self.model.get_submodule(n) for n in record.candidates]
-        skipping = skip_repeated(self.model, skippable, structure_key, record)
+        skipping = skip_repeated(self.model, skippable, record=record)
         try:
             with self.mode, uses, fake_data_answers(), torch.no_grad(), skipping:
                 call()

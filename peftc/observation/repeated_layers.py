@@ -53,15 +53,14 @@ def skip_repeated(
 
     Args: `key`: the structure of a layer. `record`: gets the calls that a skipped layer would make.
     """
-    layers = list(layers)
-    forwards = [vars(layer).get("forward") for layer in layers]
+    forwards = [(layer, vars(layer).get("forward")) for layer in layers]
     repeats = _Repeats(model, key, record or SampleForward())
     try:
-        for layer in layers:
+        for layer, _ in forwards:
             vars(layer)["forward"] = repeats.forward(layer, layer.forward)
         yield
     finally:
-        for layer, forward in zip(layers, forwards, strict=True):
+        for layer, forward in forwards:
             vars(layer).pop("forward", None)
             if forward is not None:
                 vars(layer)["forward"] = forward

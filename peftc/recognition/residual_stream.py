@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 
-import torch
 from torch import fx
 
 from peftc.dataflow.layer_graph import LayerGraph
@@ -27,11 +26,8 @@ from peftc.tracing.operations import new_version
 def stream_input(graph: fx.Graph) -> fx.Node | None:
     """The layer's hidden state: its first floating tensor argument."""
     values = [n for n in graph.nodes if n.op == "placeholder" or _is_variadic(n)]
-    for node in sorted(values, key=lambda n: n.op != "placeholder"):
-        value = example(node)
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return node
-    return None
+    values.sort(key=lambda n: n.op != "placeholder")
+    return next((n for n in values if is_tensor(n) and gives_states(n)), None)
 
 
 def _is_variadic(node: fx.Node) -> bool:
@@ -58,22 +54,12 @@ class Stream:
         """Whether `node` is the stream itself, but for norms, dropout, casts, limits, constant
         factors and terms, and a selection of tokens; of several streams, a mixture.
         """
-        while node not in self.values:
-            source = self._source(node)
-            if source is None:
-                return False
-            node = source
-        return True
-
-    def _source(self, node: fx.Node) -> fx.Node | None:
-        """The value that `node` keeps as the stream."""
-        streams = filter(self.holds, mixed_streams(node))
-        return (
-            self.layer.passes_through(node)
-            or self._affine(node)
-            or _selected(node)
-            or next(streams, _overwritten(node))
-        )
+        source: fx.Node | None = node
+        while source is not None and source not in self.values:
+            streams = filter(self.holds, mixed_streams(source))
+            same = self.layer.passes_through(source) or self._affine(source) or _selected(source)
+            source = same or next(streams, _overwritten(source))
+        return source is not None
 
     def _affine(self, node: fx.Node) -> fx.Node | None:
         """The operand of a norm, a scale or a bias."""
@@ -100,17 +86,12 @@ class Stream:
 
     def entry(self, body: set[fx.Node]) -> fx.Node | None:
         """What the first operation of a sub-layer reads, behind the norm."""
-        for node in sorted(body):
-            if self.holds(node):
-                continue
-            inputs = [a for a in value_operands(node) if a in body and is_tensor(a) and self.holds(a)]
-            if inputs:
-                return inputs[0]
-        return None
+        inputs = (a for n in sorted(body) if not self.holds(n) for a in value_operands(n))
+        return next((a for a in inputs if a in body and is_tensor(a) and self.holds(a)), None)
 
 
 def gives_states(node: fx.Node) -> bool:
-    """Whether any result of a call is a tensor of floating numbers: not of indices alone."""
+    """Whether any result is a tensor of floating numbers: not of indices alone."""
     return any(value.is_floating_point() for value in tensors_in(example(node)))
 
 

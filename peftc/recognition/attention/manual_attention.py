@@ -78,28 +78,26 @@ def joining(attention: Attention, layer: LayerGraph) -> Joining | None:
         return None
     if attention.k is not factors(scores)[1]:  # scores of keys and queries, the other way around
         return None
-    steps = _steps(scores, logits, layer), _steps(attention.call, sources[0], layer)
+    before, after = _steps(scores, logits, layer), _steps(attention.call, sources[0], layer)
     keys = _operand_layout(scores, attention.k, True, layer)
     values = _operand_layout(attention.out, attention.v, False, layer)
-    if keys is None or values is None or steps[0] is None or steps[1] is None or keys.merged != values.merged:
+    if keys is None or values is None or before is None or after is None or keys.merged != values.merged:
         return None
     if not separates(attention.k, keys.features, layer) or not separates(attention.v, values.features, layer):
         return None  # features attend to features
-    return Joining(keys, values, steps[0], steps[1])
+    return Joining(keys, values, before, after)
 
 
 def _steps(start: fx.Node, end: fx.Node, layer: LayerGraph) -> list[Step] | None:
     """The steps from one node to another; None where one of them cannot be done to joined rows."""
     steps: list[Step] = []
-    node = end
-    while node is not start:
+    while (node := steps[0].source if steps else end) is not start:
         sources = [n for n in value_operands(node) if reaches(start, n)]
         effect = _effect(node, sources[0], layer) if len(sources) == 1 else None
         if effect is None:
             return None
-        steps.append(Step(node, sources[0], effect))
-        node = sources[0]
-    return steps[::-1]
+        steps.insert(0, Step(node, sources[0], effect))
+    return steps
 
 
 def _effect(node: fx.Node, source: fx.Node, layer: LayerGraph) -> Effect | None:
@@ -205,7 +203,7 @@ def visible_value(softmax: fx.Node) -> float | None:
 
 
 def joined_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> KeyValue | None:
-    """The shape of rows that can be joined. `q_width`: features of the Linear of the queries."""
+    """The shape of rows that can be joined. `q_width`: features of the queries' Linear."""
     plan = joining(attention, layer)
     if plan is None:
         return None

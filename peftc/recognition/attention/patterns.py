@@ -72,7 +72,7 @@ def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
     if not (candidates := [n for n in nodes if is_scores(n)]):
         return None
     own = [(pair, scores) for pair in mixtures for scores in candidates if _is_self_attention(scores, pair[1], layer)]
-    if own and len(mixtures) > 1:  # global tokens with keys of their own. Seen in: LED, Longformer
+    if own and len(mixtures) > 1:  # global tokens with keys of their own
         (out, v), scores = own[0]
     else:
         out, v = mixtures[0]
@@ -93,9 +93,7 @@ def value_mixtures(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Products downstream of a softmax, each with the operand that does not come from it."""
     seen, queue = {softmax}, [softmax]
     while queue:
-        for user in value_users(queue.pop(0)):
-            if user in seen:
-                continue
+        for user in (u for u in value_users(queue.pop(0)) if u not in seen):
             seen.add(user)
             if op_of(user) is Op.MATMUL and not is_edit(user):
                 others = [o for o in factors(user) if o not in seen]
