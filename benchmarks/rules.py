@@ -86,7 +86,6 @@ RULES = {
     "mixtures of streams": Rule("recognition.residual_stream", "mixed_streams", no_items),
     "stream changed in place": Rule("recognition.residual_stream", "_overwritten", nothing),
     "a leaf seen to mix tokens": Rule("recognition.token_mixing", "_last_token_reaches_first", never),
-    "parameters alone are coefficients": Rule("recognition.roles", "is_of_weights", never),
     "features by the consumer": Rule("dataflow.dimensions", "_dim_of_consumer", nothing),
     "gate by the activation behind limits": Rule("recognition.ffn", "is_affine", never),
     "features that cannot be in a dimension": Rule("recognition.site_builder", "separates", always),

@@ -103,9 +103,7 @@ def _keeps_features(source: fx.Node, node: fx.Node) -> bool:
 
 
 def softmax_dim(softmax: fx.Node, scores: fx.Node, layer: LayerGraph) -> int | None:
-    """The dimension of the scores, a product of queries and keys, over which a softmax sums to one;
-    None where it cannot be followed back.
-    """
+    """The dimension of `scores`, a product, over which a softmax sums to one; None if unknown."""
     node, dim = first_input(softmax), softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
     size, dim = len(shape(node)), getattr(layer.module(softmax), "dim", dim)
     dim = -1 if dim is None else dim

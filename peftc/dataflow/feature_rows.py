@@ -24,9 +24,7 @@ from peftc.fakes.tensors import tensors_in
 
 
 def source_linears(layer: LayerGraph, value: fx.Node, *others: fx.Node) -> list[tuple[fx.Node, Slice | None]]:
-    """The nearest Linears upstream of some values, each with the rows of its output that go there;
-    None stands for all.
-    """
+    """The nearest Linears upstream of values, each with the rows that go there; None: all rows."""
     values = (value, *others)
     behind = {n for v in values for n in upstream(v, layer.is_linear)}
     linears = layer.linears(behind)
@@ -85,9 +83,7 @@ def separates(value: fx.Node, dim: int, layer: LayerGraph) -> bool:
 
 
 def move_numbers(node: fx.Node, sources: list[fx.Node], numbers: Mapping[fx.Node, Any]) -> Any:
-    """The numbers after an operation that moves entries; None for one that computes with them.
-    `sources`: the operands that have numbers.
-    """
+    """The numbers of `sources` after an operation that moves entries; None if it computes."""
     if len(sources) == 1 and _keeps_entries(node, sources[0]):
         return numbers[sources[0]]
     if any(source not in node.all_input_nodes for source in sources):

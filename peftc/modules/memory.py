@@ -106,9 +106,7 @@ def _shifts(first: int, last: int, offset: int, step: int, length: int, other: i
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Groups of tensors that share memory, directly or through others, as indices, in linear time but
-    for sorting.
-    """
+    """Groups of tensors that share memory, as indices; but for sorting, in linear time."""
     pieces = [(memory, i) for i, tensor in enumerate(tensors) for memory in memory_of(tensor)]
     pieces.sort(key=lambda piece: (piece[0].device, piece[0].start))
     groups = _DisjointSets()

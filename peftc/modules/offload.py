@@ -57,11 +57,9 @@ def offloaded_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def _is_offloaded(module: nn.Module, name: str) -> bool:
-    for hook in hooks(module):
-        values = getattr(hook, "weights_map", None) if getattr(hook, "offload", False) else None
-        if values is not None and f"{getattr(values, 'prefix', '')}{name}" in set(getattr(values, "dataset", values)):
-            return True
-    return False
+    maps: list[Any] = [getattr(hook, "weights_map", None) for hook in hooks(module) if getattr(hook, "offload", False)]
+    keys = ((set(getattr(m, "dataset", m)), f"{getattr(m, 'prefix', '')}{name}") for m in maps if m is not None)
+    return any(key in names for names, key in keys)
 
 
 def only_moves_arguments(module: nn.Module) -> bool:

@@ -60,14 +60,13 @@ def record_call(
 
 
 class Recorder:
-    """Forward hooks of every module, which note its calls in `record`. `layers` and `modules` are
-    those that are running, the innermost last.
-    """
+    """Forward hooks of every module, which note its calls in `record`."""
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, candidates: Collection[str]) -> None:
         self.model, self.mode, self.record = model, mode, SampleForward(candidates=set(candidates))
         self.names = {id(m): n for n, m in model.named_modules()}
-        self.keys, self.layers, self.modules = set[str](), list[str](), list[str]()
+        self.keys = set[str]()
+        self.layers, self.modules = list[str](), list[str]()  # those that are running, the innermost last
 
     def run(self, call: Callable[[], Any], run_all: bool = False, before: SampleForward | None = None) -> SampleForward:
         record, uses = self.record, ParameterUses(self.model, self.modules)

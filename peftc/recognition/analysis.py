@@ -105,9 +105,7 @@ def _untraceable_forwards(model: nn.Module | None) -> list[str]:
 
 
 def _positions(model: nn.Module) -> int | None:
-    """The number of tokens that a model takes, by its configuration: less the rows up to that of
-    padding, where a table of positions has one.
-    """
+    """The most tokens by the configuration, less rows for padding in a table of positions."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "max_position_embeddings", None)

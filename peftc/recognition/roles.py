@@ -22,14 +22,13 @@ from peftc.dataflow.feature_rows import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_tensor, shape
 from peftc.dataflow.operations import Op
-from peftc.dataflow.values import reaches, upstream, value_operands, value_users
+from peftc.dataflow.values import reaches, upstream, value_users
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.layouts import Experts
 from peftc.recognition.moe.router import Router
 from peftc.recognition.residual_stream import Stream, is_several, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
-    is_of_weights,
     is_weighted,
     mixed_by_linears,
     mixes,
@@ -73,9 +72,7 @@ class SubLayer:
 
 
 def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer]:
-    """The sub-layers of a layer, in the order of its residual stream. `opaque`: modules whose code
-    could not be traced.
-    """
+    """The sub-layers in the order of the residual stream. `opaque`: modules not traced."""
     first = stream_input(layer.graph)
     if first is None:
         return []
@@ -120,9 +117,7 @@ class _Finder:
         return subs
 
     def stream_replacement(self) -> fx.Node | None:
-        """The result of an attention that takes the place of the stream: the last sum is one of it
-        and of what is computed from it.
-        """
+        """An attention's result that replaces the stream: the last sum adds to it what it feeds."""
         for add in reversed(self.sums):
             operands = [a for a in _operands(add) if is_tensor(a)]
             for start, other in itertools.permutations(operands, 2):
@@ -168,9 +163,7 @@ class _Finder:
         return subs if len(subs) > 1 else []
 
     def carries_on(self, add: fx.Node) -> bool:
-        """Whether a sum is of the stream and itself, a mixture of its copies, or something that does
-        not depend on it.
-        """
+        """Whether a sum adds to the stream itself, a mixture of copies, or what needs no stream."""
         operands = _operands(add)
         others = [a for a in operands if not self.stream.holds(a)]
         return len(operands) == 2 > len(others) and all(
@@ -182,11 +175,8 @@ class _Finder:
         if not is_several(h) or self.stream.holds(h):
             return False
 
-        def stop(n: fx.Node) -> bool:
-            weighted = is_weighted(n, self.layer) or any(is_of_weights(i, self.layer) for i in value_operands(n))
-            return self.stream.holds(n) or weighted
-
-        return any(shape(n)[-1:] == shape(h)[-1:] for n in filter(self.stream.holds, upstream(h, stop)))
+        behind = upstream(h, lambda n: self.stream.holds(n) or is_weighted(n, self.layer))
+        return any(shape(n)[-1:] == shape(h)[-1:] for n in filter(self.stream.holds, behind))
 
     def is_computed(self, h: fx.Node) -> bool:
         """Whether a value is computed from the stream, with weights or by mixing tokens."""
@@ -292,9 +282,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
 
 
 def _entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
-    """The roles whose values the same several Linears compute as queries: which is whose is unknown.
-    Keys and values may be one value.
-    """
+    """Roles computed by the same several Linears as queries. Keys and values may be one value."""
     same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
     return {"q", *same} if same else same
 

@@ -24,10 +24,7 @@ GENERIC_SECTIONS = frozenset({*SITES, "backbone"})  # name no medium, or somethi
 
 
 def name_stacks(structure: ModelStructure) -> None:
-    """Gives every stack a name of its own.
-
-    A model with one stack, or with an encoder that its decoder attends to, has no towers.
-    """
+    """Names every stack. One stack, or an encoder that its decoder attends to, has no towers."""
     config = getattr(structure.model, "config", None)
     stacks = structure.stacks
     towers: dict[str, list[Stack]] = defaultdict(list)
@@ -107,10 +104,9 @@ def sections_of(modules: list[nn.Module]) -> Iterator[str]:
 
 def _section_name(config: Any, part: Any) -> str | None:
     """The field of a configuration that holds the one of a part, or one of its class."""
-    if not isinstance(part, PretrainedConfig) or part is config:
-        return None
-    fields = {n: v for n, v in vars(config).items() if isinstance(v, PretrainedConfig) and type(v) is type(part)}
-    return next((n for n, v in fields.items() if v is part), None) or next(iter(fields), None)
+    is_part = isinstance(part, PretrainedConfig) and part is not config
+    fields = {name: value for name, value in vars(config).items() if is_part and type(value) is type(part)}
+    return next((name for name, value in fields.items() if value is part), next(iter(fields), None))
 
 
 def _input_medium(modules: list[nn.Module]) -> str | None:

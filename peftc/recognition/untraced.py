@@ -79,9 +79,7 @@ class _Operations(TorchDispatchMode):
 def untraced_parts(
     layer: LayerGraph, subs: list[SubLayer], reasons: Mapping[str, str], opaque: Mapping[str, bool]
 ) -> list[UntracedPart]:
-    """The modules of a layer whose contents have no sites. `reasons`: why modules could not be
-    traced; `opaque`: as `opaque_modules` returns them.
-    """
+    """The modules of a layer whose contents have no sites. `reasons`: why they were not traced."""
     first = stream_input(layer.graph)
     if first is None:
         return []

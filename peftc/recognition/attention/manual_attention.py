@@ -118,9 +118,7 @@ def _effect(node: fx.Node, source: fx.Node, layer: LayerGraph) -> Effect | None:
 
 
 def _counts_from_the_end(node: fx.Node) -> bool:
-    """Whether a table is cut to end at the last key: it holds differences between keys, and a joined
-    row has none to the others.
-    """
+    """Whether a table of differences between keys ends at the last key: joined rows have none."""
     key = node.args[1] if node.target is operator.getitem else ()
     last = key[-1] if isinstance(key, tuple) and len(key) == len(shape(node)) and key else None
     return isinstance(last, slice) and isinstance(last.start, fx.Node)

@@ -142,9 +142,7 @@ def factors(product: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def compared(scores: fx.Node, softmax: fx.Node, layer: LayerGraph) -> tuple[fx.Node, ...]:
-    """The queries and the keys of a product. The softmax sums over keys: in the last dimension, where
-    it cannot be followed back.
-    """
+    """Queries and keys of a product: the softmax sums over keys, by default the last dimension."""
     first, second = factors(scores)
     dim = softmax_dim(softmax, scores, layer)
     return (second, first) if dim is not None and dim == _rows_dim(scores) else (first, second)

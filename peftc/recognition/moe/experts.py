@@ -72,9 +72,7 @@ def _add_experts(
 
 
 def _merge_linears(experts: list[Experts], traced: RegionTrace, layer: LayerGraph) -> list[Experts]:
-    """Joins experts with a module for each Linear: what computes the input of a `down` is its `up`,
-    or its `gate` and `up`.
-    """
+    """Joins experts with a module for each Linear: `up` and `gate` compute the input of `down`."""
     calls = {call.name: call for call in traced.calls if isinstance(call.result, fx.Node)}
     single = [e for e in experts if isinstance(e, StackedExperts) and set(e.roles) == {"down"} and e.module in calls]
     results = {calls[one.module].result: one for one in single}

@@ -60,10 +60,9 @@ def _is_chosen_from(logits: fx.Node, body: set[fx.Node]) -> bool:
     """Whether some of the values are chosen by their order."""
     seen, stack = {logits}, [logits]
     while stack:
-        for user in value_users(stack.pop()):
-            if op_of(user) is Op.CHOICE or name_of(user) == "gather":
-                return True
-            if user in body and user not in seen:
-                seen.add(user)
-                stack.append(user)
+        users = value_users(stack.pop())
+        if any(op_of(user) is Op.CHOICE or name_of(user) == "gather" for user in users):
+            return True
+        stack += [user for user in users if user in body and user not in seen]
+        seen.update(users)
     return False
