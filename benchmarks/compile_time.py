@@ -61,7 +61,7 @@ CONTENDERS = {"peftc": compile_peftc, "PEFT": compile_peft}
 
 def counted_traces() -> Counter[str]:
     """Counts, from now on, how often a layer of each structure is traced."""
-    from peftc.observation.repeated_layers import structure_key
+    from peftc.observation.sample_forward import structure_key
     from peftc.tracing.tracer import RegionTracer
 
     traces: Counter[str] = Counter()

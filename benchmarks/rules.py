@@ -120,8 +120,8 @@ RULES = {
     "features that cannot be joined": Rule("recognition.attention.manual_attention", "separates", always),
     "einsum with the second factor first": Rule("recognition.attention.patterns", "_is_transposed", never),
     "opaque modules on the stream": Rule("recognition.residual_stream", "Stream.hides", never),
-    "routers choose": Rule("recognition.moe.router", "_is_chosen_from", always),
-    "biases of stacked experts": Rule("recognition.moe.layouts", "_bias_of", nothing),
+    "routers choose": Rule("recognition.moe.matrices", "_is_chosen_from", always),
+    "biases of stacked experts": Rule("recognition.moe.matrices", "_bias_of", nothing),
     "medium of the main input": Rule("recognition.stack_names", "_input_medium", nothing),
 }
 PROCEDURES = ("_relabel_local_mixer", "mark_operands", "_find_shared")  # these change their arguments

@@ -113,9 +113,6 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
                 yield from _writes(user)
 
 
-# Leaf modules -----------------------------------------------------------------------------------
-
-
 def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) -> None:
     """Notes at each leaf without matrices which arguments its results are computed from.
 

@@ -15,8 +15,14 @@ from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.models.tower_samples import run_on_sample, tower_calls
 from peftc.observation.parameter_uses import ParameterUses
-from peftc.observation.repeated_layers import arguments_key, skip_repeated, structure_key
-from peftc.observation.sample_forward import ModuleCall, SampleForward, first_tensor
+from peftc.observation.sample_forward import (
+    ModuleCall,
+    SampleForward,
+    arguments_key,
+    first_tensor,
+    skip_repeated,
+    structure_key,
+)
 from peftc.tracing.module_calls import bind_arguments
 
 

@@ -17,7 +17,7 @@ from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, tensors_in
 from peftc.models.configs import error_summary
 from peftc.modules.memory import storage_id
-from peftc.observation.repeated_layers import skip_repeated
+from peftc.observation.sample_forward import skip_repeated
 from peftc.tracing.module_calls import bind_arguments, forward_signature
 
 IDS, EMBEDS = "input_ids", "inputs_embeds"

@@ -117,9 +117,6 @@ def _selected(node: fx.Node) -> fx.Node | None:
     return source if all_features and len(indices) == len(key) else None
 
 
-# Several streams ---------------------------------------------------------------------------------
-
-
 def mixed_streams(node: fx.Node) -> list[fx.Node]:
     """What may be the streams that `node` mixes: by a matrix, or to one by a weighted sum."""
     if op_of(node) is Op.MATMUL and len(node.args) == 2:

@@ -25,8 +25,7 @@ from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_users
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.moe.layouts import Experts
-from peftc.recognition.moe.router import Router
+from peftc.recognition.moe.matrices import Experts, Router
 from peftc.recognition.residual_stream import Stream, is_several, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
     is_weighted,
@@ -245,9 +244,6 @@ def _last_of_chain(h: fx.Node, layer: LayerGraph) -> fx.Node:
     return h
 
 
-# Attention --------------------------------------------------------------------------------------
-
-
 def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
     sub.kind, sub.variant, layer = "attn", "self", stream.layer
     attention, values = sub.attentions[0], {r: [getattr(a, r) for a in sub.attentions] for r in ("q", "k", "v")}
@@ -311,9 +307,6 @@ def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stre
     return source if source is not None and (stream.holds(source) or entry is None) else entry
 
 
-# Feed-forward -----------------------------------------------------------------------------------
-
-
 def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
     downs = source_linears(layer, sub.h)
     if len(downs) != 1:
@@ -328,9 +321,6 @@ def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
     sub.projections |= {role: p for role, p in input_projections(hidden, layer).items() if p.node in sub.body}
     first = sub.projections.get("up") or sub.projections.get("gate")
     sub.x = first_input(first.node) if first is not None else sub.x
-
-
-# Norms ------------------------------------------------------------------------------------------
 
 
 def _find_norms(sub: SubLayer, layer: LayerGraph, others: set[fx.Node]) -> None:

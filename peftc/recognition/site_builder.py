@@ -21,8 +21,7 @@ from peftc.recognition.attention.manual_attention import joined_shape
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
 from peftc.recognition.layers import LayerType, ModelStructure
-from peftc.recognition.moe.layouts import ExpertModules
-from peftc.recognition.moe.router import Router
+from peftc.recognition.moe.matrices import ExpertModules, Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
 from peftc.recognition.residual_stream import stream_input
@@ -139,8 +138,6 @@ class LayerSites:
         for node, (owner, index) in zip(sub.norms, owners, strict=True):
             inner = ((owner, None),) if owner else ()
             yield self.linear(steps + inner + (("norm", index),), Projection(node), group)
-
-    # Parts ---------------------------------------------------------------------------------------
 
     def sub_layer_states(self, sub: SubLayer, steps: Steps) -> dict[str, State]:
         states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}

@@ -77,9 +77,6 @@ def _joined(path: str) -> str:
     return f"{word}_" if word in SITES else word
 
 
-# Towers -----------------------------------------------------------------------------------------
-
-
 def _tower(stack: Stack, structure: ModelStructure) -> str:
     """The medium of a stack: by its configuration, else by its model's input or what reaches it."""
     parts = stack.layers[0].split(".")

@@ -16,8 +16,15 @@ from peftc.dataflow.values import upstream
 from peftc.fakes.tensors import fake_copy
 from peftc.recognition.attention.patterns import attentions
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.moe.layouts import Experts, StackedExperts, expert_modules, multiplies_slices, stacked_experts
-from peftc.recognition.moe.router import Router, find_router
+from peftc.recognition.moe.matrices import (
+    Experts,
+    Router,
+    StackedExperts,
+    expert_modules,
+    find_router,
+    multiplies_slices,
+    stacked_experts,
+)
 from peftc.recognition.roles import SubLayer
 from peftc.tracing.approximate_trace import approximate_trace
 from peftc.tracing.region_trace import ModuleCall, RegionTrace

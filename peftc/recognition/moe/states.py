@@ -10,8 +10,7 @@ from torch import nn
 from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Slice, StackedSlice, State, WeightRef
 from peftc.dataflow.nodes import shape as shape_of
 from peftc.forms import shapes
-from peftc.recognition.moe.layouts import ExpertModules, Experts, StackedLinear, StackedParameter
-from peftc.recognition.moe.router import Router
+from peftc.recognition.moe.matrices import ExpertModules, Experts, Router, StackedLinear, StackedParameter
 from peftc.recognition.non_layer_sites import weight_states
 
 ROLES = ("gate", "up", "down")
