@@ -8,11 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from peftc.dataflow.dimensions import features_dim
 from peftc.dataflow.layer_graph import LayerGraph

@@ -146,12 +146,9 @@ def _stack_before(norm: str, structure: ModelStructure) -> Stack | None:
     """The stack that ran before a norm in its module; of several the innermost, last one."""
     order = {n: i for i, n in enumerate(structure.seen.calls)}
     width = (structure.seen.calls[norm].input_shape or (0,))[-1]
+    stacks = [s for s in structure.stacks if order[s.layers[-1]] < order[norm]]
     stacks = [
-        s
-        for s in structure.stacks
-        if order[s.layers[-1]] < order[norm]
-        and norm.startswith(f"{_holder(s)}.".lstrip("."))
-        and width == example_width(s.kinds[-1])
+        s for s in stacks if norm.startswith(f"{_holder(s)}.".lstrip(".")) and width == example_width(s.kinds[-1])
     ]
     return max(stacks, key=lambda s: (len(_holder(s)), order[s.layers[-1]]), default=None)
 

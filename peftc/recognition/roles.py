@@ -165,9 +165,8 @@ class _Finder:
         """Whether a sum adds to the stream itself, a mixture of copies, or what needs no stream."""
         operands = _operands(add)
         others = [a for a in operands if not self.stream.holds(a)]
-        return len(operands) == 2 > len(others) and all(
-            self.mixes_streams(a) or not self.stream.reaches(a) for a in others
-        )
+        carried = (self.mixes_streams(other) or not self.stream.reaches(other) for other in others)
+        return len(operands) == 2 > len(others) and all(carried)
 
     def mixes_streams(self, h: fx.Node) -> bool:
         """Whether a value mixes several streams: weights are in its coefficients alone."""

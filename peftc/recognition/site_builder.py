@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -77,7 +77,7 @@ class LayerSites:
     def sub_layer_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
         attention, group = sub.attention, f"{self.stack}.{sub.variant}".removesuffix(".")
         states, module = self.sub_layer_states(sub, steps), self.module(sub)
-        yield self.site(steps, module, states, self.functions(sub), group)
+        yield replace(self.site(steps, module, states, group), frozen_modules=self.functions(sub))
         yield from self.routed_sites(sub, steps)
         yield from self.linear_sites(sub, steps, group)
         heads = attention_heads(attention) if attention is not None and "q" in states else None
@@ -216,20 +216,13 @@ class LayerSites:
             self.cache[key] = State(name, tokens, ActivationRef(node.name, rows, feature_map=dim < len(sizes) - 1))
         return self.cache[key]
 
-    def site(
-        self,
-        steps: Steps,
-        module: str,
-        states: Mapping[str, State],
-        functions: Mapping[str, str] | None = None,
-        group: str = "",
-    ) -> Site:
+    def site(self, steps: Steps, module: str, states: dict[str, State], group: str = "") -> Site:
         steps = self.steps + steps
         kind = f"{self.kind.name}@{id(self.kind)}"
         flat = any(s.activation is not None and s.activation.node in self.flat for s in states.values())
         stream = self.state("stream", self.stream) if flat else None
         path, group = path_of(steps), group or self.stack
-        return Site(path, steps, module, self.layer, kind, dict(states), dict(functions or {}), group, stream)
+        return Site(path, steps, module, self.layer, kind, states, group=group, layer_input=stream)
 
     def full(self, name: str) -> str:
         return f"{self.layer}.{name}".rstrip(".")

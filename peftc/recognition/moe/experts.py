@@ -38,6 +38,7 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
     Returns: the modules in which one of these is, whether their code could be traced or not.
     """
     modules = set[str]()
+    routed = {call.name for call in traced.calls if any(map(_is_index, nodes_in(call.arguments)))}
     code_paths = [
         (sub, {f"{n.target if n.op == 'call_module' else module_path(n)}." for n in sub.body})
         for sub in subs
@@ -52,8 +53,14 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
         if experts is not None or multiplies_slices(code):
             modules.add(call.name)
             sub.kind = "ffn" if sub.kind == "untraced" else sub.kind
-        if experts is not None:
-            _add_experts(sub, experts, call, traced, layer, mode)
+        if experts is None:
+            continue
+        sub.experts.append(experts)
+        sub.experts.sort(key=lambda one: one.module not in routed)
+        inputs = nodes_in(call.arguments)
+        for values in (filter(_is_index, inputs), inputs):  # indices of experts before what these compute on
+            sub.router = sub.router or find_router(values, experts.count, sub.body, layer)
+        sub.router = sub.router or _router_in_leaf(inputs, experts.count, traced, layer, mode)
     for sub in subs:
         if sub.router is None:
             sub.experts = []
@@ -64,18 +71,6 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
             sub.experts = _merge_linears(sub.experts, traced, layer)
             _find_shared(sub, layer)
     return modules
-
-
-def _add_experts(
-    sub: SubLayer, experts: Experts, call: ModuleCall, traced: RegionTrace, layer: LayerGraph, mode: FakeTensorMode
-) -> None:
-    sub.experts.append(experts)
-    routed = {call.name for call in traced.calls if any(map(_is_index, nodes_in(call.arguments)))}
-    sub.experts.sort(key=lambda one: one.module not in routed)
-    inputs = nodes_in(call.arguments)
-    for values in (filter(_is_index, inputs), inputs):  # indices of experts before what these compute on
-        sub.router = sub.router or find_router(values, experts.count, sub.body, layer)
-    sub.router = sub.router or _router_in_leaf(inputs, experts.count, traced, layer, mode)
 
 
 def _merge_linears(experts: list[Experts], traced: RegionTrace, layer: LayerGraph) -> list[Experts]:

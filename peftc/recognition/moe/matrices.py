@@ -119,10 +119,9 @@ def picked_matrix(product: fx.Node) -> PickedMatrix | None:
     node, sizes = operand, list[tuple[int, ...]]()
     while isinstance(node, fx.Node) and node.op != "get_attr":
         sizes.append(shape(node))
-        if op_of(node) is Op.PERMUTE and (
-            name_of(node) in ("t", "T", "mT") or set(node.args[1:]) in ({-1, -2}, {1, 2})
-        ):
-            transposed = not transposed  # the matrix, or each of several
+        swaps = name_of(node) in ("t", "T", "mT") or node.args[1:] in ((-1, -2), (-2, -1), (1, 2), (2, 1))
+        if op_of(node) is Op.PERMUTE and swaps:
+            transposed = not transposed
         elif not picks(node) and op_of(node) not in (Op.CAST, Op.RESHAPE):
             return None
         node = first_input(node)
