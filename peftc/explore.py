@@ -55,7 +55,7 @@ class TracedRegion:
         signature = forward_signature(self.kind.root)
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
-        return function("forward", signature, function_body(graph, GlobalNames(), signature))
+        return function("forward", signature, function_body(graph, GlobalNames(signature.parameters), signature))
 
     def state(self, name: str) -> fx.Node:
         """The node of a hidden state: `h` if the region has one site, `ffn.h`, or a full path.
