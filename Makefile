@@ -70,7 +70,7 @@ interrupts: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run
 
-# What `make test` costs, for the README. Nothing else should run beside it.
+# What `make test` costs, for README.md. Nothing else should run beside it.
 suite: $(READY)
 	$(BIN)/python -m benchmarks.suite
 
