@@ -81,10 +81,8 @@ def _print_builds(rows: dict[str, dict[str, Any]]) -> None:
         if not row.get("ran"):
             print(f"{key}: {row.get('why_not') or row.get('error')}")
     print(
-        (
-            f"built {sum(r.get('built', False) for r in rows.values())}, "
-            f"ran {sum(r.get('ran', False) for r in rows.values())}"
-        )
+        f"built {sum(r.get('built', False) for r in rows.values())}, "
+        f"ran {sum(r.get('ran', False) for r in rows.values())}"
     )
 
 

@@ -198,10 +198,8 @@ def main() -> None:
     learn = {name: task.cut(HELD_OUT, None) for name, task in every.items()}
     base = sum(p.numel() for p in Sentences(Method()).encoder.parameters())
     print(
-        (
-            f"MiniLM has {base:,} parameters; trained: for one task, "
-            f"stored: beside it for all {len(TASKS)}, both without heads"
-        )
+        f"MiniLM has {base:,} parameters; trained: for one task, "
+        f"stored: beside it for all {len(TASKS)}, both without heads"
     )
     print(f"{'':18} {'module':>7} {'paired':>7} {'similar':>8} {'mean':>6} {'trained':>9} {'stored':>9} {'seconds':>8}")
     for name, method in METHODS.items():

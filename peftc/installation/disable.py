@@ -33,7 +33,7 @@ def disabled(model: nn.Module, name: str | None = None) -> ChoiceBlock:
 def set_enabled(model: nn.Module, enabled: bool, name: str | None = None) -> nn.Module:
     """Switches the edits of a spec on or off in all contexts, until this is called again.
 
-    Copies keep the switch; saved adapters do not. Inside of a `disabled` block edits are always off.
+    Copies keep the switch; saved adapters do not. Edits are always off in a `disabled` block.
 
     Args: `name`: of one spec; all without it.
     Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P432 and

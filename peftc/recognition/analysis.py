@@ -102,7 +102,7 @@ def _untraceable_forwards(model: nn.Module | None) -> list[str]:
     modules = model.named_modules() if model is not None else ()
     forwards = [(name, instance_forward(module)) for name, module in modules]
     return [
-        f"`{name}` has a `forward` of its instance that could not be traced"
+        f"`{name}` has a `forward` in its instance that could not be traced"
         for name, forward in forwards
         if forward is not None and forward.function is None
     ]

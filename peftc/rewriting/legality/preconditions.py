@@ -63,7 +63,7 @@ def check_outer(name: str, module: nn.Module) -> None:
 def hidden_forward(name: str, module: nn.Module) -> Diagnostic:
     return Diagnostic(
         "P424",
-        f"`{name or type(module).__name__}` has a `forward` of its own that is no method and does not call its class's",
+        f"`{name or type(module).__name__}` has a `forward` in its instance whose code cannot be edited",
         notes=("an edit of the class's code might never run",),
         help="assign it as a method, `module.forward = types.MethodType(function, module)`, or in the class",
     )

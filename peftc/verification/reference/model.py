@@ -134,8 +134,8 @@ class ReferenceModel:
         """Inside the block the base computes what the spec says.
 
         Args:
-            on_edit: called with an edit and a value before the edit changes it, and with None before
-                the module returns whose result it changes.
+            on_edit: called with an edit and a value before the edit changes it, and with None
+                before the module returns whose result it changes.
         """
         self.on_edit, self.reached = on_edit, set()
         with ExitStack() as stack:
