@@ -49,10 +49,10 @@ benchmarks: $(READY)
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.gpu
 
-# The page of forms and recipes, made of the registry and of specs/.
+# The pages that are made of the registry, of specs/ and of docstrings.
 docs: $(READY)
-	mkdir -p docs
 	$(BIN)/python -m tools.forms_page > docs/forms.md
+	$(BIN)/python -m tools.python_api_page > docs/python-api.md
 
 # Every recipe on every model of tests/zoo.py, against its equations: half an hour on one core.
 verify: $(READY)

@@ -27,9 +27,7 @@ from tests import zoo
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-GENERATED = ("forms.md", "python-api.md")
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-WRITTEN = [page for page in PAGES if page.name not in GENERATED]
 RUN_ELSEWHERE = ("pip install .",)  # by .ci/package
 
 
@@ -130,7 +128,7 @@ def line_pattern(line: str) -> str:
 
 @pytest.mark.ahead_of_time
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_shows_happens(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("specs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -142,7 +140,7 @@ def test_what_a_page_shows_happens(page: Path, tmp_path: Path, monkeypatch: pyte
     assert not session.printed, "the last block of Python prints something that is not shown"
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_code_is_out_of_reach_of_this_test(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.count("```") == 2 * len(blocks(page)), "every block names its language"
@@ -156,7 +154,7 @@ def test_the_mam_of_the_readme_is_that_of_the_file() -> None:
     assert first.text == (ROOT / "specs" / "mam.peft").read_text(encoding="utf-8")
 
 
-# Links and navigation --------------------------------------------------------------------------------
+# Links and navigation ------------------------------------------------------------------------
 
 
 def anchors(page: Path) -> set[str]:

@@ -25,12 +25,27 @@ class _Record(BaseModel):
 
 
 class PlanSpec(_Record):
+    """The spec of a plan.
+
+    Attributes:
+        path: of its file, or the name of the text.
+        sha256: of its text.
+    """
+
     path: str
     sha256: str
 
 
 class PlanModel(_Record):
-    """The base; `parameters` counts tied weights once."""
+    """The base of a plan.
+
+    Attributes:
+        id: the name of the model.
+        type: transformers' model type, or the class of a plain module.
+        parameters: of the base; tied weights count once.
+        fingerprint: of its architecture, not of its values.
+        fingerprint_version: of the way in which the fingerprint is computed.
+    """
 
     id: str
     type: str
@@ -40,12 +55,32 @@ class PlanModel(_Record):
 
 
 class PlanSite(_Record):
+    """A site of an edit.
+
+    Attributes:
+        path: such as `encoder.layer[0].attn.self`.
+        module: the dotted name of the module that computes it.
+    """
+
     path: str
     module: str
 
 
 class PlanEdit(_Record):
-    """One edit or `train` statement, with counts in parameters."""
+    """One edit or `train` statement, with counts in parameters.
+
+    Attributes:
+        name: of the edit.
+        sites: where it stands.
+        trained: parameters with a gradient.
+        stored: parameters in the saved adapter.
+        changed: entries of the base that differ after folding; an upper bound when a method selects
+            entries.
+        served: parameters that inference has beside the base, after folding what folds.
+        foldable: whether it can be folded into the weights.
+        reason: why it folds or does not.
+        identity: whether the model is unchanged before training.
+    """
 
     name: str
     sites: tuple[PlanSite, ...]
@@ -59,7 +94,15 @@ class PlanEdit(_Record):
 
 
 class PlanTotals(_Record):
-    """Parameters: of the base, trained, saved, changed in the base, left after folding."""
+    """Counts of the whole plan, in parameters.
+
+    Attributes:
+        base: the size of the base; tied weights count once.
+        trained: as in `PlanEdit`.
+        stored: as in `PlanEdit`.
+        changed: as in `PlanEdit`.
+        served: as in `PlanEdit`.
+    """
 
     base: int
     trained: int
@@ -69,12 +112,25 @@ class PlanTotals(_Record):
 
 
 class PlanExpectation(_Record):
+    """An `expect` of the spec.
+
+    Attributes:
+        text: as the formatter prints it.
+        holds: whether it holds.
+    """
+
     text: str
     holds: bool
 
 
 class PlanUnread(_Record):
-    """An untraced module in a layer that the spec edits."""
+    """An untraced module in a layer that the spec edits.
+
+    Attributes:
+        module: its dotted name.
+        type: its class.
+        reason: why it could not be traced.
+    """
 
     module: str
     type: str
@@ -82,7 +138,15 @@ class PlanUnread(_Record):
 
 
 class Plan(_Record):
-    """What a spec does to a model.
+    """What compiling a spec onto a model would do. `str` gives the table that `peftc plan` prints.
+
+    Attributes:
+        spec: where the spec comes from.
+        model: the base.
+        edits: in the order of the spec.
+        totals: over all edits.
+        expectations: in the order of the spec.
+        unread: modules in edited layers whose code could not be traced.
 
     Raises:
         pydantic.ValidationError: unknown or missing keys in the JSON.
