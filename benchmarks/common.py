@@ -67,17 +67,17 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 def provenance() -> dict[str, str]:
     """When a benchmark ran, and on which commit; `+` where something was changed since."""
     root = RESULTS.parent.parent
-    asked = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "peftc"]]
-    commit, changed = (
-        subprocess.run(["git", *a], cwd=root, capture_output=True, text=True).stdout.strip() for a in asked
+    commands = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "peftc"]]
+    commit, status = (
+        subprocess.run(["git", *a], cwd=root, capture_output=True, text=True).stdout.strip() for a in commands
     )
-    return {"date": date.today().isoformat(), "commit": commit + ("+" if changed else "")}
+    return {"date": date.today().isoformat(), "commit": commit + ("+" if status else "")}
 
 
 def processor() -> str:
     """The name of the CPU."""
-    found = Path("/proc/cpuinfo")
-    lines = found.read_text().splitlines() if found.exists() else []
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -86,8 +86,8 @@ def save(name: str, results: dict[str, Any], text: str, on: dict[str, Any]) -> N
     """Writes `results/<name>.json` and `.md`, both with the machine."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": on, **results}, indent=1) + "\n")
-    said = ", ".join(f"{key} {value}" for key, value in on.items())
-    (RESULTS / f"{name}.md").write_text(f"{text}\n\nOn: {said}.\n")
+    machine = ", ".join(f"{key} {value}" for key, value in on.items())
+    (RESULTS / f"{name}.md").write_text(f"{text}\n\nOn: {machine}.\n")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

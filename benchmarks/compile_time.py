@@ -49,12 +49,12 @@ def compile_peftc(model: nn.Module) -> nn.Module:
 def compile_peft(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    found: Any = get_peft_model(
+    peft_model: Any = get_peft_model(
         model,  # pyright: ignore[reportArgumentType]
         LoraConfig(r=R, lora_alpha=ALPHA, target_modules=MODULES),
         low_cpu_mem_usage=True,
     )
-    return found
+    return peft_model
 
 
 CONTENDERS = {"peftc": compile_peftc, "PEFT": compile_peft}
@@ -92,10 +92,10 @@ def measured(contender: str, layers: int) -> dict[str, Any]:
         model = skeleton(layers)
         gc.collect()
         start = time.process_time()
-        changed = CONTENDERS[contender](model)
+        compiled = CONTENDERS[contender](model)
         seconds.append(time.process_time() - start)
         first = first or list(traces.values())
-        assert all(p.is_meta for p in changed.parameters())
+        assert all(p.is_meta for p in compiled.parameters())
     return {"first": seconds[0], "later": median(seconds[1:]), "traces": first}
 
 
@@ -122,8 +122,8 @@ def main() -> int:
 
 def report(runs: dict[tuple[str, int], list[dict[str, Any]]], repeats: int) -> int:
     """Prints and keeps the medians; 1 where a limit is passed."""
-    first = {case: median(r["first"] for r in found) for case, found in runs.items()}
-    later = {case: median(r["later"] for r in found) for case, found in runs.items()}
+    first = {case: median(r["first"] for r in rows) for case, rows in runs.items()}
+    later = {case: median(r["later"] for r in rows) for case, rows in runs.items()}
     rows = [
         [
             contender,
@@ -135,7 +135,7 @@ def report(runs: dict[tuple[str, int], list[dict[str, Any]]], repeats: int) -> i
     shallow, deep = LAYERS
     head = ["", *(f"{when}, {n} layers" for when in ("first", "later") for n in LAYERS), f"first, {deep} : {shallow}"]
     ratio = first["peftc", deep] / first["PEFT", deep]
-    traces = [count for found in runs.values() for r in found for count in r["traces"]]
+    traces = [count for rows in runs.values() for r in rows for count in r["traces"]]
     text = "\n\n".join(
         [
             f"Compiling LoRA (r={R}) on all Linears of LLaMA 70B's shape, on meta; medians of {repeats} processes.",

@@ -192,9 +192,9 @@ def floor(model: nn.Module, shape: Shape, work: str) -> float:
 
 def line(shape: str, work: str, seconds: Mapping[str, list[float]], least: float) -> list[str]:
     """A row of the table: the base's median, and what the others cost over it."""
-    found = overheads(seconds)
-    costs = [f"{100 * found[name]:+.1f} %" for name in OTHERS]
-    half = f"{found['peftc'] / found['PEFT']:.2f}" if found["PEFT"] > 0 else "-"
+    overhead = overheads(seconds)
+    costs = [f"{100 * overhead[name]:+.1f} %" for name in OTHERS]
+    half = f"{overhead['peftc'] / overhead['PEFT']:.2f}" if overhead["PEFT"] > 0 else "-"
     return [shape, work, f"{1e3 * median(seconds['base']):.1f} ms", *costs, half, f"{100 * least:.1f} %"]
 
 

@@ -42,8 +42,8 @@ def clock(device: str) -> Callable[[], float]:
 def compiled(model: nn.Module, work: str, backend: str, shape: Shape) -> Work:
     """A work of a compiled model; one token after the other, with sizes that grow."""
     torch.compiler.reset()
-    made: Any = torch.compile(model, backend=backend, dynamic=True if work == "decode" else None)
-    run = MAKE[work](made, shape)
+    module: Any = torch.compile(model, backend=backend, dynamic=True if work == "decode" else None)
+    run = MAKE[work](module, shape)
     for _ in range(2):
         run()
     return run

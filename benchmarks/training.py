@@ -111,11 +111,11 @@ class Words:
 
     def __call__(self, pairs: list[tuple[str, int]]) -> Batch:
         texts = [text for text, _ in pairs]
-        given = self.tokenizer(texts, padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
+        batch = self.tokenizer(texts, padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
         if not self.write:
-            return {**given, "labels": torch.tensor([label for _, label in pairs])}
-        labels = given["input_ids"][:, :12].clone()
-        return {**given, "labels": labels.masked_fill(labels == self.tokenizer.pad_token_id, -100)}
+            return {**batch, "labels": torch.tensor([label for _, label in pairs])}
+        labels = batch["input_ids"][:, :12].clone()
+        return {**batch, "labels": labels.masked_fill(labels == self.tokenizer.pad_token_id, -100)}
 
 
 def classifier() -> nn.Module:
@@ -135,8 +135,8 @@ def writer() -> nn.Module:
 def losses(model: nn.Module, batch: Batch) -> Tensor:
     """The loss of the model, and what its edits add to it."""
     out = model(**batch)
-    given = {name: value for name, value in batch.items() if name != "labels"}
-    return out.loss + 0.1 * sum(peftc.losses(model, inputs=given, logits=out.logits).values())
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return out.loss + 0.1 * sum(peftc.losses(model, inputs=inputs, logits=out.logits).values())
 
 
 @torch.no_grad()
@@ -242,14 +242,14 @@ def spec(recipe: str) -> str:
 def measured(recipe: str, steps: int, learn: list[tuple[str, int]], test: list[tuple[str, int]]) -> Row:
     words = Words(write=recipe == "cross_attention")
     model = prepared(recipe, spec(recipe), steps)
-    found = [edit for edit in peftc.plan(spec(recipe), model).edits if edit.name != "classifier"]
+    edits = [edit for edit in peftc.plan(spec(recipe), model).edits if edit.name != "classifier"]
     began = time.perf_counter()
     before, accuracy_before = held_out(model, words, test)
     started(model, recipe, words, learn, steps)
     train(model, recipe, words, learn, steps)
     seconds = time.perf_counter() - began
     after, accuracy = held_out(model, words, test)
-    trained, stored = sum(edit.trained for edit in found), sum(edit.stored for edit in found)
+    trained, stored = sum(edit.trained for edit in edits), sum(edit.stored for edit in edits)
     return Row(recipe, before, after, accuracy_before, accuracy, trained, stored, seconds)
 
 
@@ -260,22 +260,22 @@ def shown(row: Row) -> list[str]:
 
 
 def main(options: list[str] | None = None) -> int:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--only", type=lambda text: text.split(","), default=None)
-    asked.add_argument("--steps", type=int, default=STEPS)
-    asked.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=None)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
         "--keep", action="store_true", help="put the results of some in the place of those that are there"
     )
-    said = asked.parse_args(options)
+    arguments = parser.parse_args(options)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     learn, test = corpus()
     rows: list[Row] = []
-    for recipe in said.only or [ALONE, *sorted(resources.recipes().keys() - {*GATED})]:
-        rows.append(measured(recipe, said.steps, learn, test))
+    for recipe in arguments.only or [ALONE, *sorted(resources.recipes().keys() - {*GATED})]:
+        rows.append(measured(recipe, arguments.steps, learn, test))
         print(" | ".join(shown(rows[-1])), flush=True)
-    if said.keep:
+    if arguments.keep:
         there = {row["recipe"]: Row(**row) for row in json.loads((RESULTS / "training.json").read_text())["rows"]}
         rows = sorted(
             (there | {row.recipe: row for row in rows}).values(), key=lambda row: (row.recipe != ALONE, row.recipe)
@@ -284,11 +284,16 @@ def main(options: list[str] | None = None) -> int:
     head = ["recipe", "loss", "accuracy", "trained", "stored", "seconds"]
     text = table(head, [shown(row) for row in rows])
     intro = (
-        f"Every recipe on MiniLM, {said.steps} steps of {BATCH} "
+        f"Every recipe on MiniLM, {arguments.steps} steps of {BATCH} "
         f"docstrings; the classifier was trained before, and is frozen."
     )
-    if said.only is None or said.keep:
-        save("training", {"steps": said.steps, "rows": [asdict(row) for row in rows]}, f"{intro}\n\n{text}", machine())
+    if arguments.only is None or arguments.keep:
+        save(
+            "training",
+            {"steps": arguments.steps, "rows": [asdict(row) for row in rows]},
+            f"{intro}\n\n{text}",
+            machine(),
+        )
     print(f"the loss fell for {len(fell)} of {len(rows)}")
     return 0 if len(fell) == len(rows) else 1
 

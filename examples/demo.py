@@ -56,8 +56,8 @@ def corpus() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
 
 
 def encode(tokenizer: transformers.PreTrainedTokenizerBase, pairs: list[tuple[str, int]]) -> Batch:
-    made = tokenizer([t for t, _ in pairs], padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
-    return {**made, "labels": torch.tensor([label for _, label in pairs])}
+    batch = tokenizer([t for t, _ in pairs], padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
+    return {**batch, "labels": torch.tensor([label for _, label in pairs])}
 
 
 def fresh() -> nn.Module:

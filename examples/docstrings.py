@@ -14,12 +14,12 @@ def documented(module: str, at_least: int = 40) -> list[tuple[str, str]]:
     """(name, docstring) of what a module or package defines, read from its source; different
     docstrings, `at_least` characters each.
     """
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for path in _sources(module):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, _DOCUMENTED) and len(text := ast.get_docstring(node) or "") >= at_least:
-                found[" ".join(text.split())] = module if isinstance(node, ast.Module) else node.name
-    return [(name, text) for text, name in found.items()]
+                docstrings[" ".join(text.split())] = module if isinstance(node, ast.Module) else node.name
+    return [(name, text) for text, name in docstrings.items()]
 
 
 def docstrings(module: str) -> list[str]:

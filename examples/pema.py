@@ -102,7 +102,7 @@ def small_llama(vocabulary: int) -> LlamaForCausalLM:
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """The mean of -log p over the tokens of the targets; the head sees no others."""
-    ids = torch.cat([batch.given, batch.target.clamp(min=0)], dim=1)
+    ids = torch.cat([batch.inputs, batch.target.clamp(min=0)], dim=1)
     mask = torch.cat([batch.mask, torch.ones_like(batch.target)], dim=1)
     positions, steps = (mask.cumsum(1) - 1).clamp(min=0), batch.target.shape[1]
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=steps + 1).logits
@@ -133,15 +133,15 @@ def activations(loss: Callable[[], Tensor], weights: list[Tensor]) -> int:
     weights' own not.
     """
     own = {weight.untyped_storage().data_ptr() for weight in weights}
-    kept: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss()
-    return sum(size for pointer, size in kept.items() if pointer not in own)
+    return sum(size for pointer, size in storages.items() if pointer not in own)
 
 
 def held(trained: list[nn.Parameter], frozen: Sequence[Tensor], loss: Callable[[], Tensor]) -> Held:
@@ -188,10 +188,10 @@ class HeldOut:
     def of(model: CausalLM, pairs: list[text.Pair]) -> HeldOut:
         rows: list[tuple[Tensor, ...]] = []
         for batch in batches(pairs):
-            wanted = batch.target != IGNORED
-            f = contexts(model, batch.given, batch.mask, batch.target.clamp(min=0))
-            lengths = input_lengths(batch.mask, text.INSTRUCTION)[:, None].expand_as(wanted)
-            rows.append((f[wanted], batch.target[wanted], wanted.nonzero()[:, 1], lengths[wanted]))
+            valid = batch.target != IGNORED
+            f = contexts(model, batch.inputs, batch.mask, batch.target.clamp(min=0))
+            lengths = input_lengths(batch.mask, text.INSTRUCTION)[:, None].expand_as(valid)
+            rows.append((f[valid], batch.target[valid], valid.nonzero()[:, 1], lengths[valid]))
         return HeldOut(*(torch.cat(part) for part in zip(*rows, strict=True)))
 
     @torch.no_grad()
@@ -207,11 +207,11 @@ class HeldOut:
 
 def right(pairs: list[text.Pair], answer: Callable[[Batch], Tensor]) -> float:
     """How many sentences are rewritten without a fault."""
-    found = 0
+    correct = 0
     for batch in batches(pairs):
-        wanted = batch.target.masked_fill(batch.target == IGNORED, text.EOS)
-        found += int((answer(batch)[:, : wanted.shape[1]] == wanted).all(1).sum())
-    return found / len(pairs)
+        expected = batch.target.masked_fill(batch.target == IGNORED, text.EOS)
+        correct += int((answer(batch)[:, : expected.shape[1]] == expected).all(1).sum())
+    return correct / len(pairs)
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class Mixture:
 
     def answer(self, model: CausalLM, batch: Batch, **how: object) -> Tensor:
         share = self.share(input_lengths(batch.mask, text.INSTRUCTION))
-        return generate(model, batch.given, batch.mask, text.LONGEST + 1, self.memory, share, **how)
+        return generate(model, batch.inputs, batch.mask, text.LONGEST + 1, self.memory, share, **how)
 
 
 @dataclass(frozen=True)
@@ -258,28 +258,28 @@ class Table:
         return Table(head, HeldOut.of(base, tune), HeldOut.of(base, test), test)
 
     def mixture(
-        self, name: str, base: CausalLM, memories: list[NextToken], gradual: bool, used: Held | None
+        self, name: str, base: CausalLM, memories: list[NextToken], gradual: bool, memory: Held | None
     ) -> Mixture:
         best = Mixture.tuned(memories, gradual, self.head, self.tune)
         name += f", λ_max = {best.most}, unrolled" if gradual else f", λ = {best.most}"
         answers = right(self.test, lambda batch: best.answer(base, batch))
-        self.line(name, used, best.perplexity(self.head, self.held_out), answers)
+        self.line(name, memory, best.perplexity(self.head, self.held_out), answers)
         return best
 
-    def model(self, name: str, model: CausalLM, used: Held | None) -> None:
-        answers = right(self.test, lambda batch: said(model, batch))
-        self.line(name, used, HeldOut.of(model, self.test).plain(self.head), answers)
+    def model(self, name: str, model: CausalLM, memory: Held | None) -> None:
+        answers = right(self.test, lambda batch: base_answer(model, batch))
+        self.line(name, memory, HeldOut.of(model, self.test).plain(self.head), answers)
 
-    def line(self, name: str, used: Held | None, perplexity: float, answers: float) -> None:
+    def line(self, name: str, memory: Held | None, perplexity: float, answers: float) -> None:
         sizes = ["–"] * 5
-        if used is not None:
-            thousands = (used.frozen, 4 * used.trained, used.activations, used.total)
-            sizes = [f"{used.trained // 4:,}", *(f"{n / 1e3:,.0f}" for n in thousands)]
+        if memory is not None:
+            thousands = (memory.frozen, 4 * memory.trained, memory.activations, memory.total)
+            sizes = [f"{memory.trained // 4:,}", *(f"{n / 1e3:,.0f}" for n in thousands)]
         print(f"{name:34}" + "".join(f"{entry:>11}" for entry in sizes) + f"{perplexity:11.3f}{answers:11.1%}")
 
 
-def said(model: CausalLM, batch: Batch) -> Tensor:
-    return greedy(model, batch.given, batch.mask, text.LONGEST + 1)
+def base_answer(model: CausalLM, batch: Batch) -> Tensor:
+    return greedy(model, batch.inputs, batch.mask, text.LONGEST + 1)
 
 
 def at_the_papers_size() -> None:
@@ -291,8 +291,8 @@ def at_the_papers_size() -> None:
     lora = Held(4 * plan.totals.trained, 4 * plan.totals.base, 0)
     pema = Held(4 * 2 * r * d, 4 * (vocabulary * d + r * d), 0)
     print("\nOPT 1.3B in float32, counted without what a batch takes:")
-    for name, used in (("LoRA, r = 8, q and v", lora), ("PEMA, r = 512", pema)):
-        print(f"  {name:21} {used.trained // 4:9,} trained, {used.total / 1e9:.2f} GB while training")
+    for name, memory in (("LoRA, r = 8, q and v", lora), ("PEMA, r = 512", pema)):
+        print(f"  {name:21} {memory.trained // 4:9,} trained, {memory.total / 1e9:.2f} GB while training")
     print(f"  {pema.total / lora.total:.2f} of LoRA's; the paper measures a tenth (Table 1)")
 
 
@@ -341,8 +341,8 @@ def main(effort: Effort | None = None) -> None:
         some = text.batch(test[:8])
         answers = best.answer(base, some)
         print(f"without the cache the same: {torch.equal(answers, best.answer(base, some, use_cache=False))}")
-        for (given, _), answer in list(zip(test, answers.tolist(), strict=False))[:4]:
-            print(f"{sentences.written(given)} → {sentences.written(answer)}")
+        for (sentence, _), answer in list(zip(test, answers.tolist(), strict=False))[:4]:
+            print(f"{sentences.written(sentence)} → {sentences.written(answer)}")
     at_the_papers_size()
     print(f"\n{time.perf_counter() - start:.0f} s")
 

@@ -66,8 +66,8 @@ def name_of(path: Path) -> str:
 
 
 def stage(module: str) -> str:
-    found = [s for s in STAGES if module == s or (s != "peftc" and module.startswith(f"{s}."))]
-    return max(found, key=len)
+    stages = [s for s in STAGES if module == s or (s != "peftc" and module.startswith(f"{s}."))]
+    return max(stages, key=len)
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -36,13 +36,13 @@ def model_of(name: str) -> Any:
     return peftc.compile(f"peft 1\nedit e at layer[*].ffn {EDITS[name]}", zoo.build("bert"), seed=0, tasks=tasks)
 
 
-def given(model: Any) -> dict[str, torch.Tensor]:
+def model_inputs(model: Any) -> dict[str, torch.Tensor]:
     return zoo.inputs("bert", model, labels=True)
 
 
 def run(model: Any, **how: Any) -> torch.Tensor:
     with torch.no_grad(), peftc.task(model, **how):
-        return model(**given(model)).logits
+        return model(**model_inputs(model)).logits
 
 
 def refused(model: Any, code: str, call: Callable[[Any], object]) -> None:
@@ -81,7 +81,7 @@ def test_a_model_without_tasks_has_none_to_drop() -> None:
 
 
 def calibrated(**how: Any) -> Callable[[Any], object]:
-    return lambda m: peftc.calibrate(m, **{"data": [given(m)], **how})
+    return lambda m: peftc.calibrate(m, **{"data": [model_inputs(m)], **how})
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ def test_what_nothing_can_be_chosen_by(how: Any) -> None:
 
 def routes(**how: Any) -> Callable[[Any], object]:
     def call(model: Any) -> object:
-        return peftc.losses(model, **{"inputs": given(model), "logits": model(**given(model)).logits, **how})
+        return peftc.losses(
+            model, **{"inputs": model_inputs(model), "logits": model(**model_inputs(model)).logits, **how}
+        )
 
     return call
 

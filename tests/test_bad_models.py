@@ -30,26 +30,26 @@ NORMS = "peft 1\ntrain n = [w] at layer[*].norm\n"
 def refused(code: str, function: Callable[[], Any], model: nn.Module | None = None) -> peftc.Diagnostic:
     """The one diagnostic of a call, after which the model is as it was."""
     before = None if model is None else Structure(model)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         function()
-    assert [d.code for d in caught.value.diagnostics] == [code]
+    assert [d.code for d in excinfo.value.diagnostics] == [code]
     if before is not None:
         before.assert_same()
-    return caught.value.diagnostics[0]
+    return excinfo.value.diagnostics[0]
 
 
 class Structure:
     """Classes, attributes, parameters and flags of a model, of which some may have no values."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.found = model, self.now(model)
+        self.model, self.structure = model, self.now(model)
 
     def now(self, model: nn.Module) -> Any:
         parameters = {n: (id(p), p.requires_grad, p.device) for n, p in model.named_parameters()}
         return parameters, {n: (type(m), frozenset(vars(m))) for n, m in model.named_modules()}
 
     def assert_same(self) -> None:
-        assert self.now(self.model) == self.found
+        assert self.now(self.model) == self.structure
 
 
 # Without attention
@@ -81,10 +81,10 @@ def without_attention() -> Iterator[tuple[str, nn.Module, dict[str, Tensor] | No
 def test_a_model_without_attention_says_so(model: nn.Module, sample: dict[str, Tensor] | None) -> None:
     table = peftc.sites(model, sample=sample)
     assert not any("attn" in site.path for site in table.sites)
-    assert any("no attention" in said or "no transformer layers" in said for said in table.warnings)
+    assert any("no attention" in warning or "no transformer layers" in warning for warning in table.warnings)
     for call in (peftc.plan, peftc.compile):
-        found = refused("P201", lambda call=call: call(Q, model, sample=sample), model)
-        assert any(warning in found.notes for warning in table.warnings)
+        diagnostic = refused("P201", lambda call=call: call(Q, model, sample=sample), model)
+        assert any(warning in diagnostic.notes for warning in table.warnings)
 
 
 def test_sites_on_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,12 +108,12 @@ class Attention(nn.Module):
         b, n, d = x.shape
         q, k, v = (t.view(b, n, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         if not self.written_out:
-            made = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             future = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
             scores = (q @ k.transpose(-1, -2) / (d // self.heads) ** 0.5).masked_fill(future, float("-inf"))
-            made = scores.softmax(-1) @ v
-        return self.out(made.transpose(1, 2).reshape(b, n, d))
+            output = scores.softmax(-1) @ v
+        return self.out(output.transpose(1, 2).reshape(b, n, d))
 
 
 class Block(nn.Module):
@@ -176,8 +176,8 @@ def test_a_model_written_by_hand_is_compiled(written_out: bool) -> None:
 
 def test_a_sample_is_asked_for() -> None:
     model, _ = by_hand()
-    found = refused("P507", lambda: peftc.compile(Q, model), model)
-    assert "sample=" in str(found.help)
+    diagnostic = refused("P507", lambda: peftc.compile(Q, model), model)
+    assert "sample=" in str(diagnostic.help)
 
 
 def test_a_plain_encoder_works_or_says_what_is_missing() -> None:
@@ -194,8 +194,8 @@ def test_a_plain_encoder_works_or_says_what_is_missing() -> None:
     assert torch.equal(peftc.remove(model)(**sample), base)
     table = peftc.sites(model, sample=sample)
     if not any(site.path.endswith("attn.self.q") for site in table.sites):
-        found = refused("P201", lambda: peftc.compile(Q, model, sample=sample), model)
-        assert found.notes
+        diagnostic = refused("P201", lambda: peftc.compile(Q, model, sample=sample), model)
+        assert diagnostic.notes
 
 
 @pytest.mark.parametrize(
@@ -331,9 +331,9 @@ def test_code_of_a_repository_is_not_run(repository: tuple[Path, Path]) -> None:
     folder, marker = repository
     for name in (str(folder), str(folder / "config.json")):
         for call in (peftc.sites, peftc.trace):
-            found = refused("P504", lambda call=call, name=name: call(name))
-            assert "trust_remote_code=True" in str(found.help)
-            assert "--trust-remote-code" in str(found.help)
+            diagnostic = refused("P504", lambda call=call, name=name: call(name))
+            assert "trust_remote_code=True" in str(diagnostic.help)
+            assert "--trust-remote-code" in str(diagnostic.help)
         for both in (peftc.plan, peftc.compile):
             refused("P504", lambda both=both, name=name: both(Q, name))
     assert not marker.exists()

@@ -52,8 +52,8 @@ def test_the_floor_is_what_lora_adds(work: str) -> None:
         with FlopCounterMode(display=False) as counter:
             run()
         counted[name] = counter.get_total_flops()
-    found = (counted["peftc"] - counted["base"]) / counted["base"]
-    assert found == pytest.approx(floor(models["base"], SHAPE, work), rel=0.02)
+    share = (counted["peftc"] - counted["base"]) / counted["base"]
+    assert share == pytest.approx(floor(models["base"], SHAPE, work), rel=0.02)
 
 
 def test_recipes_are_trained_and_counted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_contenders_take_turns() -> None:
     order: list[str] = []
     seconds = measured({name: lambda name=name: order.append(name) for name in "abc"}, 3, lambda: 0.0)
     assert order == [*"abc", *"abc", *"bca", *"cab"]
-    assert {name: len(found) for name, found in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+    assert {name: len(samples) for name, samples in seconds.items()} == {"a": 3, "b": 3, "c": 3}
 
 
 def test_no_kind_of_layer_is_traced_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import peftc
 from tests import zoo
-from tests.work import calls
+from tests.call_counts import calls
 
 LORA = "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }\n"
 
@@ -26,15 +26,15 @@ LORA = "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }\n"
 def test_an_edit_may_have_any_name(name: str, tmp_path: Path) -> None:
     spec = f"peft 1\nedit {name} at layer[*].ffn {{ h += adapter(x, r=2) }}\n"
     model = zoo.build("gpt2")
-    given = zoo.inputs("gpt2", model)
-    base = model(**given)[0]
+    inputs = zoo.inputs("gpt2", model)
+    base = model(**inputs)[0]
     peftc.compile(spec, model, seed=0)
-    want = model(**given)[0]
+    want = model(**inputs)[0]
     assert not torch.equal(want, base)
     assert {key.partition("/")[0] for key in peftc.parameters(model)} == {name}
     again = peftc.load(peftc.save(model, tmp_path / "saved"), zoo.build("gpt2"))
-    assert torch.equal(again(**given)[0], want)
-    assert torch.equal(peftc.remove(model)(**given)[0], base)
+    assert torch.equal(again(**inputs)[0], want)
+    assert torch.equal(peftc.remove(model)(**inputs)[0], base)
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,10 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\w+)([^\n]*)\n(.*?)^```$", text, re.S | re.M)
+    matches = re.finditer(r"^```(\w+)([^\n]*)\n(.*?)^```$", text, re.S | re.M)
     return [
         Block(m[1], dict(re.findall(r'(\w+)="([^"]*)"', m[2])), m[3], text.count("\n", 0, m.start(3)) + 1)
-        for m in found
+        for m in matches
     ]
 
 

@@ -25,20 +25,20 @@ def rows(page: str, first: str) -> list[list[str]]:
     """The rows of the table of a page whose head, or first row, begins with `first`."""
     lines = page.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(first))
-    found: list[list[str]] = []
+    cells: list[list[str]] = []
     for line in lines[start:]:
         if not line.startswith("|"):
             break
-        found.append([cell.strip() for cell in line.strip("|").split("|")])
-    return [row for row in found if not row[0].startswith("---")]
+        cells.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [row for row in cells if not row[0].startswith("---")]
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_say_when_and_with_what(path: Path) -> None:
     data = json.loads(path.read_text())
-    told = data.get("machine") or data["versions"]
-    assert {"date", "commit", "torch", "transformers"} <= told.keys()
-    assert all(told[key] for key in ("date", "commit"))
+    provenance = data.get("machine") or data["versions"]
+    assert {"date", "commit", "torch", "transformers"} <= provenance.keys()
+    assert all(provenance[key] for key in ("date", "commit"))
 
 
 def test_the_time_to_compile() -> None:

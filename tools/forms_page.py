@@ -106,8 +106,8 @@ def example_args(form: Form) -> Args:
 def said_args(form: Form) -> str:
     """`with r=8`, what an example takes beside the defaults."""
     args = example_args(form)
-    given = [f"{p.name}={args[p.name]}" for p in form.params if args[p.name] != p.default]
-    return f"with {join_names(given)}" if given else ""
+    arguments = [f"{p.name}={args[p.name]}" for p in form.params if args[p.name] != p.default]
+    return f"with {join_names(arguments)}" if arguments else ""
 
 
 def dims_of(source: Shape | None, target: Shape, form: Form) -> Dims:
@@ -144,18 +144,18 @@ def mapped(dims: Dims, shape: Shape) -> str:
 
 def shapes_of(form: Form) -> str:
     """What it reads and gives, for each kind of state that it can stand at."""
-    found = list(stands(form, 4 * D)) or list(stands(form))
-    return "; ".join(dict.fromkeys(mapped(*one) for one in found))
+    places = list(stands(form, 4 * D)) or list(stands(form))
+    return "; ".join(dict.fromkeys(mapped(*one) for one in places))
 
 
 def first_of(form: Form) -> str:
     """What it equals before any training, with the defaults or with another argument."""
     if form.passes:
         return "what it reads, where that is the base's own weight"
-    found = form.at_init(example_args(form))
-    if found is not None:
-        return f"{found:g}, so that what it {'multiplies' if found else 'is added to'} stays as it is"
-    with_ = [said for said, args in variants(form) if form.at_init(args) == 0]
+    value = form.at_init(example_args(form))
+    if value is not None:
+        return f"{value:g}, so that what it {'multiplies' if value else 'is added to'} stays as it is"
+    with_ = [text for text, args in variants(form) if form.at_init(args) == 0]
     return "not a constant" + (f"; 0 with {join_names(with_)}" if with_ else "")
 
 
@@ -165,9 +165,9 @@ def folds_of(form: Form) -> str:
         return "yes, it is a change of the weight"
     reason = form.affine(example_args(form))
     if reason is None:
-        against = [f"not with `{said}`: {why}" for said, args in variants(form) if (why := form.affine(args))]
+        against = [f"not with `{text}`: {why}" for text, args in variants(form) if (why := form.affine(args))]
         return "; ".join(["yes", *against])
-    with_ = [said for said, args in variants(form) if form.affine(args) is None]
+    with_ = [text for text, args in variants(form) if form.affine(args) is None]
     return f"no: {reason}" + (f"; yes with {join_names(with_)}" if with_ else "")
 
 
@@ -195,10 +195,10 @@ def costs_of(form: Form) -> str:
         )
         if count
     ]
-    said = " and ".join(f"{counted(count)} for {who}" for count, who in counts if count.trained or count.stored)
+    costs = " and ".join(f"{counted(count)} for {who}" for count, who in counts if count.trained or count.stored)
     saved = form.collapses(args)
     what = ", ".join(part for part in (said_args(form), mapped(dims, shape)) if part)
-    return f"{what}: {said}" + (f"; saved as `{saved}`" if saved else "")
+    return f"{what}: {costs}" + (f"; saved as `{saved}`" if saved else "")
 
 
 def counted(count: Count) -> str:
@@ -209,12 +209,12 @@ def counted(count: Count) -> str:
 
 def argument_row(param: Param) -> str:
     """`| r | width of the bottleneck; at least 1 | |`"""
-    said = [param.doc]
+    cells = [param.doc]
     if param.choices:
-        said.append(" or ".join(f"`{choice}{'(…)' if param.type == 'call' else ''}`" for choice in param.choices))
+        cells.append(" or ".join(f"`{choice}{'(…)' if param.type == 'call' else ''}`" for choice in param.choices))
     elif param.low is not None or param.high is not None:
-        said.append(interval(param))
-    return f"| `{param.name}` | {'; '.join(said)} | {default_of(param)} |"
+        cells.append(interval(param))
+    return f"| `{param.name}` | {'; '.join(cells)} | {default_of(param)} |"
 
 
 def default_of(param: Param) -> str:

@@ -62,9 +62,9 @@ def retold(folder: Path, data: bytes, **entries: object) -> None:
 
 def with_tensors(change: Callable[[Tensor], Tensor]) -> Change:
     def act(folder: Path) -> None:
-        made = {name: change(tensor).contiguous() for name, tensor in load_file(tensors_file(folder)).items()}
-        save_file(made, folder / "made")
-        listed = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in made.items()}
+        tensors = {name: change(tensor).contiguous() for name, tensor in load_file(tensors_file(folder)).items()}
+        save_file(tensors, folder / "made")
+        listed = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in tensors.items()}
         data = (folder / "made").read_bytes()
         (folder / "made").unlink()
         retold(folder, data, tensors=listed)
@@ -77,8 +77,8 @@ def with_header(change: Callable[[dict[str, Any]], object]) -> Change:
         data = tensors_file(folder).read_bytes()
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
-        made = change(header)
-        text = made if isinstance(made, bytes) else json.dumps(header).encode()
+        content = change(header)
+        text = content if isinstance(content, bytes) else json.dumps(header).encode()
         retold(folder, struct.pack("<Q", len(text)) + text + data[8 + length :])
 
     return act

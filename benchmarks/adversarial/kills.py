@@ -27,12 +27,12 @@ SPEC = "peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }"
 
 def adapters(count: int) -> list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
     """Models with the same spec and other parameters."""
-    made = list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]()
+    models = list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]()
     for _ in range(count):
         model = peftc.compile(SPEC, zoo.build("llama"))
         randomise(peftc.parameters(model))
-        made.append((model, {name: p.detach().clone() for name, p in peftc.parameters(model).items()}))
-    return made
+        models.append((model, {name: p.detach().clone() for name, p in peftc.parameters(model).items()}))
+    return models
 
 
 def which(folder: Path, tensors: list[dict[str, torch.Tensor]]) -> int:
@@ -45,9 +45,9 @@ def which(folder: Path, tensors: list[dict[str, torch.Tensor]]) -> int:
 
 
 def clean(folder: Path) -> None:
-    named = json.loads((folder / "adapter.json").read_text())["file"]
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == sorted(["adapter.json", named]), f"left behind: {left}"
+    file = json.loads((folder / "adapter.json").read_text())["file"]
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == sorted(["adapter.json", file]), f"left behind: {files}"
 
 
 def run(at_random: int, seed: int, tally: Tally) -> None:
@@ -55,8 +55,8 @@ def run(at_random: int, seed: int, tally: Tally) -> None:
     random times.
     """
     draw = random.Random(seed)
-    made = adapters(3)
-    models, tensors = [model for model, _ in made], [values for _, values in made]
+    compiled = adapters(3)
+    models, tensors = [model for model, _ in compiled], [values for _, values in compiled]
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         peftc.save(models[0], root / "old")

@@ -36,9 +36,9 @@ class Tally:
         try:
             _in_time(action)
         except PeftcError as error:
-            found = {diagnostic.code for diagnostic in error.diagnostics}
-            self.codes.update(found)
-            if found and max(found) < "P9":
+            codes = {diagnostic.code for diagnostic in error.diagnostics}
+            self.codes.update(codes)
+            if codes and max(codes) < "P9":
                 self.counts["refused"] += 1
                 return False
             self._fail("tracebacks", name, error)

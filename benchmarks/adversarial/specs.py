@@ -11,8 +11,7 @@ from pathlib import Path
 
 from benchmarks.adversarial.outcome import Tally
 from peftc import PeftcError
-from peftc.diagnostics.formats import render_github, render_json
-from peftc.diagnostics.render import render_text
+from peftc.diagnostics.render import render_github, render_json, render_text
 from peftc.filesystem import resources
 from peftc.installation.compiled_model import analyse_base, plan_on
 from peftc.semantics import check_file, expand
@@ -250,14 +249,14 @@ def run(count: int, seed: int, tally: Tally) -> None:
             try:
                 spec = parse_text(text, str(path))
                 assert parse_text(print_spec(spec)) == spec
-                found = check_file(spec)
+                diagnostics = check_file(spec)
                 tally.counts["parsed"] += 1
             except PeftcError as error:
-                found = list(error.diagnostics)
-            assert all(line.isprintable() for line in render_text(found).split("\n"))
-            render_json(found), render_github(found)
-            if any(error.severity == "error" for error in found):
-                raise PeftcError(found)
+                diagnostics = list(error.diagnostics)
+            assert all(line.isprintable() for line in render_text(diagnostics).split("\n"))
+            render_json(diagnostics), render_github(diagnostics)
+            if any(error.severity == "error" for error in diagnostics):
+                raise PeftcError(diagnostics)
             path.write_text(text, encoding="utf-8")
             flat = expand(read_spec(path))
             tally.counts["expanded"] += 1

@@ -29,7 +29,7 @@ def build(mapping: str, model_type: str, seed: int = 0) -> tuple[nn.Module, dict
     own code raises.
     """
     pair = pair_of(mapping, model_type)
-    model = made(pair, config_of(pair), seed)
+    model = instantiate(pair, config_of(pair), seed)
     inputs = inputs_for(model, pair, seed + 1)
     if mapping == "image-text-to-text" and "pixel_values" not in inputs and "input_ids" in inputs:
         inputs = with_image(model, inputs, torch.Generator().manual_seed(seed + 2))
@@ -50,14 +50,14 @@ def _part_for(model: type[PreTrainedModel], config: PretrainedConfig) -> Pretrai
     """Some mappings name the text half of a model: then its class takes the inner configuration, as
     the auto classes do.
     """
-    wanted = model.config_class
-    if wanted is None or isinstance(config, wanted):
+    config_class = model.config_class
+    if config_class is None or isinstance(config, config_class):
         return config
     inner = [getattr(config, name, None) for name in config.sub_configs]
-    return next((c for c in inner if isinstance(c, wanted)), config)
+    return next((c for c in inner if isinstance(c, config_class)), config)
 
 
-def made(pair: Pair, config: PretrainedConfig, seed: int) -> nn.Module:
+def instantiate(pair: Pair, config: PretrainedConfig, seed: int) -> nn.Module:
     with torch.device("meta"):
         count = sum(p.numel() for p in pair.model_class(config).parameters())
     if count > MOST_PARAMETERS:

@@ -20,10 +20,10 @@ import peftc
 from benchmarks.families.edits import TRIALS, Trial
 from benchmarks.families.failures import reason_of
 from benchmarks.families.forward import main_output, run, same
+from benchmarks.families.observation import Observation, observe
 from benchmarks.families.roles import plan_disagreements
 from benchmarks.families.rolling import apart, described
 from benchmarks.families.state import difference, state_of
-from benchmarks.families.witness import Witness, witness
 
 Answer = dict[str, Any]
 TOLERANCE = 1e-4
@@ -35,33 +35,33 @@ class Wrong(Exception):
 
 def checked(model: nn.Module, inputs: Mapping[str, Any], edits: str = "abcde") -> Answer:
     """The verdicts for a model, with what they rest on. Leaves the model as it was."""
-    seen = witness(model, inputs)
-    found: Answer = {"attention": len(seen.attending), "feed_forward": len(seen.feed_forward)}
+    observations = observe(model, inputs)
+    result: Answer = {"attention": len(observations.attending), "feed_forward": len(observations.feed_forward)}
     sample = None
     try:
         table = peftc.sites(model)
     except peftc.PeftcError as error:
         if not any(d.code == "P507" for d in error.diagnostics):
-            return found | {"sites_error": reason_of(error)} | _all_fail(edits, error)
+            return result | {"sites_error": reason_of(error)} | _all_fail(edits, error)
         sample = dict(inputs)
     except Exception as error:
-        return found | {"sites_error": reason_of(error)} | _all_fail(edits, error)
+        return result | {"sites_error": reason_of(error)} | _all_fail(edits, error)
     if sample is not None:
-        found["sample"] = True
+        result["sample"] = True
         try:
             table = peftc.sites(model, sample=sample)
         except Exception as error:
-            return found | {"sites_error": reason_of(error)} | _all_fail(edits, error)
-    found["sites"] = _counted(table)
-    found["kinds"] = len({s.kind for s in table.sites if s.steps[-1][0] == "layer"})
+            return result | {"sites_error": reason_of(error)} | _all_fail(edits, error)
+    result["sites"] = _counted(table)
+    result["kinds"] = len({s.kind for s in table.sites if s.steps[-1][0] == "layer"})
     if disagreements := plan_disagreements(model, table):
-        found["plan"] = disagreements
+        result["plan"] = disagreements
     if table.warnings:
-        found["warnings"] = list(table.warnings)
+        result["warnings"] = list(table.warnings)
     base = _Base(model, inputs, sample)
-    found["base"] = base.cache
-    found["edits"] = {name: tried(base, TRIALS[name], seen, found["sites"]) for name in edits}
-    return found
+    result["base"] = base.cache
+    result["edits"] = {name: tried(base, TRIALS[name], observations, result["sites"]) for name in edits}
+    return result
 
 
 def _all_fail(edits: str, error: BaseException) -> Answer:
@@ -104,11 +104,11 @@ def _frozen(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     return out
 
 
-def tried(base: _Base, trial: Trial, seen: Witness, sites: Mapping[str, int]) -> Answer:
-    """The verdict on one edit. Arms whose sub-layer neither peftc nor the witness sees are left
+def tried(base: _Base, trial: Trial, observations: Observation, sites: Mapping[str, int]) -> Answer:
+    """The verdict on one edit. Arms whose sub-layer neither peftc nor `observe` sees are left
     out; if none is left, peftc must refuse.
     """
-    arms = tuple(arm for arm in trial.arms if seen.has(arm[1]) or _matches(arm[0], sites))
+    arms = tuple(arm for arm in trial.arms if observations.has(arm[1]) or _matches(arm[0], sites))
     try:
         return _compiled(base, trial, arms) if arms else _refused(base, trial)
     except peftc.PeftcError as error:
@@ -146,29 +146,29 @@ def _compiled(base: _Base, trial: Trial, arms: tuple[tuple[str, str], ...]) -> A
     try:
         peftc.compile(trial.text(arms), model, seed=0, sample=base.sample)
     except BaseException:
-        if gone := difference(base.state, state_of(model)):
-            raise Wrong(f"an error left the model changed: {gone}") from None
+        if change := difference(base.state, state_of(model)):
+            raise Wrong(f"an error left the model changed: {change}") from None
         raise
     parameters = peftc.parameters(model)
     start = run(model, base.inputs)
     if trial.identity and not same(start, base.frozen):
         raise Wrong(f"is not the identity at the start (off by {_gap(start, base.frozen):.1e})")
     _draw(parameters)
-    changed = run(model, base.inputs)
-    if _gap(changed, base.frozen) == 0.0:
+    outputs = run(model, base.inputs)
+    if _gap(outputs, base.frozen) == 0.0:
         raise Wrong("does not change the output")
     share = _gradients(base, parameters)
     cache = described(apart(model, base.inputs), base.tolerance) if base.cache == "equal" else "base " + base.cache
     if base.cache == "equal" and cache != "equal":
         raise Wrong(f"decoding with a cache {cache}")
     peftc.remove(model)
-    if gone := difference(base.state, state_of(model)):
-        raise Wrong(f"is not gone after remove: {gone}")
+    if change := difference(base.state, state_of(model)):
+        raise Wrong(f"is not gone after remove: {change}")
     if not same(run(model, base.inputs), base.out):
         raise Wrong("removed, the model does not compute what it did")
-    left = [s for s, _ in trial.arms if (s, _) not in arms]
+    untested = [s for s, _ in trial.arms if (s, _) not in arms]
     answer: Answer = {"verdict": "pass", "parameters": len(parameters), "with_gradient": share, "cache": cache}
-    return answer | ({"without": left} if left else {})
+    return answer | ({"without": untested} if untested else {})
 
 
 def _gap(one: Any, other: Any) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trial:
-    """An edit: its arms (each a selector and the part of the witness that it needs), its equation,
+    """An edit: its arms (each a selector and the part of the model that it needs), its equation,
     its start.
     """
 

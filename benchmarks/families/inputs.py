@@ -23,15 +23,15 @@ def inputs_for(model: nn.Module, pair: Pair, seed: int) -> dict[str, Any]:
     accepted = inspect.signature(model.forward).parameters
     if pair.mapping in ("causal-lm", "image-text-to-text", "masked-lm") and "input_ids" in accepted:
         main = "input_ids"
-    given = {main: (_PERCEIVED[pair.mapping] if main == "inputs" else _MAKERS[main])(config, generator)}
+    inputs = {main: (_PERCEIVED[pair.mapping] if main == "inputs" else _MAKERS[main])(config, generator)}
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
-        given["decoder_input_ids"] = _ids(config, generator, DECODER_TOKENS)
+        inputs["decoder_input_ids"] = _ids(config, generator, DECODER_TOKENS)
     for name in EXTRA.get(pair.type, ()):
         if name in accepted:
-            given[name] = _EXTRAS[name](config, generator)
+            inputs[name] = _EXTRAS[name](config, generator)
     if pair.type in ("idefics", "pi0"):  # several images a text
-        given["pixel_values"] = given["pixel_values"][:, None]
-    return given
+        inputs["pixel_values"] = inputs["pixel_values"][:, None]
+    return inputs
 
 
 def _ids(config: Any, generator: torch.Generator, tokens: int = TOKENS) -> torch.Tensor:

@@ -33,8 +33,8 @@ def described(worst: float | str, tolerance: float) -> str:
 
 @torch.no_grad()
 def _logits(model: nn.Module, inputs: Mapping[str, Any], cache: bool) -> list[torch.Tensor]:
-    given = {k: v for k, v in inputs.items() if k not in ("decoder_input_ids", "use_cache")}
-    given = copy.deepcopy(given)  # a `generate` may write into its inputs
+    kwargs = {k: v for k, v in inputs.items() if k not in ("decoder_input_ids", "use_cache")}
+    kwargs = copy.deepcopy(kwargs)  # a `generate` may write into its inputs
     settings = copy.deepcopy(model.generation_config)
     settings.update(
         max_new_tokens=NEW_TOKENS,
@@ -50,7 +50,7 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any], cache: bool) -> list[to
         **_forced,
     )
     torch.manual_seed(0)
-    out = model.generate(**given, generation_config=settings)
+    out = model.generate(**kwargs, generation_config=settings)
     return list(out.logits)
 
 

@@ -209,11 +209,11 @@ def _token_ids(values: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _tokens_in(values: Mapping[str, Any]) -> list[int]:
-    found = list[int]()
+    tokens = list[int]()
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found += _tokens_in(value)
+            tokens += _tokens_in(value)
         elif isinstance(name, str) and _TOKEN.fullmatch(name):  # (`id2label` has numbers for names)
-            listed = value if isinstance(value, (list, tuple)) else [value]
-            found += [i for i in listed if isinstance(i, int) and not isinstance(i, bool)]
-    return found
+            items = value if isinstance(value, (list, tuple)) else [value]
+            tokens += [i for i in items if isinstance(i, int) and not isinstance(i, bool)]
+    return tokens

@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from peftc.cli.output import compile_skeleton
-from peftc.cli.spec_files import read
+from peftc.cli.spec_files import parse_file
 from peftc.compiler import compile, plan_edits, sites
 from peftc.diagnostics import Diagnostic
-from peftc.diagnostics.formats import render_json
-from peftc.diagnostics.render import render_text, wants_color
+from peftc.diagnostics.render import render_json, render_text, wants_color
 from peftc.filesystem.output_folder import write_folder
+from peftc.installation.compiled_model import analyse_base
 from peftc.models.load import load_or_initialize
 from peftc.models.resolve import resolve
 from peftc.planning.report.plan import render_plan
@@ -23,9 +23,7 @@ from peftc.planning.report.site_tree import render_sites
 from peftc.planning.report.text import plain_text
 from peftc.planning.selection.untraced import reason_lines
 from peftc.semantics.expand import expand
-from peftc.semantics.settings import parse_settings
-from peftc.syntax import ast
-from peftc.syntax.parser import parse_text
+from peftc.semantics.spec_argument import default_name, parse_settings
 from peftc.verification.preparation import duplicate
 from peftc.verification.report import render_verification
 from peftc.verification.verify import verify
@@ -42,7 +40,7 @@ def run_sites(args: Namespace) -> int:
 
 def run_plan(args: Namespace) -> int:
     """Prints the plan; exit 1 if an expectation fails. Raises: P0xx–P3xx (the spec), P5xx."""
-    spec = parse_spec(args)
+    spec = parse_file(args.spec)
     flat = expand(spec, parse_settings(args.set), args.include)
     result = plan_edits(flat, args.model, tasks=args.tasks, trust_remote_code=args.trust_remote_code)
     records_only = bool(result.failed_expectations) and args.output_format == "json" and not args.json
@@ -56,10 +54,10 @@ def run_plan(args: Namespace) -> int:
 
 def run_compile(args: Namespace) -> int:
     """Compiles onto a skeleton, without weights. Raises: as `run_plan`; P304, P4xx."""
-    settings = parse_settings(args.set)
-    result, files = compile_skeleton(
-        parse_spec(args), args.model, args.seed, settings, args.include, args.tasks, args.trust_remote_code
-    )
+    spec = parse_file(args.spec)
+    flat = expand(spec, parse_settings(args.set), args.include)
+    analysis = analyse_base(args.model, trust_remote_code=args.trust_remote_code)
+    result, files = compile_skeleton(flat, default_name(spec), analysis, args.seed, args.tasks)
     show(lambda _: render_plan(result.plan, result.site_edits))
     report(result.warnings, args)
     if args.output is None:
@@ -76,7 +74,7 @@ def run_compile(args: Namespace) -> int:
 
 def run_verify(args: Namespace) -> int:
     """Compiles and verifies; exit 1 on findings. Raises: as `run_compile`; P505, P507, P601."""
-    spec = parse_spec(args)
+    spec = parse_file(args.spec)
     model, weights = load_or_initialize(resolve(args.model, args.trust_remote_code), args.seed)
     base = duplicate(model)
     settings = parse_settings(args.set)
@@ -90,10 +88,6 @@ def run_verify(args: Namespace) -> int:
     if records_only or (args.json and not result.ok):
         report(result.diagnostics, args, to_stdout=records_only)
     return 0 if result.ok else 1
-
-
-def parse_spec(args: Namespace) -> ast.Spec:
-    return parse_text(read(args.spec), "<stdin>" if args.spec == "-" else args.spec)
 
 
 def report(diagnostics: Sequence[Diagnostic], args: Namespace, *, to_stdout: bool = False) -> None:

@@ -15,35 +15,26 @@ from peftc.diagnostics import PeftcError
 from peftc.fakes.tensors import fake_mode
 from peftc.filesystem.bounded_read import printable_path
 from peftc.forms.module import checked_seed
-from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
+from peftc.installation.compiled_model import CompiledModel, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.task_names import require_tasks, task_names
 from peftc.planning.counts import percent
 from peftc.planning.planner import PlanResult
-from peftc.recognition.analysis import ModelLike
+from peftc.recognition.analysis import Analysis
 from peftc.runtime import respecialize
-from peftc.semantics.load import Include
-from peftc.semantics.spec_argument import Settings, SpecLike, default_name, flat_spec
 from peftc.specialization.generated_class import GeneratedClass, captions
+from peftc.syntax import ast
 
 PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
 
 
 def compile_skeleton(
-    spec: SpecLike,
-    model: ModelLike,
-    seed: int | None,
-    settings: Settings,
-    include: Include,
-    tasks: Sequence[str] | None,
-    trust_remote_code: bool,
+    flat: ast.Spec, name: str, analysis: Analysis, seed: int | None, tasks: Sequence[str] | None
 ) -> tuple[PlanResult, dict[str, str]]:
     """Compiles onto a model without weights: the plan, and the text of each file by its name.
 
     Raises: as `peftc.compile`.
     """
-    flat = flat_spec(spec, settings, include)
-    analysis = analyse_base(model, trust_remote_code=trust_remote_code)
     names = task_names(tasks)
     result = plan_on(analysis, flat, names)
     require_tasks(tasks, result)
@@ -51,7 +42,7 @@ def compile_skeleton(
         raise PeftcError(result.failed_expectations)
     skeleton = analysis.structure.model
     with fake_mode(skeleton):
-        installed = InstalledSpec(default_name(spec), flat, result.plan, 0 if seed is None else checked_seed(seed))
+        installed = InstalledSpec(name, flat, result.plan, 0 if seed is None else checked_seed(seed))
         CompiledModel(skeleton, analysis=analysis).add(installed, result, tasks=names)
     files = {PLAN: result.plan.model_dump_json(indent=2) + "\n", SPEC: installed.text, README: readme(installed, names)}
     return result, files | forwards(skeleton)

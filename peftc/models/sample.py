@@ -25,7 +25,10 @@ def sample_inputs(model: nn.Module, *, cache: bool | None = None) -> dict[str, A
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     make = _MAKERS.get(name) if config is not None and isinstance(name, str) else None
     if make is None or not isinstance(name, str):
-        raise PeftcError(_no_sample(model, name))
+        reason = f"its main input is `{name}`" if isinstance(name, str) else "it has no `main_input_name`"
+        notes = (reason, f"known inputs: {', '.join(_MAKERS)}")
+        message = f"no sample input can be made for {type(model).__name__}"
+        raise PeftcError(Diagnostic("P507", message, notes=notes, help="give a sample: `sample={name: tensor}`"))
     parameters = inspect.signature(model.forward).parameters
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with fake_mode(model), torch.device(device):
@@ -53,23 +56,9 @@ def _pixels(config: Any) -> torch.Tensor:
     return torch.zeros(BATCH, getattr(vision, "num_channels", 3), height, width)
 
 
-def _spectrogram(config: Any) -> torch.Tensor:
-    return torch.zeros(BATCH, config.num_mel_bins, 2 * config.max_source_positions)  # the encoder halves the length
-
-
 _MAKERS: Mapping[str, Callable[[Any], torch.Tensor]] = {
     "input_ids": lambda config: token_ids(),
     "pixel_values": _pixels,
-    "input_features": _spectrogram,
+    "input_features": lambda config: torch.zeros(BATCH, config.num_mel_bins, 2 * config.max_source_positions),
     "input_values": lambda config: torch.zeros(BATCH, 16_000),
 }
-
-
-def _no_sample(model: nn.Module, name: object) -> Diagnostic:
-    reason = f"its main input is `{name}`" if isinstance(name, str) else "it has no `main_input_name`"
-    return Diagnostic(
-        "P507",
-        f"no sample input can be made for {type(model).__name__}",
-        notes=(reason, f"known inputs: {', '.join(_MAKERS)}"),
-        help="give a sample: `sample={name: tensor}`",
-    )

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
-from peftc.models.tower_samples import run_on_sample, tower_calls
+from peftc.models.media import run_on_sample, tower_calls
 from peftc.observation.layer_keys import arguments_key, structure_key
 from peftc.observation.parameter_uses import ParameterUses
 from peftc.observation.repeated_layers import skip_repeated

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import cast
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.semantics.checks.definitions import bound_twice, reserved
 from peftc.semantics.constants import constant, fold_operation, with_span
-from peftc.semantics.name_errors import bound_twice, reserved
 from peftc.semantics.vocabulary import EDIT_FACTS, STATES
 from peftc.semantics.walk import fits, map_children, names_in, walk
 from peftc.syntax import ast

@@ -12,9 +12,8 @@ from peftc.syntax import ast
 from peftc.syntax.build import Builder
 from peftc.syntax.comments import CommentCursor
 from peftc.syntax.error_context import error_context
-from peftc.syntax.error_rules import rule_for
-from peftc.syntax.lexer import lark_parser, span_of, tokenize
-from peftc.syntax.lexical_errors import repair_tokens
+from peftc.syntax.error_rules import syntax_error
+from peftc.syntax.lexer import lark_parser, repair_tokens, span_of, tokenize
 from peftc.syntax.parse_tree import deeper_than, span, trees
 from peftc.syntax.recovery import accepted_terminals, feed, resume
 
@@ -104,12 +103,10 @@ def _diagnose(
     Only the `first` error may be the end of the text: a later one follows from the others.
     """
     context = error_context(tokens, at, accepts, stack)
-    rule = rule_for(context)
-    token = rule.span(context)
+    error, token = syntax_error(context)
     at_token = token is context.token
-    if (context.type == "$END" and not first and at_token) or not (token or at_token):
-        return []
-    return [rule.diagnostic(context)]
+    is_consequence = at_token and context.type == "$END" and not first
+    return [] if is_consequence or not (token or at_token) else [error]
 
 
 def _is_near_lexical_error(tokens: Sequence[Token], at: int, lexical_errors: Sequence[int]) -> bool:

@@ -49,7 +49,8 @@ def accepted_terminals(parser: InteractiveParser) -> frozenset[str]:
 
 def resume(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:
     """Recovers from the unexpected `tokens[at]`; None if no token is left to continue at."""
-    if tokens[at].type in _STATEMENTS and not _is_balanced(tokens, at):
+    missing_braces = -sum(_BRACES.get(token.type, 0) for token in tokens[at:])  # `}` that is missing before `at`
+    if tokens[at].type in _STATEMENTS and missing_braces > 0:
         return _skip(parser, tokens, at + 1)
     return _repair(parser, tokens, at, accepts) or _skip(parser, tokens, at)
 
@@ -102,11 +103,6 @@ def _skip(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> Resump
                 return Resumption(unwound, at)
         at += 1
     return None
-
-
-def _is_balanced(tokens: Sequence[Token], at: int) -> bool:
-    """Whether the braces from `at` on match, so that a `}` is missing before `at`."""
-    return sum(_BRACES.get(token.type, 0) for token in tokens[at:]) >= 0
 
 
 def _closing_brace(tokens: Sequence[Token], at: int) -> int:

@@ -81,10 +81,11 @@ class Comparison:
     Args:
         compiled: a copy, free to be changed.
         reference: hooks on a copy of its base.
+        batch: the arguments of every call.
     """
 
-    def __init__(self, compiled: nn.Module, reference: ReferenceModel) -> None:
-        self.compiled, self.reference, self.base = compiled, reference, reference.base
+    def __init__(self, compiled: nn.Module, reference: ReferenceModel, batch: Batch) -> None:
+        self.compiled, self.reference, self.base, self.batch = compiled, reference, reference.base, batch
         self.record = installation_of(compiled)
         trainable = parameters(compiled).items()
         self.parameters = {name: p for name, p in trainable if p.requires_grad and p.is_floating_point()}
@@ -100,7 +101,7 @@ class Comparison:
     def selected_task(self) -> AbstractContextManager[object]:
         return task(self.compiled, self.task) if self.task is not None else nullcontext()
 
-    def run_compiled(self, batch: Batch, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
+    def run_compiled(self, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
         """Calls the compiled model.
 
         Without a recorder it has no hooks, since hooks may disable fast paths of the model's code.
@@ -113,17 +114,17 @@ class Comparison:
             stack.enter_context(mode.applied_to(self.compiled))
             if recorder is not None:
                 stack.enter_context(recorder.recording(self.compiled, self.module_names))
-            stack.enter_context(self.own_errors(batch, mode))
-            return self._result(model_outputs(self.compiled(**batch)), mode)
+            stack.enter_context(self.own_errors(mode))
+            return self._result(model_outputs(self.compiled(**self.batch)), mode)
 
-    def own_errors(self, batch: Batch, mode: ForwardMode) -> AbstractContextManager[None]:
+    def own_errors(self, mode: ForwardMode) -> AbstractContextManager[None]:
         def call_base() -> None:
             with unavailable_on_error("the model without its edits does not run: "), mode.applied_to(self.base):
-                self.base(**batch)
+                self.base(**self.batch)
 
         return compiled_model_errors(call_base)
 
-    def run_reference(self, batch: Batch, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
+    def run_reference(self, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
         """Evaluates the spec on the base.
 
         Raises: ReferenceUnavailable if an equation has no values to read, or the base does not run
@@ -140,7 +141,7 @@ class Comparison:
             else:
                 stack.enter_context(self.reference.active(recorder.record_edit))
                 stack.enter_context(recorder.recording(self.base, self.module_names))
-            prompts = Prompts(self.base, self.reference.prompts, self.reference.interpreter, batch)
+            prompts = Prompts(self.base, self.reference.prompts, self.reference.interpreter, self.batch)
             with unavailable_on_error():
                 outputs = prompts.without_prompt_rows(model_outputs(self.base(**prompts.arguments)))
             return self._result(outputs, mode)
@@ -160,9 +161,9 @@ class Comparison:
                 result.gradients = {n: torch.zeros_like(p) if g is None else g.clone() for n, p, g in gradients}
         return result
 
-    def output_difference(self, batch: Batch) -> Difference | None:
-        expected = self.run_reference(batch, EVALUATION)
-        return first_difference(expected.outputs, self.run_compiled(batch, EVALUATION).outputs)
+    def output_difference(self) -> Difference | None:
+        expected = self.run_reference(EVALUATION)
+        return first_difference(expected.outputs, self.run_compiled(EVALUATION).outputs)
 
     # Values of parameters -------------------------------------------------------------------------
 
@@ -184,25 +185,22 @@ class Comparison:
             noise = torch.randn(parameter.shape, generator=seeded(f"{seed}{name}"))
             parameter += (scale * noise).to(parameter.device, parameter.dtype)
 
-    def randomize(self, batch: Batch) -> None:
+    def randomize(self) -> None:
         """Perturbs all parameters by the largest noise for which outputs are finite."""
         for size in NOISE:
             self.reset()
             self.perturb(self.parameters, size)
             with suppress(CompiledModelError):  # values may be too large for the model
-                if all(bool(value.isfinite().all()) for value in self.run_compiled(batch, EVALUATION).outputs.values()):
+                if all(bool(value.isfinite().all()) for value in self.run_compiled(EVALUATION).outputs.values()):
                     return
 
     def parameters_of(self, site_edit: ir.SiteEdit) -> list[str]:
         """The parameters that an edit owns at a site, else those that it shares."""
         prefix = f"{site_edit.edit}/{site_edit.site.path}/"
-        owned = [name for name in self.parameters if name.startswith(prefix) and self._is_of_task(name)]
+        other_tasks = [f".tasks.{other}." for other in self.record.task.names if self.task not in (None, other)]
+        owned = [n for n in self.parameters if n.startswith(prefix) and not any(task in n for task in other_tasks)]
         owners = {owner for instance in site_edit.instances for owner in instance.owners()}
         return owned or [name for name in self.parameters if name.count("/") > 1 and name.split("/")[1] in owners]
-
-    def _is_of_task(self, name: str) -> bool:
-        others = [f".tasks.{other}." for other in self.record.task.names if other != self.task]
-        return self.task is None or not any(other in name for other in others)
 
     def edits_sharing(self, site_edit: ir.SiteEdit, names: Collection[str]) -> list[EditKey]:
         """The edit at its site, and all others that use one of these parameters."""

@@ -136,14 +136,10 @@ class Verification(_Record):
         return tuple(finding.diagnostic() for finding in self.findings)
 
     def __str__(self) -> str:
-        return verification_text(self)
+        return plain_text(render_verification(self), 80)
 
 
 STYLE = {"holds": "green", "fails": "bold red", "not checked": "yellow"}
-
-
-def verification_text(verification: Verification, width: int = 80) -> str:
-    return plain_text(render_verification(verification), width)
 
 
 def render_verification(verification: Verification) -> RenderableType:

@@ -14,26 +14,17 @@ from peftc.compiler import sites as sites_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.contents import parameters
 from peftc.installation.record import installation_of, is_installed
-from peftc.models.runnable import check_sample
-from peftc.verification.attention_roles import check_roles
+from peftc.models.skeleton import check_sample
 from peftc.verification.checks import CheckResults, check_base, check_equations, check_fold
 from peftc.verification.comparison import Comparison
 from peftc.verification.decoding import check_decoding
 from peftc.verification.forward_modes import EVALUATION
-from peftc.verification.perturbation import PerturbationCounts, check_perturbations
-from peftc.verification.preparation import (
-    Batch,
-    duplicate,
-    fill_forms,
-    require_numbers,
-    require_runnable,
-    sample_batch,
-    without_autocast,
-)
+from peftc.verification.preparation import duplicate, fill_forms, require_runnable, sample_batch, without_autocast
 from peftc.verification.reference.interpreter import FormModules
 from peftc.verification.reference.locations import ReferenceUnavailable, key_of
 from peftc.verification.reference.model import ReferenceModel
 from peftc.verification.report import NotWitnessed, Verification, VerifiedEdit
+from peftc.verification.site_checks import check_perturbations, check_roles
 
 Sites = Literal["sample", "all"]
 
@@ -83,8 +74,8 @@ def verify(
         compiled = duplicate(model).eval()
         inputs = dict(batch) if batch is not None else sample_batch(compiled, record.sample)
         comparison = prepare(compiled, inputs)
-        counts = run_checks(comparison, inputs, sites == "all", base, results)
-    return summary(comparison, inputs, results, counts, weights)
+        run_checks(comparison, sites == "all", base, results)
+    return summary(comparison, results, weights)
 
 
 def compilation_check(model: nn.Module) -> Callable[[nn.Module], None]:
@@ -103,54 +94,50 @@ def compilation_check(model: nn.Module) -> Callable[[nn.Module], None]:
     return check
 
 
-def prepare(compiled: nn.Module, batch: Batch) -> Comparison:
+def prepare(compiled: nn.Module, batch: dict[str, Any]) -> Comparison:
     """Builds the reference model. Raises: P509 if the base does not run."""
     base = remove(duplicate(compiled))
     require_runnable(base, batch)
     fill_forms(compiled, batch)
     record = installation_of(compiled)
-    require_numbers(parameters(compiled))
+    if names := [name for name, value in parameters(compiled).items() if bool(value.isnan().any())]:
+        raise PeftcError(Diagnostic("P601", f"`{names[0]}` has NaN entries: nothing can be compared"))
     table = {site.path: site for site in sites_of(base, sample=record.sample).sites}
     trained: dict[str, Tensor] = {name: compiled.get_parameter(name) for name in record.trained.values()}
     base.requires_grad_(False)
     reference = ReferenceModel(base, record.site_edits, table, FormModules(compiled, record), trained)
-    return Comparison(compiled, reference)
+    return Comparison(compiled, reference, batch)
 
 
-def run_checks(
-    comparison: Comparison, batch: Batch, all_sites: bool, base: nn.Module | None, results: CheckResults
-) -> PerturbationCounts:
-    check_base(comparison, batch, base, results)
-    find_unreached_sites(comparison, batch)
+def run_checks(comparison: Comparison, all_sites: bool, base: nn.Module | None, results: CheckResults) -> None:
+    check_base(comparison, base, results)
+    find_unreached_sites(comparison)
     are_equal = True
     for task in comparison.tasks:
         comparison.task = task
-        are_equal = check_equations(comparison, batch, results) and are_equal
+        are_equal = check_equations(comparison, results) and are_equal
     comparison.task = comparison.tasks[0]
-    check_roles(comparison, batch, all_sites, results)
+    check_roles(comparison, all_sites, results)
     with results.attempt("far from the present parameters", "P602"):
-        comparison.randomize(batch)
-    counts = check_perturbations(comparison, batch, all_sites, results)
+        comparison.randomize()
+    check_perturbations(comparison, all_sites, results)
     if are_equal or comparison.unavailable:
-        check_decoding(comparison, batch, results)
-        check_fold(comparison, batch, results)
-    return counts
+        check_decoding(comparison, results)
+        check_fold(comparison, results)
 
 
-def find_unreached_sites(comparison: Comparison, batch: Batch) -> None:
-    keys = [key_of(site_edit) for site_edit in comparison.record.site_edits]
+def find_unreached_sites(comparison: Comparison) -> None:
+    reason = "no call of the base reached it"
     try:
-        comparison.run_reference(batch, EVALUATION)
-    except ReferenceUnavailable as reason:
-        comparison.unavailable = dict.fromkeys(keys, str(reason)) | comparison.unavailable
-        return
-    for write in comparison.reference.unreached_writes():
-        comparison.unavailable.setdefault(key_of(write.site_edit), "no call of the base reached it")
+        comparison.run_reference(EVALUATION)
+        site_edits = [write.site_edit for write in comparison.reference.unreached_writes()]
+    except ReferenceUnavailable as error:
+        reason, site_edits = str(error), comparison.record.site_edits
+    for site_edit in site_edits:
+        comparison.unavailable.setdefault(key_of(site_edit), reason)
 
 
-def summary(
-    comparison: Comparison, batch: Batch, results: CheckResults, counts: PerturbationCounts, weights: str
-) -> Verification:
+def summary(comparison: Comparison, results: CheckResults, weights: str) -> Verification:
     record = comparison.record
     sites = Counter(site_edit.edit for site_edit in record.site_edits)
     sites |= {e.name: len(e.sites) for spec in record.specs for e in spec.plan.edits if e.name not in sites}
@@ -162,15 +149,15 @@ def summary(
                 name=name,
                 sites=count,
                 witnessed=count - len(reasons),
-                perturbed=counts.perturbed[name],
-                inert=counts.inert[name],
+                perturbed=results.perturbed[name],
+                inert=results.inert[name],
                 not_witnessed=tuple(NotWitnessed(site=site, reason=reason) for site, reason in reasons),
             )
         )
     return Verification(
         model=record.specs[0].plan.model.id,
         weights=weights,
-        batch={name: tuple(value.shape) for name, value in batch.items() if isinstance(value, Tensor)},
+        batch={name: tuple(value.shape) for name, value in comparison.batch.items() if isinstance(value, Tensor)},
         edits=tuple(edits),
         checks=tuple(results.checks),
         findings=tuple(results.findings),

@@ -1,6 +1,4 @@
-"""Adapters at rest: they come back bit for bit, never by halves, and only onto the base they belong
-to.
-"""
+"""Saved adapters: loaded bit for bit, all or nothing, and only onto the base they belong to."""
 
 from __future__ import annotations
 
@@ -60,24 +58,24 @@ def tensors_of(folder: Path) -> Path:
 
 
 def retensor(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Other tensors with a description that owns up to them."""
+    """Replaces the tensors, with a description that matches them."""
     save_file(tensors, tensors_of(folder))
-    listed = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in tensors.items()}
-    describe(folder, tensors=listed, sha256=hashlib.sha256(tensors_of(folder).read_bytes()).hexdigest())
+    shapes = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in tensors.items()}
+    describe(folder, tensors=shapes, sha256=hashlib.sha256(tensors_of(folder).read_bytes()).hexdigest())
 
 
 def refused(folder: Path, model: nn.Module, code: str, **kwargs: Any) -> peftc.Diagnostic:
-    """Loading fails with this code and the model is as it was."""
+    """Loading fails with this code, and the model is unchanged."""
     before = Before.of(model)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.load(folder, model, **kwargs)
     before.assert_same(model)
-    (result,) = caught.value.diagnostics
+    (result,) = excinfo.value.diagnostics
     assert result.code == code, result
     return result
 
 
-# There and back
+# Save and load
 # --------------------------------------------------------------------------------------------------
 
 
@@ -194,7 +192,7 @@ def test_keep_saves_the_network_that_makes_them(tmp_path: Path) -> None:
     assert "p/p.prefix.encoder.self/prefix.embedding" in peftc.parameters(again)
 
 
-def test_one_prefix_collapsed_and_another_kept_beside_it(tmp_path: Path) -> None:
+def test_one_prefix_saved_as_rows_and_one_with_its_mlp(tmp_path: Path) -> None:
     spec = (
         "edit p at decoder.layer[*].attn { kv = concat(prefix(len=2, reparam=mlp(4), keep=true), kv, prefix(len=3)) }\n"
         "edit r at encoder.layer[*].attn { kv = concat(prefix(len=1, reparam=mlp(3), keep=false), kv) }"
@@ -213,7 +211,7 @@ def test_a_shared_prefix_used_twice_in_an_edit_needs_keep(tmp_path: Path) -> Non
     assert not (tmp_path / "a").exists()
 
 
-# Where it is written
+# The folder
 # -------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +227,7 @@ def test_an_adapter_replaces_an_adapter_and_leaves_other_files(tmp_path: Path) -
 
 @pytest.mark.parametrize("lacks", [None, "format_version", "peftc", "sha256"])
 def test_a_description_of_any_format_is_replaced(lacks: str | None, tmp_path: Path) -> None:
-    """Later formats may have other keys; what says no version, or has no hash, is not ours."""
+    """Later formats may have other keys. A file without a version or a hash is not ours."""
     excerpt = {"format_version": "9.0", "peftc": "9.0", "sha256": "0" * 64}
     text = json.dumps({key: value for key, value in excerpt.items() if key != lacks})
     (tmp_path / METADATA).write_text(text)
@@ -299,7 +297,7 @@ def test_parameters_without_values_are_not_saved(tmp_path: Path) -> None:
         peftc.save(zoo.build("llama"), tmp_path / "a")
 
 
-# What is not loaded
+# Refusals
 # --------------------------------------------------------------------------------------------------
 
 
@@ -357,9 +355,9 @@ DESCRIPTIONS: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("case", DESCRIPTIONS)
 def test_a_damaged_description_is_refused(case: str, folder: Path) -> None:
     text = (folder / METADATA).read_text()
-    changed = DESCRIPTIONS[case](text)
-    assert changed != text
-    (folder / METADATA).write_bytes(changed.encode(errors="surrogateescape"))
+    damaged = DESCRIPTIONS[case](text)
+    assert damaged != text
+    (folder / METADATA).write_bytes(damaged.encode(errors="surrogateescape"))
     refused(folder, zoo.build("bert"), "P521")
 
 
@@ -418,9 +416,9 @@ def test_tensors_that_do_not_fit_the_spec(change: Callable[[Any], None], excerpt
 
 
 def test_tensors_other_than_those_listed(folder: Path) -> None:
-    listed = description(folder)["tensors"]
-    listed["k/s/lora.A"]["dtype"] = "float16"
-    describe(folder, tensors=listed)
+    tensors = description(folder)["tensors"]
+    tensors["k/s/lora.A"]["dtype"] = "float16"
+    describe(folder, tensors=tensors)
     assert "float16 [2, 32] listed, float32 [2, 32] there" in refused(folder, zoo.build("bert"), "P521").notes[0]
 
 
@@ -461,7 +459,7 @@ def test_another_base_is_refused_with_what_differs(name: str, change: Any, excer
 
 
 def test_values_that_train_replaces_may_differ(folder: Path) -> None:
-    """A head that was trained is saved with the adapter: it may be a fresh one where the adapter is
+    """A trained head is saved with the adapter, so the base's own head may differ where it is
     loaded.
     """
     model = zoo.build("bert")

@@ -38,7 +38,7 @@ Refuses = Callable[..., None]
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder, by its path; None for what is no plain file."""
+    """Every path below a folder with its bytes; None for anything that is not a regular file."""
     paths = sorted(folder.rglob("*"))
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() and not p.is_symlink() else None for p in paths}
 
@@ -48,10 +48,10 @@ def texts(folder: Path) -> dict[str, str]:
 
 
 def code_of(action: Callable[[], object]) -> str:
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         action()
-    (found,) = caught.value.diagnostics
-    return found.code
+    (diagnostic,) = excinfo.value.diagnostics
+    return diagnostic.code
 
 
 # The command
@@ -60,7 +60,7 @@ def code_of(action: Callable[[], object]) -> str:
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A spec and a model, as the command takes them."""
+    """A spec and a model as command-line arguments."""
     folder = tmp_path_factory.mktemp("input")
     zoo.config("llama").save_pretrained(folder)
     (folder / "both.peft").write_text(SPEC)
@@ -69,7 +69,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def written(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command writes, with r = 3 and a seed; not to be changed."""
+    """The output folder for r = 3 and a seed; read-only."""
     folder = tmp_path_factory.mktemp("output") / "new" / "both"
     assert main([*arguments, "--set", "r=3", "--seed", "7", "-o", str(folder)]) == 0
     return folder
@@ -91,7 +91,7 @@ def test_what_is_written(written: Path) -> None:
 
 
 def test_generated_files_import_public_names_and_run(written: Path) -> None:
-    """Nothing of peftc but its runtime, and no private name; every import is there."""
+    """Generated files import only `peftc.runtime`, no private name, and every import resolves."""
     for path in written.glob("forward_*.py"):
         imports = [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]
         for node in imports:
@@ -153,9 +153,7 @@ def test_the_marker_has_the_hash_of_each_file(written: Path) -> None:
 
 
 def test_again_with_other_arguments(written: Path, arguments: list[str], tmp_path: Path, capsys: Out) -> None:
-    """What is ours is replaced, a file of the user's beside it stays, a file that is no longer
-    wanted goes.
-    """
+    """Our files are replaced, stale ones are removed, and the user's own files stay."""
     folder = tmp_path / "both"
     shutil.copytree(written, folder)
     (folder / "notes.txt").write_text("mine")
@@ -164,13 +162,13 @@ def test_again_with_other_arguments(written: Path, arguments: list[str], tmp_pat
     out = capsys.readouterr().out
     assert (folder / "notes.txt").read_text() == "mine"
     assert "r=2" in (folder / "spec.peft").read_text()
-    gone = {path.name for path in written.iterdir()} - {path.name for path in folder.iterdir()}
-    assert gone
-    assert f"removed {', '.join(sorted(gone))}, of an earlier run" in out
-    (said,) = [line for line in out.splitlines() if line.startswith("wrote ")]
+    removed = {path.name for path in written.iterdir()} - {path.name for path in folder.iterdir()}
+    assert removed
+    assert f"removed {', '.join(sorted(removed))}, of an earlier run" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("wrote ")]
     names = [path.name for path in folder.iterdir() if path.name not in ("notes.txt", MARKER)]
-    assert said.endswith(f" to {folder}")
-    assert sorted(said.removeprefix("wrote ").removesuffix(f" to {folder}").split(", ")) == sorted(names)
+    assert line.endswith(f" to {folder}")
+    assert sorted(line.removeprefix("wrote ").removesuffix(f" to {folder}").split(", ")) == sorted(names)
 
 
 def test_without_a_folder_nothing_is_written(
@@ -183,7 +181,7 @@ def test_without_a_folder_nothing_is_written(
 
 
 def test_refusals_on_the_command_line(written: Path, arguments: list[str], tmp_path: Path, capsys: Out) -> None:
-    """As text and as JSON, with exit code 1; `--force` is what the help says it is."""
+    """Diagnostics as text and as JSON, with exit code 1; `--force` works as its help says."""
     folder = tmp_path / "both"
     shutil.copytree(written, folder)
     (folder / "README.md").write_text("mine")
@@ -275,7 +273,7 @@ def test_a_folder_that_is_new_or_empty(there: str, tmp_path: Path) -> None:
 
 
 def user_folder(folder: Path) -> None:
-    """A folder with files that have names like ours, and no marker."""
+    """A folder without our marker; its files have names like ours."""
     folder.mkdir()
     (folder / "README.md").write_text("mine")
     (folder / "spec.peft").write_text("mine")
@@ -356,8 +354,8 @@ def linked(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [edited, linked])
-def test_a_changed_file_is_overwritten_by_force_alone(change: Callable[[Path], None], tmp_path: Path) -> None:
-    """A link is replaced itself; what it points to is not written to."""
+def test_a_changed_file_is_overwritten_only_with_force(change: Callable[[Path], None], tmp_path: Path) -> None:
+    """A symbolic link is replaced; its target is not written to."""
     folder = tmp_path / "out"
     write_folder(folder, OLD)
     change(folder / "spec.peft")
@@ -379,7 +377,7 @@ def test_a_changed_file_of_an_earlier_run_stays(change: Callable[[Path], None], 
     done = write_folder(folder, NEW, force)
     assert (done.removed, done.modified) == ((), ("forward_old.py",))
     assert (folder / "forward_old.py").exists()
-    write_folder(folder, NEW)  # from then on it is the user's
+    write_folder(folder, NEW)  # from now on the file belongs to the user
     assert (folder / "forward_old.py").exists()
     assert code_of(lambda: write_folder(folder, OLD, force=True)) in ("P551",)
 
@@ -411,8 +409,8 @@ def test_a_deleted_file_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_killed_at_every_boundary(there: bool, tmp_path: Path) -> None:
-    """Each file is the old one, the new one or not there; the next run completes it, and the user's
-    file stays.
+    """Each file is old, new or missing. The next run completes the folder, and the user's file
+    stays.
     """
     first = tmp_path / "first"
     if there:

@@ -113,14 +113,14 @@ def paths(model: nn.Module, sample: dict[str, Tensor], last: str) -> list[tuple[
 
 def test_the_layers_of_a_pyramid_are_in_its_stages() -> None:
     model = Layers(Stage(False), Stage(True))
-    found = paths(model, {"x": torch.randn(2, 4, D)}, "layer")
+    layers = paths(model, {"x": torch.randn(2, 4, D)}, "layer")
     blocks = [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
-    assert found == [(f"encoder.layer[{i}]", name) for i, name in enumerate(blocks)]
+    assert layers == [(f"encoder.layer[{i}]", name) for i, name in enumerate(blocks)]
 
 
 def test_a_list_of_feed_forward_networks_makes_no_stage() -> None:
-    found = paths(Layers(Layer(2), Layer(2)), {"x": torch.randn(2, 4, D)}, "layer")
-    assert [module for _, module in found] == ["layers.0", "layers.1"]
+    layers = paths(Layers(Layer(2), Layer(2)), {"x": torch.randn(2, 4, D)}, "layer")
+    assert [module for _, module in layers] == ["layers.0", "layers.1"]
 
 
 @pytest.mark.parametrize("bare", [False, True])
@@ -135,11 +135,11 @@ def test_blocks_of_convolutions_are_layers_where_there_are_no_others(bare: bool)
     with torch.no_grad():
         for parameter in peftc.parameters(model).values():
             parameter.copy_(scale)
-    changed = model(x)
+    edited = model(x)
     peftc.remove(model)
     for layer in model.layers:
         x = layer(x) * scale.view(1, D, 1, 1)
-    assert torch.equal(changed, x)
+    assert torch.equal(edited, x)
 
 
 def test_an_image_is_read_and_written_as_tokens() -> None:
@@ -157,11 +157,11 @@ def test_an_image_is_read_and_written_as_tokens() -> None:
     with torch.no_grad():
         a, b = (p.normal_() for p in peftc.parameters(model).values())
     first, second = (model.get_submodule(f"layers.{i}") for i in (0, 1))
-    changed = model(x)
+    edited = model(x)
     peftc.remove(model)
     mixed = first.norm(first.mix(x).permute(0, 2, 3, 1))
     added = (mixed @ a.t() @ b.t()).permute(0, 3, 1, 2)
-    torch.testing.assert_close(changed, second(first(x) + added), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(edited, second(first(x) + added), rtol=1e-4, atol=1e-4)
 
 
 def test_a_norm_may_have_the_features_of_an_image_second() -> None:
@@ -191,10 +191,10 @@ class StageWithAttention(nn.Module):
 
 def test_a_stage_with_a_sub_layer_of_its_own_makes_all_of_its_list_layers() -> None:
     """If its blocks were the layers, nothing could name its attention."""
-    found = paths(Layers(StageWithAttention(False), StageWithAttention(True)), {"x": torch.randn(2, 4, D)}, "layer")
-    assert [module for _, module in found] == ["layers.0", "layers.1"]
-    found = paths(Layers(StageWithAttention(False), StageWithAttention(False)), {"x": torch.randn(2, 4, D)}, "layer")
-    assert [module for _, module in found] == [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
+    layers = paths(Layers(StageWithAttention(False), StageWithAttention(True)), {"x": torch.randn(2, 4, D)}, "layer")
+    assert [module for _, module in layers] == ["layers.0", "layers.1"]
+    layers = paths(Layers(StageWithAttention(False), StageWithAttention(False)), {"x": torch.randn(2, 4, D)}, "layer")
+    assert [module for _, module in layers] == [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
 
 
 class Pyramids(nn.Module):
@@ -212,9 +212,9 @@ class Pyramids(nn.Module):
 
 
 def test_two_pyramids_are_told_apart_by_where_they_are() -> None:
-    found = paths(Pyramids(), {"x": torch.randn(2, 4, D)}, "layer")
+    layers = paths(Pyramids(), {"x": torch.randn(2, 4, D)}, "layer")
     places = [(f"stages.{i}.blocks.{j}", 2 * i + j) for i in (0, 1) for j in (0, 1)]
-    assert found == [(f"{name}.layer[{at}]", f"{name}.{block}") for name in ("near", "far") for block, at in places]
+    assert layers == [(f"{name}.layer[{at}]", f"{name}.{block}") for name in ("near", "far") for block, at in places]
 
 
 class NoSum(nn.Module):

@@ -110,13 +110,13 @@ class Bottleneck(nn.Module):
 
 @pytest.mark.parametrize(("deep", "kinds"), [(True, ["attn", "ffn"]), (False, ["attn"])])
 def test_a_stream_inside_of_a_sub_layer(deep: bool, kinds: list[str]) -> None:
-    subs = found(Bottleneck(deep), 2, 5, 8)
+    subs = sub_layers_of(Bottleneck(deep), 2, 5, 8)
     assert [s.kind for s in subs] == kinds
     assert str(subs[0].projections["q"].node.target) == "q"
     assert nodes.shape(subs[0].h)[-1] == (4 if deep else 8)
 
 
-def found(layer: nn.Module, *shape: int) -> list[SubLayer]:
+def sub_layers_of(layer: nn.Module, *shape: int) -> list[SubLayer]:
     graph = RegionTracer(lambda name: name == "").trace_region(layer, {"x": torch.randn(shape)}).graph
     return sub_layers(LayerGraph(graph, layer))
 
@@ -127,22 +127,22 @@ def downs(subs: list[SubLayer]) -> list[str]:
 
 @pytest.mark.parametrize("layer", [Chosen, Sums])
 def test_the_stream_goes_on(layer: type[Layer]) -> None:
-    assert downs(found(layer(), 2, 5, 8)) == ["first", "second"]
+    assert downs(sub_layers_of(layer(), 2, 5, 8)) == ["first", "second"]
 
 
 @pytest.mark.parametrize("layer", [Cut, CutBehindMask, Entry])
 def test_a_part_of_the_features_is_no_stream(layer: type[Layer]) -> None:
-    assert downs(found(layer(), 2, 5, 8)) == ["first"]
+    assert downs(sub_layers_of(layer(), 2, 5, 8)) == ["first"]
 
 
 def test_a_shift_with_a_vector_is_no_sub_layer() -> None:
-    (only,) = found(Shifted(), 2, 5, 8)
+    (only,) = sub_layers_of(Shifted(), 2, 5, 8)
     assert only.kind == "mixer"
     assert [str(n.target) for n in only.linears] == ["first"]
 
 
 def test_a_mixture_of_copies_is_no_sub_layer() -> None:
-    assert downs(found(Copies(), 4, 2, 5, 8)) == ["second"]
+    assert downs(sub_layers_of(Copies(), 4, 2, 5, 8)) == ["second"]
 
 
 def steps(mapping: str, name: str) -> list[str]:

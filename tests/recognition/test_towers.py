@@ -42,13 +42,13 @@ def family(mapping: str, model_type: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def stacks(table: peftc.SiteTable) -> dict[str, str]:
-    found: dict[str, set[str]] = {}
+    stacks: dict[str, set[str]] = {}
     for site in table.sites:
         names = [name for name, _ in site.steps]
         if "layer" in names:
-            branches = found.setdefault(".".join(names[: names.index("layer")]), set())
+            branches = stacks.setdefault(".".join(names[: names.index("layer")]), set())
             branches |= {names[i + 1] for i, name in enumerate(names[:-1]) if name == "attn"} & {"self", "cross"}
-    return {stack: " ".join(sorted(branches, reverse=True)) for stack, branches in found.items()}
+    return {stack: " ".join(sorted(branches, reverse=True)) for stack, branches in stacks.items()}
 
 
 @pytest.mark.parametrize("model_type", TOWERS)
@@ -106,12 +106,12 @@ class TestLlava:
             assert torch.equal(model(**inputs).logits, before)
 
     def test_a_tower_that_is_not_there(self, llava) -> None:
-        with pytest.raises(peftc.PeftcError) as caught:
+        with pytest.raises(peftc.PeftcError) as excinfo:
             self.count(llava[0], "visoin.layer[*].attn.q")
-        (found,) = caught.value.diagnostics
-        assert found.code == "P201"
-        assert found.help == "did you mean `vision`?"
-        assert "its stacks are `vision` and `text`" in found.notes
+        (diagnostic,) = excinfo.value.diagnostics
+        assert diagnostic.code == "P201"
+        assert diagnostic.help == "did you mean `vision`?"
+        assert "its stacks are `vision` and `text`" in diagnostic.notes
 
     def test_everything_below_a_tower(self, llava) -> None:
         model, _ = llava
@@ -135,10 +135,10 @@ def test_what_does_not_depend_on_data_is_known_without_data() -> None:
         assert lengths.cumsum(0).tolist() == [16, 22, 28]
         assert torch.rand(3, 5)[lengths > 6].shape == (1, 5)
         assert constant_of(torch.empty(2)) is None
-        written = torch.zeros(4)
-        written[1] = 2
-        assert written.tolist() == [0, 2, 0, 0]
-        view = written[2:]
-        written[:] = torch.rand(4)
-        assert constant_of(written) is not None  # kept, but
+        expected = torch.zeros(4)
+        expected[1] = 2
+        assert expected.tolist() == [0, 2, 0, 0]
+        view = expected[2:]
+        expected[:] = torch.rand(4)
+        assert constant_of(expected) is not None  # kept, but
         assert view.sum().item() == 1.0  # no longer trusted: guessed

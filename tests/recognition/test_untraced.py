@@ -121,9 +121,9 @@ def lora_at(selector: str) -> str:
 
 
 def refused(selector: str, of: Model) -> list[Diagnostic]:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         peftc.plan(lora_at(selector), of, sample=SAMPLE)
-    return list(caught.value.diagnostics)
+    return list(excinfo.value.diagnostics)
 
 
 @pytest.mark.parametrize("inner", [GridAttention, GridNetwork])
@@ -152,12 +152,12 @@ def test_an_opaque_module_has_no_name(inner: Callable[[], nn.Module], where: str
     ],
 )
 def test_what_may_be_in_it_is_refused(inner: Callable[[], nn.Module], selector: str) -> None:
-    (found,) = refused(selector, model(inner))
-    assert found.code == "P214"
-    assert "inner" in found.message
-    assert any(inner.__name__ in note and REASON in note for note in found.notes)
-    assert found.span is not None
-    assert lora_at(selector)[found.span.start : found.span.end] in ("attn", "ffn", "mixer", "norm")
+    (diagnostic,) = refused(selector, model(inner))
+    assert diagnostic.code == "P214"
+    assert "inner" in diagnostic.message
+    assert any(inner.__name__ in note and REASON in note for note in diagnostic.notes)
+    assert diagnostic.span is not None
+    assert lora_at(selector)[diagnostic.span.start : diagnostic.span.end] in ("attn", "ffn", "mixer", "norm")
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ def test_what_may_be_in_it_is_refused(inner: Callable[[], nn.Module], selector: 
 )
 def test_what_is_not_in_it_is_planned_with_a_warning(inner: Callable[[], nn.Module], selector: str) -> None:
     text = f"{lora_at(selector)}edit f at {selector} {{ h *= vector(init=1) }}\n"
-    made = plan_on(analyse_base(model(inner), SAMPLE), flat_spec(text))
-    (found,) = made.warnings  # once, for the first that meets it
-    assert (found.code, found.severity) == ("P215", "warning")
-    assert any("blocks.{0..1}.inner" in note and inner.__name__ in note for note in found.notes)
-    assert [m.module for m in made.plan.unread] == ["blocks.0.inner", "blocks.1.inner"]
-    assert "not traced" in str(made.plan)
-    assert Plan.model_validate_json(made.plan.model_dump_json()) == made.plan
+    plan = plan_on(analyse_base(model(inner), SAMPLE), flat_spec(text))
+    (warning,) = plan.warnings  # once, for the first that meets it
+    assert (warning.code, warning.severity) == ("P215", "warning")
+    assert any("blocks.{0..1}.inner" in note and inner.__name__ in note for note in warning.notes)
+    assert [m.module for m in plan.plan.unread] == ["blocks.0.inner", "blocks.1.inner"]
+    assert "not traced" in str(plan.plan)
+    assert Plan.model_validate_json(plan.plan.model_dump_json()) == plan.plan
 
 
 def test_a_pattern_reaches_its_modules() -> None:
@@ -205,8 +205,8 @@ def test_keys_made_by_an_opaque_module_are_nobodys() -> None:
     Linears.
     """
     table = peftc.sites(model(Gate, "inside"), sample=SAMPLE)
-    named = {site.steps[-1][0]: site.module for site in table.sites if site.root == "blocks.0" and "w" in site.states}
-    assert {named[role] for role in "qkvo"} == {f"blocks.0.cross.{role}" for role in "qkvo"}
+    modules = {site.steps[-1][0]: site.module for site in table.sites if site.root == "blocks.0" and "w" in site.states}
+    assert {modules[role] for role in "qkvo"} == {f"blocks.0.cross.{role}" for role in "qkvo"}
     assert [m.roles for m in table.untraced] == [frozenset(), frozenset()]
 
 
@@ -218,9 +218,9 @@ def test_indices_hide_nothing() -> None:
 
 def test_a_layer_that_cannot_be_read_is_no_gap_in_silence() -> None:
     mixed = Model(Block(Gate(), "inside"), Block(GridNetwork(), "in the layer"))
-    found = refused("layer[*].attn.q", mixed)
-    assert [d.code for d in found] == ["P214"]
-    assert "blocks.1" in found[0].message
+    diagnostics = refused("layer[*].attn.q", mixed)
+    assert [d.code for d in diagnostics] == ["P214"]
+    assert "blocks.1" in diagnostics[0].message
 
 
 class Softmaxes(nn.Module):
@@ -281,9 +281,9 @@ class Packed(nn.Module):
 
 
 def test_an_attention_without_the_role_beside_one_with_it_is_told() -> None:
-    (found,) = plan_on(analyse_base(model(Packed), SAMPLE), flat_spec(lora_at("layer[*].attn.q"))).warnings
-    assert (found.code, found.severity) == ("P204", "warning")
-    assert any("attn.self" in note for note in found.notes)
+    (warning,) = plan_on(analyse_base(model(Packed), SAMPLE), flat_spec(lora_at("layer[*].attn.q"))).warnings
+    assert (warning.code, warning.severity) == ("P204", "warning")
+    assert any("attn.self" in note for note in warning.notes)
 
 
 class Matrices(nn.Module):

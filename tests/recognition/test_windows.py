@@ -120,18 +120,18 @@ class Handed(Layer):
 def test_linears_whose_parameters_alone_are_used(text: str) -> None:
     torch.manual_seed(0)
     x, state = torch.randn(2, 4, D), stack(1, "dots").state_dict()
-    plain, handed = stack(1, "dots"), stack(1, "dots")
+    plain, parameter_user = stack(1, "dots"), stack(1, "dots")
     plain.layers = nn.ModuleList([Scaled(1, "dots"), Scaled(1, "dots")])
-    handed.layers = nn.ModuleList([Handed(1, ""), Handed(1, "")])
-    for model in (plain, handed):
+    parameter_user.layers = nn.ModuleList([Handed(1, ""), Handed(1, "")])
+    for model in (plain, parameter_user):
         model.load_state_dict(state)
         peftc.compile(text, model.eval(), seed=0, sample={"x": x})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in peftc.parameters(plain).items():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            peftc.parameters(handed)[name].copy_(parameter)
-    torch.testing.assert_close(handed(x), plain(x))
+            peftc.parameters(parameter_user)[name].copy_(parameter)
+    torch.testing.assert_close(parameter_user(x), plain(x))
 
 
 class MaskedSoftmax(torch.autograd.Function):

@@ -72,11 +72,11 @@ def test_the_model_is_edited_as_without_wrappers(change: Callable[[Any], Any], w
         for name, parameter in others.items():
             parameter.normal_(std=0.3, generator=draw)
             own[name].copy_(parameter)
-    given = zoo.inputs("llama", plain)
-    close(model(**given).logits, plain(**given).logits)
-    found = peftc.verify(model)
-    assert found.ok, str(found)
-    assert found.witnessed == found.sites
+    inputs = zoo.inputs("llama", plain)
+    close(model(**inputs).logits, plain(**inputs).logits)
+    report = peftc.verify(model)
+    assert report.ok, str(report)
+    assert report.witnessed == report.sites
 
 
 class Product(LlamaDecoderLayer):
@@ -114,5 +114,5 @@ def test_a_model_around_a_model_needs_no_configuration(config: Any) -> None:
     model = peftc.compile(SPEC, Classifier(config).eval(), seed=0, sample={"input_ids": ids})
     assert [edit.name for edit in peftc.plan(SPEC, Classifier(config), sample={"input_ids": ids}).edits] == list("qflp")
     assert len({name.split("/")[1] for name in peftc.parameters(model)}) == 4 * LAYERS
-    found = peftc.verify(model, {"input_ids": ids})
-    assert found.ok, str(found)
+    report = peftc.verify(model, {"input_ids": ids})
+    assert report.ok, str(report)

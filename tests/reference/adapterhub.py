@@ -130,10 +130,10 @@ def direction(label: str, tensor: Tensor) -> Tensor:
 def results(model: nn.Module, name: str) -> Iterator[Tensor]:
     """The outputs on unpadded tokens, flat: for inputs without and with a mask."""
     for padding in (None, "right"):
-        given = zoo.inputs(name, model, padding=padding)
-        out = model(**given)[0]
-        if "attention_mask" in given and not model.config.is_encoder_decoder:
-            out = out[given["attention_mask"].bool()]
+        inputs = zoo.inputs(name, model, padding=padding)
+        out = model(**inputs)[0]
+        if "attention_mask" in inputs and not model.config.is_encoder_decoder:
+            out = out[inputs["attention_mask"].bool()]
         yield out.flatten()
 
 
@@ -203,13 +203,13 @@ def main() -> None:
             model.double().eval()
             _fill(model, own)
             with _exact(), parametrize.cached():
-                found, slopes = _measured(model, name, own)
-            outputs.setdefault(method, {})[name] = found
+                measured, slopes = _measured(model, name, own)
+            outputs.setdefault(method, {})[name] = measured
             gradients.setdefault(method, {})[name] = slopes
     for name in FUSION:
         model = zoo.build(name, torch.float64, attn_implementation="eager")
-        found, slopes = _fused(model, name, reads_h)
-        outputs.setdefault("fusion", {})[name] = found
+        measured, slopes = _fused(model, name, reads_h)
+        outputs.setdefault("fusion", {})[name] = measured
         gradients.setdefault("fusion", {})[name] = slopes
     json.dump({"outputs": outputs, "gradients": gradients}, sys.stdout, indent=1)
 
@@ -230,9 +230,9 @@ def _fused(model: nn.Module, name: str, config: Any) -> tuple[list[float], dict[
     with torch.no_grad():
         for key, parameter in added.items():
             parameter.copy_(draw(key, tuple(parameter.shape)))
-    asked = {key: p for key, p in added.items() if key.endswith(tuple(FUSION_NAMES.values())) and FUSED_BY in key}
+    queries = {key: p for key, p in added.items() if key.endswith(tuple(FUSION_NAMES.values())) and FUSED_BY in key}
     with _exact():
-        return measured(model, name, asked)
+        return measured(model, name, queries)
 
 
 @contextmanager
@@ -290,12 +290,12 @@ def _label(key: str) -> str:
     return key if ".a." in key and ".parametrizations." not in key else ""
 
 
-def _joined(drawn: Callable[[str, tuple[int, ...]], Tensor], label: str, tensor: Tensor) -> Tensor:
+def _joined(draw: Callable[[str, tuple[int, ...]], Tensor], label: str, tensor: Tensor) -> Tensor:
     """A tensor of a fused projection is that of q, and then that of v."""
     if FUSED not in label:
-        return drawn(label, tuple(tensor.shape))
+        return draw(label, tuple(tensor.shape))
     half = (tensor.shape[0] // 2, *tensor.shape[1:])
-    return torch.cat([drawn(label.replace(FUSED, f"c_attn.{part}.loras.a."), half) for part in "qv"])
+    return torch.cat([draw(label.replace(FUSED, f"c_attn.{part}.loras.a."), half) for part in "qv"])
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def _joined(prefixes: list[Prefix], batch: int) -> tuple[Tensor, Tensor] | None:
     """
     if not prefixes:
         return None
-    rows = [tuple(p.expand(batch, -1, -1, -1) for p in made()) for made in reversed(prefixes)]
+    rows = [tuple(p.expand(batch, -1, -1, -1) for p in prefix()) for prefix in reversed(prefixes)]
     return torch.cat([r[0] for r in rows], 2), torch.cat([r[1] for r in rows], 2)
 
 

@@ -196,8 +196,8 @@ def fusion(w: Weights, x: Tensor, act: str) -> Tensor:
     parts = ("down", "up", "down_bias", "up_bias")
     count = len(w["down"])
     z = torch.stack([adapter({p: w[p][i] for p in parts if p in w}, x, act) for i in range(count)])
-    asked = x @ w["query"].T + w["query_bias"]
-    a = torch.stack([(asked * (z[i] @ w["key"].T)).sum(-1, keepdim=True) for i in range(count)]).softmax(0)
+    query = x @ w["query"].T + w["query_bias"]
+    a = torch.stack([(query * (z[i] @ w["key"].T)).sum(-1, keepdim=True) for i in range(count)]).softmax(0)
     mixed = (a * z).sum(0)
     return mixed @ w["value"].T if "value" in w else mixed
 
@@ -283,8 +283,8 @@ def hyper(w: Weights, x: Tensor, layer: int, position: int, net: int, act: str =
     z = linear(torch.relu(linear(z, w["p1"], w["p1_bias"])), w["p2"], w["p2_bias"])
     i = layer_norm(z, z.shape, w["norm_weight"], w["norm_bias"], 1e-6)
     names = [n.removesuffix(f"_{net}") for n in w if n.endswith(f"_{net}") and f"_offset_{net}" not in n]
-    made = {n: w[f"{n}_{net}"] @ i + w.get(f"{n}_offset_{net}", 0.0) for n in names}
-    down = made["down"].view(-1, x.shape[-1])
-    up = made["up"].view(-1, len(down))
-    y = linear(ACTIVATIONS[act](linear(x, down, made.get("down_bias"))), up, made.get("up_bias"))
-    return layer_norm(y, y.shape[-1:], made["scale"], made["shift"]) if "scale" in made else y
+    generated = {n: w[f"{n}_{net}"] @ i + w.get(f"{n}_offset_{net}", 0.0) for n in names}
+    down = generated["down"].view(-1, x.shape[-1])
+    up = generated["up"].view(-1, len(down))
+    y = linear(ACTIVATIONS[act](linear(x, down, generated.get("down_bias"))), up, generated.get("up_bias"))
+    return layer_norm(y, y.shape[-1:], generated["scale"], generated["shift"]) if "scale" in generated else y

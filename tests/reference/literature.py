@@ -117,7 +117,7 @@ def vera(edit: str, roles: str) -> Method:
     return apply
 
 
-def said(edit: str, roles: str, scaled: bool = False) -> Method:
+def intrinsic_said(edit: str, roles: str, scaled: bool = False) -> Method:
     """w ← w + s P θ, s one trained number for each weight where it is scaled."""
 
     def apply(ref: Reference, weights: Weights) -> None:
@@ -309,11 +309,11 @@ def adaptive_prefix(edit: str, which: str = "attn") -> Method:
         for site in sublayers(ref, which):
             assert isinstance(site, Attention)
             w, g, s = (part(weights, edit, site.path, form) for form in ("prefix", "gate", "scalar"))
-            seen: list[Tensor] = []
-            ref.input(site.q, lambda x, seen=seen: seen.append(x) or x)
+            hidden_states: list[Tensor] = []
+            ref.input(site.q, lambda x, seen=hidden_states: seen.append(x) or x)
 
             def rows(
-                w: Weights = w, g: Weights = g, s: Weights = s, seen: list[Tensor] = seen
+                w: Weights = w, g: Weights = g, s: Weights = s, seen: list[Tensor] = hidden_states
             ) -> tuple[Tensor, Tensor]:
                 by = s["scale"] * forms.gate(g, seen[-1])[:, None]
                 key, value = forms.prefix(w)
@@ -326,11 +326,11 @@ def adaptive_prefix(edit: str, which: str = "attn") -> Method:
 
 def ends(h: Tensor, mask: Tensor | None, first: int, last: int) -> Tensor:
     """1 at the first and last tokens of each row, 0 elsewhere: (batch, tokens, 1)."""
-    found = torch.zeros(*h.shape[:2], 1, dtype=h.dtype)
-    for row, seen in zip(found, torch.ones(h.shape[:2]) if mask is None else mask, strict=True):
-        tokens = seen.nonzero().flatten().tolist()
+    ends_mask = torch.zeros(*h.shape[:2], 1, dtype=h.dtype)
+    for row, attended in zip(ends_mask, torch.ones(h.shape[:2]) if mask is None else mask, strict=True):
+        tokens = attended.nonzero().flatten().tolist()
         row[[*tokens[:first], *(tokens[-last:] if last else [])]] = 1
-    return found
+    return ends_mask
 
 
 def gammas(edit: str, which: str) -> Method:

@@ -263,27 +263,27 @@ def prefix_mlp(edit: str, which: str = "attn", gated: bool = False) -> Method:
                 d_kv = ref.w(site.k)[0].shape[0]
                 d_head = next(d for d in (getattr(core, n, None) for n in HEAD_DIM_NAMES) if d)
 
-                def made(
+                def prefix(
                     w: Weights = keys, i: int = layer.index, n: int = d_kv // d_head, d: int = d_head
                 ) -> tuple[Tensor, Tensor]:
                     return forms.prefix_group(w, i, n, d)
 
-                ref.prefix(site, _gated(ref, site, part(weights, edit, site.path, "gate"), made) if gated else made)
+                ref.prefix(site, _gated(ref, site, part(weights, edit, site.path, "gate"), prefix) if gated else prefix)
 
     return apply
 
 
-def _gated(ref: Reference, site: Attention, gate: dict[str, Tensor], made: Prefix) -> Prefix:
+def _gated(ref: Reference, site: Attention, gate: dict[str, Tensor], prefix: Prefix) -> Prefix:
     """The prefix of an attention times its gate: (batch, heads, l, d_head)."""
-    read: dict[str, Tensor] = {}
+    attention_input: dict[str, Tensor] = {}
 
     def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        read["x"] = args[0] if args else kwargs["hidden_states"]
+        attention_input["x"] = args[0] if args else kwargs["hidden_states"]
 
     ref.model.get_submodule(site.core).register_forward_pre_hook(before, with_kwargs=True)
 
     def times_gate() -> tuple[Tensor, Tensor]:
-        g, (key, value) = forms.gate(gate, read["x"]).unsqueeze(-1), made()
+        g, (key, value) = forms.gate(gate, attention_input["x"]).unsqueeze(-1), prefix()
         return g * key, g * value
 
     return times_gate

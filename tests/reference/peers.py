@@ -45,16 +45,16 @@ def lora(
         fan_in_fan_out=_transposed(ref, sites),
     )
     model = injected(ref, config)
-    found: Parameters = {}
+    parameters: Parameters = {}
     for path, rows in sites:
         module, w = model.get_submodule(rows.module), part(weights, edit, path, form)
-        found[f"{edit}/{path}/{form}.A"] = module.lora_A["default"].weight
-        found[f"{edit}/{path}/{form}.B"] = module.lora_B["default"].weight
+        parameters[f"{edit}/{path}/{form}.A"] = module.lora_A["default"].weight
+        parameters[f"{edit}/{path}/{form}.B"] = module.lora_B["default"].weight
         if dora:
-            found[f"{edit}/{path}/magnitude.m"] = module.lora_magnitude_vector["default"].weight
-        assert w["A"].shape == found[f"{edit}/{path}/{form}.A"].shape
-    _copy(found, weights)
-    return model, found
+            parameters[f"{edit}/{path}/magnitude.m"] = module.lora_magnitude_vector["default"].weight
+        assert w["A"].shape == parameters[f"{edit}/{path}/{form}.A"].shape
+    _copy(parameters, weights)
+    return model, parameters
 
 
 def ia3(
@@ -74,9 +74,9 @@ def ia3(
         fan_in_fan_out=_transposed(ref, inputs),
     )
     model = injected(ref, config)
-    found = {key: model.get_submodule(rows.module).ia3_l["default"] for key, rows in (*outputs, *inputs)}
-    _copy(found, weights)
-    return model, found
+    parameters = {key: model.get_submodule(rows.module).ia3_l["default"] for key, rows in (*outputs, *inputs)}
+    _copy(parameters, weights)
+    return model, parameters
 
 
 # Where PEFT keeps what is here named A, B, …
@@ -100,26 +100,26 @@ def at_linears(
     if hasattr(config, "fan_in_fan_out"):
         config.fan_in_fan_out = _transposed(ref, sites)
     model = injected(ref, config)
-    found: Parameters = {}
+    parameters: Parameters = {}
     for path, rows in sites:
         module = model.get_submodule(rows.module)
         for name in part(weights, "e", path, form):
-            held = getattr(module, NAMES[form][name])["default"]
-            found[f"e/{path}/{form}.{name}"] = held.weight if isinstance(held, nn.Module) else held
-    _copy(found, weights)
-    return model, found
+            parameter = getattr(module, NAMES[form][name])["default"]
+            parameters[f"e/{path}/{form}.{name}"] = parameter.weight if isinstance(parameter, nn.Module) else parameter
+    _copy(parameters, weights)
+    return model, parameters
 
 
 def norms(ref: Reference, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Parameters]:
     """LN tuning of the norms whose parameters are given, as `<edit>/<dotted name>`."""
     modules = {key.partition("/")[2].rpartition(".")[0] for key in weights}
     model = injected(ref, peft.LNTuningConfig(target_modules=modules))
-    found: Parameters = {}
+    parameters: Parameters = {}
     for key in weights:
         module, _, name = key.partition("/")[2].rpartition(".")
-        found[key] = getattr(model.get_submodule(module).ln_tuning_layers["default"], name)
-    _copy(found, weights)
-    return model, found
+        parameters[key] = getattr(model.get_submodule(module).ln_tuning_layers["default"], name)
+    _copy(parameters, weights)
+    return model, parameters
 
 
 def injected(ref: Reference, config: peft.PeftConfig) -> nn.Module:
@@ -135,6 +135,6 @@ def _transposed(ref: Reference, sites: list[tuple[str, Rows]]) -> bool:
 
 
 @torch.no_grad()
-def _copy(found: Parameters, weights: Mapping[str, Tensor]) -> None:
-    for key, parameter in found.items():
+def _copy(parameters: Parameters, weights: Mapping[str, Tensor]) -> None:
+    for key, parameter in parameters.items():
         parameter.copy_(weights[key].reshape(parameter.shape))

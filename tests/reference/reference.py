@@ -93,8 +93,8 @@ class Reference:
             self.model.set_attn_implementation(NAME)
         return edits_of(self.model.get_submodule(site.core))
 
-    def prefix(self, site: table.Attention, made: Prefix) -> None:
-        self.inside(site).prefixes.append(made)
+    def prefix(self, site: table.Attention, prefix: Prefix) -> None:
+        self.inside(site).prefixes.append(prefix)
 
     def heads(self, site: table.Attention, edit: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.inside(site).heads.append(edit)
@@ -103,6 +103,6 @@ class Reference:
 def part(weights: Mapping[str, Tensor], edit: str, path: str, form: str) -> dict[str, Tensor]:
     """The tensors of one form at one site, keyed by what follows the form's name."""
     head = f"{edit}/{path}/{form}."
-    found = {key.removeprefix(head): value for key, value in weights.items() if key.startswith(head)}
-    assert found, f"no tensor {head}* among {sorted(weights)}"
-    return found
+    tensors = {key.removeprefix(head): value for key, value in weights.items() if key.startswith(head)}
+    assert tensors, f"no tensor {head}* among {sorted(weights)}"
+    return tensors

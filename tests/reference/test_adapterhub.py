@@ -168,13 +168,13 @@ def now(ref: Reference) -> list[float]:
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_the_same_numbers_and_gradients(method: str, name: str) -> None:
     ref = fresh(name)
-    given = {key: value.requires_grad_() for key, value in weights(ref, method).items()}
-    method_of(method, name)(ref, given)
-    labels = {label: given[key] for key, (label, _) in places(ref, method).items()}
-    found, slopes = adapterhub.measured(ref.model, name, labels)
-    assert found == pytest.approx(MEASURED[method][name], rel=TOLERANCE, abs=TOLERANCE)
+    parameters = {key: value.requires_grad_() for key, value in weights(ref, method).items()}
+    method_of(method, name)(ref, parameters)
+    labels = {label: parameters[key] for key, (label, _) in places(ref, method).items()}
+    outputs, slopes = adapterhub.measured(ref.model, name, labels)
+    assert outputs == pytest.approx(MEASURED[method][name], rel=TOLERANCE, abs=TOLERANCE)
     assert slopes == pytest.approx(SLOPES[method][name], rel=TOLERANCE, abs=TOLERANCE)
-    assert min(abs(a - b) for a, b in zip(found, MEASURED["base"][name], strict=True)) > 1e-6
+    assert min(abs(a - b) for a, b in zip(outputs, MEASURED["base"][name], strict=True)) > 1e-6
 
 
 @pytest.mark.parametrize("name", MEASURED["base"])
@@ -187,11 +187,13 @@ def test_a_gated_lora_of_theirs_is_not_scaled() -> None:
     with α = 2, r = 4, is that of α = r; right is what theirs is with half the B.
     """
     measured, half = MEASURED["unipelt-paper"]["gpt2"], fresh("gpt2")
-    given = weights(half, "unipelt-paper")
+    parameters = weights(half, "unipelt-paper")
     adapter = methods.gated("ffn", "ffn")
     right = fresh("gpt2")
-    unipelt(adapter, alpha=adapterhub.ALPHA)(right, given)
-    unipelt(adapter)(half, {k: v * adapterhub.ALPHA / RANK if k.endswith("lora.B") else v for k, v in given.items()})
-    found = now(right)
-    assert found == pytest.approx(now(half), rel=TOLERANCE)
-    assert min(abs(a - b) for a, b in zip(found, measured, strict=True)) > 1e-3
+    unipelt(adapter, alpha=adapterhub.ALPHA)(right, parameters)
+    unipelt(adapter)(
+        half, {k: v * adapterhub.ALPHA / RANK if k.endswith("lora.B") else v for k, v in parameters.items()}
+    )
+    outputs = now(right)
+    assert outputs == pytest.approx(now(half), rel=TOLERANCE)
+    assert min(abs(a - b) for a, b in zip(outputs, measured, strict=True)) > 1e-3

@@ -39,6 +39,6 @@ def test_all_that_read_a_state_get_its_new_value(name: str) -> None:
     with torch.no_grad():
         for site in norms:
             base.get_submodule(site.module).weight *= 2
-        given = zoo.inputs(name, base)
-        close(model(**given).logits, base(**given).logits, "all norms")
+        inputs = zoo.inputs(name, base)
+        close(model(**inputs).logits, base(**inputs).logits, "all norms")
     assert norms

@@ -45,8 +45,8 @@ class Pair(Bare):
 
 
 class Nested(Bare):
-    def forward(self, given: dict[str, Tensor], scale: float = 1.0) -> list[Any]:  # pyright: ignore
-        return [given["mask"], {"state": (masked(self.fc, given["x"], given["mask"]) * scale,)}]
+    def forward(self, inputs: dict[str, Tensor], scale: float = 1.0) -> list[Any]:  # pyright: ignore
+        return [inputs["mask"], {"state": (masked(self.fc, inputs["x"], inputs["mask"]) * scale,)}]
 
 
 class Named(Bare):

@@ -50,14 +50,14 @@ def nearby(batch: Any, head: Any, query: Any, column: Any) -> Any:
 def test_columns_are_opened_around_a_mask(rule: Any, length: int, before: int, after: int) -> None:
     batch, total = 2, before + length + after
     mask = create_block_mask(rule, batch, None, length, length, device="cpu")
-    found = pad_block_mask(mask, length, before, after)
+    padded = pad_block_mask(mask, length, before, after)
     want = torch.ones(batch, 1, length, total, dtype=torch.bool)
     want[..., before : before + length] = create_mask(rule, batch, 1, length, length, device="cpu")
-    assert torch.equal(create_mask(found.mask_mod, batch, 1, length, total, device="cpu"), want)
-    looked = found.to_dense().bool().repeat_interleave(SIZE, -2).repeat_interleave(SIZE, -1)
+    assert torch.equal(create_mask(padded.mask_mod, batch, 1, length, total, device="cpu"), want)
+    looked = padded.to_dense().bool().repeat_interleave(SIZE, -2).repeat_interleave(SIZE, -1)
     assert not (want & ~looked[..., :length, :total]).any()
     q, k, v = (torch.randn(batch, 2, n, 8, dtype=torch.float64) for n in (length, total, total))
-    close(flex_attention(q, k, v, block_mask=found), scaled_dot_product_attention(q, k, v, want))
+    close(flex_attention(q, k, v, block_mask=padded), scaled_dot_product_attention(q, k, v, want))
 
 
 def test_blocks_that_nobody_looks_at_stay_so() -> None:
@@ -71,15 +71,15 @@ def test_blocks_that_nobody_looks_at_stay_so() -> None:
 @pytest.mark.parametrize("name", TAKING)
 def test_a_prefix_under_flex_attention(name: str, padding: Any) -> None:
     model = compiled(name, "mam", torch.float32)
-    given = zoo.inputs(name, model, padding=padding) if name != "vit" else zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model, padding=padding) if name != "vit" else zoo.inputs(name, model)
     with torch.no_grad():
-        want = model(**given).logits
+        want = model(**inputs).logits
         model.set_attn_implementation("flex_attention")
-        got = model(**given).logits
-    keep = given["attention_mask"].bool() if padding and name in ("llama", "mixtral", "opt") else slice(None)
+        got = model(**inputs).logits
+    keep = inputs["attention_mask"].bool() if padding and name in ("llama", "mixtral", "opt") else slice(None)
     close(got[keep], want[keep], tolerance=1e-5)
     with peftc.disabled(model), torch.no_grad():
-        assert not torch.allclose(model(**given).logits[keep], want[keep], atol=1e-3)
+        assert not torch.allclose(model(**inputs).logits[keep], want[keep], atol=1e-3)
 
 
 def test_decoding_under_flex_attention() -> None:

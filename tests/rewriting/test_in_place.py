@@ -107,17 +107,17 @@ class Model(nn.Module):
 
 
 def by_hand(
-    model: Any, given: dict[str, torch.Tensor], change: str, place: str, site: str, edit: str, weights: dict[str, Any]
+    model: Any, inputs: dict[str, torch.Tensor], change: str, place: str, site: str, edit: str, weights: dict[str, Any]
 ) -> torch.Tensor:
     """The model with an edit, written without a change in place."""
-    x, (_, whole) = given["x"], CHANGES[change]
+    x, (_, whole) = inputs["x"], CHANGES[change]
 
     def run(layer: Any, i: int, x: torch.Tensor) -> torch.Tensor:
         down, up, first, last = (weights[n] for n in weights if f"layer[{i}]" in n)
         states: dict[str, torch.Tensor] = {}
 
         def then(at: str, value: torch.Tensor) -> torch.Tensor:
-            by = given.get("wide" if at == "hidden" else "extra")
+            by = inputs.get("wide" if at == "hidden" else "extra")
             if at != place or by is None:
                 return value
             return value * by if whole else torch.cat([value[..., :4] * by[..., :4], value[..., 4:]], -1)
@@ -161,11 +161,11 @@ def by_hand(
 
 def values(*names: str) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
-    drawn = {
+    values_by_name = {
         n: torch.randn(2, 5, d, dtype=torch.float64, generator=draw)
         for n, d in (("x", D), ("extra", D), ("wide", HIDDEN))
     }
-    return {name: drawn[name] for name in ("x", *names)}
+    return {name: values_by_name[name] for name in ("x", *names)}
 
 
 def deviation(change: str, place: str, site: str, edit: str, sample: tuple[str, ...]) -> float:
@@ -179,9 +179,9 @@ def deviation(change: str, place: str, site: str, edit: str, sample: tuple[str, 
         value.data = torch.randn(value.shape, dtype=value.dtype, generator=draw)
     worst = 0.0
     for names in ((), ("extra", "wide")):
-        given = values(*names)
+        inputs = values(*names)
         with torch.set_grad_enabled(change != "out"):  # torch differentiates no operation with `out`
-            got, want = model(**given), by_hand(model, given, change, place, site, edit, weights)
+            got, want = model(**inputs), by_hand(model, inputs, change, place, site, edit, weights)
         worst = max(worst, float((got - want).detach().abs().max()))
         if change == "out":
             continue

@@ -39,8 +39,8 @@ def fastest(fc: nn.Linear, x: Tensor) -> Tensor:
 
 
 def of_names(layer: Layer, x: Tensor) -> Tensor:
-    named = dict(layer.named_parameters())
-    return F.linear(x, named["fc.weight"], named["fc.bias"])
+    parameters = dict(layer.named_parameters())
+    return F.linear(x, parameters["fc.weight"], parameters["fc.bias"])
 
 
 class Kernel:
@@ -125,12 +125,12 @@ def compiled(cls: type[nn.Module], text: str) -> nn.Module:
 def test_one_effect_on_every_path(way: str, edit: str) -> None:
     """As on a model that only calls."""
     plain, model = compiled(PLAIN, EDITS[edit]), compiled(layer_class(WAYS[way]), EDITS[edit])
-    for given in (X, LONG):
+    for x in (X, LONG):
         for how in MODES:
             with mode(how, plain), mode(how, model):
-                assert torch.allclose(model(given), plain(given), rtol=0, atol=1e-10), (how, given.shape)
+                assert torch.allclose(model(x), plain(x), rtol=0, atol=1e-10), (how, x.shape)
                 with peftc.disabled(plain):
-                    assert not torch.allclose(model(given), plain(given), rtol=0, atol=1e-3)
+                    assert not torch.allclose(model(x), plain(x), rtol=0, atol=1e-3)
     out = model.train()(X)
     out.sum().backward()
     assert all(p.grad is not None for p in peftc.parameters(model).values())
@@ -184,7 +184,7 @@ class Given(Layer):
 
 
 @pytest.mark.parametrize(
-    ("cls", "glob", "refused"),
+    ("cls", "glob", "refusal"),
     [
         (Around, "layers.*.fc", True),  # the sample runs without gradients, and calls no layer
         (Flagged, "layers.*.fc", True),
@@ -195,17 +195,17 @@ class Given(Layer):
         (lambda: Model(Given), "layers.*.fc", True),
     ],
 )
-def test_what_is_around_is_refused(cls: Callable[[], nn.Module], glob: str, refused: bool) -> None:
+def test_what_is_around_is_refused(cls: Callable[[], nn.Module], glob: str, refusal: bool) -> None:
     model = cls().double().eval()
     before = copy.deepcopy(model.state_dict())
     edit = "h += adapter(h, r=2)" if glob.endswith("*") else "w += lowrank(r=2)"
     text = f'peft 1\nedit e at "{glob}" {{ {edit} }}'
-    if not refused:
+    if not refusal:
         peftc.compile(text, model, sample={"x": X})
         return
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(text, model, sample={"x": X})
-    (diagnostic,) = caught.value.diagnostics
+    (diagnostic,) = excinfo.value.diagnostics
     assert diagnostic.code == "P435"
     assert diagnostic.span is not None
     assert model.state_dict().keys() == before.keys()

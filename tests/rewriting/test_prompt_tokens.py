@@ -61,14 +61,14 @@ REFUSED = {
 
 def longer(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call that has the tokens FRONT before its own."""
-    made = dict(inputs)
+    kwargs = dict(inputs)
     front = FRONT.expand(len(inputs["input_ids"]), -1)
-    made["input_ids"] = torch.cat([front, inputs["input_ids"]], 1)
+    kwargs["input_ids"] = torch.cat([front, inputs["input_ids"]], 1)
     for name in OF_EACH_TOKEN:
-        if name in made:
+        if name in kwargs:
             kind = torch.full_like(front, int("mask" in name))
-            made[name] = torch.cat([kind.to(made[name].dtype), made[name]], 1)
-    return made
+            kwargs[name] = torch.cat([kind.to(kwargs[name].dtype), kwargs[name]], 1)
+    return kwargs
 
 
 def embedding_of(model: nn.Module) -> nn.Module:
@@ -95,15 +95,15 @@ def test_rows_that_are_embedded_tokens_are_these_tokens(key: str) -> None:
     (rows,) = peftc.parameters(model).values()
     with torch.no_grad():
         rows.copy_(embedding_of(model)(FRONT)[0])
-        found = model(**inputs).logits
+        actual = model(**inputs).logits
         with peftc.disabled(model):
-            wanted = model(**longer(inputs)).logits
+            expected = model(**longer(inputs)).logits
     own = getattr(model.config, "is_encoder_decoder", False)
-    close(found, wanted if own else wanted[:, FRONT.shape[1] :])
+    close(actual, expected if own else expected[:, FRONT.shape[1] :])
     randomise(peftc.parameters(model))
-    moved = model(**inputs).logits
-    assert float((moved - found).detach().abs().max()) > 1e-3
-    moved.sum().backward()
+    edited = model(**inputs).logits
+    assert float((edited - actual).detach().abs().max()) > 1e-3
+    edited.sum().backward()
     assert rows.grad is not None
     assert bool(rows.grad.any())
     if not isinstance(base, str):
@@ -130,13 +130,13 @@ def test_stacks_that_need_more_than_embedded_tokens_are_refused_as_soon_as_plann
     model, _ = build(*key.split("/"))
     before = type(model), list(model.state_dict())
     for act in (peftc.plan, peftc.compile):
-        with pytest.raises(peftc.PeftcError, match="P418") as caught:
+        with pytest.raises(peftc.PeftcError, match="P418") as excinfo:
             act(SPEC, model)
-        assert REFUSED[key] in str(caught.value)
-        (found,) = caught.value.diagnostics
-        assert found.source
-        assert found.span
-        assert found.source.text[found.span.start :].startswith("h = concat")
+        assert REFUSED[key] in str(excinfo.value)
+        (diagnostic,) = excinfo.value.diagnostics
+        assert diagnostic.source
+        assert diagnostic.span
+        assert diagnostic.source.text[diagnostic.span.start :].startswith("h = concat")
     assert (type(model), list(model.state_dict())) == before
 
 
@@ -181,9 +181,9 @@ def test_what_a_stack_does_with_ids_decides(extra: str, reason: str | None) -> N
         peftc.compile(SPEC, base, seed=0)
         assert apart(base, {"input_ids": torch.tensor([[5, 6, 7, 8]])}) < 1e-4
     else:
-        with pytest.raises(peftc.PeftcError, match="P418") as caught:
+        with pytest.raises(peftc.PeftcError, match="P418") as excinfo:
             peftc.compile(SPEC, base)
-        assert reason in str(caught.value)
+        assert reason in str(excinfo.value)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -196,9 +196,9 @@ def test_calls_that_tell_of_each_token_are_refused() -> None:
     model, inputs = build("causal-lm", "roc_bert")
     peftc.compile(SPEC, model, seed=0)
     ids = inputs["input_ids"]
-    with pytest.raises(peftc.PeftcError, match="P419") as caught:
+    with pytest.raises(peftc.PeftcError, match="P419") as excinfo:
         model(**inputs, input_shape_ids=ids)
-    assert "`input_shape_ids` has values of each token" in str(caught.value)
+    assert "`input_shape_ids` has values of each token" in str(excinfo.value)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -206,7 +206,7 @@ def test_tokens_that_are_not_the_first_of_a_result_are_refused() -> None:
     """Of an image, before those of the text: which are the prompt's is not known."""
     model, inputs = build("image-text-to-text", "git")
     peftc.compile(SPEC, model, seed=0)
-    with pytest.raises(peftc.PeftcError, match="P419") as caught:
+    with pytest.raises(peftc.PeftcError, match="P419") as excinfo:
         model(**inputs)
-    assert "the stack returns 28" in str(caught.value)
+    assert "the stack returns 28" in str(excinfo.value)
     assert model(inputs["input_ids"]).logits.shape[1] == inputs["input_ids"].shape[1]

@@ -206,6 +206,6 @@ def test_bind_fills_in_defaults_and_units() -> None:
 def test_bind_reports_everything_at_once() -> None:
     call = parse_expression("lora(x, h, r=0, foo=1, dropout=2)")
     assert isinstance(call, ast.Call)
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         bind(call, FORMS["lora"])
-    assert [error.code for error in caught.value.diagnostics] == ["P108", "P106", "P102", "P106"]
+    assert [error.code for error in excinfo.value.diagnostics] == ["P108", "P106", "P102", "P106"]

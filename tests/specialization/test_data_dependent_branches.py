@@ -83,9 +83,9 @@ def rewritten(module: nn.Module) -> GeneratedClass:
 
 
 @pytest.mark.parametrize("first", [1, 3, 4, 7])
-@pytest.mark.parametrize("made", [Deciding, Nested])
-def test_one_forward_serves_all_sizes(made: type[nn.Module], first: int) -> None:
-    base, module = made(), made()
+@pytest.mark.parametrize("cls", [Deciding, Nested])
+def test_one_forward_serves_all_sizes(cls: type[nn.Module], first: int) -> None:
+    base, module = cls(), cls()
     module.load_state_dict(base.state_dict())
     kind = rewritten(module)
     for tokens in (first, 2, 3, 1, 7, 4):
@@ -161,11 +161,11 @@ class Chosen(Factored):
 
 
 @pytest.mark.parametrize(
-    ("made", "flags"),
+    ("cls", "flags"),
     [(Factored, (True, False, None)), (Factored, (None, True)), (Chosen, (True, False, None)), (Chosen, (False, True))],
 )
-def test_a_number_that_a_flag_chooses(made: type[nn.Module], flags: tuple[bool | None, ...]) -> None:
-    base, module = made(), made()
+def test_a_number_that_a_flag_chooses(cls: type[nn.Module], flags: tuple[bool | None, ...]) -> None:
+    base, module = cls(), cls()
     module.load_state_dict(base.state_dict())
     rewritten(module)
     x = torch.randn(2, 3, 4)
@@ -203,8 +203,8 @@ class Pooled(nn.Module):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, key: Tensor, given: tuple[list[Tensor | None], Tensor | None]) -> Tensor:
-        tables, mask = given
+    def forward(self, x: Tensor, key: Tensor, options: tuple[list[Tensor | None], Tensor | None]) -> Tensor:
+        tables, mask = options
         query = self.inner(x).view(x.shape[0], x.shape[1], 2, 2) * 2
         y = query.flatten(2) + tables[1 if query.shape[1] != key.shape[1] else 0]
         return y if mask is None else y * mask
@@ -226,8 +226,8 @@ def test_a_decision_on_sizes_one_way_of_which_the_call_cannot_go() -> None:
         (torch.randn(2, 7, 4), ([long, short], None)),
         (torch.randn(2, 4, 4), ([None, short], mask[:, :4])),
     ]
-    for x, given in calls * 2:
-        assert torch.equal(module(x, key, given), base(x, key, given))
+    for x, options in calls * 2:
+        assert torch.equal(module(x, key, options), base(x, key, options))
 
 
 class Windowed(nn.Module):
@@ -303,9 +303,9 @@ def test_a_way_that_does_not_run_with_the_values_of_this_call_is_not_the_models_
     x = torch.randn(2, 6, 4)
     assert torch.equal(module(x), base(x))  # three tokens of the child, which are no pairs
     module.child.step = base.child.step = 1
-    with pytest.raises(peftc.PeftcError, match="P417") as caught:
+    with pytest.raises(peftc.PeftcError, match="P417") as excinfo:
         module(x)
-    assert "unflatten" in str(caught.value)
+    assert "unflatten" in str(excinfo.value)
 
 
 class Gained(nn.Module):

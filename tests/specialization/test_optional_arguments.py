@@ -81,7 +81,7 @@ def model_of(layer: Callable[[], nn.Module]) -> Any:
     return Model(layer).double()
 
 
-def given(*names: str) -> dict[str, torch.Tensor]:
+def model_inputs(*names: str) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
     values = {name: torch.randn(2, 5, D, dtype=torch.float64, generator=draw) for name in ("x", "extra")}
     return {name: values[name] for name in ("x", *names)}
@@ -119,22 +119,22 @@ EQUATIONS = (
 def test_any_sample_makes_the_same_model(layer: Callable[[], nn.Module], equation: str) -> None:
     """Each sample is the reference for the calls like it; the other one has to agree."""
     base = model_of(layer)
-    models = [compiled(base, equation, given(*names)) for names in ((), ("extra",))]
+    models = [compiled(base, equation, model_inputs(*names)) for names in ((), ("extra",))]
     for names in ((), ("extra",)):
-        first, second = (model(**given(*names)) for model in models)
-        assert (first - base(**given(*names))).abs().max() > 1e-3
+        first, second = (model(**model_inputs(*names)) for model in models)
+        assert (first - base(**model_inputs(*names))).abs().max() > 1e-3
         close(first, second, f"{equation} {names}")
 
 
 @pytest.mark.parametrize("names", [(), ("extra",)])
 def test_a_low_rank_update_is_that_of_the_weight(names: tuple[str, ...]) -> None:
     base = model_of(Block)
-    model = compiled(base, "attn.o { h += lora(x, r=2) }", given())
+    model = compiled(base, "attn.o { h += lora(x, r=2) }", model_inputs())
     values = peftc.parameters(model)
     for i, layer in enumerate(base.layers):
         down, up = (values[f"e/encoder.layer[{i}].attn.self.o/lora.{name}"] for name in "AB")
         layer.out.weight.data += up @ down
-    close(model(**given(*names)), base(**given(*names)), "lora")
+    close(model(**model_inputs(*names)), base(**model_inputs(*names)), "lora")
 
 
 class Network(nn.Module):
@@ -166,10 +166,10 @@ class Expression(Network):
 
 class Renamed(Network):
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
-        read = x
+        state = x
         if extra is not None:
-            read = x * extra
-        return self.down(torch.relu(self.up(read)))
+            state = x * extra
+        return self.down(torch.relu(self.up(state)))
 
 
 class Method(Network):
@@ -189,9 +189,9 @@ class Unconcerned(Network):
         factor = None
         if extra is not None:
             factor = extra.mean()
-        made = torch.relu(self.up(x))
-        made = made if factor is None else made * factor
-        return self.down(made)
+        activation = torch.relu(self.up(x))
+        activation = activation if factor is None else activation * factor
+        return self.down(activation)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_code_is_entered_where_it_may_change_what_is_read(network: type[Network]
             self.network = network()
 
     base, equation = model_of(Own), "ffn { h += adapter(x, r=2, act=tanh) }"
-    models = [compiled(base, equation, given(*names)) for names in ((), ("extra",))]
+    models = [compiled(base, equation, model_inputs(*names)) for names in ((), ("extra",))]
     for names in ((), ("extra",)):
-        close(models[0](**given(*names)), models[1](**given(*names)), str(names))
+        close(models[0](**model_inputs(*names)), models[1](**model_inputs(*names)), str(names))
     assert list(peftc.graphs(models[0])) == ["layers.0.network", "layers.1.network"]
     assert ("respecialize" in peftc.graphs(models[0])["layers.0.network"].code) == entered
 
@@ -220,10 +220,10 @@ class Gated(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 12), nn.Linear(12, D)
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
-        made = self.down(torch.relu(self.up(self.norm(x))))
+        output = self.down(torch.relu(self.up(self.norm(x))))
         if extra is not None:
-            made = made * extra
-        return x + made
+            output = output * extra
+        return x + output
 
 
 def test_a_value_that_is_two_in_another_call_is_refused() -> None:
@@ -231,13 +231,13 @@ def test_a_value_that_is_two_in_another_call_is_refused() -> None:
     between these differ.
     """
     equation = "ffn { h += adapter(h, r=2, act=tanh) }"
-    model = compiled(model_of(Gated), equation, given())
-    model(**given())
+    model = compiled(model_of(Gated), equation, model_inputs())
+    model(**model_inputs())
     with pytest.raises(peftc.PeftcError, match="P403"):
-        model(**given("extra"))
-    either = compiled(model_of(Gated), equation, given("extra"))
-    close(either(**given()), model(**given()), "without the factor")
-    assert (either(**given("extra")) - either(**given())).abs().max() > 1e-3
+        model(**model_inputs("extra"))
+    either = compiled(model_of(Gated), equation, model_inputs("extra"))
+    close(either(**model_inputs()), model(**model_inputs()), "without the factor")
+    assert (either(**model_inputs("extra")) - either(**model_inputs())).abs().max() > 1e-3
 
 
 class Told(nn.Module):
@@ -248,8 +248,8 @@ class Told(nn.Module):
         self.up, self.down = nn.Linear(D, 12), nn.Linear(12, D)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        made = self.down(torch.relu(self.up(x)))
-        return made, made.square().mean()
+        output = self.down(torch.relu(self.up(x)))
+        return output, output.square().mean()
 
 
 class Levels(nn.Module):
@@ -258,8 +258,8 @@ class Levels(nn.Module):
         self.norm, self.network = nn.LayerNorm(D), Told()
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        made, level = self.network(self.norm(x))
-        return x + made, level
+        output, level = self.network(self.norm(x))
+        return x + output, level
 
 
 class Summed(Model):
@@ -275,16 +275,16 @@ class Summed(Model):
 def test_what_a_module_makes_of_its_own_result_is_made_of_the_new_one(state: str) -> None:
     torch.manual_seed(0)
     base: Any = Summed(Levels).double()
-    model = compiled(base, f"ffn {{ h += lora({state}, r=2) }}", given())
+    model = compiled(base, f"ffn {{ h += lora({state}, r=2) }}", model_inputs())
     values = peftc.parameters(model)
-    x, levels = model(**given())
-    want = given()["x"]
+    x, levels = model(**model_inputs())
+    want = model_inputs()["x"]
     for i, layer in enumerate(base.layers):
         down, up = (values[f"e/encoder.layer[{i}].ffn/lora.{name}"] for name in "AB")
-        read = want if state == "res" else layer.norm(want)
-        made = layer.network(layer.norm(want))[0] + read @ down.T @ up.T
-        close(levels[i], made.square().mean(), f"level {i}")
-        want = want + made
+        source = want if state == "res" else layer.norm(want)
+        output = layer.network(layer.norm(want))[0] + source @ down.T @ up.T
+        close(levels[i], output.square().mean(), f"level {i}")
+        want = want + output
     close(x, want, "stream")
 
 
@@ -313,7 +313,7 @@ class Decoder(nn.Module):
 
 
 def masks(name: str) -> dict[str, torch.Tensor]:
-    x = given()["x"]
+    x = model_inputs()["x"]
     padding = torch.zeros(2, 5, dtype=torch.float64)
     padding[1, 3:] = -torch.inf
     more = {"padding": padding, "causal": torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)}

@@ -54,9 +54,9 @@ def test_what_is_handed_on(layer: type[Layer], more: bool) -> None:
     model = peftc.compile(SPEC, base, sample={"x": x})
     kind = installation_of(model).regions[0][1]
     model(x)
-    known = len(kind.variants)
+    count = len(kind.variants)
     for note, value in zip(notes, want, strict=True):
         inner = model.get_submodule("layers.1.inner")
         assert torch.equal(model(x, note), value)
         assert inner.notes[-1] is note
-    assert (len(kind.variants) > known) is more
+    assert (len(kind.variants) > count) is more

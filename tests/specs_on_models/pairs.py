@@ -58,11 +58,11 @@ NAMES = ("bart", "bert", "t5", "gpt2", "llama", "mixtral")
 # Every pair, and every model.
 CASES = [
     (name, PAIRS[i])
-    for name, chosen in (
+    for name, selection in (
         *(("bart", (4,)), ("bert", (2,)), ("t5", (3,))),
         *(("gpt2", (5,)), ("llama", (0, 6)), ("mixtral", (1,))),
     )
-    for i in chosen
+    for i in selection
 ]
 
 
@@ -99,12 +99,12 @@ def trained(name: str, pair: Pair) -> tuple[nn.Module, Before]:
 
 def alone(name: str, text: str, model: nn.Module, spec: str, prefix: str | None = None) -> nn.Module:
     """A model with one of the two, and the parameters that `model` has for it."""
-    made = peftc.compile(text, fresh(name), seed=0, name=spec, prefix=prefix)
+    alone_model = peftc.compile(text, fresh(name), seed=0, name=spec, prefix=prefix)
     values = peftc.parameters(model, spec)
     with torch.no_grad():
-        for key, parameter in peftc.parameters(made).items():
+        for key, parameter in peftc.parameters(alone_model).items():
             parameter.copy_(values[key])
-    return made
+    return alone_model
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

@@ -37,18 +37,18 @@ def test_either_can_be_removed(name: str, pair: Pair) -> None:
     """What stays computes what it would alone, with what it has trained; then the base, bit for
     bit.
     """
-    for gone, left, text, prefix in (("a", "b", pair.texts[1], "b"), ("b", "a", pair.texts[0], None)):
+    for removed, remaining, text, prefix in (("a", "b", pair.texts[1], "b"), ("b", "a", pair.texts[0], None)):
         model, before = trained(name, pair)
-        kept = peftc.parameters(model, left)
-        bits = values(kept)
-        want = alone(name, text, model, left, prefix)
-        assert peftc.remove(model, gone) is model
-        assert list(peftc.specs(model)) == [left]
+        parameters = peftc.parameters(model, remaining)
+        bits = values(parameters)
+        want = alone(name, text, model, remaining, prefix)
+        assert peftc.remove(model, removed) is model
+        assert list(peftc.specs(model)) == [remaining]
         assert torch.equal(logits(name, model), logits(name, want))
         assert list(model.state_dict()) == list(want.state_dict())
         now = peftc.parameters(model)
-        assert all(now[k] is p and torch.equal(p, bits[k]) for k, p in kept.items())
-        assert len(now) == len(kept)
+        assert all(now[k] is p and torch.equal(p, bits[k]) for k, p in parameters.items())
+        assert len(now) == len(parameters)
         flags = {n: p.requires_grad for n, p in want.named_parameters()}
         assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
         peftc.remove(model)
@@ -98,13 +98,13 @@ def test_folded_one_by_one(name: str, pair: Pair) -> None:
     """Folding one leaves the other as it is; what has been folded is the spec's no more."""
     for spec, other in (("a", "b"), ("b", "a")):
         model, _ = trained(name, pair)
-        want, kept = logits(name, model), peftc.parameters(model, other)
+        want, parameters = logits(name, model), peftc.parameters(model, other)
         report = peftc.fold(model, name=spec)
         assert (logits(name, model) - want).abs().max() <= TOLERANCE * max(1.0, want.abs().max().item())
         now = peftc.parameters(model, other)
-        assert all(now[k] is p for k, p in kept.items())
-        refused = {r.edit for r in report.refused}
-        assert refused >= {key.partition("/")[0] for key in kept}
+        assert all(now[k] is p for k, p in parameters.items())
+        refusals = {r.edit for r in report.refused}
+        assert refusals >= {key.partition("/")[0] for key in parameters}
         if (spec in peftc.specs(model)) and report.folded:
             assert not {f.edit for f in report.folded} & {k.partition("/")[0] for k in peftc.parameters(model, spec)}
         peftc.fold(model)
@@ -129,13 +129,13 @@ def test_independent_specs_commute(name: str, pair: Pair) -> None:
 @pytest.mark.parametrize("name", ["bart", "gpt2"])
 def test_edits_of_one_state_apply_in_the_order_of_compilation(name: str) -> None:
     plus, times = "peft 1\nedit p at layer[*].ffn { h += 1 }\n", "peft 1\nedit t at layer[*].ffn { h *= 2 }\n"
-    found = []
+    outputs = []
     for first, second in ((plus, times), (times, plus)):
         model = peftc.compile(second, peftc.compile(first, fresh(name)))
         one = peftc.compile(first + second.removeprefix("peft 1\n"), fresh(name))
         assert torch.equal(logits(name, model), logits(name, one))
-        found.append(logits(name, model))
-    assert not torch.equal(*found)
+        outputs.append(logits(name, model))
+    assert not torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("name", ["bart", "llama", "mixtral"])
@@ -188,8 +188,8 @@ def test_the_first_goes_on_training(name: str) -> None:
     model(**zoo.inputs(name, model))[0].square().mean().backward()
     assert all(p.grad is not None for p in peftc.parameters(model).values() if p is not frozen)
     optimizer.step()
-    moved = [k for k, p in first.items() if not torch.equal(p, bits[k])]
-    assert len(moved) >= len(first) - 2
+    changed_names = [k for k, p in first.items() if not torch.equal(p, bits[k])]
+    assert len(changed_names) >= len(first) - 2
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -200,12 +200,12 @@ def test_what_one_spec_trains_of_the_base_comes_back_alone(name: str) -> None:
     with torch.no_grad():
         for parameter in peftc.parameters(model).values():
             parameter += 1.0
-    changed = {k.partition("/")[2] for k in peftc.parameters(model, "o")}
+    trained = {k.partition("/")[2] for k in peftc.parameters(model, "o")}
     peftc.remove(model, "norms")
     now = model.state_dict()
-    assert changed
-    assert {k for k, v in now.items() if not torch.equal(v, base[k])} >= changed
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == changed
+    assert trained
+    assert {k for k, v in now.items() if not torch.equal(v, base[k])} >= trained
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == trained
     peftc.remove(model, "o")
     assert all(torch.equal(v, base[k]) for k, v in model.state_dict().items())
     assert all(p.requires_grad for p in model.parameters())

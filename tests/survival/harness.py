@@ -60,7 +60,7 @@ def freshly_compiled(name: str, spec: str, dtype: torch.dtype = torch.float64, *
     return model
 
 
-def given(name: str, model: nn.Module, **options: Any) -> dict[str, Tensor]:
+def model_inputs(name: str, model: nn.Module, **options: Any) -> dict[str, Tensor]:
     """Inputs with padding on the side that suits the model, and labels."""
     side: zoo.Padding = "left" if name in ("llama", "mixtral") else "right"
     return zoo.inputs(name, model, **{"padding": side, "labels": True, **options})

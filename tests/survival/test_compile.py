@@ -60,21 +60,23 @@ def steps(name: str, model: nn.Module) -> Iterator[Step]:
 def static(model: Any) -> Any:
     """A cache of fixed size for a model."""
     config = getattr(model, "_orig_mod", model).config
-    made = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=16)
+    cache = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=16)
     if not config.is_encoder_decoder:
-        return made
-    return EncoderDecoderCache(made, StaticCache(config=config.get_text_config(decoder=True), max_cache_len=7))
+        return cache
+    return EncoderDecoderCache(cache, StaticCache(config=config.get_text_config(decoder=True), max_cache_len=7))
 
 
-def decoded(model: Any, given: dict[str, Tensor], cache: Any = None) -> Tensor:
+def decoded(model: Any, inputs: dict[str, Tensor], cache: Any = None) -> Tensor:
     """The logits of two tokens, one after the other, after a prefill."""
-    out = model(**given, past_key_values=cache, use_cache=True)
-    name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    out = model(**inputs, past_key_values=cache, use_cache=True)
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     encoded = {"encoder_outputs": (out.encoder_last_hidden_state,)} if name != "input_ids" else {}
-    found = [out.logits]
+    logits = [out.logits]
     for i in range(2):
-        found.append(model(**encoded, **{name: given[name][:, i : i + 1]}, past_key_values=out.past_key_values).logits)
-    return torch.cat(found, 1)
+        logits.append(
+            model(**encoded, **{name: inputs[name][:, i : i + 1]}, past_key_values=out.past_key_values).logits
+        )
+    return torch.cat(logits, 1)
 
 
 @cache
@@ -109,11 +111,11 @@ def test_one_graph_the_same_numbers_and_no_more_compilations(name: str, spec: st
 @pytest.mark.parametrize(("name", "spec"), [*zip(("bart", "llama", "vit"), SPECS, strict=False)])
 def test_autograd_in_whole_graphs(name: str, spec: str) -> None:
     model = compiled(name, spec, torch.float32).train()
-    given = zoo.inputs(name, model, labels=True)
-    model(**given).loss.backward()
+    inputs = zoo.inputs(name, model, labels=True)
+    model(**inputs).loss.backward()
     want = {n: p.grad.clone() for n, p in peftc.parameters(model).items() if p.grad is not None}
     model.zero_grad()
-    torch.compile(model, backend="aot_eager", fullgraph=True)(**given).loss.backward()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
     assert want
     for n, p in peftc.parameters(model).items():
         close(p.grad, want[n], n, tolerance=1e-5)
@@ -122,9 +124,9 @@ def test_autograd_in_whole_graphs(name: str, spec: str) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor() -> None:
     model = compiled("llama", "mam", torch.float32, num_hidden_layers=1)
-    given = zoo.inputs("llama", model)
+    inputs = zoo.inputs("llama", model)
     with torch.no_grad():
-        close(torch.compile(model, fullgraph=True)(**given).logits, model(**given).logits, tolerance=1e-5)
+        close(torch.compile(model, fullgraph=True)(**inputs).logits, model(**inputs).logits, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
@@ -134,15 +136,15 @@ def test_layers_compiled_one_by_one(name: str) -> None:
     """
     spec = text("mam").replace(", reparam=mlp(5)", "")
     model, base = peftc.compile(spec, zoo.build(name), seed=0), zoo.build(name)
-    given = zoo.inputs(name, model)
-    want, counts = model(**given).logits, []
+    inputs = zoo.inputs(name, model)
+    want, counts = model(**inputs).logits, []
     for each in (base, model):
         counter = CompileCounterWithBackend("eager")
         for module in each.modules():
             if type(module).__name__.endswith(("DecoderLayer", "EncoderLayer")):
                 module.compile(backend=counter, fullgraph=True)
         with torch.no_grad():  # with frozen embeddings, gradients begin behind the first layer, which is compiled twice
-            got = each(**given).logits
+            got = each(**inputs).logits
         counts.append(counter.frame_count)
     close(got, want, tolerance=1e-5)
     assert 0 < counts[1] <= counts[0]
@@ -150,14 +152,14 @@ def test_layers_compiled_one_by_one(name: str) -> None:
 
 def test_a_call_that_is_first_seen_inside_compile_says_what_to_do() -> None:
     model = compiled("llama", "mam", torch.float32)
-    given = zoo.inputs("llama", model)
-    odd = {**given, "unheard_of": 1}
+    inputs = zoo.inputs("llama", model)
+    odd = {**inputs, "unheard_of": 1}
     with pytest.raises(Exception, match="make it once without"):
         torch.compile(model, backend="eager", fullgraph=True)(**odd)
     torch._dynamo.reset()
-    assert torch.equal(torch.compile(model, backend="eager")(**odd).logits, model(**given).logits)
+    assert torch.equal(torch.compile(model, backend="eager")(**odd).logits, model(**inputs).logits)
     torch._dynamo.reset()  # the break has made the variant
-    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(**odd).logits, model(**given).logits)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(**odd).logits, model(**inputs).logits)
 
 
 def test_generate_compiles_itself_with_a_static_cache() -> None:

@@ -58,7 +58,7 @@ def test_an_adapter_of_shards_is_an_adapter(directory: tuple[str, Path], name: s
 
 def test_all_processes_hear_of_a_save_that_failed(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(take_turns, args=(WORLD, str(tmp_path)), nprocs=WORLD)
-    assert [(tmp_path / f"told-{rank}").read_text() for rank in range(WORLD)] == [
+    assert [(tmp_path / f"events-{rank}").read_text() for rank in range(WORLD)] == [
         "writes writes P526",
         "waits waits P526",
     ]

@@ -19,7 +19,7 @@ from tests.survival.harness import (
     close,
     compiled,
     freshly_compiled,
-    given,
+    model_inputs,
     same,
     state,
 )
@@ -41,7 +41,7 @@ def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("way", CASTS)
 def test_a_cast_takes_everything_along(name: str, spec: str, way: str) -> None:
     model = compiled(name, spec, torch.float32)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want = model(**inputs).logits
     act, dtype = CASTS[way]
     if way == "to" and name == "mixtral":
@@ -65,13 +65,13 @@ def test_edits_of_a_half_precision_base_stay_in_float32(name: str, spec: str) ->
     edits = {p.dtype for n, p in peftc.parameters(model).items() if not n.startswith("norms/")}
     assert edits == {torch.float32}
     assert model.dtype == torch.bfloat16
-    inputs = given(name, model)
-    seen: set[torch.dtype] = set()
+    inputs = model_inputs(name, model)
+    dtypes: set[torch.dtype] = set()
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda _, args, out: seen.add(out.dtype))
+            module.register_forward_hook(lambda _, args, out: dtypes.add(out.dtype))
     assert model(**inputs).logits.dtype == torch.bfloat16
-    assert seen == {torch.bfloat16}
+    assert dtypes == {torch.bfloat16}
 
 
 @pairs
@@ -80,7 +80,7 @@ def test_autocast(name: str, spec: str) -> None:
     autocast.
     """
     model, base = compiled(name, spec, torch.float32), zoo.build(name).requires_grad_(False)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     tokens = inputs["attention_mask"].bool() if name in ("llama", "mixtral", "bert") else slice(None)
     want = model(**inputs).logits
     with torch.autocast("cpu", torch.bfloat16):
@@ -98,7 +98,7 @@ def test_autocast(name: str, spec: str) -> None:
 @pytest.mark.parametrize(("name", "spec"), checkerboard(GENERATING, ("lora", "mam")))
 def test_generating_under_autocast_and_in_half_precision(name: str, spec: str) -> None:
     model = compiled(name, spec, torch.float32)
-    prompt = {k: v for k, v in given(name, model).items() if k in ("input_ids", "attention_mask")}
+    prompt = {k: v for k, v in model_inputs(name, model).items() if k in ("input_ids", "attention_mask")}
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     with torch.autocast("cpu", torch.bfloat16):
         one = model.generate(**prompt, **options)
@@ -110,7 +110,7 @@ def test_generating_under_autocast_and_in_half_precision(name: str, spec: str) -
 def test_to_meta_and_empty(name: str, spec: str) -> None:
     """Shapes without values, and values put back by a state dict."""
     model = compiled(name, spec)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want, saved = model(**inputs).logits, state(model)
     model.to("meta")
     assert all(p.is_meta for p in model.parameters())

@@ -12,7 +12,7 @@ import torch
 import peftc
 from tests import zoo
 from tests.laws.harness import randomise
-from tests.survival.harness import compiled, given, same, state, train
+from tests.survival.harness import compiled, model_inputs, same, state, train
 
 NAMES = ("bart", "t5", "llama", "bert", "mixtral")
 MORE = zoo.VOCAB + 9
@@ -30,7 +30,7 @@ def test_more_and_fewer_tokens(name: str, spec: str) -> None:
     has them too.
     """
     model = compiled(name, spec)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     inputs.pop("labels")
     want = model(**inputs).logits
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -43,7 +43,7 @@ def test_more_and_fewer_tokens(name: str, spec: str) -> None:
     fresh["input_ids"][:, -1] = MORE - 1
     assert model(**fresh).logits.isfinite().all()
     before = {k: v.clone() for k, v in peftc.parameters(model).items()}
-    labelled = {**fresh, "labels": given(name, model)["labels"]}
+    labelled = {**fresh, "labels": model_inputs(name, model)["labels"]}
     train(model, [labelled])
     assert any(not torch.equal(v, before[k]) for k, v in peftc.parameters(model).items())
     resized(model, zoo.VOCAB)
@@ -60,7 +60,7 @@ def test_removing_afterwards_leaves_the_resized_base(name: str, spec: str) -> No
         resized(m, MORE)
     peftc.remove(model)
     assert same(state(model), state(base))
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     assert torch.equal(model(**inputs).logits, base(**inputs).logits)
     assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
     assert [type(m) for m in model.modules()] == [type(m) for m in base.modules()]
@@ -95,7 +95,7 @@ def test_trained_rows_are_put_back(name: str, size: int) -> None:
         torch.manual_seed(4)
         resized(m, size)
     assert peftc.parameters(model)["e/" + embedding(model)] is model.get_input_embeddings().weight
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     inputs = {k: v.clamp(max=size - 1) if v.dtype == torch.long else v for k, v in inputs.items()}
     want = base(**inputs).logits
     train(model, [inputs])
@@ -119,7 +119,7 @@ def test_an_edited_embedding(name: str) -> None:
     spec = "peft 1\nedit e at embed { h += adapter(h, r=2, act=gelu) }"
     model = peftc.compile(spec, zoo.build(name, torch.float64), seed=0)
     randomise(peftc.parameters(model))
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     inputs.pop("labels")
     want, plain = model(**inputs).logits, zoo.build(name, torch.float64)(**inputs).logits
     assert not torch.equal(want, plain)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import peftc
 from tests.matrix import checkerboard, some
-from tests.survival.harness import SPECIES, all_close, close, compiled, given
+from tests.survival.harness import SPECIES, all_close, close, compiled, model_inputs
 
 CASES = [
     *((name, spec, False) for name, spec in checkerboard(SPECIES, ("mam", "weights"))),
@@ -42,7 +42,7 @@ class Logits(nn.Module):
 
 def wrapped(name: str, spec: str, **options: Any) -> tuple[Logits, dict[str, Tensor]]:
     model = compiled(name, spec, **options)
-    inputs = given(name, model, padding=None, labels=False)
+    inputs = model_inputs(name, model, padding=None, labels=False)
     return Logits(model), inputs
 
 
@@ -95,7 +95,7 @@ def test_programs_are_saved_and_models_stay_as_they_are(name: str, tmp_path: Pat
 def test_a_call_that_is_first_seen_while_exporting(name: str) -> None:
     """Its forward is made apart from the program that is being recorded."""
     model, inputs = wrapped(name, "mam")
-    masked = given(name, model.model, padding="right", labels=False)
+    masked = model_inputs(name, model.model, padding="right", labels=False)
     program = torch.export.export(model, (), masked, strict=False)
     close(program.module()(**masked), model(**masked))
     assert model(**inputs).isfinite().all()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import peftc
 from tests import zoo
-from tests.survival.harness import SOME, SPECIES, compiled, given, same, state, text, train
+from tests.survival.harness import SOME, SPECIES, compiled, model_inputs, same, state, text, train
 
 pairs = pytest.mark.parametrize(("name", "spec"), SOME)
 
@@ -46,15 +46,15 @@ def test_inside_disabled_the_base_alone_is_saved(name: str, spec: str, tmp_path:
     afterwards.
     """
     model, base = compiled(name, spec, torch.float32), build(name)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want, first = logits(model, inputs), logits(base, inputs)
     base.save_pretrained(tmp_path / "base")
     with peftc.disabled(model):
         model.save_pretrained(tmp_path / "saved")
     for file in (tmp_path / "base").iterdir():
         assert file.read_bytes() == (tmp_path / "saved" / file.name).read_bytes(), file.name
-    loaded, said = read(tmp_path / "saved", name)
-    assert not any(said.values()), said
+    loaded, info = read(tmp_path / "saved", name)
+    assert not any(info.values()), info
     assert torch.equal(logits(loaded, inputs), first)
     assert torch.equal(logits(model, inputs), want)
     assert not torch.equal(want, first)
@@ -69,15 +69,15 @@ def test_outside_everything_is_saved_and_the_base_loads(name: str, spec: str, tm
     edits.
     """
     model, base = compiled(name, spec, torch.float32), build(name)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want = logits(model, inputs)
     model.save_pretrained(tmp_path)
-    loaded, said = read(tmp_path, name)
-    assert not said["missing_keys"]
-    assert not said["mismatched_keys"]
-    assert not said["error_msgs"]
-    assert all(".peftc." in key or key.startswith("peftc_shared.") for key in said["unexpected_keys"])
-    assert len(said["unexpected_keys"]) == len([n for n in peftc.parameters(model) if not n.startswith("norms/")])
+    loaded, info = read(tmp_path, name)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert not info["error_msgs"]
+    assert all(".peftc." in key or key.startswith("peftc_shared.") for key in info["unexpected_keys"])
+    assert len(info["unexpected_keys"]) == len([n for n in peftc.parameters(model) if not n.startswith("norms/")])
     trained = {peftc.parameters(model)[n] for n in peftc.parameters(model) if n.startswith("norms/")}
     learning = {n for n, p in model.named_parameters() if p in trained}
     assert same(
@@ -94,14 +94,14 @@ def test_outside_everything_is_saved_and_the_base_loads(name: str, spec: str, tm
 @pytest.mark.parametrize("name", SPECIES)
 def test_shards(name: str, tmp_path: Path) -> None:
     model = compiled(name, "mam", torch.float32)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     with peftc.disabled(model):
         model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == keys(tmp_path)
-    loaded, said = read(tmp_path, name)
-    assert not any(said.values()), said
+    loaded, info = read(tmp_path, name)
+    assert not any(info.values()), info
     assert torch.equal(logits(loaded, inputs), logits(build(name), inputs))
 
 
@@ -112,7 +112,7 @@ def test_what_was_loaded_can_be_compiled_and_saved(name: str, spec: str, tmp_pat
     model, _ = read(tmp_path / "base", name)
     before = state(model)
     peftc.compile(text(spec), model, seed=0)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     losses = train(model, [inputs] * 2, rate=0.02)
     assert losses[0] != losses[1]
     want = logits(model, inputs)
@@ -125,14 +125,14 @@ def test_what_was_loaded_can_be_compiled_and_saved(name: str, spec: str, tmp_pat
 @pytest.mark.parametrize("name", SPECIES)
 def test_folded_models_are_plain_checkpoints(name: str, tmp_path: Path) -> None:
     model = compiled(name, "lora", torch.float32)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     peftc.fold(model)
     want = logits(model, inputs)
     if hasattr(model, "_peftc"):
         peftc.remove(model)
     model.save_pretrained(tmp_path)
-    loaded, said = read(tmp_path, name)
-    assert not any(said.values()), said
+    loaded, info = read(tmp_path, name)
+    assert not any(info.values()), info
     assert torch.equal(logits(loaded, inputs), want)
 
 

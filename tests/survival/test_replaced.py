@@ -89,11 +89,11 @@ def test_a_replaced_module_is_told(replace: Callable[[nn.Module, str, nn.Module]
     replace(attention, "q_proj", linear())
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for name, operation in OPERATIONS.items():
-        with pytest.raises(peftc.PeftcError) as refused:
+        with pytest.raises(peftc.PeftcError) as excinfo:
             operation(model, tmp_path)
-        (found,) = refused.value.diagnostics
-        assert (found.code, name) == ("P436", name)
-        assert f"`{NAME}` was edited, and is a Linear without its edits now" == found.message
+        (diagnostic,) = excinfo.value.diagnostics
+        assert (diagnostic.code, name) == ("P436", name)
+        assert f"`{NAME}` was edited, and is a Linear without its edits now" == diagnostic.message
     assert not (tmp_path / "new").exists()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     replace(attention, "q_proj", edited)
@@ -105,9 +105,9 @@ def test_a_replaced_module_is_told(replace: Callable[[nn.Module, str, nn.Module]
 def test_what_holds_an_edited_module_may_be_replaced_as_well(name: str) -> None:
     model = compiled()
     model.set_submodule(name, copy.deepcopy(llama().get_submodule(name)))
-    with pytest.raises(peftc.PeftcError, match="P436") as refused:
+    with pytest.raises(peftc.PeftcError, match="P436") as excinfo:
         logits(model)
-    assert f"`{name}." in str(refused.value)
+    assert f"`{name}." in str(excinfo.value)
 
 
 def test_a_layer_that_is_gone_is_told() -> None:
@@ -266,15 +266,15 @@ def test_a_class_that_is_exchanged_is_noticed() -> None:
 
 def test_a_class_that_is_derived_is_kept_by_copies() -> None:
     model = compiled(QV)
-    given = zoo.inputs("llama", model)
+    inputs = zoo.inputs("llama", model)
     edited = model.get_submodule(NAME)
     edited.__class__ = type(
         "Doubled", (type(edited),), {"forward": lambda self, x: 2 * super(type(self), self).forward(x)}
     )
-    want = model(**given).logits
+    want = model(**inputs).logits
     other = copy.deepcopy(model)
     assert type(other.get_submodule(NAME)) is type(edited)
-    assert torch.equal(other(**given).logits, want)
+    assert torch.equal(other(**inputs).logits, want)
     assert {finding.code for finding in peftc.verify(model).findings} >= {"P602"}
 
 
@@ -289,25 +289,25 @@ class Root(nn.Module):
 
 def test_a_class_that_is_derived_from_that_of_the_model_stays() -> None:
     model = compiled(QV)
-    given = zoo.inputs("llama", model)
-    want = 2 * model(**given).logits
+    inputs = zoo.inputs("llama", model)
+    want = 2 * model(**inputs).logits
     model.__class__ = type("Doubled", (Root, type(model)), {})
-    assert torch.equal(model(**given).logits, want)
-    assert torch.equal(copy.deepcopy(model)(**given).logits, want)
+    assert torch.equal(model(**inputs).logits, want)
+    assert torch.equal(copy.deepcopy(model)(**inputs).logits, want)
     peftc.remove(model)
     assert type(model).__name__ == "Doubled"
-    assert torch.equal(model(**given).logits, 2 * llama()(**given).logits)
+    assert torch.equal(model(**inputs).logits, 2 * llama()(**inputs).logits)
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_torch_compile_keeps_follows_the_edits(whole: bool) -> None:
     model = compiled(QV)
-    given = zoo.inputs("llama", model)
+    inputs = zoo.inputs("llama", model)
     fast = torch.compile(model, backend="eager", fullgraph=whole)
     with torch.no_grad():
-        assert torch.equal(fast(**given, use_cache=False).logits, model(**given, use_cache=False).logits)
+        assert torch.equal(fast(**inputs, use_cache=False).logits, model(**inputs, use_cache=False).logits)
         peftc.remove(model)
-        assert torch.equal(fast(**given, use_cache=False).logits, llama()(**given, use_cache=False).logits)
+        assert torch.equal(fast(**inputs, use_cache=False).logits, llama()(**inputs, use_cache=False).logits)
         peftc.compile(FFN, model, seed=0)
         randomise(peftc.parameters(model))
-        assert torch.equal(fast(**given, use_cache=False).logits, model(**given, use_cache=False).logits)
+        assert torch.equal(fast(**inputs, use_cache=False).logits, model(**inputs, use_cache=False).logits)

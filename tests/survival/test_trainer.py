@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 import peftc
 from tests import zoo
 from tests.matrix import some
-from tests.survival.harness import SOME, SPECIES, SPECS, all_close, compiled, given, same, state
+from tests.survival.harness import SOME, SPECIES, SPECS, all_close, compiled, model_inputs, same, state
 
 STEPS = 4
 # Checkpoints of ViT, and of Mixtral's ffn, have the hub's names, which Trainer does not read back:
@@ -29,8 +29,8 @@ RESUMES = [(n, ("lora" if n == "mixtral" else "mam", "weights")[i % 2]) for i, n
 
 class Examples(Dataset[dict[str, Tensor]]):
     def __init__(self, name: str, model: nn.Module, count: int = 8) -> None:
-        made = given(name, model, batch=count, padding=None)
-        self.rows = [{k: v[i] for k, v in made.items()} for i in range(count)]
+        inputs = model_inputs(name, model, batch=count, padding=None)
+        self.rows = [{k: v[i] for k, v in inputs.items()} for i in range(count)]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,8 +57,8 @@ def trainer(name: str, model: Any, directory: Path, **options: Any) -> Trainer:
     return Trainer(model, TrainingArguments(**arguments), train_dataset=rows, eval_dataset=rows)
 
 
-def losses(made: Trainer) -> list[float]:
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def fresh(name: str, spec: str) -> Any:
@@ -112,7 +112,7 @@ def test_accumulated_batches_are_one_batch(name: str, tmp_path: Path) -> None:
     ends: list[dict[str, Tensor]] = []
     for batch, steps in ((4, 1), (2, 2)):
         model = compiled(name, "mam", torch.float64)
-        made = trainer(
+        one_trainer = trainer(
             name,
             model,
             tmp_path,
@@ -121,7 +121,7 @@ def test_accumulated_batches_are_one_batch(name: str, tmp_path: Path) -> None:
             save_strategy="no",
             optim="sgd",
         )
-        made.train()
+        one_trainer.train()
         ends.append({n: p.detach() for n, p in model.named_parameters() if p.requires_grad})
     all_close(*ends, tolerance=1e-5)
 
@@ -129,7 +129,7 @@ def test_accumulated_batches_are_one_batch(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", some(RESUMED[1:], 2))
 def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
     """Where a large loss is called good, the best model is the first, and is what is left."""
-    made = trainer(
+    one_trainer = trainer(
         name,
         model := fresh(name, "lora"),
         tmp_path,
@@ -142,15 +142,15 @@ def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
         metric_for_best_model="eval_loss",
         greater_is_better=True,
     )
-    made.train()
-    scores = [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry]
+    one_trainer.train()
+    scores = [entry["eval_loss"] for entry in one_trainer.state.log_history if "eval_loss" in entry]
     assert len(scores) == STEPS
     best = scores.index(max(scores)) + 1
     assert best < STEPS, "training made the model no better"
-    assert Path(str(made.state.best_model_checkpoint)) == tmp_path / f"checkpoint-{best}"
-    assert made.evaluate()["eval_loss"] == pytest.approx(max(scores), rel=1e-6)
-    kept = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")
-    assert all(torch.equal(p, kept[n]) for n, p in model.named_parameters() if ".peftc." in n)
+    assert Path(str(one_trainer.state.best_model_checkpoint)) == tmp_path / f"checkpoint-{best}"
+    assert one_trainer.evaluate()["eval_loss"] == pytest.approx(max(scores), rel=1e-6)
+    tensors = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")
+    assert all(torch.equal(p, tensors[n]) for n, p in model.named_parameters() if ".peftc." in n)
 
 
 @pytest.mark.parametrize("name", SPECIES[::2])
@@ -158,7 +158,7 @@ def test_checkpointing_inside_the_trainer(name: str, tmp_path: Path) -> None:
     ends: list[dict[str, Tensor]] = []
     for checkpointing in (False, True):
         options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}} if checkpointing else {}
-        made = trainer(
+        one_trainer = trainer(
             name,
             model := fresh(name, "mam"),
             tmp_path,
@@ -166,7 +166,7 @@ def test_checkpointing_inside_the_trainer(name: str, tmp_path: Path) -> None:
             save_strategy="no",
             **options,
         )
-        made.train()
+        one_trainer.train()
         ends.append(state(model))
     all_close(*ends, tolerance=1e-6)
 
@@ -180,17 +180,17 @@ def test_accelerate(name: str, spec: str, tmp_path: Path) -> None:
     model = fresh(name, spec)
     learning = [p for p in model.parameters() if p.requires_grad]
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(learning, lr=0.02))
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
 
     def three() -> list[float]:
-        found: list[float] = []
+        losses: list[float] = []
         for _ in range(3):
             optimizer.zero_grad()
             loss = prepared(**inputs).loss
             accelerator.backward(loss)
             optimizer.step()
-            found.append(loss.item())
-        return found
+            losses.append(loss.item())
+        return losses
 
     prepared.train()
     three()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import peftc
 from peftc.adapters.sharded import elect_writer
-from tests.survival.harness import freshly_compiled, given, layers
+from tests.survival.harness import freshly_compiled, layers, model_inputs
 
 STEPS, BATCH = 3, 4
 
@@ -23,7 +23,7 @@ def halves(name: str, model: nn.Module, rank: int | None = None) -> list[dict[st
     """Batches without padding, so that the mean of two halves is the mean of the whole; one half of
     each for a rank.
     """
-    whole = [given(name, model, batch=BATCH, padding=None, seed=i) for i in range(STEPS)]
+    whole = [model_inputs(name, model, batch=BATCH, padding=None, seed=i) for i in range(STEPS)]
     if rank is None:
         return whole
     part = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
@@ -35,7 +35,7 @@ def run(
 ) -> list[float]:
     """The losses of a few steps of AdamW, averaged over processes."""
     optimizer = torch.optim.AdamW(learning, lr=0.01)
-    found: list[float] = []
+    losses: list[float] = []
     for batch in batches:
         optimizer.zero_grad()
         loss = model(**batch).loss
@@ -44,8 +44,8 @@ def run(
         mean = loss.detach().clone()
         if world > 1:
             dist.all_reduce(mean)
-        found.append(mean.item() / world)
-    return found
+        losses.append(mean.item() / world)
+    return losses
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -82,16 +82,16 @@ def take_turns(rank: int, world: int, directory: str) -> None:
     told.
     """
     dist.init_process_group("gloo", init_method=f"file://{directory}/turns", rank=rank, world_size=world)
-    told: list[str] = []
+    events: list[str] = []
     for full in (False, True):
         try:
             with elect_writer([cast(Tensor, Sharded())]) as mine:
-                told.append("writes" if mine else "waits")
+                events.append("writes" if mine else "waits")
                 if mine and full:
                     raise peftc.PeftcError(peftc.Diagnostic("P526", "the disk is full"))
         except peftc.PeftcError as error:
-            told += [d.code for d in error.diagnostics]
-    Path(directory, f"told-{rank}").write_text(" ".join(told))
+            events += [d.code for d in error.diagnostics]
+    Path(directory, f"events-{rank}").write_text(" ".join(events))
     dist.barrier()
     os._exit(0)
 
@@ -99,11 +99,11 @@ def take_turns(rank: int, world: int, directory: str) -> None:
 def one(rank: int, world: int, way: str, name: str, spec: str, directory: Path) -> dict[str, Any]:
     model = freshly_compiled(name, spec).train()
     batches = halves(name, model, rank)
-    made = DistributedDataParallel(model) if way == "ddp" else sharded(model)
+    wrapper = DistributedDataParallel(model) if way == "ddp" else sharded(model)
     parameters = peftc.parameters(model)
     if way == "fsdp":
         assert all(hasattr(p, "full_tensor") for p in parameters.values()), "not sharded"
-    losses = run(made, [p for p in model.parameters() if p.requires_grad], batches, world)
+    losses = run(wrapper, [p for p in model.parameters() if p.requires_grad], batches, world)
     if way == "fsdp" or rank == 0:
         peftc.save(model, directory / f"adapter-{way}-{name}-{spec}")
     return {"losses": losses, "parameters": {n: whole(p) for n, p in parameters.items()}}

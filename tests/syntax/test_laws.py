@@ -138,7 +138,7 @@ def test_spans_are_where_the_words_are() -> None:
     call = line.value.right
     assert isinstance(call, ast.Call)
     assert isinstance(edit.selector, ast.Path)
-    shown = {
+    texts = {
         "edit.name": (edit.name_span, "low"),
         "selector": (edit.selector.span, "layer[0..5].ffn"),
         "step": (edit.selector.steps[1].span, "ffn"),
@@ -147,8 +147,8 @@ def test_spans_are_where_the_words_are() -> None:
         "function": (call.function_span, "adapter"),
         "keyword": (call.kwargs[0].span, "r=64"),
     }
-    assert {name: text[span.start : span.end] for name, (span, _) in shown.items()} == {
-        n: t for n, (_, t) in shown.items()
+    assert {name: text[span.start : span.end] for name, (span, _) in texts.items()} == {
+        n: t for n, (_, t) in texts.items()
     }
     at = call.kwargs[0].span
     assert (at.line, at.column, at.end_line, at.end_column) == (4, 5, 4, 9)
@@ -178,7 +178,7 @@ expect foldable(qv) expect sites(qv) == 72 expect stored <= 6.8%
 
 
 @pytest.mark.parametrize(
-    ("written", "printed"),
+    ("source", "printed"),
     [
         ("a-(b-c)", "a - (b - c)"),
         ("(a-b)-c", "a - b - c"),
@@ -191,12 +191,12 @@ expect foldable(qv) expect sites(qv) == 72 expect stored <= 6.8%
         ("f( (a+b) ,c = (1),)", "f(a + b, c=1)"),
     ],
 )
-def test_parentheses_are_those_that_are_needed(written: str, printed: str) -> None:
-    assert print_spec(parse_text(f"peft 1 let l = {written}")) == f"peft 1\n\nlet l = {printed}\n"
+def test_parentheses_are_those_that_are_needed(source: str, printed: str) -> None:
+    assert print_spec(parse_text(f"peft 1 let l = {source}")) == f"peft 1\n\nlet l = {printed}\n"
 
 
 @pytest.mark.parametrize(
-    ("written", "printed"),
+    ("source", "printed"),
     [
         ("a|b|c", "a | b | c"),
         ("a-b|c", "(a - b) | c"),
@@ -207,8 +207,8 @@ def test_parentheses_are_those_that_are_needed(written: str, printed: str) -> No
         ("layer[ 0,3 .. 5 ,-2..,..4,*]", "layer[0, 3..5, -2.., ..4, *]"),
     ],
 )
-def test_selectors_are_printed_without_doubt(written: str, printed: str) -> None:
-    assert print_spec(parse_text(f"peft 1 train t=[b] at {written}")) == f"peft 1\n\ntrain t = [b] at {printed}\n"
+def test_selectors_are_printed_without_doubt(source: str, printed: str) -> None:
+    assert print_spec(parse_text(f"peft 1 train t=[b] at {source}")) == f"peft 1\n\ntrain t = [b] at {printed}\n"
 
 
 OPERATORS = "+-*/"

@@ -57,13 +57,13 @@ def logits(model: Any) -> Tensor:
 def expected() -> dict[str, Tensor]:
     """What each choice gives; none of them like another."""
     model = compiled()
-    found = {"base": logits(zoo.build("llama", torch.float64))}
+    outputs = {"base": logits(zoo.build("llama", torch.float64))}
     for name, choice in CHOICES.items():
         with choice(model):
-            found.setdefault(name, logits(model))
-            assert torch.equal(logits(model), found[name])
-    assert all(not torch.equal(found[a], found[b]) for a in found for b in found if a != b)
-    return found
+            outputs.setdefault(name, logits(model))
+            assert torch.equal(logits(model), outputs[name])
+    assert all(not torch.equal(outputs[a], outputs[b]) for a in outputs for b in outputs if a != b)
+    return outputs
 
 
 @contextmanager
@@ -181,9 +181,9 @@ def test_a_block_that_is_left_elsewhere_says_so() -> None:
 
     generator = inside()
     contextvars.copy_context().run(next, generator)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         generator.close()
-    assert caught.value.diagnostics[0].code == "P431"
+    assert excinfo.value.diagnostics[0].code == "P431"
     with peftc.task(model, "a"):
         check(model, "a")
 
@@ -228,16 +228,16 @@ def test_switched_for_all_contexts_and_copies() -> None:
     with peftc.task(model, "b"):
         check(model, "b")
     peftc.set_enabled(model, False, "second")
-    seen: list[Tensor] = []
-    thread = threading.Thread(target=lambda: seen.append(logits(model)))
+    outputs: list[Tensor] = []
+    thread = threading.Thread(target=lambda: outputs.append(logits(model)))
     thread.start()
     thread.join()
-    assert torch.equal(seen[0], expected()["in part"])
+    assert torch.equal(outputs[0], expected()["in part"])
     for twin in list(copies(model))[:3]:
         check(twin, "in part")
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.remove(model)
-    assert caught.value.diagnostics[0].code == "P529"
+    assert excinfo.value.diagnostics[0].code == "P529"
     peftc.set_enabled(model, False)
     check(model, "base")
     peftc.set_enabled(model, True, "first")
@@ -253,9 +253,9 @@ def test_switched_for_all_contexts_and_copies() -> None:
 
 def test_what_changes_the_model_is_refused_inside_of_the_own_block_alone() -> None:
     model = compiled()
-    with peftc.disabled(model, "second"), pytest.raises(peftc.PeftcError) as caught:
+    with peftc.disabled(model, "second"), pytest.raises(peftc.PeftcError) as excinfo:
         peftc.remove(model)
-    assert caught.value.diagnostics[0].code == "P529"
+    assert excinfo.value.diagnostics[0].code == "P529"
     with peftc.task(model, task_ids=["a", "b"]):
         peftc.drop_task(model, "a")
         with pytest.raises(peftc.PeftcError, match="choose again"):
@@ -324,16 +324,16 @@ def test_whole_graphs_of_each_context() -> None:
 
     asyncio.run(all_of_them())
     assert counter.frame_count == len(names)
-    seen: list[Tensor] = []
+    outputs: list[Tensor] = []
     with peftc.disabled(model):
         context = contextvars.copy_context()
     for run_in in (context.run, partial(contextvars.Context().run)):
         with peftc.task(model, "b"):
-            thread = threading.Thread(target=lambda run_in=run_in: seen.append(run_in(in_a, model, fast)))
+            thread = threading.Thread(target=lambda run_in=run_in: outputs.append(run_in(in_a, model, fast)))
             thread.start()
             thread.join()
-    assert torch.equal(seen[0], expected()["base"])
-    assert torch.equal(seen[1], expected()["a"])
+    assert torch.equal(outputs[0], expected()["base"])
+    assert torch.equal(outputs[1], expected()["a"])
     assert counter.frame_count == len(names)
     torch._dynamo.reset()
 
@@ -363,11 +363,11 @@ def test_replicas_in_other_threads() -> None:
     for name, choice in CHOICES.items():
         with choice(model):
             replica = replicated(model)
-        seen: list[Tensor] = []
-        thread = threading.Thread(target=lambda seen=seen, replica=replica: seen.append(logits(replica)))
+        outputs: list[Tensor] = []
+        thread = threading.Thread(target=lambda outputs=outputs, replica=replica: outputs.append(logits(replica)))
         thread.start()
         thread.join()
-        assert torch.equal(seen[0], expected()[name]), name
+        assert torch.equal(outputs[0], expected()[name]), name
 
 
 def replicated(model: nn.Module) -> Any:
@@ -391,19 +391,19 @@ class Words:
 
 
 def test_streaming_from_a_thread() -> None:
-    model, given = compiled(), {"input_ids": IDS[:1], "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    said: dict[str, str] = {}
+    model, inputs = compiled(), {"input_ids": IDS[:1], "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    texts: dict[str, str] = {}
     for name in ("a", "b", "base"):
         with CHOICES[name](model):
-            want = model.generate(**given)
+            want = model.generate(**inputs)
             streamer = TextIteratorStreamer(Words(), timeout=60)  # type: ignore[arg-type]
             run = contextvars.copy_context().run
-            thread = threading.Thread(target=run, args=(model.generate,), kwargs={**given, "streamer": streamer})
+            thread = threading.Thread(target=run, args=(model.generate,), kwargs={**inputs, "streamer": streamer})
             thread.start()
-        said[name] = "".join(streamer)  # after the block: the thread has what it was started with
+        texts[name] = "".join(streamer)  # after the block: the thread has what it was started with
         thread.join()
-        assert said[name].split() == [str(int(t)) for t in want[0]]
-    assert len(set(said.values())) == 3
+        assert texts[name].split() == [str(int(t)) for t in want[0]]
+    assert len(set(texts.values())) == 3
 
 
 class Listed(nn.Linear):
@@ -420,6 +420,6 @@ class Listed(nn.Linear):
 def test_what_a_module_reads_from_a_list_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Listed(4, 4))
     peftc.compile('peft 1\ntrain t = [w, b] at "1"', model, sample={"input": torch.zeros(1, 4)}, seed=0)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.disabled(model)
-    assert caught.value.diagnostics[0].code == "P432"
+    assert excinfo.value.diagnostics[0].code == "P432"

@@ -70,10 +70,10 @@ def without_gradient(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         scale = self.linear(x)
         with torch.enable_grad():
-            kept = self.linear(x)
+            differentiable = self.linear(x)
     with torch.set_grad_enabled(False):
         off = x * self.scale[0]
-    return x * scale + kept + off
+    return x * scale + differentiable + off
 
 
 @torch.no_grad()

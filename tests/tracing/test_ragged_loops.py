@@ -60,19 +60,19 @@ def counting(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def carrying(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    made: list[Tensor] = []
+    pieces: list[Tensor] = []
     total = x.sum(0)
     for p in x.split(lengths.tolist()):
         total = total + p.sum(0)
-        made.append(p + total)
-    return torch.cat(made)
+        pieces.append(p + total)
+    return torch.cat(pieces)
 
 
 def last(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    made = x
+    output = x
     for p in x.split(lengths.tolist()):
-        made = self.inner(p)
-    return made
+        output = self.inner(p)
+    return output
 
 
 def asking(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ def test_one_forward_serves_any_number_of_pieces(make: Callable[[], nn.Module]) 
 def test_roles_of_an_attention_in_pieces() -> None:
     root = Packed()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        given = {"x": mode.from_tensor(torch.randn(5, 4)), "lengths": mode.from_tensor(torch.tensor([3, 2]))}
-        graph = RegionTracer(lambda name: name == "").trace_region(root, given).graph
+        inputs = {"x": mode.from_tensor(torch.randn(5, 4)), "lengths": mode.from_tensor(torch.tensor([3, 2]))}
+        graph = RegionTracer(lambda name: name == "").trace_region(root, inputs).graph
     (attention,) = attentions(LayerGraph(graph, root))
     for i, value in enumerate((attention.q, attention.k, attention.v)):
         assert [rows for _, rows in source_linears(LayerGraph(graph, root), value)] == [Slice(4 * i, 4 * i + 4)]

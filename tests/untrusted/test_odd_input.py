@@ -18,8 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import peftc
 from peftc.cli.main import main
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
-from peftc.diagnostics.formats import render_github
-from peftc.diagnostics.render import render_text
+from peftc.diagnostics.render import render_github, render_text
 from peftc.semantics import check_file, read_spec
 from peftc.semantics.checks.spec_file import check_file as check
 from peftc.syntax import parse_text, print_spec
@@ -36,11 +35,11 @@ def model() -> nn.Module:
 
 
 def codes(call: Callable[[], object]) -> list[str]:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         call()
-    assert str(caught.value).isprintable() or "\n" in str(caught.value)
-    assert all(line.isprintable() for line in str(caught.value).split("\n"))
-    return [diagnostic.code for diagnostic in caught.value.diagnostics]
+    assert str(excinfo.value).isprintable() or "\n" in str(excinfo.value)
+    assert all(line.isprintable() for line in str(excinfo.value).split("\n"))
+    return [diagnostic.code for diagnostic in excinfo.value.diagnostics]
 
 
 # Texts
@@ -350,15 +349,15 @@ def test_names_that_every_module_has_are_refused(name: str) -> None:
             return x + self._modules[name](self.norm(x))  # type: ignore[operator]
 
     spec = "peft 1\nedit a at layer[*] { h *= vector(init=1) }\n"
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(spec, nn.Sequential(Hidden(), Hidden()), sample={"input": torch.randn(1, 3, 4)})
-    assert [d.code for d in caught.value.diagnostics] == ["P511"]
+    assert [d.code for d in excinfo.value.diagnostics] == ["P511"]
 
 
 @pytest.mark.parametrize("name", ["x\ud800", "\udfff"], ids=["high", "low"])
 def test_names_that_are_no_text_are_refused(name: str) -> None:
     spec = 'peft 1\nedit a at "layers.*.inner.*" { h += lora(x, r=1) }\n'
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(spec, Layers(Block(name), Block(name)).eval(), sample={"x": torch.randn(1, 3, 4)})
-    assert [d.code for d in caught.value.diagnostics] == ["P511"]
-    assert str(caught.value).encode()
+    assert [d.code for d in excinfo.value.diagnostics] == ["P511"]
+    assert str(excinfo.value).encode()

@@ -24,6 +24,7 @@ from peftc.diagnostics import PeftcError
 from peftc.diagnostics.render import render_text
 from peftc.models.configs import read_values
 from peftc.models.load import load_model
+from peftc.models.resolve import resolve
 from peftc.semantics import check_file, expand, read_spec
 from peftc.semantics.load import MAX_BYTES
 from peftc.syntax import parse_text
@@ -38,9 +39,9 @@ def using(path: object) -> str:
 
 
 def refused(call: Callable[[], object]) -> PeftcError:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         call()
-    return caught.value
+    return excinfo.value
 
 
 def codes(error: PeftcError) -> list[str]:
@@ -310,10 +311,10 @@ def test_pipes_beside_weights(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
         with in_time():
-            assert codes(refused(lambda: load_model(str(tmp_path))))[0] in {"P026", "P502"}
+            assert codes(refused(lambda: load_model(resolve(str(tmp_path)))))[0] in {"P026", "P502"}
         (tmp_path / name).unlink()
         (tmp_path / name).write_bytes(data)
-    load_model(str(tmp_path))
+    load_model(resolve(str(tmp_path)))
 
 
 # Sizes

@@ -15,8 +15,9 @@ from torch import nn
 import peftc
 from peftc.cli.main import main
 from peftc.planning import ir
+from peftc.planning.report.text import plain_text
 from peftc.verification.reference.recorder import CallEvent, Recorder
-from peftc.verification.report import verification_text
+from peftc.verification.report import render_verification
 from tests import zoo
 from tests.laws.harness import Before
 from tests.specs_on_models.pairs import unchanged
@@ -88,9 +89,9 @@ def test_an_attention_that_is_written_out(name: str) -> None:
 @pytest.mark.parametrize("edit", ["e", "an_edit_of_" + "such_" * 12 + "a_name"])
 def test_a_text_is_not_folded_where_it_fits(edit: str) -> None:
     report = peftc.verify(peftc.compile(QV.replace("edit e", f"edit {edit}"), model(), seed=0))
-    wide = verification_text(report, 300)
+    wide = plain_text(render_verification(report), 300)
     assert edit in wide
-    assert verification_text(report, max(map(len, wide.splitlines()))) == wide
+    assert plain_text(render_verification(report), max(map(len, wide.splitlines()))) == wide
 
 
 def test_wrong_arguments_have_codes() -> None:

@@ -26,7 +26,7 @@ def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
     if changes_model(spec.statements) or len(methods) > 1:
         errors += _each_method(spec, methods, folders)
     if changes_model(spec.statements) or len(methods) <= 1:
-        errors += expand_valid(spec, {}, folders).diagnostics
+        errors += expand_valid(spec, {}, folders)[1]
     return _without_duplicates(errors)
 
 

@@ -31,7 +31,7 @@ _FEED_FORWARD = re.compile(
 
 
 @dataclass(frozen=True)
-class Witness:
+class Observation:
     attending: frozenset[str]  # innermost modules in whose forward a softmax is multiplied with values
     feed_forward: frozenset[str]  # modules of repeated blocks whose name says so
     projecting: bool  # an attending module holds modules with matrices: its q, k, v are no bare parameters
@@ -46,13 +46,13 @@ class Witness:
         }[step]
 
 
-def witness(model: nn.Module, inputs: Mapping[str, Any]) -> Witness:
+def observe(model: nn.Module, inputs: Mapping[str, Any]) -> Observation:
     """What is seen in one forward of the base model."""
-    seen = _Attention()
-    with _paths(model, seen), seen:
+    attention = _Attention()
+    with _paths(model, attention), attention:
         run(model, inputs)
-    projecting = any(_projects(model.get_submodule(_outermost(name))) for name in seen.found)
-    return Witness(frozenset(seen.found), frozenset(_feed_forward(model)), projecting, _repeats(model))
+    projecting = any(_projects(model.get_submodule(_outermost(name))) for name in attention.modules)
+    return Observation(frozenset(attention.modules), frozenset(_feed_forward(model)), projecting, _repeats(model))
 
 
 def _outermost(name: str) -> str:
@@ -74,7 +74,7 @@ class _Attention(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.path: list[str] = []
-        self.found: set[str] = set()
+        self.modules: set[str] = set()
         self.weights: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,24 +82,24 @@ class _Attention(TorchFunctionMode):
         if func in _FUSED:
             self._note()
             return out
-        given = [a for a in _flat(args) if isinstance(a, torch.Tensor)]
+        tensors = [a for a in _flat(args) if isinstance(a, torch.Tensor)]
         if func in _SOFTMAX:
             if isinstance(out, torch.Tensor) and out.ndim >= 3:
                 self.weights[id(out)] = out
         elif func in _PRODUCT:
-            if any(id(a) in self.weights for a in given):
+            if any(id(a) in self.weights for a in tensors):
                 self._note()
         elif (
             isinstance(out, torch.Tensor)
-            and given
-            and id(given[0]) in self.weights
-            and (out.numel() == given[0].numel() or func is torch.Tensor.__getitem__)  # sinks are cut off again
+            and tensors
+            and id(tensors[0]) in self.weights
+            and (out.numel() == tensors[0].numel() or func is torch.Tensor.__getitem__)  # sinks are cut off again
         ):
             self.weights[id(out)] = out
         return out
 
     def _note(self) -> None:
-        self.found.add(self.path[-1] if self.path else "")
+        self.modules.add(self.path[-1] if self.path else "")
 
 
 def _flat(args: Any) -> Iterator[Any]:
@@ -111,7 +111,7 @@ def _flat(args: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _paths(model: nn.Module, seen: _Attention) -> Iterator[None]:
+def _paths(model: nn.Module, attention: _Attention) -> Iterator[None]:
     """While the block runs, `seen.path` are the modules being called. Leaf modules (dropout,
     softmax) count as their parents.
     """
@@ -119,8 +119,8 @@ def _paths(model: nn.Module, seen: _Attention) -> Iterator[None]:
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):
             continue
-        handles.append(module.register_forward_pre_hook(lambda _m, _a, name=name: seen.path.append(name)))
-        handles.append(module.register_forward_hook(lambda _m, _a, _o: seen.path.pop() and None, always_call=True))
+        handles.append(module.register_forward_pre_hook(lambda _m, _a, name=name: attention.path.append(name)))
+        handles.append(module.register_forward_hook(lambda _m, _a, _o: attention.path.pop() and None, always_call=True))
     try:
         yield
     finally:

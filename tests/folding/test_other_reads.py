@@ -1,6 +1,4 @@
-"""Weights that other code computes with, too: nothing is folded into them, since the other use
-would change with the edited one.
-"""
+"""Weights that other code reads, too, are not folded into: a fold would change both uses."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def llama() -> Any:
 
 
 class HeldHead(nn.Module):
-    """The weight of a module that is held in a list, and so is not among this one's parameters."""
+    """Reads the weight of a module that it holds in a list: it is no parameter of its own."""
 
     def __init__(self, embed: nn.Module) -> None:
         super().__init__()
@@ -41,7 +39,7 @@ class ViewHead(nn.Module):
         return F.linear(x, self.view)
 
 
-class Beside(nn.Module):
+class NextToAnotherLinear(nn.Module):
     def __init__(self, own: nn.Module, other: nn.Module) -> None:
         super().__init__()
         self.own, self.other = own, [other]
@@ -76,7 +74,7 @@ def view() -> Any:
 def other_layer() -> Any:
     model = llama()
     first, second = model.model.layers
-    second.self_attn.o_proj = Beside(second.self_attn.o_proj, first.self_attn.q_proj)
+    second.self_attn.o_proj = NextToAnotherLinear(second.self_attn.o_proj, first.self_attn.q_proj)
     return model
 
 
@@ -97,7 +95,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("build", "site", "reason"), CASES)
-def test_what_others_compute_with_is_not_folded_into(build: Callable[[], Any], site: str, reason: str) -> None:
+def test_weights_read_by_other_code_are_not_folded_into(build: Callable[[], Any], site: str, reason: str) -> None:
     ids = torch.arange(1, 9).reshape(2, 4)
     model = build().eval()
     spec = f"peft 1\nedit e at {site} {{ w += lowrank(r=2) }}\nedit f at layer[1].attn.v {{ h += lora(x, r=2) }}\n"
@@ -112,8 +110,8 @@ def test_what_others_compute_with_is_not_folded_into(build: Callable[[], Any], s
     torch.testing.assert_close(*(x if isinstance(x, Tensor) else x.logits for x in (got, want)))
 
 
-def test_asking_for_the_kind_of_a_weight_is_no_use_of_it() -> None:
-    class Asking(HeldHead):
+def test_reading_the_dtype_of_a_weight_is_no_use_of_it() -> None:
+    class ReadsTheWeightsType(HeldHead):
         def __init__(self, embed: nn.Module, head: nn.Module) -> None:
             super().__init__(embed)
             self.head = head
@@ -123,7 +121,7 @@ def test_asking_for_the_kind_of_a_weight_is_no_use_of_it() -> None:
             return self.head(x.to(weight.dtype).type_as(weight) + torch.zeros_like(weight).sum() + weight.shape[0] * 0)
 
     model = llama()
-    model.lm_head = Asking(model.model.embed_tokens, model.lm_head)
+    model.lm_head = ReadsTheWeightsType(model.model.embed_tokens, model.lm_head)
     peftc.compile("peft 1\nedit e at embed { w += lowrank(r=2) }\n", model, seed=0)
     randomise(peftc.parameters(model))
     assert [one.edit for one in peftc.fold(model).folded] == ["e"]
@@ -134,7 +132,7 @@ def test_inference_tensors_are_refused() -> None:
         model = llama()
     peftc.compile("peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }\n", model, seed=0)
     randomise(peftc.parameters(model))
-    (refused,) = peftc.fold(model).refused
-    assert "torch.inference_mode()" in refused.reason
+    (refusal,) = peftc.fold(model).refused
+    assert "torch.inference_mode()" in refusal.reason
     with torch.inference_mode():
         assert [one.edit for one in peftc.fold(model).folded] == ["e"]

@@ -1,5 +1,5 @@
-"""An adapter is there before and after: whatever ends a process that saves, and whoever else saves
-or loads meanwhile.
+"""A save is atomic: if the process is killed, or another one saves or loads at the same time, the
+folder holds the old adapter or the new one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPEC = "peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }"
 
 @dataclass(frozen=True)
 class Saved:
-    """An adapter, ready to be written again and again."""
+    """An adapter that can be written several times."""
 
     adapter: Adapter
     tensors: dict[str, torch.Tensor]
@@ -65,12 +65,12 @@ def names(folder: Path) -> list[str]:
 
 
 def assert_clean(folder: Path, *others: str) -> None:
-    """Nothing but an adapter, and what a user has put beside it."""
+    """The folder holds one adapter and the user's own files, nothing else."""
     assert names(folder) == sorted([METADATA, json.loads((folder / METADATA).read_text())["file"], *others])
 
 
 def old_layout(folder: Path) -> None:
-    """Makes of an adapter what version 1.0 of the format was: one name for all files of tensors."""
+    """Rewrites an adapter in format 1.0: every tensor file has the same name."""
     message = json.loads((folder / METADATA).read_text())
     (folder / message.pop("file")).rename(folder / TENSORS)
     (folder / METADATA).write_text(json.dumps(message | {"format_version": "1.0"}))
@@ -78,9 +78,7 @@ def old_layout(folder: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["new", "1.0", "nothing"])
 def test_killed_at_every_boundary(layout: str, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
-    """The old adapter loads or the new one does, and the next save succeeds and leaves nothing
-    else.
-    """
+    """The old adapter or the new one loads. The next save succeeds and leaves no other files."""
     old, new = adapters
     first = tmp_path / "first"
     if layout != "nothing":
@@ -88,7 +86,7 @@ def test_killed_at_every_boundary(layout: str, adapters: tuple[Saved, Saved], tm
         (first / "notes.txt").write_text("mine")
     if layout == "1.0":
         old_layout(first)
-    seen = set[str]()
+    versions = set[str]()
     for n in range(1, 200):
         folder = tmp_path / str(n)
         if first.exists():
@@ -97,10 +95,10 @@ def test_killed_at_every_boundary(layout: str, adapters: tuple[Saved, Saved], tm
         assert ended in (0, KILLED)
         if (folder / METADATA).exists():
             assert new.is_in(folder) or old.is_in(folder), names(folder)
-            seen.add("new" if new.is_in(folder) else "old")
+            versions.add("new" if new.is_in(folder) else "old")
         else:
             assert layout == "nothing"
-            seen.add("nothing")
+            versions.add("nothing")
         if ended == 0:
             break
         old.save(folder)
@@ -108,7 +106,7 @@ def test_killed_at_every_boundary(layout: str, adapters: tuple[Saved, Saved], tm
         assert_clean(folder, *(["notes.txt"] if first.exists() else []))
     assert ended == 0
     assert n > 20, "too few operations were seen"
-    assert seen == {"new", "nothing" if layout == "nothing" else "old"}
+    assert versions == {"new", "nothing" if layout == "nothing" else "old"}
     assert_clean(folder, *(["notes.txt"] if first.exists() else []))
 
 
@@ -120,11 +118,9 @@ def test_the_old_layout_loads(adapters: tuple[Saved, Saved], tmp_path: Path) -> 
     assert all(torch.equal(p, adapters[0].tensors[k]) for k, p in peftc.parameters(again).items())
 
 
-@pytest.mark.parametrize("moved", ["adapter.json", "both", "tensors are new"])
-def test_what_an_earlier_version_left_is_replaced(moved: str, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
-    """Format 1.0 was written by moving the old files away, then the new ones in: a killed writer
-    left a mixture.
-    """
+@pytest.mark.parametrize("file", ["adapter.json", "both", "tensors are new"])
+def test_a_mixture_of_format_1_0_is_replaced(file: str, adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
+    """Format 1.0 moved the old files away, then the new ones in: a killed writer left a mixture."""
     old, new = adapters
     folder, fresh = tmp_path / "a", tmp_path / "b"
     old.save(folder)
@@ -136,17 +132,17 @@ def test_what_an_earlier_version_left_is_replaced(moved: str, adapters: tuple[Sa
     for name in (METADATA, TENSORS):
         shutil.copyfile(fresh / name, output / name)
     (folder / METADATA).rename(output / f"old-{METADATA}")
-    if moved != "adapter.json":
+    if file != "adapter.json":
         (folder / TENSORS).rename(output / f"old-{TENSORS}")
-    if moved == "tensors are new":
+    if file == "tensors are new":
         (output / TENSORS).rename(folder / TENSORS)
     new.save(folder)
     assert new.is_in(folder)
     assert_clean(folder)
 
 
-def test_what_is_not_ours_stays(adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
-    """Names like ours are not enough."""
+def test_files_of_the_user_stay(adapters: tuple[Saved, Saved], tmp_path: Path) -> None:
+    """A file with a name like ours is still the user's."""
     adapters[0].save(tmp_path)
     mine = {
         "adapter-0123456789abcdef.safetensors": b"not what the name says",
@@ -180,8 +176,8 @@ def saver(folder: Path, adapter: Saved, times: int) -> Callable[[], None]:
 def test_two_processes_save_into_one_folder(
     locks: bool, adapters: tuple[Saved, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read at any time is one of the two, whole. Without locks, files of the last hour are
-    left.
+    """A reader sees one of the two adapters, complete. Without file locks, files younger than an
+    hour are not removed.
     """
     if not locks:
         monkeypatch.setattr(atomic, "_acquire", lambda *args: False)
@@ -204,7 +200,7 @@ def test_two_processes_save_into_one_folder(
         assert_clean(tmp_path)
 
 
-def test_a_writer_that_is_stuck_is_not_waited_for_for_ever(
+def test_waiting_for_a_stuck_writer_times_out(
     adapters: tuple[Saved, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapters[0].save(tmp_path)
@@ -215,7 +211,7 @@ def test_a_writer_that_is_stuck_is_not_waited_for_for_ever(
     assert_clean(tmp_path)
 
 
-# What a file system refuses
+# Errors of the file system
 # ------------------------------------------------------------------------------------------
 
 
@@ -252,9 +248,7 @@ OPERATIONS = ["os.replace", "os.fsync", "shutil.copyfile", "shutil.copymode", "t
 def test_a_full_disk_at_every_operation(
     operation: str, adapters: tuple[Saved, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error with a code; the old adapter is there, or the new one where only its last flush was
-    refused.
-    """
+    """An error with a code. The old adapter remains; the new one if only its last flush failed."""
     module, _, name = operation.partition(".")
     real = getattr(sys.modules[module], name)
     adapters[0].save(tmp_path / "a")

@@ -1,8 +1,6 @@
-"""The analyses of models that tests build again and again: a second model of the same structure has
-that of the first.
-
-For tests whose subject is not how a model is read. Where anything in a model is not plain to
-compare, it is read anew.
+"""A cache of model analyses for tests whose subject is not the analysis. A second model of the same
+structure reuses the analysis of the first. A model that has parts which cannot be compared is
+analysed again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A part that layers have in common: named at all of its sites, it has one set of parameters, which
-acts at each; else P211.
+"""A module that several layers share. Named at all of its sites, it gets one set of edit
+parameters, which acts at each; else P211.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peftc.semantics.spec_argument import flat_spec
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 LINEAR = "{ h += lora(x, r=2) }"
 WEIGHT = "{ w = magnitude(w + lowrank(r=2)) }"
-BESIDE = "{ h += adapter(x, r=3) }"
+PARALLEL = "{ h += adapter(x, r=3) }"
 BEHIND = "{ h = (1 - gate(x)) * h + adapter(h, r=3) }"
 ROWS = "{ kv = concat(prefix(len=3), kv) }"
 RES = "{ h += adapter(res, r=3) }"
@@ -45,14 +45,14 @@ def build(name: str) -> nn.Module:
 
 
 BART = {"layers": 3, "attention_heads": 4, "ffn_dim": 48}
-# model, the list of its layers, the part that the first two have in common, its path in a layer,
+# model, list of layers, the module that the first two share, its site in a layer,
 # equations
 CASES = [
     ("llama", "layers", "self_attn.q_proj", "attn.q", LINEAR),
     ("llama", "layers", "self_attn.q_proj", "attn.q", WEIGHT),
     ("llama", "layers", "self_attn", "attn", ROWS),
     ("llama", "layers", "self_attn", "attn", RES),
-    ("llama", "layers", "mlp", "ffn", BESIDE),
+    ("llama", "layers", "mlp", "ffn", PARALLEL),
     ("llama", "layers", "mlp", "ffn.hidden", "{ h *= vector(init=1) }"),
     ("llama", "layers", "input_layernorm", "attn.norm", "{ w *= vector(init=1) }"),
     ("bert", "encoder.layer", "attention", "attn", BEHIND),
@@ -65,7 +65,7 @@ INPUT = {"input_ids": torch.arange(10).reshape(2, 5)}
 
 
 def tied(model: nn.Module, layers: str, part: str) -> nn.Module:
-    """The model with that part of its first layer in the second, too."""
+    """The model where the second layer reuses this module of the first."""
     first, second = (model.get_submodule(f"{layers}.{i}.{part}") for i in (0, 1))
     owner, _, name = f"{layers}.1.{part}".rpartition(".")
     assert second is not first
@@ -73,8 +73,8 @@ def tied(model: nn.Module, layers: str, part: str) -> nn.Module:
     return model
 
 
-def apart(model: nn.Module, layers: str, part: str) -> nn.Module:
-    """A copy in which the two are modules of their own, with the same values."""
+def untied(model: nn.Module, layers: str, part: str) -> nn.Module:
+    """A copy where the two are separate modules with equal values."""
     model = copy.deepcopy(model)
     owner, _, name = f"{layers}.1.{part}".rpartition(".")
     setattr(model.get_submodule(owner), name, copy.deepcopy(model.get_submodule(f"{layers}.0.{part}")))
@@ -101,7 +101,7 @@ def test_one_set_of_parameters_acts_at_each_use(
     base = tied(copy.deepcopy(models[name]), layers, part)
     stack = "decoder." if name == "bart" else ""
     text = spec(f"{stack}layer[0, 1].{path}", body)
-    shared, split = copy.deepcopy(base), apart(base, layers, part)
+    shared, split = copy.deepcopy(base), untied(base, layers, part)
     plan = peftc.plan(text, shared)
     peftc.compile(text, shared, seed=0)
     peftc.compile(text, split, seed=0)
@@ -137,7 +137,7 @@ def test_one_set_of_parameters_acts_at_each_use(
 @pytest.mark.parametrize(
     ("name", "layers", "part", "path", "body", "layer"), [(*case, i % 2) for i, case in enumerate(CASES)], ids=IDS
 )
-def test_a_part_of_its_sites_is_refused(
+def test_some_of_the_sites_are_refused(
     models: dict[str, nn.Module], name: str, layers: str, part: str, path: str, body: str, layer: int
 ) -> None:
     model = tied(copy.deepcopy(models[name]), layers, part)
@@ -145,19 +145,19 @@ def test_a_part_of_its_sites_is_refused(
     stack = "decoder." if name == "bart" else ""
     with pytest.raises(PeftcError) as error:
         peftc.compile(text := spec(f"{stack}layer[{layer}].{path}", body), model)
-    (found,) = error.value.diagnostics
-    assert found.code == "P211"
-    assert all(f"layer[{i}]" in found.message for i in (0, 1))
-    assert found.span is not None
-    assert text[found.span.start : found.span.end] == f"{stack}layer[{layer}].{path}"
+    (diagnostic,) = error.value.diagnostics
+    assert diagnostic.code == "P211"
+    assert all(f"layer[{i}]" in diagnostic.message for i in (0, 1))
+    assert diagnostic.span is not None
+    assert text[diagnostic.span.start : diagnostic.span.end] == f"{stack}layer[{layer}].{path}"
     assert [type(m) for m in model.modules()] == classes
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-def test_an_edit_of_what_is_around_a_shared_part_acts_in_its_own_layer(models: dict[str, nn.Module]) -> None:
-    """The output of an attention whose last Linear is shared is not edited in that Linear."""
+def test_an_edit_around_a_shared_module_acts_in_its_own_layer(models: dict[str, nn.Module]) -> None:
+    """An edit of the attention's output is not an edit of its shared last Linear."""
     base = tied(copy.deepcopy(models["llama"]), "layers", "self_attn.o_proj")
-    model, split = copy.deepcopy(base), apart(base, "layers", "self_attn.o_proj")
+    model, split = copy.deepcopy(base), untied(base, "layers", "self_attn.o_proj")
     for one in (model, split):
         peftc.compile(spec("layer[0].attn", "{ h *= vector(init=1) }"), one, seed=0)
         with torch.no_grad():
@@ -167,7 +167,7 @@ def test_an_edit_of_what_is_around_a_shared_part_acts_in_its_own_layer(models: d
     assert float((output(model) - output(base)).detach().abs().max()) > 1e-3
 
 
-def test_what_is_around_does_not_fold_into_what_is_shared(models: dict[str, nn.Module]) -> None:
+def test_an_edit_around_a_shared_module_does_not_fold_into_it(models: dict[str, nn.Module]) -> None:
     model = tied(copy.deepcopy(models["llama"]), "layers", "self_attn.o_proj")
     plan = peftc.plan(spec("layer[*].attn", "{ h *= vector(init=1) }"), model)
     assert not plan.edits[0].foldable
@@ -199,7 +199,7 @@ def test_one_linear_in_two_roles(models: dict[str, nn.Module]) -> None:
 
 
 class TwiceInALayer(nn.Module):
-    """Layers that run one ffn twice; the ffn is the same in both layers."""
+    """Each layer runs one ffn twice; both layers have the same ffn."""
 
     class Layer(nn.Module):
         def __init__(self, ffn: nn.Module) -> None:
@@ -221,7 +221,7 @@ class TwiceInALayer(nn.Module):
         return x
 
 
-def test_a_part_that_layers_share_and_call_twice_has_a_set_for_each_call() -> None:
+def test_a_shared_module_called_twice_has_parameters_for_each_call() -> None:
     torch.manual_seed(0)
     base, x = TwiceInALayer().double(), torch.randn(2, 5, 8, dtype=torch.float64)
     model = copy.deepcopy(base)
@@ -238,27 +238,27 @@ def test_a_part_that_layers_share_and_call_twice_has_a_set_for_each_call() -> No
         peftc.plan(spec("layer[0].ffn", "{ h += vector(init=1) }"), base, sample={"x": x})
 
 
-def test_a_part_that_is_called_outside_of_the_layers_too(models: dict[str, nn.Module]) -> None:
+def test_a_shared_module_that_is_also_called_outside_the_layers(models: dict[str, nn.Module]) -> None:
     model: Any = copy.deepcopy(models["llama"])
     model.norm = model.layers[2].post_attention_layernorm
     with pytest.raises(PeftcError) as error:
         peftc.plan(spec("layer[*].ffn.norm", "{ w *= vector(init=1) }"), model)
     assert error.value.diagnostics[0].code == "P211"
     assert '"norm"' in str(error.value)
-    named = peftc.plan(spec('layer[2].ffn.norm | "norm"', "{ w *= vector(init=1) }"), model)
-    assert named.totals.stored == 32
+    plan = peftc.plan(spec('layer[2].ffn.norm | "norm"', "{ w *= vector(init=1) }"), model)
+    assert plan.totals.stored == 32
 
 
-def test_other_names_of_a_part_that_are_not_used_are_none(models: dict[str, nn.Module]) -> None:
+def test_unused_names_of_a_shared_module_are_ignored(models: dict[str, nn.Module]) -> None:
     model: Any = copy.deepcopy(models["llama"])
     model.attentions = nn.ModuleList(layer.self_attn for layer in model.layers)
     assert peftc.sites(model).shared_modules == ()
     peftc.plan(spec("layer[1].attn.q", LINEAR), model)
 
 
-def test_an_edit_that_enters_a_shared_module_beside_one_of_it(models: dict[str, nn.Module]) -> None:
-    """In layer 0 both would stand in the code of the layer, in layer 1 one of them in the attention
-    that both layers have.
+def test_edits_of_and_inside_a_shared_module_are_refused(models: dict[str, nn.Module]) -> None:
+    """In layer 0 both edits would be in the layer's code, in layer 1 one of them in the shared
+    attention.
     """
     model = tied(copy.deepcopy(models["bert"]), "encoder.layer", "attention")
     classes = [type(m) for m in model.modules()]
@@ -267,20 +267,20 @@ def test_an_edit_that_enters_a_shared_module_beside_one_of_it(models: dict[str, 
         peftc.compile(f"peft 1\n{both}\nedit b at layer[0].attn.add {{ h *= vector(init=1) }}", model)
     assert [type(m) for m in model.modules()] == classes
     peftc.compile("peft 1\nedit b at layer[0].attn.add { h *= vector(init=2) }", model)
-    split = apart(tied(copy.deepcopy(models["bert"]), "encoder.layer", "attention"), "encoder.layer", "attention")
+    split = untied(tied(copy.deepcopy(models["bert"]), "encoder.layer", "attention"), "encoder.layer", "attention")
     peftc.compile("peft 1\nedit b at layer[0].attn.add { h *= vector(init=2) }", split)
     assert torch.equal(output(model), output(split))
 
 
-def test_the_plan_and_the_table_say_what_is_shared(models: dict[str, nn.Module]) -> None:
+def test_plan_and_table_show_shared_modules(models: dict[str, nn.Module]) -> None:
     model = tied(copy.deepcopy(models["llama"]), "layers", "mlp")
     assert "one module: layers.0.mlp, layers.1.mlp" in sites_text(peftc.sites(model), 200)
-    found = plan_on(analyse_base(model), flat_spec(spec("layer[*].ffn", BESIDE)))
-    assert "once for  decoder.layer[0].ffn and decoder.layer[1].ffn" in plan_text(found.plan, found.site_edits, 200)
+    plan = plan_on(analyse_base(model), flat_spec(spec("layer[*].ffn", PARALLEL)))
+    assert "once for  decoder.layer[0].ffn and decoder.layer[1].ffn" in plan_text(plan.plan, plan.site_edits, 200)
 
 
 class Guest(nn.Module):
-    """Calls a module of another layer, which it holds in a list."""
+    """Calls a module of another layer, held in a list."""
 
     def __init__(self, own: nn.Module, other: nn.Module) -> None:
         super().__init__()

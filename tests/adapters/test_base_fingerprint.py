@@ -1,5 +1,5 @@
-"""The base that an adapter belongs to: another function is refused, other weights are told with
-their distance.
+"""The base an adapter belongs to: a base with another structure is refused; other weights are a
+warning with their distance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 class Plain(nn.Module):
-    """A module with a configuration and a parameter, for comparisons of the two."""
+    """A module with a configuration and one parameter."""
 
     def __init__(self, config: object = None, seed: int = 0) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def llama(**values: Any) -> Plain:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved adapter; not to be changed."""
+    """A saved adapter; read-only."""
     model = zoo.build("llama")
     peftc.compile(SPEC, model)
     randomise(peftc.parameters(model))
@@ -55,13 +55,13 @@ def description(folder: Path) -> dict[str, Any]:
 
 
 def diagnostic_of(action: Callable[[], object]) -> peftc.Diagnostic:
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         action()
-    (result,) = caught.value.diagnostics
+    (result,) = excinfo.value.diagnostics
     return result
 
 
-# What the fingerprint covers
+# The fingerprint
 # -----------------------------------------------------------------------------------------
 
 OTHER_FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -130,7 +130,9 @@ def test_without_a_configuration_the_structure_is_compared(config: object) -> No
 
 
 class NewerConfig(LlamaConfig):
-    """As of a version that has two keys more: one plain, one whose default says nothing."""
+    """A configuration of a later version with two more keys: one plain, one without an informative
+    default.
+    """
 
     def __init__(self, attention_sinks: int = 0, router: dict[str, Any] | None = None, **values: Any) -> None:
         self.attention_sinks = attention_sinks
@@ -142,7 +144,7 @@ def newer(**values: Any) -> Plain:
     return Plain(NewerConfig(hidden_size=32, num_attention_heads=4, **values))
 
 
-def test_keys_that_a_newer_version_has_added_may_be_at_their_defaults() -> None:
+def test_added_keys_may_have_their_defaults() -> None:
     old, new = llama(), newer()
     assert fingerprint(old) != fingerprint(new)
     assert differences(describe_base(old, "a"), new) == []
@@ -150,7 +152,7 @@ def test_keys_that_a_newer_version_has_added_may_be_at_their_defaults() -> None:
 
 
 @pytest.mark.parametrize("values", [{"attention_sinks": 4}, {"router": {"top": 2}}], ids=str)
-def test_and_other_values_of_them_are_told(values: dict[str, Any]) -> None:
+def test_other_values_of_added_keys_are_reported(values: dict[str, Any]) -> None:
     (key,) = values
     for one, other in ((llama(), newer(**values)), (newer(**values), llama())):
         (note,) = differences(describe_base(one, "a"), other)
@@ -158,16 +160,18 @@ def test_and_other_values_of_them_are_told(values: dict[str, Any]) -> None:
         assert "not set" in note
 
 
-class Unasked(LlamaConfig):
-    """A class that cannot be made without arguments: nobody knows its defaults."""
+class WithoutDefaults(LlamaConfig):
+    """A class that needs constructor arguments: its defaults are unknown."""
 
     def __init__(self, depth: int, **values: Any) -> None:
         self.depth = depth
         super().__init__(**values)
 
 
-def test_where_defaults_are_not_known_keys_of_one_side_pass() -> None:
-    one, two = (Plain(Unasked(3, hidden_size=32, num_attention_heads=4, **values)) for values in ({}, {"more": 1}))
+def test_with_unknown_defaults_keys_of_one_side_pass() -> None:
+    one, two = (
+        Plain(WithoutDefaults(3, hidden_size=32, num_attention_heads=4, **values)) for values in ({}, {"more": 1})
+    )
     assert settings.defaults(one) == {}
     assert differences(describe_base(one, "a"), two) == []
     two.config.depth = 4
@@ -179,7 +183,7 @@ def test_where_defaults_are_not_known_keys_of_one_side_pass() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_down(folder: Path) -> None:
+def test_the_saved_fingerprint(folder: Path) -> None:
     text = description(folder)
     base = text["base"]
     assert base["fingerprint_version"] == text["plan"]["model"]["fingerprint_version"] == 2
@@ -204,7 +208,7 @@ def test_another_function_is_refused(folder: Path) -> None:
 
 
 def first_version(folder: Path, target: Path) -> Path:
-    """The same adapter as the first version of fingerprints has it."""
+    """The same adapter with version 1 of the fingerprint."""
     text, model = description(folder), zoo.build("llama")
     for name in ("configuration", "configured", "fingerprint_version"):
         del text["base"][name]
@@ -218,7 +222,7 @@ def first_version(folder: Path, target: Path) -> Path:
     return target
 
 
-def test_version_1_is_compared_by_its_own_rule(folder: Path, tmp_path: Path) -> None:
+def test_version_1_fingerprints_are_compared_by_version_1(folder: Path, tmp_path: Path) -> None:
     old = first_version(folder, tmp_path / "old")
     peftc.load(old, zoo.build("llama"))
     peftc.load(old, zoo.build("llama", rms_norm_eps=1e-2))
@@ -240,9 +244,9 @@ def scaled(factor: float) -> nn.Module:
 
 def test_other_weights_are_warned_of_with_their_distance(folder: Path) -> None:
     model = scaled(1.001)
-    with pytest.warns(peftc.PeftcWarning) as caught:
+    with pytest.warns(peftc.PeftcWarning) as warnings:
         peftc.load(folder, model)
-    (record,) = caught
+    (record,) = warnings
     warning = record.message
     assert isinstance(warning, peftc.PeftcWarning)
     assert warning.code == warning.diagnostic.code == "P524"
@@ -268,17 +272,17 @@ def test_strict_refuses_other_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_cast_is_no_other_base(dtype: torch.dtype, folder: Path) -> None:
+def test_a_cast_keeps_the_fingerprint(dtype: torch.dtype, folder: Path) -> None:
     peftc.load(folder, zoo.build("llama").to(dtype), strict=True)
 
 
-def test_values_that_are_not_finite_are_others(folder: Path) -> None:
+def test_non_finite_values_change_the_fingerprint(folder: Path) -> None:
     with pytest.warns(peftc.PeftcWarning, match="the largest inf"):
         peftc.load(folder, scaled(float("nan")))
 
 
 def test_strict_refuses_what_it_cannot_compare(folder: Path) -> None:
-    """A weight that is stored in few bits here has no values of its own."""
+    """A quantised weight has no values to compare."""
     model = zoo.build("llama")
     owner = model.get_submodule(PROJECTION.removesuffix(".weight"))
     owner.weight = nn.Parameter(owner.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)

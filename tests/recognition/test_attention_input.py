@@ -1,4 +1,4 @@
-"""What `x` of an attention is where queries, keys and values read different things."""
+"""`x` of an attention where queries, keys and values read different tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ D = 8
 
 
 class Layer(nn.Module):
-    """Queries read the stream itself; keys and values read its norm."""
+    """Queries read the residual stream; keys and values read its norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
     def attention(self, h: Tensor) -> Tensor:
         n = self.norm(h)
-        keys = self.k(n)  # the first operation of the sub-layer does not read what the queries read
+        keys = self.k(n)  # the first operation of the sub-layer is the norm, not the query projection
         scores = self.q(h) @ keys.transpose(1, 2) / D**0.5
         return self.o(scores.softmax(-1) @ self.v(n))
 

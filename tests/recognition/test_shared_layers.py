@@ -1,4 +1,4 @@
-"""Layers that share one set of weights: one site, which says how often it runs."""
+"""Layers with one set of weights: one site with its number of calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def config(groups: int) -> AlbertConfig:
 
 
 @pytest.mark.parametrize(("groups", "name"), [(1, "layer[0] run 6 times"), (2, "layer[0..1] × 2 run 3")])
-def test_a_site_says_how_often_it_runs(groups: int, name: str) -> None:
+def test_a_site_has_its_number_of_calls(groups: int, name: str) -> None:
     table = peftc.sites(config(groups))
     layers = [s for s in table.sites if s.steps[-1][0] == "layer"]
     assert [s.runs for s in layers] == [6 // groups] * groups

@@ -1,5 +1,5 @@
-"""Roles found by dataflow against roles that others give by name: PEFT's table for LoRA,
-transformers' plans for tensor parallelism.
+"""Inferred roles against two external tables: PEFT's default targets for LoRA, and transformers'
+tensor-parallel plans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PREFERRED = ("seq2seq", "causal-lm", "masked-lm", "image-text-to-text")
 # Types of PEFT's table that transformers itself does not have (their code comes with the
 # checkpoint).
 FOREIGN = {"chatglm", "RefinedWebModel", "RefinedWeb", "btlm", "rwkv7"}
-# What PEFT adapts beside q and v, or otherwise: type -> (end of the module's name, why).
+# Where PEFT's targets are not exactly q and v: type -> (end of the module's name, why).
 EXPLAINED: dict[str, dict[str, str]] = {
     "phi": {"mlp.fc1": "the table names the ffn as well", "mlp.fc2": "the table names the ffn as well"},
     "nemotron_h": {"k_proj": "the table names all of the attention", "o_proj": "the table names all of the attention"},
@@ -42,20 +42,20 @@ EXPLAINED: dict[str, dict[str, str]] = {
 
 
 def _types() -> list[Pair]:
-    known = {}
+    types = {}
     for pair in sorted(pairs(), key=lambda p: PREFERRED.index(p.mapping) if p.mapping in PREFERRED else 9):
-        known.setdefault(pair.type, pair)
-    return [known[t] for t in PEFT if t in known]
+        types.setdefault(pair.type, pair)
+    return [types[t] for t in PEFT if t in types]
 
 
 @pytest.mark.parametrize("pair", _types(), ids=lambda pair: pair.type)
 def test_q_and_v_are_what_peft_adapts(pair: Pair) -> None:
     model, table = _sites(pair)
     explained = EXPLAINED.get(pair.type, {})
-    found = table_disagreements(model, table, PEFT[pair.type])
-    assert [line for line in found if not line.split(" ")[0].endswith(tuple(explained) or ("\0",))] == []
+    disagreements = table_disagreements(model, table, PEFT[pair.type])
+    assert [line for line in disagreements if not line.split(" ")[0].endswith(tuple(explained) or ("\0",))] == []
     for end in explained:
-        assert any(line.split(" ")[0].endswith(end) for line in found), f"{end} needs no explanation any more"
+        assert any(line.split(" ")[0].endswith(end) for line in disagreements), f"{end} needs no explanation any more"
 
 
 def test_only_foreign_types_of_the_table_are_left_out() -> None:

@@ -1,12 +1,13 @@
-"""`apply … at STACK`: restricts the selectors of a method to a part of the model."""
+"""`apply … at STACK as enc`: restricts the selectors of a method, and prefixes its names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.semantics.vocabulary import STACKS, TOWERS
-from peftc.semantics.walk import selects_stack
+from peftc.semantics.walk import map_children, selects_stack
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_index, print_selector
 
@@ -52,7 +53,10 @@ class _Join:
             return (above[0], *(self.steps(steps, above[1:]) if len(above) > 1 else steps))
         if first in _QUALIFIERS and stack != first:
             raise _error(self.inner, self.outer, f"`{first}` is not in `{stack}`")
-        common = next((n for n in range(min(len(steps), len(above)), 0, -1) if _same_names(above[-n:], steps[:n])), 0)
+        names = [step.name for step in above]
+        common = next(
+            (n for n in range(min(len(steps), len(above)), 0, -1) if names[-n:] == [step.name for step in steps[:n]]), 0
+        )
         in_layers = any(step.name == "layer" for step in above) or above[-1].name not in _QUALIFIERS
         if in_layers and not common and first != "**":
             raise _error(self.inner, self.outer, f"`{first}` is not in `{print_selector(self.outer)}`")
@@ -70,10 +74,6 @@ class _Join:
         raise _error(self.inner, self.outer, f"both select among `{step.name}`: `[{inner}]` and `[{outer}]`")
 
 
-def _same_names(above: Steps, steps: Steps) -> bool:
-    return all(a.name == b.name for a, b in zip(above, steps, strict=True))
-
-
 def _is_every(step: ast.Step) -> bool:
     return step.indices is None or step.indices == (ast.Index(None, None),)
 
@@ -82,3 +82,39 @@ def _error(inner: ast.Selector, outer: ast.Selector, reason: str) -> PeftcError:
     message = f"`{print_selector(inner)}` cannot be restricted to `{print_selector(outer)}`"
     help_ = "write the edit with the intended selector, or apply the method without `at`"
     return PeftcError(Diagnostic("P122", message, inner.span, label=reason, help=help_))
+
+
+def prefix_names(statements: Iterable[ast.Statement], alias: str) -> list[ast.Statement]:
+    """The statements of one applied method, with prefixed edits, `train`s and shared parameters."""
+    body = list(statements)
+    edits = {s.name: f"{alias}.{s.name}" for s in body if isinstance(s, ast.Edit | ast.Train)}
+    shared = {s.name: f"{alias}.{s.name}" for s in body if isinstance(s, ast.Let)}
+    return [_statement(statement, edits, shared) for statement in body]
+
+
+def _statement(statement: ast.Statement, edits: Mapping[str, str], shared: Mapping[str, str]) -> ast.Statement:
+    match statement:
+        case ast.Edit():
+            body = tuple(replace(line, value=_rename_calls(line.value, shared)) for line in statement.body)
+            return replace(statement, name=edits[statement.name], body=body)
+        case ast.Train():
+            return replace(statement, name=edits[statement.name])
+        case ast.Let():
+            return replace(statement, name=shared[statement.name])
+        case ast.Expect(left, _, right):
+            right = None if right is None else _rename_names(right, edits)
+            return replace(statement, left=_rename_names(left, edits), right=right)
+        case _:
+            return statement
+
+
+def _rename_calls(value: ast.Expr, names: Mapping[str, str]) -> ast.Expr:
+    """Equations call shared parameters."""
+    value = map_children(value, lambda child: _rename_calls(child, names))
+    return replace(value, function=names.get(value.function, value.function)) if isinstance(value, ast.Call) else value
+
+
+def _rename_names(value: ast.Expr, names: Mapping[str, str]) -> ast.Expr:
+    """Expectations name edits."""
+    value = map_children(value, lambda child: _rename_names(child, names))
+    return replace(value, id=names.get(value.id, value.id)) if isinstance(value, ast.Name) else value
