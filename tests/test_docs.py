@@ -41,11 +41,8 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    matches = re.finditer(r"^```(\w+)([^\n]*)\n(.*?)^```$", text, re.S | re.M)
-    return [
-        Block(m[1], dict(re.findall(r'(\w+)="([^"]*)"', m[2])), m[3], text.count("\n", 0, m.start(3)) + 1)
-        for m in matches
-    ]
+    matches = re.finditer(r"^(?:<!-- (\w+): ([^\n]*) -->\n)?```(\w+)\n(.*?)^```$", text, re.S | re.M)
+    return [Block(m[3], {m[1]: m[2]} if m[1] else {}, m[4], text.count("\n", 0, m.start(4)) + 1) for m in matches]
 
 
 @cache
@@ -94,7 +91,7 @@ class Session:
         return out.getvalue()
 
     def run_peft(self, block: Block, where: str) -> None:
-        if title := block.options.get("title"):
+        if title := block.options.get("file"):
             path = self.folder / title
             if not path.exists():
                 path.write_text(block.text, encoding="utf-8")
@@ -143,14 +140,14 @@ def test_what_a_page_shows_happens(page: Path, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_code_is_out_of_reach_of_this_test(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text.count("```") == 2 * len(blocks(page)), "every block names its language"
+    assert text.count("```") == 2 * len(blocks(page)), "a block names its language, and nothing else"
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     assert not re.findall(r"^    \S.*$", prose, re.M), "indented code does not run"
 
 
 def test_the_mam_of_the_readme_is_that_of_the_file() -> None:
     first = next(block for block in blocks(ROOT / "README.md") if block.language == "peft")
-    assert first.options == {"title": "specs/mam.peft"}
+    assert first.options == {"file": "specs/mam.peft"}
     assert first.text == (ROOT / "specs" / "mam.peft").read_text(encoding="utf-8")
 
 
