@@ -205,7 +205,7 @@ def readme(installed: InstalledSpec, tasks: Sequence[str]) -> str:
     ]
     return f"""# {Path(plan.spec.path).stem} on {plan.model.id}
 
-{len(plan.edits)} edits of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by
+{len(plan.edits)} edit{"s" * (len(plan.edits) != 1)} of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by
 peftc. Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the base). Stored:
 {total.stored:,}.
 
