@@ -1,4 +1,4 @@
-"""Makes what an installation puts into a model: generated classes, containers, forms with values."""
+"""Makes what an installation puts into a model: generated classes, containers, forms."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class InstallationBuilder:
         return self.shared[owner]
 
     def new_form(self, make: Callable[..., FormModule], name: str, at: FormSite, place: str) -> FormModule:
-        """A form. Its initial values depend on seed, edit, site and parameter, and on nothing else."""
+        """A form. Its initial values depend on seed, edit, site and parameter alone."""
         dtype, device = self.options(at.module)
         form = make(at.instance, dtype=dtype, device=device)
         weights = {n: s.weight for n, s in at.site_edit.site.states.items() if s.weight is not None}

@@ -33,7 +33,7 @@ Step = Callable[[nn.Module], object]
 
 
 class Snapshot:
-    """The edits of a model, its flags and gradients. `detach` takes the edits out, `attach` puts all back."""
+    """Edits, flags and gradients of a model. `detach` removes the edits, `attach` restores all."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -14,7 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.installation.record import Installation, InstalledSpec
 from peftc.planning.planner import PlanResult
-from peftc.semantics.rename import prefix_names
+from peftc.semantics.applied_method import prefix_names
 from peftc.syntax import ast
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")

@@ -135,6 +135,6 @@ def scores_like(scores: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def extend_mask(mask: torch.Tensor, scores: torch.Tensor, visible: float, after: bool) -> torch.Tensor:
-    """A mask with a column of the value `visible` for each joined row, before or `after` the others."""
+    """A mask with a column of `visible` for each joined row, before or `after` the others."""
     columns = mask.new_full((*mask.shape[:-1], scores.shape[-1]), visible)
     return torch.cat([mask, columns] if after else [columns, mask], -1)

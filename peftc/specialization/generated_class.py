@@ -73,7 +73,7 @@ class Variant:
 
 
 def captions(variants: Sequence[Variant]) -> list[str]:
-    """What each variant is for: `evaluation, with a cache`, and the traits that tell variants apart.
+    """What each variant is for: `evaluation, with a cache`, and traits that tell variants apart.
 
     Those with the same traits have their first condition that others do not have.
     """
@@ -155,7 +155,7 @@ class GeneratedClass:
             names = off.split(" ")
             edits = () if off == ALL else tuple(edit for edit in self.edits if edit.edit not in names)
             arguments = (self.base, self.inline, edits, self.name, self.absent, self.entered)
-            other = GeneratedClass(*arguments) if edits else Unedited(self.base)
+            other = GeneratedClass(*arguments) if edits else Unedited(self.base.forward)
             other = self if len(edits) == len(self.edits) and off != ALL else other
             return vars(self).setdefault(f"without {off}", other)
 
@@ -247,11 +247,11 @@ class GeneratedClass:
         self.dispatch = namespace["dispatch"] if self.inline else namespace["variant_1"]
 
 
+@dataclass(frozen=True)
 class Unedited:
-    """Stands for a class whose edits are all disabled: the region's own forward."""
+    """Stands for a class whose edits are all disabled: `dispatch` is the region's own forward."""
 
-    def __init__(self, cls: type[nn.Module]) -> None:
-        self.dispatch: Callable[..., Any] = cls.forward
+    dispatch: Callable[..., Any]
 
 
 def with_self(signature: inspect.Signature) -> inspect.Signature:

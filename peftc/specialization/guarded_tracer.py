@@ -78,11 +78,8 @@ class GuardedTracer(RegionTracer):
 
         A number that follows from the shapes of weights needs no guard.
         """
-        if (
-            kind not in ("int", "float", "bool")
-            or not self.recording
-            or not any(map(has_side_effects, ancestors(node)))
-        ):
+        numeric = kind in ("int", "float", "bool")
+        if not numeric or not self.recording or not any(map(has_side_effects, ancestors(node))):
             return super().guard(node, kind, value)
         if kind != "bool":
             number = self.sizes.rebuild(node)
@@ -95,7 +92,12 @@ class GuardedTracer(RegionTracer):
     @property
     def sizes(self) -> InputSizes:
         assert self.root is not None
-        return InputSizes(self.root, lambda target, args: self.create_node(operation(target, args), target, args, {}))
+
+        def create(target: Any, args: tuple[Any, ...]) -> fx.Node:
+            kind = "call_function" if not isinstance(target, str) else "call_method" if args else "get_attr"
+            return self.create_node(kind, target, args, {})
+
+        return InputSizes(self.root, create)
 
     def guard_type(self, node: fx.Node, cls: type) -> None:
         self.typed.add(node)
@@ -116,14 +118,16 @@ class GuardedTracer(RegionTracer):
 
     def read_config(self, config: Any, name: str, value: Any) -> Any:
         owner = self.config_paths[id(config)]
-        if type(value) is bool or value is None or isinstance(value, str):
+        if type(value) not in (int, float):
             return self.read_option(owner, name, value)
         self.numbers[f"{owner}.{name}"] = None
         return attribute_proxy(value, f"{owner}.{name}", self)
 
     def read_option(self, owner: str, name: str, value: Any) -> Any:
         if isinstance(value, str):
-            return GuardedString.of(value, owner, name, self)
+            string = GuardedString(value)
+            string.owner, string.name, string.tracer = owner, name, self
+            return string
         self.attribute_guards[owner, name] = value
         return value
 
@@ -145,12 +149,6 @@ class GuardedString(str):
     owner: str
     name: str
     tracer: GuardedTracer
-
-    @classmethod
-    def of(cls, value: str, owner: str, name: str, tracer: GuardedTracer) -> GuardedString:
-        string = cls(value)
-        string.owner, string.name, string.tracer = owner, name, tracer
-        return string
 
     def guarded(self) -> str:
         if self.tracer.recording:
@@ -192,10 +190,6 @@ def reporting_config(cls: type) -> type:
 def is_numbers(value: Any) -> bool:
     """Whether a value is a tuple or list of numbers, such as the height and width of a window."""
     return type(value) in (tuple, list) and len(value) > 0 and all(type(v) in (bool, int, float) for v in value)
-
-
-def operation(target: Any, args: tuple[Any, ...]) -> str:
-    return "call_function" if not isinstance(target, str) else "call_method" if args else "get_attr"
 
 
 def name_of(node: fx.Node) -> str:

@@ -32,7 +32,7 @@ from peftc.tracing.region_trace import RegionTrace
 
 Call: TypeAlias = "tuple[RegionTrace, GuardedTracer]"
 Trace: TypeAlias = Callable[[frozenset[str], Mapping[str, Any]], Call]
-"""Traces one call: with these arguments symbolic, and these replaced."""
+"""Traces one call: with these arguments symbolic, and these replaced (or with these keywords)."""
 
 
 class TraceComparison:
@@ -106,7 +106,11 @@ def passthrough_arguments(
         call = attempt(trace, names)
         return call is not None and not inspected(call) and agree(plain, call, {n: values[n] for n in names})
 
-    tensors = _only_passed(plain)
+    # Tensors that are arguments of modules and attentions and of nothing else.
+    nodes = [n for n in plain[0].graph.nodes if is_argument(n) and isinstance(n.meta["example"], torch.Tensor)]
+    untyped = [n for n in nodes if n not in plain[1].typed]
+    passed = [n for n in untyped if all(u.op == "call_module" or u.target is attention for u in n.users)]
+    tensors = frozenset(map(name_of, passed))
     if likely is not None and likely <= {*values, *tensors} and uninspected(likely - tensors):
         return without_identity_tests(trace, plain, likely - tensors, values, likely & tensors)
     names = candidates = frozenset(values) - tested
@@ -144,16 +148,6 @@ def without_identity_tests(
     return (names | tensors) - tested
 
 
-def _only_passed(plain: Call) -> frozenset[str]:
-    """The tensors that are arguments of modules and attentions and of nothing else."""
-    traced, tracer = plain
-    nodes = [n for n in traced.graph.nodes if is_argument(n) and isinstance(n.meta["example"], torch.Tensor)]
-    untyped = [n for n in nodes if n not in tracer.typed]
-    return frozenset(
-        name_of(n) for n in untyped if all(u.op == "call_module" or u.target is attention for u in n.users)
-    )
-
-
 def attempt(trace: Trace, names: frozenset[str], changed: Mapping[str, Any] | None = None) -> Call | None:
     try:
         with fake_tensor_errors_unlogged():
@@ -186,12 +180,8 @@ def compared_with_none(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-WithKeywords: TypeAlias = Callable[[frozenset[str], Mapping[str, Any]], Call]
-"""Traces one call: with these arguments symbolic, and these keywords."""
-
-
 def forwarded_kwargs(
-    trace: WithKeywords, signature: inspect.Signature, passthrough: frozenset[str], actual: Iterable[str]
+    trace: Trace, signature: inspect.Signature, passthrough: frozenset[str], actual: Iterable[str]
 ) -> tuple[Call, frozenset[str]] | None:
     """The trace without keywords, its calls marked, and the keywords they may forward.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 from bisect import bisect_right
 from functools import cache
+from itertools import pairwise
 from types import CodeType
 
 from torch import fx
@@ -45,7 +46,7 @@ def _assignment(node: fx.Node) -> tuple[list[str], str | None]:
     for code, offset in instructions_of(node.meta.get("stack", ())):
         instructions = _instructions(code)
         at = _index(instructions, offset)
-        shape = node.target == "size" and _opname(instructions, at + 1) == "UNPACK_SEQUENCE"
+        shape = node.target == "size" and [i.opname for i in instructions[at + 1 : at + 2]] == ["UNPACK_SEQUENCE"]
         names = _targets(instructions, at + shape)
         if names and whole:
             return names, None
@@ -69,10 +70,6 @@ def _targets(instructions: tuple[dis.Instruction, ...], at: int) -> list[str]:
     return _stored(instructions[following])[:1] if following < len(instructions) else []
 
 
-def _opname(instructions: tuple[dis.Instruction, ...], at: int) -> str:
-    return instructions[at].opname if at < len(instructions) else ""
-
-
 def _index(instructions: tuple[dis.Instruction, ...], offset: int) -> int:
     return bisect_right([i.offset for i in instructions], offset) - 1
 
@@ -87,10 +84,8 @@ def _stored(instruction: dis.Instruction) -> list[str]:
 
 @cache
 def _aliases(code: CodeType) -> tuple[tuple[str, str], ...]:
-    pairs = zip(_instructions(code), _instructions(code)[1:], strict=False)
-    return tuple(
-        (str(a.argval), str(b.argval)) for a, b in pairs if a.opname == "LOAD_FAST" and b.opname == "STORE_FAST"
-    )
+    pairs = [(a, b) for a, b in pairwise(_instructions(code)) if (a.opname, b.opname) == ("LOAD_FAST", "STORE_FAST")]
+    return tuple((str(a.argval), str(b.argval)) for a, b in pairs)
 
 
 @cache

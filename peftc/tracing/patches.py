@@ -32,7 +32,7 @@ _patching = threading.RLock()  # reentrant: a leaf that runs while examples are 
 
 @cache
 def instrument(cls: type) -> type:
-    """A subclass that reports calls, and reads of plain values and tensors, to the current tracer."""
+    """A subclass that reports calls, and reads of attributes, to the current tracer."""
     parent: Any = cls
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:

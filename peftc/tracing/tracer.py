@@ -18,7 +18,7 @@ from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
-from peftc.tracing.code_positions import Origin, code_position
+from peftc.tracing.code_positions import Origin, position_of, running_stack
 from peftc.tracing.context_managers import has_context_decorator
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
@@ -68,7 +68,7 @@ class RegionTracer(TracerBase):
     def specializes(self, node: fx.Node, value: Any) -> bool:
         """Whether Python gets None, a dtype or a string itself, guarded, instead of a proxy.
 
-        Parts of results of children and attention stay proxies: they may be None, and are only passed on.
+        Parts of results of children and attention may be None. They stay proxies, to be passed on.
         """
         source = getitem_root(node)
         if node.meta["origin"] in self.optional_results:
@@ -165,7 +165,7 @@ class RegionTracer(TracerBase):
         arguments = bind_arguments(type(m).forward, m, args, kwargs)
         inlined = self.inline(name)
         result = self.enter(m, args, kwargs) if inlined else self.record("call_module", name, args, kwargs)
-        position = code_position()
+        position = position_of(running_stack())
         call = ModuleCall(name, self.caller, nested_nodes(arguments), nested_nodes(result), inlined, position)
         self.calls.append(call)
         return result
@@ -216,7 +216,7 @@ class RegionTracer(TracerBase):
     def placeholders(
         self, signature: inspect.Signature, arguments: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Creates the placeholders. Returns the arguments with which to call: proxies and constants."""
+        """Creates the placeholders. Returns the arguments to call with: proxies and constants."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for p in list(signature.parameters.values())[1:]:
