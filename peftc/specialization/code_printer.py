@@ -23,8 +23,7 @@ from peftc.rewriting.in_place_writes import REPLACES
 from peftc.runtime import untraced
 from peftc.specialization.code_layout import indented, wrapped
 from peftc.specialization.expressions import INFIX, PREFIX, Expressions
-from peftc.specialization.names import GlobalNames, LocalNames, unpacked_count
-from peftc.specialization.variable_names import variable_of
+from peftc.specialization.names import GlobalNames, LocalNames, unpacked_count, variable_of
 from peftc.tracing.in_place import AUGMENTED
 from peftc.tracing.operations import branch, collect, end_loop, enter_context, exit_context, new_version, segment
 

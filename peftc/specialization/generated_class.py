@@ -22,8 +22,7 @@ from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.container import own_children, own_length
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.insert import Inserter
-from peftc.specialization.call_paths import CallPaths
-from peftc.specialization.call_traces import CallTraces
+from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_layout import call_arguments, conjunction, dispatched, function
 from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.derived_classes import replace_base, with_generated_forward
