@@ -154,8 +154,8 @@ def _collect_links(module: nn.Module, record: Installation, seen: dict[int, bool
 
 def _names(record: Installation) -> list[str]:
     """The names that the edited modules were compiled under."""
-    regions = (name for name, _ in record.regions)
-    return list(dict.fromkeys((*regions, *(name.rpartition(".")[0] for name in record.trained.values()))))
+    owners = (name.rpartition(".")[0] for name in record.trained.values())
+    return list(dict.fromkeys((*(name for name, _ in record.regions), *owners)))
 
 
 def _is_edited_at(model: nn.Module, name: str, record: Installation) -> bool:

@@ -99,9 +99,8 @@ def check_readable(model: nn.Module, names: Iterable[str]) -> None:
         for attribute, value in vars(module).items():
             items = value if isinstance(value, list | tuple) else ()
             if parameter := next((trained[id(p)] for p in cast(Iterable[object], items) if id(p) in trained), None):
-                message = (
-                    f"`{parameter}` is trained, and {type(module).__name__} `{name}` reads it from its `{attribute}`"
-                )
+                reader = f"{type(module).__name__} `{name}`"
+                message = f"`{parameter}` is trained, and {reader} reads it from its `{attribute}`"
                 raise PeftcError(Diagnostic("P432", message, help="compare with a copy: peftc.remove(deepcopy(model))"))
 
 

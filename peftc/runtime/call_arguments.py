@@ -41,6 +41,10 @@ def cache_of(arguments: dict[str, Any]) -> tuple[str, Any] | None:
     return next(((name, arguments[name]) for name in names if arguments.get(name) is not None), None)
 
 
+def is_tensors(cache: Any) -> bool:
+    return isinstance(cache, list | tuple) and all(isinstance(part, Tensor) for part in cast(Iterable[object], cache))
+
+
 def past_of(arguments: dict[str, Any]) -> Any:
     """The number of tokens in the cache of a call, or 0; a tensor for caches of a fixed size.
 
@@ -50,8 +54,7 @@ def past_of(arguments: dict[str, Any]) -> Any:
     name, cache = cache_of(arguments) or ("", None)
     if cache is None:
         return 0
-    parts = cast(Iterable[object], cache) if isinstance(cache, list | tuple) else (None,)
-    if name in STATES and all(isinstance(part, Tensor) for part in parts):
+    if name in STATES and is_tensors(cache):
         return None
     if name not in CACHES:
         raise UnknownCache(name, cache)

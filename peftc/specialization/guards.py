@@ -126,15 +126,13 @@ def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[s
         yield f"{attribute_path(name)}.dtype == {dtype}"
 
 
-def _autocast(tensor: str, device: str) -> Iterator[str]:
+def _autocast(tensor: str, device: str) -> list[str]:
     """Whether autocast is on for the device of a tensor. The device "meta" has none."""
     enabled = f"torch.is_autocast_enabled({tensor}.device.type)"
     if device == "meta" or not torch.is_autocast_enabled(device):
-        yield f"({tensor}.is_meta or not {enabled})"
-    else:
-        yield f"not {tensor}.is_meta"
-        yield enabled
-        yield f"torch.get_autocast_dtype({tensor}.device.type) == {torch.get_autocast_dtype(device)}"
+        return [f"({tensor}.is_meta or not {enabled})"]
+    dtype = f"torch.get_autocast_dtype({tensor}.device.type) == {torch.get_autocast_dtype(device)}"
+    return [f"not {tensor}.is_meta", enabled, dtype]
 
 
 def _computed(guard: Guard, expressions: Expressions) -> str:
