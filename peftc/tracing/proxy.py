@@ -185,8 +185,9 @@ class Attribute:
     value: bool | int | float
 
 
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-_OPERATORS = (*_ARITHMETIC, *(f"r{n}" for n in _ARITHMETIC), "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "bool")
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs eq ne lt le gt ge bool"
+)
 
 
 def _attribute_class(kind: type) -> type:
@@ -197,7 +198,7 @@ def _attribute_class(kind: type) -> type:
 
         return method
 
-    methods: dict[str, Any] = {f"__{n}__": guarded(getattr(kind, f"__{n}__")) for n in _OPERATORS}
+    methods: dict[str, Any] = {f"__{n}__": guarded(getattr(kind, f"__{n}__")) for n in _OPERATORS.split()}
     return type(f"Attribute{kind.__name__.title()}", (Attribute, kind), methods | {"__hash__": kind.__hash__})
 
 
