@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
-CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
+CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/adapters/test_saved_refusals.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
 
 .PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial interrupts verify mutants suite docs clean
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of compiled models share: the edit, the machine, and how results are kept."""
+"""Shared by the benchmarks of compiled models: the edit, the machine, and the files of results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ from transformers import LlamaConfig
 RESULTS = Path(__file__).resolve().parent / "results"
 R, ALPHA = 16, 32
 ROLES = ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # the same, as PEFT names them
+MODULES = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+]  # the same Linears by PEFT's names
 SITES = " | ".join(f"layer[*].{role}" for role in ROLES)
 SPEC = f"peft 1\n\nedit all at {SITES} {{ h += lora(x, r={R}, alpha={ALPHA}) }}\n"
 
 
 def llama(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> LlamaConfig:
-    """A LLaMA of a shape."""
+    """A LLaMA of this shape."""
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -39,7 +47,7 @@ def llama(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabul
 
 
 def commit() -> str:
-    """The commit of the checkout; "+" after it where files differ from it."""
+    """The commit of the checkout, with `+` if files differ from it."""
     root = Path(__file__).resolve().parent.parent
     try:
         command = ["git", "describe", "--always", "--dirty=+"]
@@ -65,7 +73,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def provenance() -> dict[str, str]:
-    """When a benchmark ran, and on which commit; `+` where something was changed since."""
+    """The date of a benchmark and its commit, with `+` if files differ from it."""
     root = RESULTS.parent.parent
     commands = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "peftc"]]
     commit, status = (

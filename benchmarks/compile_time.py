@@ -28,7 +28,7 @@ from torch import nn
 from benchmarks.common import ALPHA, MODULES, SPEC, R, llama, machine, save, table
 
 LAYERS = (8, 80)
-LATER = 3  # compilations after the first, in the same process
+LATER = 3  # compilations after the first one in a process
 SECONDS, GROWTH = 1.0, 2.0
 
 
@@ -61,8 +61,8 @@ CONTENDERS = {"peftc": compile_peftc, "PEFT": compile_peft}
 
 
 def counted_traces() -> Counter[str]:
-    """Counts, from now on, how often a layer of each structure is traced."""
-    from peftc.observation.layer_keys import structure_key
+    """Counts, from now on, the traces of each layer structure."""
+    from peftc.observation.sample_forward import structure_key
     from peftc.tracing.tracer import RegionTracer
 
     traces: Counter[str] = Counter()
@@ -77,14 +77,14 @@ def counted_traces() -> Counter[str]:
 
 
 def measured(contender: str, layers: int) -> dict[str, Any]:
-    """In a process of its own: seconds of the first and of later compilations, and what was traced
-    in the first.
+    """In a fresh process: seconds of the first and of later compilations, and the traces of the
+    first.
     """
     import peft  # noqa: F401
 
     import peftc.compiler  # noqa: F401
 
-    torch.set_num_threads(1)  # threads that wait for work would count as time
+    torch.set_num_threads(1)  # idle threads would add CPU time
     traces = counted_traces()
     seconds: list[float] = []
     first: list[int] = []
@@ -121,7 +121,7 @@ def main() -> int:
 
 
 def report(runs: dict[tuple[str, int], list[dict[str, Any]]], repeats: int) -> int:
-    """Prints and keeps the medians; 1 where a limit is passed."""
+    """Prints and saves the medians. Returns 1 if a limit is exceeded."""
     first = {case: median(r["first"] for r in rows) for case, rows in runs.items()}
     later = {case: median(r["later"] for r in rows) for case, rows in runs.items()}
     rows = [

@@ -68,7 +68,7 @@ def model_of(name: str) -> Any:
 
 
 def patterns(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What a model is asked, by name: the last decoder layer is looked at, or the last layer."""
+    """The call patterns of a model, by name."""
     ids = torch.arange(16).reshape(2, 8)
     both = model.config.is_encoder_decoder
     inputs = {"input_ids": ids, **({"decoder_input_ids": ids[:, :3]} if both else {})}
@@ -108,11 +108,11 @@ def calls_in_last_layer(model: Any, ask: Callable[[], Any]) -> list[Call]:
 
 
 def nothing(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """In the place of a variant."""
+    """Replaces a variant."""
 
 
 def emptied(kind: GeneratedClass) -> Callable[..., Any]:
-    """A kind's dispatch, whose variants do nothing."""
+    """A class's dispatch with variants that do nothing."""
     names = {**kind.functions, "unseen": nothing, **{v.name: nothing for v in kind.variants}}
     exec(compile(kind.dispatch_source(), f"<dispatch of {kind.name}>", "exec"), names)
     return names["dispatch"]
@@ -144,8 +144,8 @@ def timed(function: Callable[..., Any], call: Call, calls: int = CALLS) -> float
 
 
 def identity(name: str, repeats: int) -> tuple[float, float]:
-    """µs of a whole call of a layer without a cache, and what it takes longer with a generated
-    forward that changes nothing.
+    """µs of a whole call of a layer without a cache, and the overhead of a generated forward
+    without edits.
     """
     model = model_of(name)
     layer = next(m for n, m in model.named_modules() if n.endswith(f".{DEPTH - 1}") and next(m.children(), None))

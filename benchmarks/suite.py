@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def cpu_seconds() -> float:
-    """CPU time of the processes that this one started, and that have ended."""
+    """CPU time of the child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

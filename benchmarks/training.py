@@ -48,12 +48,12 @@ OTHERS = (
     "tkinter",
     "typing",
     "urllib",
-)  # the task of SPoT's source
+)  # SPoT's source task
 STEPS, BATCH, TOKENS, HELD_OUT = 60, 16, 32, 200
 HEAD = 'train classifier = [w, b] at "classifier"'
 RATE = 3e-3
 RATES = {
-    # each entry of a small vector moves everything that is made of it
+    # every entry of a small vector changes everything computed from it
     1e-4: ("hypernetwork", "hypernetwork_adaptbert", "hypernetwork_adaptbert_narrow"),
     5e-4: (
         *("cross_attention", "far", "fishmask", "lt_sft", "diff_pruning"),
@@ -83,7 +83,7 @@ Batch = dict[str, Tensor]
 @dataclass(frozen=True)
 class Row:
     """One recipe: losses and accuracies on held-out texts, before and after; entries trained and
-    stored, without the classifier.
+    stored without the classifier.
     """
 
     recipe: str
@@ -104,7 +104,7 @@ def corpus(modules: tuple[str, ...] = MODULES) -> tuple[list[tuple[str, int]], l
 
 
 class Words:
-    """Batches of a model's own inputs."""
+    """Batches in the format of the model."""
 
     def __init__(self, write: bool) -> None:
         self.tokenizer, self.write = AutoTokenizer.from_pretrained(minilm.MODEL_DIR), write
@@ -133,7 +133,7 @@ def writer() -> nn.Module:
 
 
 def losses(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of the model, and what its edits add to it."""
+    """The model's loss, and the loss terms of its edits."""
     out = model(**batch)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return out.loss + 0.1 * sum(peftc.losses(model, inputs=inputs, logits=out.logits).values())
@@ -158,7 +158,7 @@ def rate_of(recipe: str) -> float:
 
 @cache
 def warmed(steps: int) -> nn.Module:
-    """MiniLM below a classifier that has been trained by itself."""
+    """MiniLM with a classifier that was trained alone."""
     model = peftc.compile(f"peft 1\n{HEAD}\n", classifier(), seed=0)
     train(model, ALONE, Words(write=False), corpus()[0], steps)
     peftc.fold(model)
@@ -166,7 +166,7 @@ def warmed(steps: int) -> nn.Module:
 
 
 def prepared(recipe: str, text: str, steps: int) -> nn.Module:
-    """The model that a recipe is for, with the recipe on it."""
+    """The model for a recipe, compiled with it."""
     if recipe == "cross_attention":
         model = writer()
     elif recipe == ALONE:
@@ -179,7 +179,7 @@ def prepared(recipe: str, text: str, steps: int) -> nn.Module:
 
 
 def quantised(model: nn.Module) -> None:
-    """Linears of eight bits, by torchao, which stands apart (see the Makefile)."""
+    """8-bit Linears by torchao, which is installed separately (see the Makefile)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sys.path.append(str(Path(sys.prefix) / "torchao"))
@@ -189,7 +189,7 @@ def quantised(model: nn.Module) -> None:
 
 
 def started(model: nn.Module, recipe: str, words: Words, learn: list[tuple[str, int]], steps: int) -> None:
-    """What comes before training: entries chosen from data, a prompt of another task."""
+    """Preparations before training: calibration, or a prompt from another task."""
     draw = random.Random(2)
     if recipe in ("fishmask", "lt_sft", "far", "sparse_adapter"):
         peftc.calibrate(model, [words(draw.sample(learn, BATCH)) for _ in range(8)], lr=RATE / 20)

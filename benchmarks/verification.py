@@ -49,7 +49,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def verified(recipe: str, name: str, layers: int, counts: Counter[str]) -> str:
-    """What is to be said of a pair."""
+    """The report on a pair, in one line."""
     try:
         model = compiled(recipe, name, layers)
     except peftc.PeftcError as error:

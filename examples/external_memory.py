@@ -1,7 +1,7 @@
 """Pairs (f(c), y) of a frozen causal LM, in files that are mapped and not read; and kNN-LM, which
 reads them as it finds them.
 
-f(c) is what the head (`model.get_output_embeddings()`) is given for the context c: the last hidden
+f(c) is what the head (`model.get_output_embeddings()`) reads for the context c: the last hidden
 state, after the final norm. y is the token that should have come next.
 """
 

@@ -42,7 +42,7 @@ STEPS, BATCH, HELD_OUT = 45, 24, 200
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Names with their docstrings, in which the name does not stand."""
+    """Names with their docstrings, from which the name is removed."""
     pairs = [(name, text.replace(name, "it")) for module in MODULES for name, text in documented(module)]
     pairs = [(name, text) for name, text in pairs if not name.startswith("__")]
     random.Random(0).shuffle(pairs)
@@ -50,7 +50,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def embed(model: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, texts: list[str]) -> Tensor:
-    """The mean over tokens, of length one."""
+    """The mean over tokens, normalised."""
     batch = tokenizer(texts, padding=True, truncation=True, max_length=40, return_tensors="pt")
     mask = batch["attention_mask"][..., None]
     hidden = model(**batch).last_hidden_state
@@ -61,14 +61,14 @@ def embed(model: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, tex
 def top1_accuracy(
     model: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, test: list[tuple[str, str]]
 ) -> float:
-    """How often the right text is the nearest."""
+    """How often the right docstring is the nearest one."""
     model.eval()
     names, texts = (embed(model, tokenizer, list(side)) for side in zip(*test, strict=True))
     return ((names @ texts.T).argmax(-1) == torch.arange(len(test))).float().mean().item()
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # as fast on a busy machine as on an idle one
+    torch.set_num_threads(1)  # stable timing on a busy machine
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(minilm.MODEL_DIR)
@@ -94,7 +94,7 @@ def main() -> None:
     peftc.fold(model)
     print(f"folded: {top1_accuracy(model, tokenizer, test):.1%} found; {type(model.encoder.layer[0]).__module__}")
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)  # plain weights: whoever loads them needs no peftc
+        model.save_pretrained(folder)  # plain weights: loading them needs no peftc
         plain = AutoModel.from_pretrained(folder)
     print(f"loaded by transformers alone: {top1_accuracy(plain, tokenizer, test):.1%} found")
 

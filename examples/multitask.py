@@ -33,7 +33,7 @@ TASKS = ("module", "paired", "similar")
 
 
 class Method(NamedTuple):
-    """Statements of a spec, and the tasks that its `per task` edits have parameters for."""
+    """A spec, and the tasks of its `per task` edits."""
 
     spec: str = ""
     tasks: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ METHODS: Mapping[str, Method] = {
 
 
 class Task(NamedTuple):
-    """Texts, a second text each where they are pairs, and what to say of them."""
+    """Texts, the second texts of pairs, and labels."""
 
     texts: list[str]
     seconds: list[str] | None
@@ -89,7 +89,7 @@ def tasks() -> dict[str, Task]:
 
 
 def blend(one: str, other: str, share: float, draw: random.Random) -> str:
-    """Twelve words, `share` of them from one text and the rest from the other, in their order."""
+    """Twelve words, `share` of them from one text and the rest from the other, in order."""
     mine = round(12 * share)
     return " ".join(excerpt(one, mine, draw) + excerpt(other, 12 - mine, draw))
 
@@ -101,8 +101,8 @@ def excerpt(text: str, count: int, draw: random.Random) -> list[str]:
 
 
 class Sentences(nn.Module):
-    """The mean of MiniLM's last states, and a linear head for each task; of two texts, how they
-    differ and what they agree on.
+    """The mean of MiniLM's last states, and a linear head for each task; for pairs, the difference
+    and the product.
     """
 
     def __init__(self, method: Method) -> None:
@@ -177,8 +177,8 @@ def scores(model: Sentences, test: Mapping[str, Task]) -> list[float]:
 
 @torch.no_grad()
 def in_one_batch(model: Sentences, test: Mapping[str, Task]) -> float:
-    """How far the states of texts of three tasks in one batch are from those of the same texts, a
-    task at a time.
+    """The difference between the states of a mixed batch of three tasks and those of the same texts
+    one task at a time.
     """
     model.eval()
     texts = [test[name].texts[0] for name in TASKS]
@@ -191,7 +191,7 @@ def in_one_batch(model: Sentences, test: Mapping[str, Task]) -> float:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # as fast on a busy machine as on an idle one
+    torch.set_num_threads(1)  # stable timing on a busy machine
     transformers.logging.disable_progress_bar()
     every = tasks()
     test = {name: task.cut(0, HELD_OUT) for name, task in every.items()}

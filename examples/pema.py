@@ -61,7 +61,9 @@ saved_tensors_hooks. *: the memory has the contexts of right answers, not of the
 
 @dataclass(frozen=True)
 class Effort:
-    """How long it trains: steps of the base, epochs over the task, most sentences of it."""
+    """How long to train: steps of the base, epochs over the task, and the maximum number of its
+    sentences.
+    """
 
     base: int = 700
     epochs: int = 20
@@ -70,8 +72,8 @@ class Effort:
 
 @dataclass(frozen=True)
 class Held:
-    """What is held in memory while training, in bytes. The optimizer is Adam: two numbers for every
-    trained one.
+    """Memory during training, in bytes. The optimizer is Adam: two values for every trained
+    parameter.
     """
 
     trained: int
@@ -101,7 +103,7 @@ def small_llama(vocabulary: int) -> LlamaForCausalLM:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean of -log p over the tokens of the targets; the head sees no others."""
+    """The mean of -log p over the target tokens; the head computes no others."""
     ids = torch.cat([batch.inputs, batch.target.clamp(min=0)], dim=1)
     mask = torch.cat([batch.mask, torch.ones_like(batch.target)], dim=1)
     positions, steps = (mask.cumsum(1) - 1).clamp(min=0), batch.target.shape[1]
@@ -129,8 +131,8 @@ def batches(pairs: list[text.Pair], rows: int = SENTENCES) -> list[Batch]:
 
 
 def activations(loss: Callable[[], Tensor], weights: list[Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass of one batch: each storage once, and the
-    weights' own not.
+    """Bytes that autograd saves for the backward pass of one batch: each storage once, without the
+    weights.
     """
     own = {weight.untyped_storage().data_ptr() for weight in weights}
     storages: dict[int, int] = {}
@@ -153,7 +155,7 @@ def size(tensors: Sequence[Tensor]) -> int:
 
 
 def train_pema(memory: Memory, head: Head, effort: Effort) -> tuple[Pema, Held]:
-    """From the files and the copied head: there is no base here."""
+    """Trains from the files and the copied head, without the base."""
     pema = Pema(memory.f.shape[1], RANK)
     first = reconstruct(pema, memory, effort.epochs, ROWS, rate=1e-2)
     last = retrain(pema, head, memory, effort.epochs, KAPPA, ROWS, rate=1e-2)
@@ -163,7 +165,7 @@ def train_pema(memory: Memory, head: Head, effort: Effort) -> tuple[Pema, Held]:
 
 
 def train_lora(model: nn.Module, learn: list[text.Pair], effort: Effort) -> Held:
-    """As many epochs over the same sentences."""
+    """Trains LoRA for as many epochs on the same sentences."""
     peftc.compile(LORA, model, seed=0)
     trained = list(peftc.parameters(model).values())
     every = batches(learn)
@@ -175,8 +177,8 @@ def train_lora(model: nn.Module, learn: list[text.Pair], effort: Effort) -> Held
 
 @dataclass(frozen=True)
 class HeldOut:
-    """f of every token of held-out targets behind the right words, its place in its sentence, and
-    the input's SL: (n, d), (n) × 3.
+    """f before every token of held-out targets, the token, its position in its sentence, and the
+    input's SL: (n, d), (n) × 3.
     """
 
     f: Tensor
@@ -206,7 +208,7 @@ class HeldOut:
 
 
 def right(pairs: list[text.Pair], answer: Callable[[Batch], Tensor]) -> float:
-    """How many sentences are rewritten without a fault."""
+    """The share of sentences that are rewritten without a mistake."""
     correct = 0
     for batch in batches(pairs):
         expected = batch.target.masked_fill(batch.target == IGNORED, text.EOS)
@@ -216,8 +218,8 @@ def right(pairs: list[text.Pair], answer: Callable[[Batch], Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A memory's distribution with the base's, in the share that does best on sentences that
-    nothing was trained on.
+    """The mixture of a memory's distribution and the base's, with the share that is best on
+    validation sentences.
     """
 
     memory: NextToken
@@ -242,7 +244,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Table:
-    """Prints a line a method: parameters, bytes while training, and how it does on the test
+    """Prints a line for each method: parameters, memory while training, and results on the test
     sentences.
     """
 
@@ -283,8 +285,8 @@ def base_answer(model: CausalLM, batch: Batch) -> Tensor:
 
 
 def at_the_papers_size() -> None:
-    """Weights, gradients and moments for the model of the paper's Table 1, with the rank that its
-    authors take; no weights are read.
+    """Memory of weights, gradients and moments for the model of the paper's Table 1, with the
+    authors' rank; no weights are read.
     """
     plan = peftc.plan(LORA, "facebook/opt-1.3b")
     d, vocabulary, r = 2048, 50272, 512
@@ -298,7 +300,7 @@ def at_the_papers_size() -> None:
 
 def main(effort: Effort | None = None) -> None:
     effort, start = effort or Effort(), time.perf_counter()
-    torch.set_num_threads(1)  # as fast on a busy machine as on an idle one
+    torch.set_num_threads(1)  # stable timing on a busy machine
     torch.manual_seed(0)
     transformers.logging.disable_progress_bar()
     sentences = text.read()

@@ -24,7 +24,7 @@ unittest urllib xml zipfile
 """
 SPECIAL = ("<pad>", "<bos>", "<to>", "<eos>", "<unknown>")
 PAD, BOS, TO, EOS, UNKNOWN = range(5)
-INSTRUCTION = 2  # <bos> before an input and <to> behind it
+INSTRUCTION = 2  # <bos> before an input and <to> after it
 SHORTEST, LONGEST = 3, 12
 
 Pair = tuple[list[int], list[int]]
@@ -32,8 +32,8 @@ Pair = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Sentences:
-    """The vocabulary, running text as numbers, and the pairs of the task, none of which is in the
-    text.
+    """The vocabulary, running text as token ids, and the task's pairs, which are not in
+    the text.
     """
 
     words: tuple[str, ...]
@@ -59,8 +59,8 @@ def tokens(sentence: str) -> list[str]:
 
 
 def read(modules: str = MODULES, size: int = 1500) -> Sentences:
-    """Summary lines that begin with a verb are the task, where some docstring begins with the
-    verb's third person; the rest is text.
+    """The task: summary lines that begin with a verb whose third person begins another docstring.
+    The rest is running text.
     """
     sentences = dict.fromkeys(text for module in modules.split() for text in docstrings(module))
     parts = [re.split(r"(?<=[.!?])\s+|\n\s*\n", text, maxsplit=1) for text in sentences]
@@ -96,8 +96,8 @@ def _padded(rows: Iterable[list[int]], value: int) -> Tensor:
 
 
 class Repair:
-    """Draws (damaged, whole) pieces of running text; a fifth of them are random words, from which
-    copying is learnt sooner.
+    """Random (damaged, whole) pieces of running text; a fifth are random words, which speeds up
+    learning to copy.
     """
 
     def __init__(self, sentences: Sentences, seed: int) -> None:
@@ -121,7 +121,9 @@ class Repair:
         return line[start : start + n]
 
     def _damaged(self, whole: list[int]) -> list[int]:
-        """Of a hundred words, six are replaced, three are lost, and behind three comes another."""
+        """Of a hundred words, six are replaced, three are dropped, and three are followed by an
+        inserted word.
+        """
         words: list[int] = []
         for word in whole:
             chance = self.draw.random()

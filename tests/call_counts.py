@@ -1,4 +1,4 @@
-"""Work counted in function calls: the same on any machine, however busy it is."""
+"""Work counted in function calls: the same on any machine under any load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def calls(run: Callable[[], object]) -> int:
-    """How many functions, of Python and of C, `run` calls."""
+    """The number of functions, of Python and of C, that `run` calls."""
     count = 0
 
     def profile(frame: FrameType, event: str, argument: object) -> None:

@@ -1,6 +1,4 @@
-"""Arguments of the wrong kind, as Python lets anyone give them: a diagnostic, and a model as it
-was.
-"""
+"""Arguments of wrong types or values: a diagnostic, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ MORE = "peft 1\nedit f at layer[*].ffn { h *= vector() }"
 
 @cache
 def model_of(name: str) -> Any:
-    """One model for all tests: none of them changes it."""
+    """One model for all tests; none changes it."""
     tasks = ["a", "b"] if name == "tasks" else None
     return peftc.compile(f"peft 1\nedit e at layer[*].ffn {EDITS[name]}", zoo.build("bert"), seed=0, tasks=tasks)
 
@@ -71,7 +69,7 @@ def test_tasks_are_names_or_numbers_in_a_tensor_or_a_list() -> None:
 
 
 @pytest.mark.parametrize("case", range(len(TASKS)))
-def test_what_is_no_task(case: int) -> None:
+def test_invalid_tasks(case: int) -> None:
     refused(model_of("tasks"), *TASKS[case])
 
 
@@ -92,7 +90,7 @@ def calibrated(**how: Any) -> Callable[[Any], object]:
         *({"lr": lr} for lr in (-1, 0, math.nan, math.inf, "a", None)),
     ],
 )
-def test_what_nothing_can_be_chosen_by(how: Any) -> None:
+def test_arguments_that_select_nothing(how: Any) -> None:
     refused(model_of("sparse"), "P541", calibrated(**how))
 
 
@@ -121,18 +119,18 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(CALLS)))
-def test_arguments_of_another_kind(case: int) -> None:
+def test_arguments_of_wrong_types(case: int) -> None:
     name, call = CALLS[case]
     refused(model_of(name), "P545", call)
 
 
 @pytest.mark.parametrize("name", [5, ["x"]])
-def test_what_is_no_name_of_a_spec(name: Any, tmp_path: Path) -> None:
+def test_invalid_names_of_specs(name: Any, tmp_path: Path) -> None:
     refused(model_of("plain"), "P413", lambda m: peftc.save(m, tmp_path / "x", name))
     refused(model_of("plain"), "P413", lambda m: peftc.remove(m, name))
 
 
-def test_routes_are_as_they_were_after_a_forward_that_fails() -> None:
+def test_routes_are_unchanged_after_a_failed_forward() -> None:
     model = model_of("routes")
     peftc.step(model, 1)
     before = [b.clone() for n, b in model.named_buffers() if n.endswith("route")]

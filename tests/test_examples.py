@@ -1,4 +1,4 @@
-"""The examples run, on less data and fewer steps than they show."""
+"""The examples run, with less data and fewer steps."""
 
 import ast
 import re

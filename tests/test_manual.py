@@ -1,4 +1,4 @@
-"""The generated pages of docs/ say what the registry, `specs/` and the docstrings say."""
+"""The generated pages of docs/ agree with the form registry, `specs/` and the docstrings."""
 
 import inspect
 from pathlib import Path
@@ -21,14 +21,14 @@ def test_a_generated_page_is_made_anew(name: str, tool: ModuleType) -> None:
     assert (DOCS / name).read_text(encoding="utf-8") == tool.page(), "run `make docs` and read what has changed"
 
 
-def test_everything_is_on_it() -> None:
+def test_every_form_and_recipe_is_on_the_page() -> None:
     text = page()
     for name in (*FORMS, *resources.recipes()):
         assert f"### `{name}`\n" in text
     assert all(f"| `{param.name}` |" in text for form in FORMS.values() for param in form.params)
 
 
-def test_what_it_says_of_a_form_is_what_a_plan_says() -> None:
+def test_costs_and_folding_on_the_page_are_those_of_plans() -> None:
     assert costs_of(FORMS["lora"]) == "with `r=8`, `[…, 768]` to `[…, 768]`: 12,288 trained and stored for each site"
     assert folds_of(FORMS["adapter"]) == "no: its activation relu is not linear; yes with `act=none`"
     assert folds_of(FORMS["magnitude"]) == "yes, it is a change of the weight"

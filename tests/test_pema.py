@@ -1,5 +1,5 @@
-"""PEMA's parts, on tiny random models: what is stored, what each phase trains, and `generate`
-against a loop without cache and padding.
+"""PEMA on tiny random models: the external memory, what each phase trains, and `generate` against a
+loop without cache and padding.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def memory_of(tmp_path: Path, n: int = 50, d: int = 32) -> em.Memory:
     return em.Memory.write(tmp_path, [(torch.randn(n, d), torch.randint(3, zoo.VOCAB, (n,)))])
 
 
-def test_a_memory_is_what_was_written_and_its_files_stay(tmp_path: Path) -> None:
+def test_a_memory_has_the_written_rows_and_keeps_its_files(tmp_path: Path) -> None:
     pieces = [(torch.randn(n, 8), torch.randint(100, (n,))) for n in (3, 1, 7)]
     memory = em.Memory.write(tmp_path / "made", iter(pieces))
     assert torch.equal(memory.f, torch.cat([f for f, _ in pieces]))
@@ -141,7 +141,7 @@ def test_each_phase_trains_its_own_and_nothing_else(tmp_path: Path) -> None:
     second = {name: p.detach().clone() for name, p in pema.named_parameters()}
     assert torch.equal(second["B_pd"], first["B_pd"])
     assert not torch.equal(second["B_rct"], first["B_rct"])
-    assert (second["A"] - first["A"]).abs().max() > 0.05  # drawn again: training for so long moves it by less
+    assert (second["A"] - first["A"]).abs().max() > 0.05  # reinitialised: so few steps change it less than that
     pm.retrain(pema, head, memory, epochs=2, rows=16)
     assert torch.equal(pema.B_rct, second["B_rct"])
     assert not torch.equal(pema.A, second["A"])
@@ -198,7 +198,7 @@ def test_a_mixture_is_a_distribution_between_its_two() -> None:
     assert torch.equal(p[3], one[3])
 
 
-def test_neighbours_against_sums_written_out(tmp_path: Path) -> None:
+def test_neighbours_equal_explicit_sums(tmp_path: Path) -> None:
     memory = memory_of(tmp_path, n=30, d=8)
     f = torch.randn(3, 8)
     p = em.NearestNeighbours(memory, zoo.VOCAB, k=5, temperature=4.0)(f)
@@ -212,7 +212,7 @@ def test_neighbours_against_sums_written_out(tmp_path: Path) -> None:
 
 
 def by_hand(model: Any, pema: pm.Pema, row: list[int], most: float, instruction: int) -> list[int]:
-    """One sentence alone, no cache, no padding: Eq. 2 and 6 and section 4, written out."""
+    """One sentence without cache and padding: Eq. 2 and 6 and section 4, written out."""
     head, tokens, cs = model.get_output_embeddings(), [], most
     for _ in range(STEPS):
         f, logits = states(model, row + tokens)
@@ -264,14 +264,16 @@ def test_beams_are_scored_by_the_mixture(model: Any, pema: pm.Pema) -> None:
     f = em.contexts(model, inputs, mask, continuation)
     total = torch.zeros(len(ROWS)).double()
     for i in range(STEPS):
-        base = head(f[:, i]).index_fill(1, torch.tensor([zoo.EOS]), -torch.inf)  # min_new_tokens has spoken before
+        base = head(f[:, i]).index_fill(
+            1, torch.tensor([zoo.EOS]), -torch.inf
+        )  # min_new_tokens masks the end token first
         p = pm.mix(share(i).double(), pema_tokens(f[:, i]), base.softmax(-1))
         total += p.gather(1, continuation[:, i : i + 1])[:, 0].log()
     torch.testing.assert_close(out.sequences_scores.double(), total, rtol=0, atol=1e-5)
     assert not continuation.equal(em.greedy(model, inputs, mask, STEPS))
 
 
-def test_what_was_forbidden_stays_so(model: Any, pema: pm.Pema) -> None:
+def test_suppressed_tokens_stay_suppressed(model: Any, pema: pm.Pema) -> None:
     inputs, mask = padded(ROWS)
     mixed = pm.PemaTokens(pema, pm.Head.copied(model))
     free = pm.generate(model, inputs, mask, STEPS, mixed, pm.Constant(0.9))
@@ -279,7 +281,7 @@ def test_what_was_forbidden_stays_so(model: Any, pema: pm.Pema) -> None:
     assert word not in pm.generate(model, inputs, mask, STEPS, mixed, pm.Constant(0.9), suppress_tokens=[word])
 
 
-def test_one_pass_for_several_tokens_is_refused(model: Any, pema: pm.Pema) -> None:
+def test_assisted_decoding_is_refused(model: Any, pema: pm.Pema) -> None:
     row = [5, 6, 7, 5, 6, 7, 5, 6]
     inputs, mask = padded([row])
     mixed = pm.PemaTokens(pema, pm.Head.copied(model))

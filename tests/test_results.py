@@ -1,5 +1,5 @@
-"""What README.md and docs/ say in numbers is what `benchmarks/results` says, and every result says
-when and with what it was measured.
+"""The figures in README.md and docs/ are those of `benchmarks/results`, and every result has its
+date, commit, machine and versions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rows(page: str, first: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_results_say_when_and_with_what(path: Path) -> None:
+def test_results_have_date_commit_and_versions(path: Path) -> None:
     data = json.loads(path.read_text())
     provenance = data.get("machine") or data["versions"]
     assert {"date", "commit", "torch", "transformers"} <= provenance.keys()

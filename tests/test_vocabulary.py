@@ -70,7 +70,7 @@ def tables(text: str) -> list[int]:
 
 
 def definitions(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every name that a file gives to something."""
+    """Every name that a file binds."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.lineno, node.name
@@ -134,7 +134,7 @@ def test_others_are_none(text: str) -> None:
         "x.kept = 1",
     ],
 )
-def test_banned_names_are_seen(text: str) -> None:
+def test_banned_names_are_recognised(text: str) -> None:
     assert {name for _, name in definitions(ast.parse(text))} & BANNED
 
 

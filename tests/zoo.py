@@ -24,7 +24,7 @@ Padding = Literal["left", "right"]
 
 @dataclass(frozen=True)
 class Species:
-    """A model class with the smallest config that still has everything its architecture has."""
+    """A model class with the smallest config that has every part of its architecture."""
 
     model: str
     config: str
@@ -121,7 +121,7 @@ SPECIES: dict[str, Species] = {
 }
 
 ARCHITECTURES = ("bart", "bert", "roberta", "t5", "gpt2", "llama", "qwen3", "opt")
-FURTHER = ("mixtral", "vit")  # of no law over all edits: experts, and an input that is no text
+FURTHER = ("mixtral", "vit")  # not in the laws over all edits: experts, and images
 ALL = tuple(name for name in SPECIES if name not in FURTHER)
 GENERATING = tuple(name for name in ALL if "bert" not in name)
 
@@ -254,7 +254,7 @@ def _exact_norms(model: nn.Module) -> None:
 
 
 def _exact(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass that stays in the input's precision; found again by name, so that it pickles."""
+    """A subclass that keeps the dtype of the input; registered by name, so that it pickles."""
     name = cls.__name__
     if name not in globals():
         globals()[name] = type(name, (cls,), {"__module__": __name__, "forward": forward})

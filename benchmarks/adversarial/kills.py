@@ -1,5 +1,5 @@
-"""Processes that save and are killed: whatever is there afterwards is one of the adapters, whole,
-and the next save succeeds.
+"""Processes killed while they save: the folder then has one of the adapters, complete, and the next
+save succeeds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def adapters(count: int) -> list[tuple[torch.nn.Module, dict[str, torch.Tensor]]
 
 
 def which(folder: Path, tensors: list[dict[str, torch.Tensor]]) -> int:
-    """The number of the adapter that is in a folder."""
+    """The number of the adapter in a folder."""
     there = read(folder)[1]
     for number, expected in enumerate(tensors):
         if there.keys() == expected.keys() and all(torch.equal(there[name], expected[name]) for name in there):
@@ -51,7 +51,7 @@ def clean(folder: Path) -> None:
 
 
 def run(at_random: int, seed: int, tally: Tally) -> None:
-    """A kill at every boundary of a save into a new folder and over an adapter, then so many at
+    """A kill at every boundary of a save, into a new folder and over an adapter; then some at
     random times.
     """
     draw = random.Random(seed)
@@ -100,8 +100,8 @@ def forever(models: list[torch.nn.Module], folder: Path) -> None:
 def survived(
     folder: Path, then: torch.nn.Module | None, tensors: list[dict[str, torch.Tensor]], was_there: bool
 ) -> None:
-    """One of the adapters is there, or nothing where there was nothing; saving `then` leaves
-    nothing else.
+    """The folder has one of the adapters, or is empty where it was empty. Saving `then` leaves no
+    other files.
     """
     if was_there or (folder / "adapter.json").exists():
         which(folder, tensors)

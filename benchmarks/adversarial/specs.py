@@ -1,6 +1,4 @@
-"""Mutated specs: the recipes, cut, spliced, repeated, and with things put in that nobody would
-write.
-"""
+"""Mutated specs: recipes that are cut, spliced, repeated, and mixed with unlikely text."""
 
 from __future__ import annotations
 
@@ -227,7 +225,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 
 
 def mutated(draw: random.Random, sources: list[str]) -> str:
-    """A recipe after one to four mutations; one in twenty is a text of nothing but pieces."""
+    """A recipe after one to four mutations; one in twenty is random fragments only."""
     if draw.random() < 0.05:
         return "peft 1\n" + " ".join(draw.choice(THINGS) for _ in range(draw.randrange(1, 60)))
     text = draw.choice(sources)
@@ -237,8 +235,8 @@ def mutated(draw: random.Random, sources: list[str]) -> str:
 
 
 def run(count: int, seed: int, tally: Tally) -> None:
-    """So many specs: parsed, printed, checked, expanded, and planned on a model where they get as
-    far.
+    """This many specs: parsed, printed, checked, expanded, and planned on a model, as far as each
+    gets.
     """
     draw, sources = random.Random(seed), texts()
     analysis = analyse_base(zoo.build(MODEL))

@@ -1,7 +1,7 @@
-"""Which layers of a configuration a tiny model keeps: at least two, and one of each kind.
+"""The layers of a configuration that a tiny model keeps: at least two, and one of each kind.
 
-Some configurations name the kind of each layer in lists as long as the stack is deep
-(`layer_types`), some name layers by index (`moe_layers`). Both are cut down to the same layers.
+Some configurations list the kind of every layer (`layer_types`), some list layers by index
+(`moe_layers`). Both are cut down to the same layers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MOST = 6
 
 
 def shallow(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one configuration (not of those within it) that depend on its depth, for a few
-    of its layers.
+    """The fields of one configuration (not of nested ones) that depend on its depth, for a few of
+    its layers.
     """
     fields = dict[str, Any]()
     for name in DEPTHS:
@@ -71,7 +71,7 @@ def _stack(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _layers_of_each_kind(deep: int, per_layer: Mapping[str, Any], index_lists: Mapping[str, Any]) -> list[int]:
-    # One layer of each kind, where a kind is what all lists say of a layer; then the first ones
+    # One layer of each kind (its values in all lists); then the first ones
     # until there are two.
     kinds = dict[tuple[str, ...], int]()
     for i in range(deep):

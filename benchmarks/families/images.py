@@ -1,5 +1,5 @@
-"""An image before the text, for models that take both: pixels in the shape they take, and as many
-image tokens as they make of it.
+"""An image before the text for multimodal models: pixels of the right shape, and as many image
+tokens as the encoder returns.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from torch import nn
 from benchmarks.families.forward import finite, main_output, run
 
 _TOKENS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
-_SIDE = 4  # patches of an image that comes as a list of patches
+_SIDE = 4  # patches on each side of an image given as a list of patches
 
 
 def with_image(model: nn.Module, inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
-    """`inputs` with an image that matters to the output; unchanged where no shape of pixels
-    does.
-    """
+    """`inputs` with an image that changes the output; unchanged if no shape of pixels works."""
     for make in (_square, _unsized, _grid, _tiles, _plain):
         try:
             candidate = make(model, dict(inputs), generator)
             if candidate and _matters(model, candidate):
                 return candidate
-        except Exception:  # a model that takes another shape says so in its own way
+        except Exception:  # a model that expects another shape raises
             continue
     return dict(inputs)
 
@@ -44,23 +42,23 @@ def _square(model: nn.Module, inputs: dict[str, Any], generator: torch.Generator
 
 
 def _unsized(model: nn.Module, inputs: dict[str, Any], generator: torch.Generator) -> dict[str, Any] | None:
-    """(batch, channels, side, side), where only some encoders want to be told the size"""
+    """(batch, channels, side, side) without sizes, which only some encoders accept"""
     return _with_image_tokens(model, inputs, {"pixel_values": _pixels(model, generator)})
 
 
 def _tiles(model: nn.Module, inputs: dict[str, Any], generator: torch.Generator) -> dict[str, Any] | None:
-    """(batch, tiles, channels, side, side), where an image is cut into tiles"""
+    """(batch, tiles, channels, side, side), for encoders that tile images"""
     pixels = _pixels(model, generator)[:, None]
     return _with_image_tokens(model, inputs, {"pixel_values": pixels, **_sizes(model, pixels)})
 
 
 def _plain(model: nn.Module, inputs: dict[str, Any], generator: torch.Generator) -> dict[str, Any] | None:
-    """An image that takes no place among the tokens."""
+    """An image without tokens of its own."""
     return {**inputs, "pixel_values": _pixels(model, generator)} if "pixel_values" in _accepted(model) else None
 
 
 def _grid(model: nn.Module, inputs: dict[str, Any], generator: torch.Generator) -> dict[str, Any] | None:
-    """(patches, channels · time · patch · patch), with the grid that they come from"""
+    """(patches, channels · time · patch · patch), with the grid of the patches"""
     if "image_grid_thw" not in _accepted(model):
         return None
     vision = model.config.vision_config
@@ -73,7 +71,7 @@ def _grid(model: nn.Module, inputs: dict[str, Any], generator: torch.Generator) 
 
 
 def _with_image_tokens(model: nn.Module, inputs: dict[str, Any], image: dict[str, Any]) -> dict[str, Any] | None:
-    """The text after as many image tokens as the model's features have rows."""
+    """The text after as many image tokens as the image features have rows."""
     token = next((t for t in (getattr(model.config, name, None) for name in _TOKENS) if isinstance(t, int)), None)
     if token is None:
         return None
@@ -92,9 +90,7 @@ def _with_image_tokens(model: nn.Module, inputs: dict[str, Any], image: dict[str
 
 
 def _getter(model: nn.Module) -> Callable[..., Any]:
-    """The model's own function for the features of an image, or of a video where it knows nothing
-    else.
-    """
+    """The model's own function for image features, or else for video features."""
     owners = (model, getattr(model, "model", None))
     names = ("get_image_features", "get_video_features")
     return next(method for name in names for owner in owners if (method := getattr(owner, name, None)) is not None)

@@ -1,7 +1,7 @@
-"""What a model has, found without peftc: which modules attend with a softmax, which are called
-feed-forward.
+"""The structure of a model without peftc: the modules whose softmax output enters a product, and
+those named feed-forward.
 
-The checks hold peftc's refusals to it: `there is no attention here` counts as right only where no
+The checks compare peftc's refusals with it: `there is no attention here` is right only if no
 softmax reaches a product.
 """
 
@@ -47,7 +47,7 @@ class Observation:
 
 
 def observe(model: nn.Module, inputs: Mapping[str, Any]) -> Observation:
-    """What is seen in one forward of the base model."""
+    """Observes one forward of the base model."""
     attention = _Attention()
     with _paths(model, attention), attention:
         run(model, inputs)
@@ -69,7 +69,7 @@ def _projects(module: nn.Module) -> bool:
 
 
 class _Attention(TorchFunctionMode):
-    """Follows what softmax gave through casts and dropout into a matrix product."""
+    """Follows softmax outputs through casts and dropout into a matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,9 @@ class _Attention(TorchFunctionMode):
             isinstance(out, torch.Tensor)
             and tensors
             and id(tensors[0]) in self.weights
-            and (out.numel() == tensors[0].numel() or func is torch.Tensor.__getitem__)  # sinks are cut off again
+            and (
+                out.numel() == tensors[0].numel() or func is torch.Tensor.__getitem__
+            )  # attention sinks are sliced off
         ):
             self.weights[id(out)] = out
         return out
@@ -112,8 +114,8 @@ def _flat(args: Any) -> Iterator[Any]:
 
 @contextmanager
 def _paths(model: nn.Module, attention: _Attention) -> Iterator[None]:
-    """While the block runs, `seen.path` are the modules being called. Leaf modules (dropout,
-    softmax) count as their parents.
+    """While the block runs, `attention.path` is the stack of modules being called. Leaf modules
+    (dropout, softmax) count as their parents.
     """
     handles = []
     for name, module in model.named_modules():

@@ -1,6 +1,4 @@
-"""The coverage table: JSON with everything, Markdown to read, and failures grouped by what they
-say.
-"""
+"""The coverage report: JSON with everything, Markdown, and failures grouped by message."""
 
 from __future__ import annotations
 
@@ -41,12 +39,12 @@ def write(rows: Rows, folder: Path) -> None:
 
 
 def failed(row: Row) -> bool:
-    """Whether a type that runs has an edit that is neither right nor rightly refused."""
+    """Whether a type that runs has an edit that neither works nor is rightly refused."""
     return bool(row.get("error")) or any(e["verdict"] not in GOOD for e in row.get("edits", {}).values())
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """Counts; the per cents are of the types that built and ran."""
+    """Counts; percentages are of the types that were built and ran."""
     ran = [r for r in rows.values() if r.get("ran") or r.get("error")]
     attending = [r for r in ran if r.get("attention")]
     result: dict[str, Any] = {
@@ -171,7 +169,7 @@ def _not_run(rows: Rows) -> Iterator[str]:
 
 
 def grouped(rows: Rows) -> Iterator[str]:
-    """Failures by what they say, the largest group first."""
+    """Failures by message, the largest group first."""
     groups = defaultdict[str, list[str]](list)
     for key, row in rows.items():
         if row.get("error"):
@@ -185,7 +183,7 @@ def grouped(rows: Rows) -> Iterator[str]:
 
 
 def _shape(reason: str) -> str:
-    """A reason without what differs from one type to the next."""
+    """A reason without the details of one type."""
     reason = re.sub(r"matches nothing in [\w.-]+", "matches nothing", reason)
     reason = re.sub(r"the edited \w+", "the edited model", reason)
     reason = re.sub(r"\[[\w.-]+ has no [^]]*\]|\[the model has [^]]*\]", "", reason)

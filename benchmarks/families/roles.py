@@ -1,5 +1,5 @@
-"""Roles that others give to modules by name, held against the sites that dataflow found:
-transformers' own plan for tensor parallelism, and PEFT's table of what LoRA adapts.
+"""Roles by name from external tables, compared with inferred sites: transformers' tensor-parallel
+plan, and PEFT's default LoRA targets.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-# What a name in a plan says of a Linear. Other names (norms, routers, latent projections) say
-# nothing of a role.
+# The role of a Linear's name in a plan. Other names (norms, routers, latent projections)
+# have none.
 BY_NAME: Mapping[str, tuple[str, ...]] = {
     "q_proj": ("q",),
     "k_proj": ("k",),
@@ -30,8 +30,8 @@ BY_NAME: Mapping[str, tuple[str, ...]] = {
 
 
 def plan_disagreements(model: nn.Module, table: Any) -> list[str]:
-    """What the model's tensor-parallel plan calls otherwise than the sites do, or what no site has:
-    one line a role and name.
+    """Where the model's tensor-parallel plan and the sites disagree, or no site exists: one line
+    for a role and name.
     """
     by_role = sites_by_role(table)
     missing = defaultdict[str, list[str]](list)
@@ -45,9 +45,7 @@ def plan_disagreements(model: nn.Module, table: Any) -> list[str]:
 
 
 def sites_by_role(table: Any) -> Mapping[str, set[str]]:
-    """The modules (or parameters, where a module holds several weights) of the sites of each
-    role.
-    """
+    """The modules (or parameters, if a module has several weights) of the sites of each role."""
     by_role = defaultdict[str, set[str]](set)
     for site in table.sites:
         weight = site.states.get("w")
@@ -71,8 +69,8 @@ def _planned(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def table_disagreements(model: nn.Module, table: Any, targets: list[str] | str) -> list[str]:
-    """Where PEFT's targets of a type and the modules of q and v differ. `targets` as PEFT reads
-    them: ends of names, or a pattern.
+    """Where PEFT's targets of a type and the modules of q and v differ. `targets` has PEFT's
+    format: suffixes of names, or a pattern.
     """
     by_role = sites_by_role(table)
     ours = by_role["q"] | by_role["v"]

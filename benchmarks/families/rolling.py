@@ -1,4 +1,4 @@
-"""Decoding with a cache against decoding without, as `generate` does it."""
+"""Cached against uncached decoding with `generate`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from benchmarks.families.shrink import LAST_FREE
 NEW_TOKENS = 3
 
 
-def apart(model: nn.Module, inputs: Mapping[str, Any]) -> float | str:
-    """The largest relative difference of these logits, or why there is none."""
+def cache_difference(model: nn.Module, inputs: Mapping[str, Any]) -> float | str:
+    """The largest relative difference of the logits, or why there is none."""
     if not getattr(model, "can_generate", lambda: False)():
         return "does not generate"
     try:
@@ -27,7 +27,7 @@ def apart(model: nn.Module, inputs: Mapping[str, Any]) -> float | str:
 
 
 def described(worst: float | str, tolerance: float) -> str:
-    """`equal`, by how much they differ, or why they cannot be compared."""
+    """`equal`, the difference, or why there is none."""
     return worst if isinstance(worst, str) else "equal" if worst < tolerance else f"differs by {worst:.1e}"
 
 
@@ -55,7 +55,7 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any], cache: bool) -> list[to
 
 
 def _special(model: nn.Module) -> list[int] | None:
-    """A drawn model may well say an image token, and then ask for its image."""
+    """A random model may generate an image token and then require its image."""
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 0
     return list(range(LAST_FREE, vocabulary)) or None
 

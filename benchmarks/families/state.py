@@ -1,5 +1,5 @@
-"""All of a model that an edit could leave changed: classes, attributes of modules, tensors and
-whether they train.
+"""Everything of a model that an edit could leave changed: classes, attributes of modules, tensors,
+and `requires_grad`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def state_of(model: nn.Module) -> State:
 
 
 def difference(before: State, after: State) -> str:
-    """What is not as it was, in a few words; empty where all is."""
+    """The first difference in a few words; empty if there is none."""
     if names := _keys(before.classes, after.classes):
         return f"classes of {names}"
     if set(before.tensors) != set(after.tensors):

@@ -18,7 +18,7 @@ from benchmarks.families.pool import Answer, Job, serve
 
 
 def answer(job: Job) -> Answer:
-    """What is known of one model type: did it build, did it run, and what the checks said."""
+    """The result for one model type: whether it was built, whether it ran, and the checks."""
     start = time.perf_counter()
     result: dict[str, Any] = {"built": False, "ran": False}
     try:
@@ -28,7 +28,7 @@ def answer(job: Job) -> Answer:
         if not finite(run(model, inputs)):
             raise ValueError("the output is not finite")
         result["ran"] = True
-    except Exception as error:  # whatever a model's code raises is its verdict
+    except Exception as error:  # any exception of a model's code is its verdict
         result["why_not"] = reason_of(error)
     if result["ran"] and not job.get("build_only"):
         from benchmarks.families.checks import checked

@@ -12,8 +12,7 @@ from peftc.adapters.base import base_of
 from peftc.adapters.export_form import stored_spec, stored_tensors
 from peftc.adapters.files import listing, path_of
 from peftc.adapters.metadata import Adapter, tensors_name
-from peftc.adapters.readable_weights import require_values
-from peftc.adapters.sharded import elect_writer, whole
+from peftc.adapters.weight_access import elect_writer, require_values, whole
 from peftc.adapters.weight_sample import digest_of
 from peftc.adapters.writing import write
 from peftc.diagnostics import PeftcError
@@ -53,7 +52,7 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     record = active_installation(model)
     parts = record.selected(name)
     trained = parameters(model, name)
-    require_values(trained)
+    require_values(trained.items())
     for edit in dict.fromkeys(edit for part in parts for edit in part.edits):
         _require_initialized(model, record, edit)
     source = joint_spec(part.spec for part in parts)

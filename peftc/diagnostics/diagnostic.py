@@ -94,10 +94,7 @@ class Diagnostic:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with line breaks and control characters escaped.
-
-    Messages quote untrusted text, which must not control a terminal or forge lines of a log.
-    """
+    """`text` escaped, on one line: untrusted text must not control a terminal or forge a log."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class Change:
@@ -99,7 +97,3 @@ def _summary(changes: Sequence[Change]) -> str:
         dtypes = " and ".join(dict.fromkeys(c.dtype for c in changes))
         text += f"; {entries / changed:.1%} of the changed entries survived rounding to {dtypes}"
     return text
-
-
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -219,16 +219,12 @@ def key(ref: WeightRef) -> str:
 def differentiable(
     model: nn.Module, leaves: Leaves, training: bool, values: dict[str, Tensor] | None = None
 ) -> Generator[dict[str, Tensor]]:
-    """Yields the leaves with gradients and without pruning, and restores the model afterwards.
-
-    Args:
-        values: receives copies of the leaves, whose values are restored, too.
-    """
+    """Yields the leaves unpruned and with gradients, and restores the model (and `values`)."""
     parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in leaves.base}
     refuse_quantised(parameters, leaves.base)
     dense = {name: module.first().requires_grad_() for name, module in leaves.pruned.items()}
     parameters |= dense
-    if values is not None:
+    if values is not None:  # receives copies, which are restored
         values |= {name: p.detach().clone() for name, p in parameters.items()}
     flags = {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()}
     modes = {n: m.training for n, m in model.named_modules()}

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peftc.diagnostics import Diagnostic
-from peftc.planning.report.text import plain_text
+from peftc.planning.report.plan import plain_text
 
 Outcome = Literal["holds", "fails", "not checked"]
 

@@ -79,11 +79,7 @@ def verify(
 
 
 def compilation_check(model: nn.Module) -> Callable[[nn.Module], None]:
-    """The last step of a compilation with `verify=True`: it raises the findings, so that the
-    compilation is undone.
-
-    Raises: P601 if the model cannot be copied; the step raises P601-P611.
-    """
+    """The last step of a compilation with `verify=True`: it raises the findings. Raises: P601."""
     base = None if is_installed(model) else duplicate(model)
 
     def check(compiled: nn.Module) -> None:

@@ -9,7 +9,6 @@ from tests.reference.methods import Method
 
 ENCODER_DECODER = ("bart", "t5")
 WITH_BIAS = ("bart", "bert", "roberta", "gpt2", "opt")
-POST_NORM = ("bart", "bert", "roberta")
 TIED = ("bart", "bert", "roberta", "t5", "gpt2", "opt")  # head and embedding are one matrix
 GATED = ("llama", "qwen3")
 

@@ -101,10 +101,6 @@ def reshape_one(tensors: dict[str, torch.Tensor]) -> None:
     tensors[key] = tensors[key].T.contiguous()
 
 
-def poison_one(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[sorted(tensors)[0]].view(-1)[0] = float("nan")
-
-
 def remove(path: Path) -> None:
     path.unlink()
 

@@ -9,7 +9,7 @@ from tests.call_counts import calls
 from tests.plan import tables
 from tests.plan.specs import planned, refused, underlined
 
-BART, LLAMA, T5, GPT2 = tables.bart(layers=(2, 2)), tables.llama(), tables.t5(layers=2), tables.gpt2()
+BART, LLAMA, GPT2 = tables.bart(layers=(2, 2)), tables.llama(), tables.gpt2()
 
 EACH, ONE = Scalar(per_example=True), Scalar()
 H, B, W, KV = Tokens(8), Vector(8), Weight(8, 4), KeyValue(2, 4)

@@ -1,5 +1,5 @@
-"""Queries and keys of an attention that is written out: a softmax gives each query probabilities
-over keys, whichever is multiplied first.
+"""Queries and keys of a hand-written attention: the softmax normalises over keys, whichever operand
+comes first.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ WRITTEN = [queries_first, keys_first, turned, batches, split, einsum, einsum_tur
 
 
 @pytest.mark.parametrize("attend", WRITTEN)
-def test_queries_are_what_the_softmax_does_not_compare(attend: Attend) -> None:
+def test_the_softmax_axis_identifies_the_keys(attend: Attend) -> None:
     torch.manual_seed(0)
     model = Layers(Layer(attend), Layer(attend))
     plan = peftc.plan(SPEC, model, sample=SAMPLE)
@@ -92,7 +92,7 @@ def test_queries_are_what_the_softmax_does_not_compare(attend: Attend) -> None:
 
 
 @pytest.mark.parametrize("attend", WRITTEN[1:])
-def test_verification_notices_roles_that_are_exchanged(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_detects_exchanged_roles(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     right = patterns.compared
     monkeypatch.setattr(patterns, "compared", lambda *args: right(*args)[::-1])
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ def test_verification_notices_roles_that_are_exchanged(attend: Attend, monkeypat
 
 
 @pytest.mark.parametrize("attend", WRITTEN)
-def test_rows_are_joined_rightly_or_not_at_all(attend: Attend) -> None:
+def test_prefix_rows_are_joined_correctly_or_refused(attend: Attend) -> None:
     torch.manual_seed(0)
     model = Layers(Layer(attend), Layer(attend))
     if attend in (queries_first, einsum_turned):

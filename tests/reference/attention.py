@@ -1,4 +1,4 @@
-"""An attention function with room for edits of q, k, v, kv and the heads, written from Eq. 1-10 of
+"""An attention function with hooks for edits of q, k, v, kv and the heads, written from Eq. 1-10 of
 He et al. (2022).
 
 Masks are always explicit here (transformers builds the eager ones for it), so nothing depends on
@@ -80,9 +80,7 @@ def reference_attention(
 
 
 def _joined(prefixes: list[Prefix], batch: int) -> tuple[Tensor, Tensor] | None:
-    """Each later prefix goes before the earlier ones, as repeated concat(prefix, kv) would put
-    it.
-    """
+    """Later prefixes come before earlier ones, as repeated concat(prefix, kv) puts them."""
     if not prefixes:
         return None
     rows = [tuple(p.expand(batch, -1, -1, -1) for p in prefix()) for prefix in reversed(prefixes)]

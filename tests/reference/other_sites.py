@@ -1,4 +1,4 @@
-"""Edits that no paper needs but the language has: other sites, other states, other orders."""
+"""Edits without a paper: other sites, other states, other orders."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def embeddings(edit: str) -> Method:
 
 
 def head_of_changed(edit: str, act: str = "tanh") -> Method:
-    """h ← ½ h + ½ head(x + f(x)), and then γ h: the head as it is without edits, of another
-    value.
-    """
+    """h ← ½ h + ½ head(x + f(x)), and then γ h: the frozen head applied to another value."""
 
     def apply(ref: Reference, weights: Weights) -> None:
         head = ref.model.get_output_embeddings()

@@ -1,6 +1,5 @@
-"""Where things are in each architecture, written down by hand from transformers' modeling files.
-
-The package finds all of this by itself; the tests must not, or they would share its mistakes.
+"""The sites of each architecture, written by hand from transformers' modeling files. peftc infers
+them; tests must not, or they would share its mistakes.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """`seam`: the module whose hand-written forward offers h, x, res; `slot` names the sub-layer in
-    it; `norm` its norm.
+    """`edit_module`: the module whose hand-written forward has h, x and res; `slot` names the
+    sub-layer in it; `norm` its norm.
     """
 
     path: str
-    seam: str
+    edit_module: str
     slot: str
     norm: str
 
 
 @dataclass(frozen=True)
 class Attention(Sublayer):
-    """`core` is the module that is handed to the attention function."""
+    """`core` is the module that is passed to the attention function."""
 
     core: str = ""
     q: Rows = field(default=Rows(""))

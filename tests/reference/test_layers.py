@@ -17,19 +17,19 @@ def one_thread():
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", zoo.ALL)
-def test_opened_layers_compute_what_the_originals_do(name: str, training: bool) -> None:
+def test_hand_written_layers_compute_what_the_originals_do(name: str, training: bool) -> None:
     model = zoo.build(name, dropout=0.2).train(training)
     inputs = zoo.inputs(name, model, padding="right")
     torch.manual_seed(0)
     want = model(**inputs)[0]
     for site in (*table.attentions(name, model), *table.ffns(name, model)):
-        open_up(model.get_submodule(site.seam))
+        open_up(model.get_submodule(site.edit_module))
     torch.manual_seed(0)
     assert torch.equal(model(**inputs)[0], want)
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
-def test_every_seam_is_reached_and_sees_its_states(name: str) -> None:
+def test_every_edit_runs_and_reads_its_states(name: str) -> None:
     ref = Reference(name, zoo.build(name, torch.float64))
     states: dict[str, object] = {}
     for site in (*ref.attentions, *ref.ffns):

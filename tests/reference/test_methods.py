@@ -1,6 +1,4 @@
-"""The references against each other and against closed forms, before anything else is held to
-them.
-"""
+"""The references against each other and against closed forms."""
 
 from __future__ import annotations
 
@@ -126,7 +124,7 @@ def linear_weights(ref: Reference, roles: str, r: int = 4) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", zoo.ALL)
 def test_lora_is_a_changed_weight(name: str) -> None:
-    """As an edit of h, as an edit of w, and written into the stored weight: one function."""
+    """As an edit of h, as an edit of w, and written into the stored weight: the same function."""
     roles = "q k v o up gate down"
     one, two, three = fresh(name), fresh(name), fresh(name)
     weights = linear_weights(one, roles)
@@ -228,7 +226,7 @@ def test_linear_sequential_adapter_after_the_last_linear_folds_into_it(name: str
 
 
 def test_multi_head_adapter_by_hand_on_bert() -> None:
-    """head ← head + relu(q P_kᵀ) P_v, once more with loops."""
+    """head ← head + relu(q P_kᵀ) P_v, again with loops."""
     one, two = fresh("bert"), fresh("bert")
     weights = {
         f"e/{s.path}.heads/bottleneck.{k}": draw(i, HEADS, 5, D // HEADS)

@@ -1,5 +1,5 @@
-"""Prefixes under flex attention: masks of blocks with open columns, and models that compute what
-they compute under sdpa.
+"""Prefixes under flex attention: block masks with visible prefix columns; models compute what they
+compute under sdpa.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TAKING = ("llama", "bart", "bert", "vit", "mixtral", "opt")  # T5's own call fai
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions themselves instead of what inductor makes of them."""
+    """The functions themselves, not compiled by inductor."""
 
     def plain(query: Tensor, key: Tensor, value: Tensor, training: bool = False, **kwargs: Any) -> Any:
         return flex_attention(query, key, value, **kwargs)
@@ -47,7 +47,7 @@ def nearby(batch: Any, head: Any, query: Any, column: Any) -> Any:
 
 @pytest.mark.parametrize("rule", [causal, nearby])
 @pytest.mark.parametrize(("length", "before", "after"), [(5, 3, 0), (130, 3, 2), (300, 130, 7), (256, 128, 0)])
-def test_columns_are_opened_around_a_mask(rule: Any, length: int, before: int, after: int) -> None:
+def test_a_block_mask_is_padded_with_visible_columns(rule: Any, length: int, before: int, after: int) -> None:
     batch, total = 2, before + length + after
     mask = create_block_mask(rule, batch, None, length, length, device="cpu")
     padded = pad_block_mask(mask, length, before, after)
@@ -60,7 +60,7 @@ def test_columns_are_opened_around_a_mask(rule: Any, length: int, before: int, a
     close(flex_attention(q, k, v, block_mask=padded), scaled_dot_product_attention(q, k, v, want))
 
 
-def test_blocks_that_nobody_looks_at_stay_so() -> None:
+def test_empty_blocks_stay_empty() -> None:
     mask = create_block_mask(lambda b, h, q, k: (q // SIZE) == (k // SIZE), None, None, 8 * SIZE, 8 * SIZE, "cpu")
     assert mask.sparsity() > 80
     assert pad_block_mask(mask, 8 * SIZE, 3, 0).sparsity() > 50

@@ -1,5 +1,5 @@
-"""Tokens before those of the input: what the base computes of longer inputs, by hand and by PEFT;
-caches, masks, files.
+"""Prompt rows before the input: equal to the base on longer inputs, by hand and by PEFT; caches,
+masks, files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def model_inputs(name: str, model: nn.Module, padding: zoo.Padding | None) -> di
 
 
 def by_hand(name: str, rows: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """The base on [rows; embeddings], what it gives for the rows left out."""
+    """The base on [rows; embeddings], without its outputs for the rows."""
     base: Any = zoo.build(name, torch.float64).eval()
     ids = inputs["input_ids"]
     embedded = base.get_input_embeddings()(ids)
@@ -76,7 +76,7 @@ def test_the_base_on_longer_inputs(name: str, padding: zoo.Padding | None) -> No
     close(tokens.grad, rows.grad, "gradient")
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # a warning of PEFT
 @pytest.mark.parametrize("name", ["llama", "opt", "t5"])
 def test_peft(name: str) -> None:
     kind = "SEQ_2_SEQ_LM" if name == "t5" else "CAUSAL_LM"
@@ -152,10 +152,8 @@ def test_saved_loaded_disabled_and_removed(name: str, arguments: str, tmp_path: 
     assert torch.equal(peftc.remove(model)(**inputs).logits, plain)
 
 
-def test_beside_other_edits() -> None:
-    """The embedding that it reads is the edited one; layers and their prefixes see longer
-    inputs.
-    """
+def test_with_other_edits() -> None:
+    """The prompted embedding is the edited one; layers and their prefixes see longer inputs."""
     text = spec() + "\nedit e at embed { h += adapter(h, r=2, act=tanh) }"
     text += "\nedit k at layer[*].attn { kv = concat(prefix(len=2), kv) }"
     model = peftc.compile(text, zoo.build("llama", torch.float64), seed=0).eval()
@@ -169,9 +167,9 @@ def test_beside_other_edits() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in EVERY if n != "t5"])
-def test_as_many_rows_as_leave_one_position_for_the_input(name: str) -> None:
-    """A table of positions with a row for padding has fewer than its size, one with rows before the
-    first has them besides.
+def test_the_longest_prompt(name: str) -> None:
+    """The longest prompt leaves one position. A position table with a padding row has one less than
+    its size; one with extra rows in front has more.
     """
     model = zoo.build(name, max_position_embeddings=16)
     limit = 16 - (model.config.pad_token_id + 1 if name == "roberta" else 0)
@@ -182,7 +180,7 @@ def test_as_many_rows_as_leave_one_position_for_the_input(name: str) -> None:
     assert model(one, **({"decoder_input_ids": one} if name in ENCODER_DECODERS else {})).logits.isfinite().all()
 
 
-def test_two_prompts_stand_in_the_order_of_the_text() -> None:
+def test_two_prompts_are_in_the_order_of_the_text() -> None:
     text = "h = concat(prompt(len=2), prompt(len=1), h)"
     one, inputs = compiled("llama", text), model_inputs("llama", zoo.build("llama"), None)
     parameters = peftc.parameters(one)
@@ -206,7 +204,7 @@ def test_caches_that_are_counted_elsewhere_are_refused() -> None:
 
 
 def recurrent(name: str) -> Any:
-    """A model whose cache is the state of a recurrence, at least in some layers."""
+    """A model with a recurrent state as cache, at least in some layers."""
     model = build("causal-lm", name)[0].eval()
     peftc.compile(spec(), model, seed=0)
     randomise(peftc.parameters(model))
@@ -240,14 +238,14 @@ def test_a_prompt_is_in_the_state_of_a_recurrence_once(name: str, padding: str |
 
 
 def near(one: Tensor, other: Tensor) -> None:
-    """In float32, where a prompt too many moves the logits by about as much as they are."""
+    """In float32, where a duplicate prompt changes the logits by about their own size."""
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max()))
 
 
 @pytest.mark.parametrize(("name", "cache"), [("rwkv", "state"), ("mamba", "cache_params"), ("mamba2", "cache_params")])
 def test_tokens_that_continue_a_state_are_those_of_the_whole_input(name: str, cache: str) -> None:
     model = recurrent(name)
-    ids = torch.tensor([[5, 6, 7, 5, 6, 4]])  # one row: transformers' own code of a state broadcasts several
+    ids = torch.tensor([[5, 6, 7, 5, 6, 4]])  # one row: transformers' code broadcasts the state of several
     whole = model(ids, use_cache=True).logits
     out = model(ids[:, :3], use_cache=True)
     parts = [out.logits]
@@ -288,7 +286,7 @@ def test_refused(text: str, code: str) -> None:
     assert not peftc.installation.record.is_installed(model)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # transformers' and torch's own
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # warnings of transformers and torch
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_copies_compilers_and_checkpoints(name: str) -> None:
     model = compiled(name)

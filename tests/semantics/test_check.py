@@ -1,4 +1,4 @@
-"""Diagnostics of `peftc check`, without a model."""
+"""`peftc check`: diagnostics that need no model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ EXPLAINED = sorted(code for code, info in CODES.items() if WRONG in info.explana
 
 
 @pytest.mark.parametrize("code", EXPLAINED)
-def test_the_examples_of_an_explanation_do_what_it_says(code: str) -> None:
+def test_examples_in_explanations_give_their_codes(code: str) -> None:
     wrong, right = CODES[code].explanation.split(WRONG)[1].split(RIGHT)
     assert errors(textwrap.dedent(wrong)) == {code}
     assert errors(textwrap.dedent(right)) == set()
 
 
-ABOUT_FILES = {"P024", "P026", "P027", "P112", "P123", "P124", "P125", "P126"}  # an example would be a file
+ABOUT_FILES = {"P024", "P026", "P027", "P112", "P123", "P124", "P125", "P126"}  # the example would need a file
 
 
 def test_every_code_that_the_front_end_raises_is_explained() -> None:

@@ -1,4 +1,4 @@
-"""Expansion of methods, constants, used files and settings."""
+"""Expansion of methods, constants, included files and settings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_bad_settings(settings: list[str]) -> None:
     assert codes(METHOD, *settings) == ["P110"]
 
 
-def test_a_setting_that_is_no_expression() -> None:
+def test_a_malformed_setting() -> None:
     assert codes(METHOD, "r=4 +") == ["P015"]
 
 
@@ -257,8 +257,8 @@ def test_what_cannot_be_expanded(text: str, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize("more", range(8, 13))
-def test_an_expansion_is_whole_or_given_up(more: int) -> None:
-    """An expansion beyond about a thousand statements is an error; no statement is dropped."""
+def test_an_expansion_is_complete_or_an_error(more: int) -> None:
+    """More than about a thousand statements are an error; no statement is dropped."""
     text = "method m() {" + "".join(f"edit e{i} at layer[*].ffn {{ h += x }} " for i in range(98)) + "} "
     text += "".join(f"apply m() as a{i} " for i in range(10))
     text += "".join(f"edit f{i} at layer[*].ffn {{ h += x }} " for i in range(more))
@@ -287,7 +287,7 @@ def test_the_size_of_an_expansion_is_limited(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_expand_to_what_parses(path: Path) -> None:
+def test_expanded_recipes_parse(path: Path) -> None:
     expanded = expand(read_spec(path))
     again = parse_text(print_spec(expanded))
     assert again == expanded

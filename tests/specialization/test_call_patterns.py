@@ -1,8 +1,7 @@
-"""Every pattern of calls: caches of every kind, packed sequences, dtypes, implementations switched
+"""Call patterns: caches of every kind, packed sequences, dtypes, attention implementations switched
 after compiling.
 
-A pattern is right where a model with its own forwards and edits computes what one without generated
-code computes: an uncached forward, or a model that was compiled under that pattern from the start.
+The reference is an uncached forward, or a model compiled under that pattern from the start.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ GENERATING = ("bart", "t5", "llama", "mixtral")
 
 
 class Rounded(DynamicLayer):
-    """A layer of a cache that stores its keys and values in few bits, as quantised caches do."""
+    """A cache layer that rounds its keys and values, like quantised caches."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -89,9 +88,7 @@ def test_cached_is_uncached(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_a_quantised_cache(name: str) -> None:
-    """What the cache gives back is what goes into the attention, prefix rows aside: they are never
-    stored.
-    """
+    """Attention reads what the cache returns. Prefix rows are never stored in the cache."""
     model, base = compiled(name, "mam"), zoo.build(name, torch.float64)
     inputs = zoo.inputs(name, model)
     with torch.no_grad():
@@ -110,8 +107,8 @@ def test_a_quantised_cache(name: str) -> None:
 
 
 def test_packed_sequences() -> None:
-    """Two texts in one row, told apart by positions that start again, are what each is on its
-    own.
+    """Two sequences packed in one row, separated by `position_ids` that restart, equal the separate
+    sequences.
     """
     for spec in CACHED:
         model = compiled("llama", spec)
@@ -129,7 +126,7 @@ def test_packed_sequences() -> None:
 
 @pytest.mark.ahead_of_time
 @pytest.mark.parametrize("name", ["bert", "llama", "mixtral"])
-def test_positions_of_ones_own(name: str) -> None:
+def test_explicit_position_ids(name: str) -> None:
     model = compiled(name, "mam")
     inputs, variants_before = zoo.inputs(name, model), variants(model)
     tokens = inputs["input_ids"].shape[1]
@@ -157,7 +154,7 @@ def test_an_implementation_switched_after_compiling(name: str, spec: str) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_branches_on_dtypes(dtype: torch.dtype) -> None:
-    """A block of T5 clamps what overflows, in float16 alone."""
+    """T5 clamps overflow in float16 only."""
     block: Any = zoo.build("t5", dtype).encoder.block[1]
     x = torch.randn(1, 3, 32, dtype=dtype)
     with torch.no_grad():
@@ -170,15 +167,15 @@ def test_branches_on_dtypes(dtype: torch.dtype) -> None:
     assert ("isinf" in type(block)._peftc_kind.source) == (dtype is torch.float16)
 
 
-# A miss, forced
+# Guard failures
 # --------------------------------------------------------------------------------------------------
 
 
 def attention_call(
     model: Any, inputs: dict[str, Tensor], cross: bool
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A call of the last decoder layer's attention, as the model made it, with a cache that is full
-    by then.
+    """The arguments of the last decoder layer's attention as the model calls it, with a filled
+    cache.
     """
     layer = model.model.decoder.layers[-1]
     module = layer.encoder_attn if cross else layer.self_attn
@@ -202,8 +199,10 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("cross", [True, False])
-def test_a_changed_call_computes_what_the_code_computes(cross: bool) -> None:
-    """A generated forward that is called as no model calls it still does what its code does."""
+def test_an_unusual_call_computes_what_the_original_code_computes(cross: bool) -> None:
+    """A generated forward called as no model calls it still computes what the original code
+    computes.
+    """
     model = zoo.build("bart")
     module, args, kwargs = attention_call(model, zoo.inputs("bart", model), cross)
     generated: Any = copy.deepcopy(module)
@@ -217,7 +216,7 @@ def test_a_changed_call_computes_what_the_code_computes(cross: bool) -> None:
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_a_call_in_other_surroundings(around: Any) -> None:
+def test_a_call_under_another_context_manager(around: Any) -> None:
     model, base = zoo.build("t5"), zoo.build("t5")
     peftc.compile(text("mam"), model, seed=0)
     inputs = zoo.inputs("t5", model)
@@ -278,7 +277,7 @@ CASES: dict[Callable[..., Tensor], list[Any]] = {
 
 
 @pytest.mark.parametrize("body", CASES)
-def test_arguments_that_must_be_told_apart(body: Callable[..., Tensor]) -> None:
+def test_arguments_that_need_different_variants(body: Callable[..., Tensor]) -> None:
     for first in CASES[body]:
         module = generated(body)
         x = torch.randn(3)
@@ -286,7 +285,7 @@ def test_arguments_that_must_be_told_apart(body: Callable[..., Tensor]) -> None:
             assert torch.equal(module(x, y), body(module, x, y)), type(module)._peftc_kind.source
 
 
-def test_keywords_told_apart_by_identity() -> None:
+def test_keywords_compared_by_identity() -> None:
     class Inner(nn.Module):
         def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
             return x * (2 if kwargs else 1)
@@ -305,7 +304,7 @@ def test_keywords_told_apart_by_identity() -> None:
         assert torch.equal(module(x, **kwargs), base(x, **kwargs))
 
 
-def test_words_of_a_config_however_they_are_asked() -> None:
+def test_strings_of_a_config_through_any_method() -> None:
     from transformers import PretrainedConfig
 
     def body(self: Any, x: Tensor, y: Any) -> Tensor:

@@ -1,8 +1,8 @@
-"""An edit has one effect: in training without dropout, in evaluation, without gradients, folded,
-and as written by hand.
+"""An edit has the same effect in every mode: in training without dropout, in evaluation, without
+gradients, folded, and as a hand-written model.
 
-torch's transformer modules run a C++ kernel in evaluation that reads the weights of their children
-and calls none of them; it is taken where the base is frozen, as it is under edits.
+In evaluation torch's transformer modules run a fused kernel, which reads the weights of their
+children and does not call them. It runs if the base is frozen, as it is under edits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FOLDING = ("hidden", "up", "down", "o", "o's weight")
 
 
 class Block(nn.Module):
-    """A layer that somebody has written around nn.MultiheadAttention."""
+    """A hand-written layer with nn.MultiheadAttention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ PAIRS = [(n, s) for i, n in enumerate(MODELS) for j, s in enumerate(SPECS) if no
 def pristine(name: str) -> nn.Module:
     model = MODELS[name][0]().double().eval()
     zoo.randomise(model, torch.Generator().manual_seed(1))
-    return model.requires_grad_(False)  # torch's kernels differ in the last bits where it is not frozen
+    return model.requires_grad_(False)  # torch's kernels differ in the last bits if the base is not frozen
 
 
 def compiled(name: str, spec: str) -> nn.Module:
@@ -109,7 +109,7 @@ def mode(name: str, model: nn.Module) -> Iterator[None]:
 
 
 def visible(name: str, out: Tensor) -> Tensor:
-    """Without the tokens of padding: what stands there differs in torch's own modes."""
+    """Without padded tokens: torch's own modes differ there."""
     return out[~PADDING].detach() if "padding" in name or name == "by hand" else out.detach()
 
 
@@ -143,7 +143,7 @@ def test_one_effect_in_all_modes(name: str, spec: str) -> None:
 
 @pytest.mark.parametrize(("name", "spec"), harness.SOME)
 def test_one_effect_in_all_modes_of_transformers(name: str, spec: str) -> None:
-    """What evaluation computes is compared with layers written by hand in `tests/laws`."""
+    """`tests/laws` compares evaluation mode with hand-written layers."""
     model = harness.compiled(name, spec)
     inputs = zoo.inputs(name, model)
 
@@ -160,7 +160,7 @@ def test_one_effect_in_all_modes_of_transformers(name: str, spec: str) -> None:
         assert close(out("no_grad"), want)
 
 
-# The same by hand: hooks of torch, with which its modules call their children, and weights
+# The reference: torch's hooks, which make modules call their children, and edited weights
 # ------------------------
 
 Weights = dict[str, Tensor]

@@ -1,5 +1,5 @@
-"""A call with an optional argument that the analysed call did not have, and the other way around:
-an edit stands where it belongs.
+"""Calls with an optional argument that the traced call did not have, or without one that it had:
+edits act at their sites.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ D = 8
 
 
 class Block(nn.Module):
-    """Attention and ffn in one forward. `extra` changes what both read, and is reshaped, as the
-    attention is, before it is added.
+    """Attention and ffn in one forward. `extra` is added to the input of both, and reshaped first,
+    like the attention output.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Branches(Block):
-    """The same operation in two ways, one of which runs; `out` is called in one of them only."""
+    """One operation in two branches; only one of them calls `out`."""
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
         batch, tokens, _ = x.shape
@@ -88,7 +88,7 @@ def model_inputs(*names: str) -> dict[str, torch.Tensor]:
 
 
 def compiled(base: nn.Module, equation: str, sample: dict[str, Any]) -> Any:
-    """A compiled copy, with weights that are the same whatever the sample."""
+    """A compiled copy whose weights do not depend on the sample."""
     model = peftc.compile(f"peft 1\nedit e at layer[*].{equation}", copy.deepcopy(base), 0, sample=sample)
     draw = torch.Generator().manual_seed(2)
     for value in peftc.parameters(model).values():
@@ -116,8 +116,10 @@ EQUATIONS = (
 
 @pytest.mark.parametrize("equation", EQUATIONS)
 @pytest.mark.parametrize("layer", [Block, Branches])
-def test_any_sample_makes_the_same_model(layer: Callable[[], nn.Module], equation: str) -> None:
-    """Each sample is the reference for the calls like it; the other one has to agree."""
+def test_every_sample_gives_the_same_model(layer: Callable[[], nn.Module], equation: str) -> None:
+    """A sample is the reference for calls like it; a model compiled with the other sample must
+    agree.
+    """
     base = model_of(layer)
     models = [compiled(base, equation, model_inputs(*names)) for names in ((), ("extra",))]
     for names in ((), ("extra",)):
@@ -138,7 +140,7 @@ def test_a_low_rank_update_is_that_of_the_weight(names: tuple[str, ...]) -> None
 
 
 class Network(nn.Module):
-    """A feed-forward network that has a factor for what its Linears read."""
+    """A feed-forward network with an optional factor on the input of its Linears."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,8 +184,8 @@ class Method(Network):
         return torch.relu(self.up(x))
 
 
-class Unconcerned(Network):
-    """A decision that changes nothing of what is read or returned."""
+class UnrelatedBranch(Network):
+    """A branch that changes neither inputs nor outputs of Linears."""
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
         factor = None
@@ -196,9 +198,9 @@ class Unconcerned(Network):
 
 @pytest.mark.parametrize(
     ("network", "entered"),
-    [(Network, True), (Expression, True), (Renamed, True), (Method, True), (Unconcerned, False)],
+    [(Network, True), (Expression, True), (Renamed, True), (Method, True), (UnrelatedBranch, False)],
 )
-def test_code_is_entered_where_it_may_change_what_is_read(network: type[Network], entered: bool) -> None:
+def test_code_is_inlined_if_it_may_change_a_state(network: type[Network], entered: bool) -> None:
     class Own(Nested):
         def __init__(self) -> None:
             super().__init__()
@@ -213,7 +215,7 @@ def test_code_is_entered_where_it_may_change_what_is_read(network: type[Network]
 
 
 class Gated(nn.Module):
-    """What enters the residual sum has another factor where there is an argument for it."""
+    """The addition to the residual stream has an optional factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,9 +228,9 @@ class Gated(nn.Module):
         return x + output
 
 
-def test_a_value_that_is_two_in_another_call_is_refused() -> None:
-    """The `h` of the ffn is what `down` gives, and what enters the sum: in a call with a factor in
-    between these differ.
+def test_a_state_with_two_values_in_another_call_is_refused() -> None:
+    """The `h` of the ffn is the output of `down` and the addition to the residual stream. With a
+    factor these differ.
     """
     equation = "ffn { h += adapter(h, r=2, act=tanh) }"
     model = compiled(model_of(Gated), equation, model_inputs())
@@ -240,8 +242,8 @@ def test_a_value_that_is_two_in_another_call_is_refused() -> None:
     assert (either(**model_inputs("extra")) - either(**model_inputs())).abs().max() > 1e-3
 
 
-class Told(nn.Module):
-    """A network that tells the level of what it returns."""
+class ReturnsLevel(nn.Module):
+    """A network that also returns the mean square of its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +257,7 @@ class Told(nn.Module):
 class Levels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.network = nn.LayerNorm(D), Told()
+        self.norm, self.network = nn.LayerNorm(D), ReturnsLevel()
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         output, level = self.network(self.norm(x))
@@ -272,7 +274,7 @@ class Summed(Model):
 
 
 @pytest.mark.parametrize("state", ["res", "x"])
-def test_what_a_module_makes_of_its_own_result_is_made_of_the_new_one(state: str) -> None:
+def test_values_computed_from_h_use_the_edited_h(state: str) -> None:
     torch.manual_seed(0)
     base: Any = Summed(Levels).double()
     model = compiled(base, f"ffn {{ h += lora({state}, r=2) }}", model_inputs())
@@ -288,7 +290,7 @@ def test_what_a_module_makes_of_its_own_result_is_made_of_the_new_one(state: str
     close(x, want, "stream")
 
 
-# torch's own layers
+# torch's layers
 # ------------------------------------------------------------------------------------------------
 
 
@@ -324,12 +326,12 @@ CALLS = ("", "padding", "causal", "padding causal")
 
 
 ORDERS = [(Encoder, {}), (Decoder, {"norm_first": True}), (Encoder, {"norm_first": True}), (Decoder, {})]
-SAMPLES = [("", False), ("padding causal", True), ("", True), ("padding causal", False)]  # and whether in training
+SAMPLES = [("", False), ("padding causal", True), ("", True), ("padding causal", False)]  # and the training flag
 
 
 @pytest.mark.parametrize(("layer", "compiled_in"), checkerboard(ORDERS, SAMPLES, 4))
 def test_masks_of_torchs_layers(layer: tuple[Any, dict[str, Any]], compiled_in: tuple[str, bool]) -> None:
-    """A low-rank update of each Linear is that of its weight."""
+    """A low-rank update of each Linear equals an update of its weight."""
     (make, options), (sample, training) = layer, compiled_in
     torch.manual_seed(0)
     base = make(**options).double().train(training)
@@ -356,9 +358,9 @@ def test_masks_of_torchs_layers_and_their_states(make: Any, equation: str) -> No
                 close(other, first, f"{equation} {name}")
 
 
-def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The encoder, its layers and their attention are edited, one inside of the other: each has a
-    forward for each call, and no more.
+def test_tracing_adds_no_variants_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edits of an encoder, of its layers and of their attention, nested: each has one variant for
+    each call pattern.
     """
     monkeypatch.setattr("peftc.installation.reinstall.warm", lambda model, sample=None: None)
     torch.manual_seed(0)
@@ -371,7 +373,7 @@ def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPat
     assert variants == {cls.__name__: len(CALLS) for cls in (encoder, layer, attention)}
 
 
-# Operations of one sort
+# The n-th operation of one kind
 # --------------------------------------------------------------------------------------------
 
 
@@ -379,19 +381,19 @@ def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPat
     ("index", "here", "there", "expected"),
     [
         (1, "ab", "ab", 1),
-        (0, "b", "ab", 1),  # an operation more before it
+        (0, "b", "ab", 1),  # one more operation before it
         (1, "ab", "b", 0),
-        (1, "ab", "ac", 1),  # the other one of two branches
+        (1, "ab", "ac", 1),  # the other branch
         (1, "ab", "cd", 1),
-        (1, "ab", "ca", None),  # `a` is the second there: neither is known to be it
+        (1, "ab", "ca", None),  # `a` comes second there: ambiguous
         (1, "ab", "a", None),
         (0, "b", "a", 0),
         (0, "b", "acd", None),
         (1, "aa", "aa", 1),
-        (0, "aa", "aaa", None),  # a loop that runs once more
+        (0, "aa", "aaa", None),  # a loop with one more iteration
     ],
 )
-def test_an_operation_among_those_of_another_trace(index: int, here: str, there: str, expected: int | None) -> None:
+def test_an_operation_in_another_trace(index: int, here: str, there: str, expected: int | None) -> None:
     def turns(places: str) -> list[tuple[str, int]]:
         return [(place, places[:i].count(place)) for i, place in enumerate(places)]
 

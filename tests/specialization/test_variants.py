@@ -1,5 +1,5 @@
-"""Generated forwards: the right one runs, an unseen call is traced, and nothing runs the wrong
-branch.
+"""Variants of generated forwards: the matching one runs, a new call pattern is traced, and no call
+runs the wrong variant.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compiled(name: str, spec: str, **options: Any) -> tuple[nn.Module, dict[str,
     return peftc.compile(spec, model, seed=0), zoo.inputs(name, model)
 
 
-def test_generated_code_is_what_people_can_read(golden: Callable[[str, str], None]) -> None:
+def test_generated_code_is_readable(golden: Callable[[str, str], None]) -> None:
     for name, spec in (("bart", ADAPTER), ("llama", PREFIX)):
         model, _ = compiled(name, spec)
         region = next(iter(peftc.graphs(model).values()))
@@ -78,7 +78,7 @@ def test_a_new_call_pattern_is_traced_once() -> None:
 
 
 @pytest.mark.parametrize("name", some(["bart", "t5", "llama", "bert", "gpt2", "opt"], 2))
-def test_what_is_only_handed_on_needs_no_new_variant(name: str) -> None:
+def test_passthrough_arguments_need_no_new_variant(name: str) -> None:
     model, inputs = compiled(name, PREFIX + ADAPTER.partition("\n")[2])
     counts = [len(k.variants) for k in kinds(model)]
     for padding in ("left", "right"):
@@ -129,7 +129,7 @@ def test_an_implementation_that_cannot_take_a_prefix_is_refused() -> None:
         model(**inputs)
 
 
-def test_a_forward_that_does_not_know_its_own_call_is_a_bug_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_that_fails_on_its_own_call_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = compiled("bart", ADAPTER)
     monkeypatch.setattr(guards, "conditions", lambda *_: ["False"])
     counts = [len(k.variants) for k in kinds(model)]
@@ -138,8 +138,8 @@ def test_a_forward_that_does_not_know_its_own_call_is_a_bug_and_says_so(monkeypa
     assert [len(k.variants) for k in kinds(model)] == counts
 
 
-def test_a_miss_never_runs_a_known_variant() -> None:
-    """With every unseen call forbidden, an unseen pattern must raise, not pass for a known one."""
+def test_a_failed_guard_never_runs_an_existing_variant() -> None:
+    """If tracing is forbidden, a new call pattern raises; it never runs an existing variant."""
     model, inputs = compiled("bart", PREFIX + ADAPTER.partition("\n")[2])
     model(**inputs)
 
@@ -157,7 +157,7 @@ def test_a_miss_never_runs_a_known_variant() -> None:
         model.to(torch.float64)(**inputs)
 
 
-def test_an_answer_that_changes_in_between_is_noticed() -> None:
+def test_a_guard_that_changes_during_the_forward_is_an_error() -> None:
     from peftc.runtime.guards import recheck_guard
 
     recheck_guard(True, "bool", True)
@@ -196,7 +196,7 @@ def test_classes_keep_their_names() -> None:
         assert getattr(type(layer), attribute) == getattr(type(plain), attribute)
 
 
-def test_layers_share_one_class_and_do_not_bake_in_what_differs() -> None:
+def test_layers_share_one_class_and_keep_their_own_attributes() -> None:
     model, inputs = compiled("llama", PREFIX, num_hidden_layers=4)
     classes = {type(layer.self_attn) for layer in model.model.layers}
     assert len(classes) == 1
@@ -214,8 +214,8 @@ def test_layers_share_one_class_and_do_not_bake_in_what_differs() -> None:
 
 
 @pytest.mark.parametrize("first", ["sdpa", "eager"])
-def test_code_that_takes_attention_weights_apart(first: str) -> None:
-    """Only some implementations of attention give them."""
+def test_code_that_uses_attention_weights(first: str) -> None:
+    """Only some attention implementations return them."""
     (other,) = {"sdpa", "eager"} - {first}
     model, inputs = build("image-text-to-text", "t5gemma2")
     want: dict[str, torch.Tensor] = {}

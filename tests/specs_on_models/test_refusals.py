@@ -1,5 +1,5 @@
-"""What a second spec may not do, and that an error at any point leaves the model as it was; what
-specs are called.
+"""Refusals of a second spec, errors at any point that leave the model unchanged, and names of
+specs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_a_failure_anywhere_leaves_the_first(
 
 
 @pytest.mark.parametrize(("point", "step"), checkerboard([*POINTS, "snapshot.Snapshot.detach"], ("remove", "fold")))
-def test_a_failure_while_one_is_taken_out_leaves_both(step: str, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_one_is_removed_leaves_both(step: str, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = peftc.compile(SECOND, first(), seed=1, name="second")
     randomise(peftc.parameters(model))
     want = logits("bert", model)
@@ -140,7 +140,7 @@ def test_names_are_those_of_files_unless_given(tmp_path: Path) -> None:
 
 
 def test_two_adapters_of_one_recipe(tmp_path: Path) -> None:
-    """`prefix` keeps them apart, and their parameters, shared ones too, go where they belong."""
+    """`prefix` separates them; each loads its own parameters, shared ones too."""
     text = "peft 1\nlet s = shared(adapter(r=2, act=gelu))\nedit e at layer[*].ffn { h += s(x) }\n"
     text += "edit p at layer[*].attn { k *= vector(init=2) }\n"
     adapters = []
@@ -169,7 +169,7 @@ def test_two_adapters_of_one_recipe(tmp_path: Path) -> None:
     assert torch.equal(logits("bert", both), logits("bert", joint))
 
 
-def test_a_name_that_no_spec_has_is_told() -> None:
+def test_an_unknown_spec_name_is_refused() -> None:
     model = first()
     for call in (
         lambda: peftc.remove(model, "frist"),
@@ -186,7 +186,7 @@ def test_a_name_that_no_spec_has_is_told() -> None:
         peftc.fold(model, name="second", only="q")
 
 
-def test_nothing_is_put_on_or_taken_out_while_edits_are_switched_off(tmp_path: Path) -> None:
+def test_no_spec_is_added_or_removed_while_edits_are_disabled(tmp_path: Path) -> None:
     model = peftc.compile(SECOND, first(), seed=1, name="second")
     want = logits("bert", model)
     saved = peftc.save(model, tmp_path / "saved", "second")
@@ -207,7 +207,7 @@ def test_nothing_is_put_on_or_taken_out_while_edits_are_switched_off(tmp_path: P
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_sites_are_those_of_the_model_without_edits(name: str) -> None:
-    """What the first has added is no site, no module and no parameter for the second."""
+    """The modules and parameters of the first spec are no sites for the second."""
     bare, edited = peftc.sites(fresh(name)), peftc.sites(first(name))
     assert edited.modules == bare.modules
     assert edited.fingerprint == bare.fingerprint

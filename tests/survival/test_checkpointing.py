@@ -1,5 +1,5 @@
-"""Gradient checkpointing: layers run twice, and gradients are the same; dropout draws the same
-numbers both times.
+"""Gradient checkpointing: layers are recomputed, gradients are the same, and dropout draws the same
+masks both times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def backward(model: nn.Module, inputs: dict[str, Any], seed: int = 5) -> dict[st
 
 
 def runs(model: nn.Module) -> dict[str, int]:
-    """How often an edited layer's own modules run from here on: one count a layer."""
+    """Counts the calls of an edited layer's own modules."""
     counts: dict[str, int] = {}
     for name, layer in layers(model):
         counts[name] = 0
@@ -74,7 +74,7 @@ def test_gradients_are_those_without(name: str, spec: str, reentrant: bool) -> N
 
 @pytest.mark.parametrize("name", SPECIES)
 def test_enabled_before_compiling(name: str) -> None:
-    """The flag is the model's; what is compiled afterwards obeys it."""
+    """The flag belongs to the model; modules compiled later follow it."""
     model = zoo.build(name, torch.float64).train()
     switch_on(model)
     peftc.compile(text("sequential"), model, seed=0)
@@ -87,7 +87,7 @@ def test_enabled_before_compiling(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPECIES)
-def test_nothing_runs_again_in_evaluation(name: str) -> None:
+def test_evaluation_recomputes_nothing(name: str) -> None:
     model = compiled(name, "mam")
     inputs = model_inputs(name, model)
     want = model(**inputs).loss
@@ -99,14 +99,12 @@ def test_nothing_runs_again_in_evaluation(name: str) -> None:
     assert set(counts.values()) == {1}
 
 
-# Checkpoints inside of a layer
+# Checkpoints inside a layer
 # ---------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """A layer that runs its first Linear again in the backward pass, where it is asked for
-    gradients.
-    """
+    """A layer that checkpoints its first Linear if `predicate` says so."""
 
     def __init__(self, predicate: Callable[[], bool], options: dict[str, Any]) -> None:
         super().__init__()
@@ -124,9 +122,7 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("predicate", [torch.is_grad_enabled, lambda: True], ids=["with-gradients", "always"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_in_the_code_of_a_layer(reentrant: bool, predicate: Callable[[], bool], edited: str) -> None:
-    """The way through the checkpoint is traced: it computes what the layer computes without one,
-    with the same gradients.
-    """
+    """The trace includes the checkpoint: outputs and gradients equal those without one."""
 
     def compiled(ask: Callable[[], bool]) -> nn.Module:
         torch.manual_seed(0)

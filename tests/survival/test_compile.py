@@ -24,7 +24,7 @@ from tests.survival.harness import GENERATING, SPECS, close, compiled, text
 pytestmark = pytest.mark.ahead_of_time
 
 Step = tuple[str, Callable[[nn.Module], Any]]
-SHALLOW: dict[str, dict[str, int]] = {  # compiling takes long, and a second layer is compiled as the first
+SHALLOW: dict[str, dict[str, int]] = {  # compiling is slow, and all layers compile alike
     "bart": {"encoder_layers": 1, "decoder_layers": 1},
     "t5": {"num_layers": 1, "num_decoder_layers": 1},
     "llama": {"num_hidden_layers": 1},
@@ -36,13 +36,13 @@ SHALLOW: dict[str, dict[str, int]] = {  # compiling takes long, and a second lay
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=32):
-        warnings.simplefilter("ignore")  # of torch's own compiler
+        warnings.simplefilter("ignore")  # warnings of torch's compiler
         yield
     torch._dynamo.reset()
 
 
 def steps(name: str, model: nn.Module) -> Iterator[Step]:
-    """What a model is ordinarily asked, one after the other; each call returns logits."""
+    """Typical calls of a model in order; each returns logits."""
     plain, longer = zoo.inputs(name, model), zoo.inputs(name, model, tokens=11)
     masked, labels = zoo.inputs(name, model, padding="left"), zoo.inputs(name, model, labels=True)
     yield "prefill", lambda m: m(**plain).logits
@@ -58,7 +58,7 @@ def steps(name: str, model: nn.Module) -> Iterator[Step]:
 
 
 def static(model: Any) -> Any:
-    """A cache of fixed size for a model."""
+    """A static cache for a model."""
     config = getattr(model, "_orig_mod", model).config
     cache = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=16)
     if not config.is_encoder_decoder:
@@ -86,7 +86,7 @@ def base_frames(name: str) -> dict[str, int]:
 
 
 def run(name: str, model: Any, compiler: Callable[..., Any]) -> Iterator[tuple[str, Tensor, int]]:
-    """What a model gives in whole graphs, and how often it has been compiled by then."""
+    """The outputs in whole graphs, and the number of compilations so far."""
     counter = CompileCounterWithBackend("eager")
     fast = compiler(model, backend=counter, fullgraph=True)
     for label, call in steps(name, model):
@@ -131,8 +131,8 @@ def test_inductor() -> None:
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_layers_compiled_one_by_one(name: str) -> None:
-    """As people compile regions: one compilation serves all layers of a kind. (Where prefixes have
-    one reparametrisation for all layers, each has its own rows of it, and is compiled for them.)
+    """Regional compilation: one compilation serves all layers of a kind. (If all layers share one
+    reparametrised prefix, each has its own rows of it and its own compilation.)
     """
     spec = text("mam").replace(", reparam=mlp(5)", "")
     model, base = peftc.compile(spec, zoo.build(name), seed=0), zoo.build(name)
@@ -143,14 +143,14 @@ def test_layers_compiled_one_by_one(name: str) -> None:
         for module in each.modules():
             if type(module).__name__.endswith(("DecoderLayer", "EncoderLayer")):
                 module.compile(backend=counter, fullgraph=True)
-        with torch.no_grad():  # with frozen embeddings, gradients begin behind the first layer, which is compiled twice
+        with torch.no_grad():  # with frozen embeddings, gradients start after the first layer, which compiles twice
             got = each(**inputs).logits
         counts.append(counter.frame_count)
     close(got, want, tolerance=1e-5)
     assert 0 < counts[1] <= counts[0]
 
 
-def test_a_call_that_is_first_seen_inside_compile_says_what_to_do() -> None:
+def test_a_new_call_pattern_inside_compile_is_an_error_with_help() -> None:
     model = compiled("llama", "mam", torch.float32)
     inputs = zoo.inputs("llama", model)
     odd = {**inputs, "unheard_of": 1}
@@ -158,11 +158,11 @@ def test_a_call_that_is_first_seen_inside_compile_says_what_to_do() -> None:
         torch.compile(model, backend="eager", fullgraph=True)(**odd)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(model, backend="eager")(**odd).logits, model(**inputs).logits)
-    torch._dynamo.reset()  # the break has made the variant
+    torch._dynamo.reset()  # the graph break has traced the variant
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(**odd).logits, model(**inputs).logits)
 
 
-def test_generate_compiles_itself_with_a_static_cache() -> None:
+def test_generate_compiles_the_model_with_a_static_cache() -> None:
     model = compiled("llama", "mam", torch.float32)
     ids = zoo.inputs("llama", model, padding="left")
     want = model.generate(**ids, max_new_tokens=4, do_sample=False)

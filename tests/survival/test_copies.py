@@ -117,7 +117,7 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
 
 
 def test_files_in_a_fresh_process(tmp_path: Path) -> None:
-    """Read, run, trained and freed of their edits, where nothing has imported peftc before."""
+    """Loaded, run, trained and `remove`d in a process that has not imported peftc."""
     names = [(n, s) for n in SPECIES for s in SPECS]
     for name, spec in names:
         model = compiled(name, spec)

@@ -1,4 +1,4 @@
-"""Casts, devices and autocast: parameters of edits go where PyTorch takes those of the base."""
+"""Casts, devices and autocast: edit parameters follow the base's parameters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_cast_takes_everything_along(name: str, spec: str, way: str) -> None:
 
 @pairs
 def test_edits_of_a_half_precision_base_stay_in_float32(name: str, spec: str) -> None:
-    """They are drawn in float32, and what they do comes back in the dtype of the base."""
+    """Edit parameters are float32, and their output has the dtype of the base."""
     model = freshly_compiled(name, spec, torch.bfloat16)
     edits = {p.dtype for n, p in peftc.parameters(model).items() if not n.startswith("norms/")}
     assert edits == {torch.float32}
@@ -76,9 +76,7 @@ def test_edits_of_a_half_precision_base_stay_in_float32(name: str, spec: str) ->
 
 @pairs
 def test_autocast(name: str, spec: str) -> None:
-    """The same numbers as without up to what bfloat16 rounds, and the dtypes of the base under
-    autocast.
-    """
+    """The same numbers up to bfloat16 rounding, and the base's dtypes under autocast."""
     model, base = compiled(name, spec, torch.float32), zoo.build(name).requires_grad_(False)
     inputs = model_inputs(name, model)
     tokens = inputs["attention_mask"].bool() if name in ("llama", "mixtral", "bert") else slice(None)
@@ -108,25 +106,25 @@ def test_generating_under_autocast_and_in_half_precision(name: str, spec: str) -
 
 @pairs
 def test_to_meta_and_empty(name: str, spec: str) -> None:
-    """Shapes without values, and values put back by a state dict."""
+    """Meta tensors, then values restored from a state dict."""
     model = compiled(name, spec)
     inputs = model_inputs(name, model)
     want, saved = model(**inputs).logits, state(model)
     model.to("meta")
     assert all(p.is_meta for p in model.parameters())
-    if name != "bart":  # which looks at values: it does not run so itself
+    if name != "bart":  # reads values, so it does not run on meta tensors
         shapes = model(**{k: v.to("meta") for k, v in inputs.items() if k not in ("labels", "attention_mask")})
         assert shapes.logits.shape == want.shape
     buffers = dict(zoo.build(name, torch.float64).named_buffers())
     model.to_empty(device="cpu")
     assert not any(model.load_state_dict(saved))
-    for key, buffer in buffers.items():  # no state dict has those that are not persistent
+    for key, buffer in buffers.items():  # no state dict contains non-persistent buffers
         model.get_buffer(key).copy_(buffer)
     assert torch.equal(model(**inputs).logits, want)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_removing_after_a_cast_leaves_the_cast_base(spec: str) -> None:
+def test_remove_after_a_cast_restores_the_cast_base(spec: str) -> None:
     model = compiled("bart", spec, torch.float32).bfloat16()
     base = zoo.build("bart").bfloat16()
     assert same(state(peftc.remove(model)), state(base))

@@ -26,8 +26,8 @@ def resized(model: Any, size: int) -> Any:
 @pytest.mark.parametrize("spec", ["lora", "mam", "weights"])
 @pytest.mark.parametrize("name", NAMES)
 def test_more_and_fewer_tokens(name: str, spec: str) -> None:
-    """Old tokens keep their logits; new ones can be read and trained past; the base that is left
-    has them too.
+    """Old tokens keep their logits. New ones can be read and trained on. The base keeps them after
+    `remove`.
     """
     model = compiled(name, spec)
     inputs = model_inputs(name, model)
@@ -52,7 +52,7 @@ def test_more_and_fewer_tokens(name: str, spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ["lora", "mam", "weights"])
 @pytest.mark.parametrize("name", NAMES)
-def test_removing_afterwards_leaves_the_resized_base(name: str, spec: str) -> None:
+def test_remove_restores_the_resized_base(name: str, spec: str) -> None:
     model, base = compiled(name, spec), zoo.build(name, torch.float64)
     flags = {n: p.requires_grad for n, p in base.named_parameters()}
     for m in (model, base):
@@ -68,8 +68,8 @@ def test_removing_afterwards_leaves_the_resized_base(name: str, spec: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_adapter_fits_the_first_base(name: str, tmp_path: Any) -> None:
-    """Edits do not depend on the vocabulary, but a base of another one is another base, and is
-    told.
+    """Edits do not depend on the vocabulary, but another vocabulary is another base, which is
+    refused.
     """
     model = resized(compiled(name, "lora"), MORE)
     peftc.save(model, tmp_path / "adapter")
@@ -85,9 +85,9 @@ def test_the_adapter_fits_the_first_base(name: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "t5", "llama", "bert"])
 @pytest.mark.parametrize("size", [MORE, zoo.VOCAB - 9], ids=["more", "fewer"])
-def test_trained_rows_are_put_back(name: str, size: int) -> None:
-    """`train` of an embedding that has got other rows since: those that were there have their first
-    values again.
+def test_trained_rows_are_restored(name: str, size: int) -> None:
+    """`train` of an embedding that was resized later: rows that existed before get their old values
+    back.
     """
     model, base = (zoo.build(name, torch.float64) for _ in range(2))
     peftc.compile("peft 1\ntrain e = [w] at embed", model, seed=0)
@@ -100,7 +100,7 @@ def test_trained_rows_are_put_back(name: str, size: int) -> None:
     want = base(**inputs).logits
     train(model, [inputs])
     assert not torch.equal(model(**inputs).logits, want)
-    rows = min(size, zoo.VOCAB)  # what came later has no first values
+    rows = min(size, zoo.VOCAB)  # new rows have no old values
     last = state(peftc.remove(model))
     for key, value in state(base).items():
         if "cls.predictions" not in key:  # BERT gets a new bias, which learns
@@ -115,7 +115,7 @@ def embedding(model: Any) -> str:
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_an_edited_embedding(name: str) -> None:
-    """transformers keeps the module and gives it more rows: what edits it goes on doing so."""
+    """transformers keeps the module and replaces its weight: the edit keeps acting."""
     spec = "peft 1\nedit e at embed { h += adapter(h, r=2, act=gelu) }"
     model = peftc.compile(spec, zoo.build(name, torch.float64), seed=0)
     randomise(peftc.parameters(model))

@@ -1,6 +1,4 @@
-"""generate() in all decoding modes: what it gives is what rolling the model out by hand, without a
-cache, gives.
-"""
+"""generate() in all decoding modes equals a rollout by hand without a cache."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from tests.survival.harness import CACHED, GENERATING, close, compiled
 
 TOKENS = 6
 pairs = pytest.mark.parametrize(("name", "spec"), checkerboard(GENERATING, CACHED))
-# Those that enter the code of layers, and rewrite weights: another spec is the same to a search.
+# One spec inside layers, one on weights: decoding does not depend on anything else.
 few = pytest.mark.parametrize(("name", "spec"), checkerboard(GENERATING, ("mam", "weights")))
 
 
@@ -31,7 +29,7 @@ def new_tokens(model: Any, sequences: Tensor, inputs: dict[str, Tensor]) -> Tens
 
 
 def next_logits(model: Any, inputs: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """The logits behind a prompt and the tokens made so far: one whole forward, no cache."""
+    """The logits after a prompt and the tokens so far, in one whole forward without a cache."""
     if model.config.is_encoder_decoder:
         start = torch.full((tokens.shape[0], 1), model.config.decoder_start_token_id)
         decoder = torch.cat([start, tokens], 1)
@@ -44,7 +42,7 @@ def next_logits(model: Any, inputs: dict[str, Tensor], tokens: Tensor) -> Tensor
 
 @torch.no_grad()
 def rollout(model: Any, inputs: dict[str, Tensor], sample: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """Tokens chosen by hand, the largest logit or drawn; rows that have ended go on with
+    """Greedy or sampled tokens, one whole forward a token; rows that have ended continue with
     padding.
     """
     tokens = torch.empty(inputs["input_ids"].shape[0], 0, dtype=torch.long)
@@ -79,8 +77,8 @@ def test_greedy(name: str, spec: str, cache: bool, padding: zoo.Padding | None) 
 
 
 @few
-def test_a_cache_of_fixed_size(name: str, spec: str) -> None:
-    """Its slots that are not filled yet are not seen: rows of a prefix stand before all of them."""
+def test_a_static_cache(name: str, spec: str) -> None:
+    """Empty cache slots are masked; prefix rows come before all slots."""
     model = compiled(name, spec)
     inputs = prompt(name, model)
     tokens, _ = rollout(model, inputs)
@@ -94,7 +92,7 @@ def cache_layers(cache: Any) -> list[Any]:
 
 
 @pairs
-def test_sampling_draws_what_a_loop_draws(name: str, spec: str) -> None:
+def test_sampling_equals_a_sampling_loop(name: str, spec: str) -> None:
     model = compiled(name, spec)
     inputs = prompt(name, model)
     for seed in (0, 1):
@@ -130,7 +128,7 @@ def test_the_cache_changes_no_search(name: str, spec: str, options: dict[str, An
 
 
 @few
-def test_beams_are_as_good_as_they_say(name: str, spec: str) -> None:
+def test_scores_of_beams(name: str, spec: str) -> None:
     """The score of a beam is the mean log-probability that whole forwards give its tokens."""
     model = compiled(name, spec)
     inputs = prompt(name, model)
@@ -167,8 +165,8 @@ def test_embeddings_instead_of_tokens(name: str, spec: str) -> None:
     assert torch.equal(got[:, 1:] if model.config.is_encoder_decoder else got, tokens)
 
 
-class Heard:
-    """A streamer that keeps what it is told."""
+class Streamer:
+    """A streamer that keeps its tokens."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
@@ -185,7 +183,7 @@ class Heard:
 def test_streaming(name: str, spec: str) -> None:
     model = compiled(name, spec)
     inputs = prompt(name, model, batch=1, padding=None)
-    streamer = Heard()
+    streamer = Streamer()
     got = generate(model, inputs, streamer=streamer)
     assert streamer.ended
     assert torch.equal(torch.cat(streamer.values), got.sequences[0])

@@ -1,5 +1,5 @@
-"""Users' hooks: registered before or after compiling, they fire as on the base, and outlive the
-edits.
+"""Users' hooks, registered before or after compiling: they fire as on the base, and survive the
+removal of edits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ KINDS = ("forward_pre", "forward_pre_kwargs", "forward", "forward_kwargs", "full
 
 
 def watch(model: nn.Module, log: Log) -> None:
-    """Registers hooks of all kinds on every module of the base: the root, layers, their children.
-
-    Those that wait for gradients on layers and below: what returns no tensors cannot have them.
+    """Registers hooks of all kinds on every module of the base. Backward hooks only on layers and
+    below: they need modules that return tensors.
     """
     inside = {id(m) for _, layer in layers(model) for m in layer.modules()}
     for path, module in model.named_modules():
@@ -45,9 +44,7 @@ def build(name: str) -> Any:
 
 
 def run(model: Any, inputs: dict[str, Any]) -> None:
-    """Forward and backward, everything learning: else hooks that wait for gradients of inputs would
-    wait in vain.
-    """
+    """Forward and backward with everything trainable, as backward hooks need."""
     model.requires_grad_(True)
     model(**inputs).loss.backward()
 
@@ -64,7 +61,7 @@ def backwards(log: Log) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.filterwarnings(
     "ignore:Full backward hook"
-)  # torch says so of modules called by keywords, here and on the base
+)  # torch warns of modules called with keywords, on the base, too
 def test_hooks_fire_as_on_the_base(name: str, spec: str, when: str) -> None:
     base, want = build(name), Log()
     inputs = model_inputs(name, base)
@@ -91,8 +88,8 @@ def test_hooks_fire_as_on_the_base(name: str, spec: str, when: str) -> None:
 
 
 @pairs
-def test_hooks_change_what_they_change_of_the_base(name: str, spec: str) -> None:
-    """A hook that replaces inputs or results of an edited layer, of an edited child, of a Linear in
+def test_hooks_that_replace_inputs_or_outputs(name: str, spec: str) -> None:
+    """A hook that replaces inputs or outputs of an edited layer, of its child, or of a Linear in
     it.
     """
     model = compiled(name, spec)
@@ -118,8 +115,8 @@ def test_hooks_change_what_they_change_of_the_base(name: str, spec: str) -> None
 
 
 @pairs
-def test_a_result_that_a_hook_zeroes_is_zero(name: str, spec: str) -> None:
-    """The hook acts after the edits: what it returns is what the next layer gets."""
+def test_hooks_run_after_edits(name: str, spec: str) -> None:
+    """Hooks run after edits: the next layer gets the hook's result."""
     model = compiled(name, spec)
     inputs = model_inputs(name, model)
     (_, first), (_, second) = layers(model)[:2]
@@ -149,7 +146,7 @@ def test_hooks_on_the_modules_of_edits(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPECIES)
 def test_hooks_of_all_modules(name: str) -> None:
-    """Global hooks, which profilers and flop counters use."""
+    """Global hooks, which profilers and FLOP counters use."""
     counts: list[dict[str, int]] = []
     for model in (zoo.build(name, torch.float64), compiled(name, "lora")):
         calls: dict[str, int] = {}

@@ -1,6 +1,4 @@
-"""Hidden states and attentions: all layers are there, with the shapes of the base and the effect of
-the edits.
-"""
+"""Hidden states and attentions: complete, with the base's shapes and the effect of the edits."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def build(name: str, **options: Any) -> Any:
 
 
 def results(model: nn.Module) -> dict[str, list[Tensor]]:
-    """What each layer takes and returns from here on, seen by hooks."""
+    """Records the in- and outputs of each layer with hooks."""
     outputs: dict[str, list[Tensor]] = {}
 
     def hook(module: nn.Module, args: Any, kwargs: Any, out: Any, name: str) -> None:
@@ -43,7 +41,7 @@ def groups(out: Any, what: str) -> dict[str, tuple[Tensor, ...]]:
 
 
 @pairs
-def test_hidden_states_are_what_the_layers_hand_on(name: str, spec: str) -> None:
+def test_hidden_states_are_the_layers_outputs(name: str, spec: str) -> None:
     model, base = compiled(name, spec, attn_implementation="eager"), build(name)
     inputs = model_inputs(name, model, padding="right")
     outputs = results(model)
@@ -72,7 +70,7 @@ def test_attentions_are_distributions_over_all_keys(name: str, spec: str) -> Non
         out, plain = model(**inputs, **FLAGS), base(**inputs, **FLAGS)
     actual, expected = groups(out, "attentions"), groups(plain, "attentions")
     assert actual.keys() == expected.keys()
-    more = 3 if spec == "mam" else 0  # the rows of a prefix come first
+    more = 3 if spec == "mam" else 0  # prefix rows come first
     for key in actual:
         assert len(actual[key]) == len(expected[key]) == {"encoder_attentions": 2}.get(key if name == "bart" else "", 3)
         for i, (one, two) in enumerate(zip(actual[key], expected[key], strict=True)):
@@ -82,8 +80,10 @@ def test_attentions_are_distributions_over_all_keys(name: str, spec: str) -> Non
 
 
 @pytest.mark.parametrize("name", SPECIES)
-def test_outputs_recorded_before_compiling_go_on_being_recorded(name: str) -> None:
-    """transformers registers its recording hooks at the first call that asks, by isinstance."""
+def test_outputs_recorded_before_compiling_are_still_recorded(name: str) -> None:
+    """transformers registers its recording hooks in the first call that needs them, by
+    isinstance.
+    """
     model = build(name)
     inputs = model_inputs(name, model, padding="right")
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_outputs_recorded_before_compiling_go_on_being_recorded(name: str) -> No
 
 
 @pytest.mark.parametrize("name", SPECIES)
-def test_nothing_is_recorded_that_is_not_asked_for(name: str) -> None:
+def test_only_requested_outputs_are_recorded(name: str) -> None:
     model = compiled(name, "lora", attn_implementation="eager")
     inputs = model_inputs(name, model, padding="right")
     model(**inputs, **FLAGS)
@@ -126,7 +126,7 @@ def test_outputs_of_generate(name: str, spec: str) -> None:
 
 
 @pairs
-def test_classes_are_asked_for_as_before(name: str, spec: str) -> None:
+def test_isinstance_checks_still_hold(name: str, spec: str) -> None:
     model, base = compiled(name, spec), zoo.build(name)
     generated = 0
     for path, module in base.named_modules():

@@ -1,5 +1,5 @@
-"""Modules that are replaced after `compile`: no edit is lost in silence. What keeps the edited
-module in the model goes on.
+"""Modules replaced after `compile`: no edit is lost silently. An edited module that stays in the
+model keeps its edits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def by_assignment(parent: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def by_dictionary(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """As bitsandbytes does it."""
+    """As bitsandbytes replaces modules."""
     vars(parent)["_modules"][name] = module
 
 
@@ -80,7 +80,7 @@ OPERATIONS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 @pytest.mark.parametrize("replace", WAYS)
-def test_a_replaced_module_is_told(replace: Callable[[nn.Module, str, nn.Module], None], tmp_path: Path) -> None:
+def test_a_replaced_module_is_an_error(replace: Callable[[nn.Module, str, nn.Module], None], tmp_path: Path) -> None:
     model = compiled()
     want, attention = logits(model).detach(), model.model.layers[1].self_attn
     other = compiled(OUT)
@@ -102,7 +102,7 @@ def test_a_replaced_module_is_told(replace: Callable[[nn.Module, str, nn.Module]
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.self_attn", "model.layers.0", "model.layers", "model"])
-def test_what_holds_an_edited_module_may_be_replaced_as_well(name: str) -> None:
+def test_a_replaced_parent_of_an_edited_module_is_an_error(name: str) -> None:
     model = compiled()
     model.set_submodule(name, copy.deepcopy(llama().get_submodule(name)))
     with pytest.raises(peftc.PeftcError, match="P436") as excinfo:
@@ -110,7 +110,7 @@ def test_what_holds_an_edited_module_may_be_replaced_as_well(name: str) -> None:
     assert f"`{name}." in str(excinfo.value)
 
 
-def test_a_layer_that_is_gone_is_told() -> None:
+def test_a_deleted_layer_is_an_error() -> None:
     model = compiled()
     model.model.layers = model.model.layers[:2]
     with pytest.raises(peftc.PeftcError, match=r"P436.*`model\.layers\.2\..*is not there any more"):
@@ -140,7 +140,7 @@ def test_remove_restores_the_rest() -> None:
     peftc.verify(model)
 
 
-def test_a_trained_module_that_is_replaced_is_told() -> None:
+def test_a_replaced_trained_module_is_an_error() -> None:
     model = compiled(NORMS)
     assert torch.equal(logits(copy.deepcopy(model)), logits(model))
     model.model.layers[2].input_layernorm = nn.LayerNorm(32).double()
@@ -153,7 +153,7 @@ def test_a_trained_module_that_is_replaced_is_told() -> None:
 def test_one_use_of_a_shared_module() -> None:
     base = llama()
     base.model.layers[1].mlp = base.model.layers[0].mlp
-    base.names = nn.ModuleList([base.model.layers[0].mlp])  # nothing reads it there
+    base.names = nn.ModuleList([base.model.layers[0].mlp])  # nothing reads it from there
     model = peftc.compile("peft 1\nedit e at layer[0, 1].ffn { h += adapter(x, r=2) }", base)
     randomise(peftc.parameters(model))
     want = logits(model).detach()
@@ -204,7 +204,7 @@ def held_elsewhere(model: Any) -> None:
 @pytest.mark.parametrize(
     "change", [in_a_sequence, checkpointed, layers_compiled, parametrized, put_back, other_modules, held_elsewhere]
 )
-def test_what_keeps_the_edited_module_goes_on(change: Callable[[Any], None], called: bool) -> None:
+def test_changes_that_keep_the_edited_module_work(change: Callable[[Any], None], called: bool) -> None:
     model = compiled()
     want = logits(model if called else copy.deepcopy(model)).detach()
     change(model)
@@ -231,9 +231,9 @@ def test_layers_in_another_order() -> None:
     assert torch.equal(logits(model), logits(base))
 
 
-def test_replicas_are_not_asked() -> None:
+def test_replicas_are_not_checked() -> None:
     """A replica of `nn.DataParallel` has modules of its own."""
-    model = copy.deepcopy(compiled())  # nothing has been asked of it before
+    model = copy.deepcopy(compiled())  # its first call
     replica = model._replicate_for_data_parallel()
     replica._modules["model"] = copy.deepcopy(llama().model)
     logits(replica)
@@ -243,7 +243,7 @@ def test_replicas_are_not_asked() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_compiled_code_tells_it(whole: bool) -> None:
+def test_compiled_code_raises_the_error(whole: bool) -> None:
     torch.compiler.reset()
     model = compiled(QV)
     want = logits(model).detach()
@@ -255,7 +255,7 @@ def test_compiled_code_tells_it(whole: bool) -> None:
     torch.compiler.reset()
 
 
-def test_a_class_that_is_exchanged_is_noticed() -> None:
+def test_a_changed_class_is_an_error() -> None:
     model = compiled(QV)
     model(**zoo.inputs("llama", model))
     model.get_submodule(NAME).__class__ = nn.Linear
@@ -264,7 +264,7 @@ def test_a_class_that_is_exchanged_is_noticed() -> None:
     assert NAME in str(error.value)
 
 
-def test_a_class_that_is_derived_is_kept_by_copies() -> None:
+def test_copies_keep_a_derived_class() -> None:
     model = compiled(QV)
     inputs = zoo.inputs("llama", model)
     edited = model.get_submodule(NAME)
@@ -279,7 +279,7 @@ def test_a_class_that_is_derived_is_kept_by_copies() -> None:
 
 
 class Root(nn.Module):
-    """Put over the class of a model."""
+    """A subclass of the model's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result = super().forward(*args, **kwargs)
@@ -300,7 +300,7 @@ def test_a_class_that_is_derived_from_that_of_the_model_stays() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_torch_compile_keeps_follows_the_edits(whole: bool) -> None:
+def test_the_cache_of_torch_compile_follows_the_edits(whole: bool) -> None:
     model = compiled(QV)
     inputs = zoo.inputs("llama", model)
     fast = torch.compile(model, backend="eager", fullgraph=whole)

@@ -1,4 +1,4 @@
-"""The Trainer of transformers and accelerate: trained, evaluated, checkpointed and gone on with as
+"""transformers' Trainer and accelerate: training, evaluation, checkpoints and resumption as with
 any model.
 """
 
@@ -21,8 +21,8 @@ from tests.matrix import some
 from tests.survival.harness import SOME, SPECIES, SPECS, all_close, compiled, model_inputs, same, state
 
 STEPS = 4
-# Checkpoints of ViT, and of Mixtral's ffn, have the hub's names, which Trainer does not read back:
-# not those of the base either, as a test below shows.
+# Checkpoints of ViT and of Mixtral's ffn have the hub's names, which Trainer cannot load,
+# for the base either, as a test below shows.
 RESUMED = tuple(name for name in SPECIES if name != "vit")
 RESUMES = [(n, ("lora" if n == "mixtral" else "mam", "weights")[i % 2]) for i, n in enumerate(RESUMED)]
 
@@ -74,8 +74,8 @@ pytestmark = [
 
 @pytest.mark.parametrize(("name", "spec"), some(RESUMES, 2))
 def test_train_evaluate_checkpoint_resume(name: str, spec: str, tmp_path: Path) -> None:
-    """A run that is interrupted and resumed in another model ends where one that is not ends, bit
-    for bit.
+    """A run interrupted and resumed in another model ends like an uninterrupted one,
+    bit for bit.
     """
     whole = trainer(name, model := fresh(name, spec), tmp_path / "whole")
     base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
@@ -98,7 +98,7 @@ def test_train_evaluate_checkpoint_resume(name: str, spec: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["vit", "mixtral"])
 def test_bases_that_cannot_be_resumed_themselves(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Why these are left out above: once this fails, they can be put in."""
+    """Why these models are left out above. When this test fails, add them."""
     trainer(name, zoo.build(name), tmp_path, max_steps=2).train()
     trainer(name, zoo.build(name), tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert "missing keys in the checkpoint" in caplog.text
@@ -106,9 +106,9 @@ def test_bases_that_cannot_be_resumed_themselves(name: str, tmp_path: Path, capl
 
 @pytest.mark.parametrize(
     "name", some([n for n in SPECIES if n != "t5"], 2)
-)  # T5 takes the count of tokens and does not use it
+)  # T5 accepts `num_items_in_batch` and ignores it
 def test_accumulated_batches_are_one_batch(name: str, tmp_path: Path) -> None:
-    """Half a batch twice is a batch: the same steps."""
+    """Two accumulated half batches give the same steps as the batch."""
     ends: list[dict[str, Tensor]] = []
     for batch, steps in ((4, 1), (2, 2)):
         model = compiled(name, "mam", torch.float64)
@@ -128,7 +128,7 @@ def test_accumulated_batches_are_one_batch(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", some(RESUMED[1:], 2))
 def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
-    """Where a large loss is called good, the best model is the first, and is what is left."""
+    """With `greater_is_better` for the loss, the best model is the first."""
     one_trainer = trainer(
         name,
         model := fresh(name, "lora"),
@@ -174,7 +174,7 @@ def test_checkpointing_inside_the_trainer(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "spec"), SOME)
 def test_accelerate(name: str, spec: str, tmp_path: Path) -> None:
     """prepare, backward, save_state and load_state: three steps, three more, and the last three
-    once more.
+    again.
     """
     accelerator = Accelerator(cpu=True)
     model = fresh(name, spec)

@@ -1,4 +1,4 @@
-"""What one of two processes does in `test_distributed.py`."""
+"""One of the two processes of `test_distributed.py`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import peftc
-from peftc.adapters.sharded import elect_writer
+from peftc.adapters.weight_access import elect_writer
 from tests.survival.harness import freshly_compiled, layers, model_inputs
 
 STEPS, BATCH = 3, 4
 
 
 def halves(name: str, model: nn.Module, rank: int | None = None) -> list[dict[str, Tensor]]:
-    """Batches without padding, so that the mean of two halves is the mean of the whole; one half of
-    each for a rank.
+    """One rank's half of each batch. Batches have no padding, so the mean of both halves is the
+    mean of the batch.
     """
     whole = [model_inputs(name, model, batch=BATCH, padding=None, seed=i) for i in range(STEPS)]
     if rank is None:
@@ -49,7 +49,7 @@ def run(
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    """FSDP2 as its documentation has it: each layer, then the root."""
+    """FSDP2 as in its documentation: each layer, then the root."""
     for _, layer in layers(model):
         fully_shard(layer)
     return fully_shard(model)
@@ -67,20 +67,18 @@ def work(rank: int, world: int, way: str, cases: list[tuple[str, str]], director
         if rank == 0:
             torch.save(report, Path(directory) / f"{way}-{name}-{spec}.pt")
     dist.barrier()
-    os._exit(0)  # on a busy machine a process that ends gloo's threads itself is sometimes aborted
+    os._exit(0)  # on a busy machine, shutting gloo's threads down sometimes aborts the process
 
 
 class Sharded:
-    """As much of a tensor as says that it is one of several processes."""
+    """Imitates a sharded tensor, for code that asks whether one is."""
 
     def full_tensor(self) -> Tensor:
         return torch.zeros(1)
 
 
 def take_turns(rank: int, world: int, directory: str) -> None:
-    """Writes once as it should be, once onto a disk that is full; notes what each process was
-    told.
-    """
+    """Saves once normally and once onto a full disk; records each process's outcome."""
     dist.init_process_group("gloo", init_method=f"file://{directory}/turns", rank=rank, world_size=world)
     events: list[str] = []
     for full in (False, True):

@@ -1,4 +1,4 @@
-"""Hypernetwork adapters: networks that all tasks have in common, and one embedding for each."""
+"""Hypernetwork adapters: networks shared by all tasks, and one embedding for each task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = 5
 SPEC = f"peft 1\nedit e at layer[*].attn | layer[*].ffn per task {{ h += hyper(h, r=2, t={T}, m=4, nets=positions) }}"
 
 
-def test_each_row_is_what_its_task_makes_of_it() -> None:
+def test_each_row_uses_its_own_task() -> None:
     model = compiled("bart", SPEC)
     inputs = three("bart", model)
     alone = one_by_one(model, inputs)
@@ -44,7 +44,7 @@ def test_networks_learn_from_all_tasks_and_embeddings_from_their_own() -> None:
         assert moved == (not key.endswith("embedding") or "mnli" not in key), key
 
 
-def test_tasks_come_and_go_and_are_saved(tmp_path: Path) -> None:
+def test_tasks_are_added_dropped_and_saved(tmp_path: Path) -> None:
     model = compiled("llama", SPEC)
     inputs = three("llama", model)
     before = one_by_one(model, inputs)
@@ -65,7 +65,7 @@ def test_layers_and_positions_have_embeddings_of_their_own() -> None:
     assert "up_2" in named
 
 
-def test_one_network_makes_adapters_of_one_size() -> None:
+def test_adapters_of_one_network_have_one_size() -> None:
     spec = "peft 1\nedit e at layer[*].ffn | layer[*].ffn.hidden { h += hyper(h, r=2) }"
     with pytest.raises(peftc.PeftcError, match="P301") as excinfo:
         peftc.plan(spec, zoo.config("bart"))

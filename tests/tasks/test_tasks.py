@@ -1,6 +1,4 @@
-"""Parameters once for each task: one task at a time, rows of several in one batch, tasks that come
-and go, files.
-"""
+"""Parameters for each task: one task at a time, mixed batches, adding and dropping tasks, files."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ def one_by_one(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
         ),
     ],
 )
-def test_each_row_is_what_its_task_makes_of_it(name: str, spec: str) -> None:
+def test_each_row_uses_its_own_task(name: str, spec: str) -> None:
     model = compiled(name, spec)
     inputs = three(name, model)
     alone = one_by_one(model, inputs)
@@ -89,8 +87,8 @@ def test_each_row_is_what_its_task_makes_of_it(name: str, spec: str) -> None:
         "let g = gate(x)  h = head(x + g * adapter(x, r=2))",
     ],
 )
-def test_each_has_a_head_of_its_own(equation: str) -> None:
-    """Where the state of an example has no tokens: (batch, d)."""
+def test_each_task_has_its_own_head(equation: str) -> None:
+    """Also on states without tokens: (batch, d)."""
     model: Any = with_classifier()
     peftc.compile(f"peft 1\nedit cls at head per task {{ {equation} }}", model, tasks=TASKS, seed=0)
     randomise(peftc.parameters(model))
@@ -103,7 +101,7 @@ def test_each_has_a_head_of_its_own(equation: str) -> None:
 
 
 def with_classifier() -> nn.Module:
-    """BERT below a classifier of five classes that reads the pooled state."""
+    """BERT with a five-class classifier on the pooled state."""
     torch.manual_seed(0)
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16, "num_labels": 5}
     config = transformers.BertConfig(vocab_size=32, hidden_size=8, intermediate_size=12, **small)
@@ -112,7 +110,7 @@ def with_classifier() -> nn.Module:
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_task_alone_is_the_spec_without_tasks(name: str) -> None:
-    """The same model as one compiled for that task, with its parameters."""
+    """The same model as one compiled for that task only, with its parameters."""
     model, plain = compiled(name), peftc.compile(SPEC.replace(" per task", ""), zoo.build(name, torch.float64), seed=0)
     plain.eval()
     inputs = three(name, model)
@@ -165,7 +163,7 @@ def test_added_and_dropped() -> None:
     assert torch.equal(peftc.remove(model)(**inputs).logits, plain)
 
 
-def test_saved_loaded_copied_and_beside_another_spec(tmp_path: Path) -> None:
+def test_saved_loaded_copied_and_with_another_spec(tmp_path: Path) -> None:
     model = compiled("llama")
     inputs = three("llama", model)
     ids = torch.tensor([1, 0, 2])
@@ -215,7 +213,7 @@ def test_one_task_needs_no_choice() -> None:
 @pytest.mark.parametrize(
     ("tasks", "code"), [((), "P537"), (("a", "a"), "P537"), (("a.b",), "P537"), (("keys",), "P537"), (("",), "P537")]
 )
-def test_names_that_are_none(tasks: tuple[str, ...], code: str) -> None:
+def test_invalid_names_of_tasks(tasks: tuple[str, ...], code: str) -> None:
     model = zoo.build("llama")
     with pytest.raises(peftc.PeftcError, match=code):
         peftc.compile(PREFIX, model, tasks=tasks)
@@ -276,10 +274,8 @@ FORMS = (
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_every_task_has_its_own_and_is_saved(text: str, tmp_path: Path) -> None:
-    """Where all parameters of a form are in common, too: to the sites of a task, not to the
-    tasks.
-    """
+def test_every_task_has_its_own_parameters_in_the_file(text: str, tmp_path: Path) -> None:
+    """Forms with common parameters, too: common to the sites of a task, not to all tasks."""
     spec = "peft 1\n" + text.format().replace(" {", " per task {", 1)
     model = compiled("llama", spec, ("a", "b"))
     inputs = three("llama", model)

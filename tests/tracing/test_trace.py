@@ -1,4 +1,4 @@
-"""Tracing loses nothing: a model whose layers run from their own traces is the model."""
+"""Tracing is lossless: a model whose layers run from their traces computes the same."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from tests.matrix import checkerboard
 def retraced(
     name: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[nn.Module, nn.Module, list[GeneratedClass]]:
-    """A model, and one in which every layer is replaced by its trace: all code inlined, no
-    edits.
-    """
+    """A model, and one whose layers run from their traces, with all code inlined and no edits."""
     base, model = zoo.build(name, dtype, **options), zoo.build(name, dtype, **options)
     kinds: dict[type, GeneratedClass] = {}
     for stack in analyse(model).structure.stacks:
@@ -39,7 +37,7 @@ def retraced(
 
 
 @pytest.mark.parametrize(("name", "padding"), checkerboard(zoo.ALL, (None, "right")))
-def test_a_traced_layer_computes_what_it_computed(name: str, padding: Any) -> None:
+def test_a_traced_layer_computes_the_same(name: str, padding: Any) -> None:
     base, model, kinds = retraced(name)
     inputs = zoo.inputs(name, base, padding=padding)
     with torch.no_grad():
@@ -79,8 +77,10 @@ def test_half_precision_takes_its_own_branches(name: str, dtype: torch.dtype) ->
         assert torch.equal(model(**inputs)[0], base(**inputs)[0])
 
 
-def test_both_ways_of_a_decision_on_values() -> None:
-    """BART clamps a layer's output in float16 if it is not finite: known only while it runs."""
+def test_both_sides_of_a_branch_on_values() -> None:
+    """BART clamps a layer's output in float16 if it is not finite, which is known only
+    at run time.
+    """
     base, model, kinds = retraced("bart", torch.float16)
     encoder = next(k for k in kinds if "Encoder" in k.name)
     inputs = zoo.inputs("bart", base)
@@ -110,7 +110,7 @@ def test_tracing_leaves_everything_as_it_was() -> None:
 
 
 class Named(nn.Module):
-    """An attention whose queries, keys and values are told by their names."""
+    """An attention with q, k and v as keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Named(nn.Module):
         return x + self.o(mixed.flatten(2))
 
 
-def test_an_attention_that_is_called_with_names() -> None:
+def test_an_attention_with_keyword_arguments() -> None:
     root = Named()
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)}).graph
     (attn,) = sub_layers(LayerGraph(graph, root))

@@ -1,5 +1,5 @@
-"""Whole rows and columns chosen from data: which they are, biases that follow, that nothing else
-moves, files, tasks.
+"""`lines`: whole rows and columns selected from data: the selection, their biases, that nothing
+else changes, files, tasks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def batches(name: str, model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def linears(name: str) -> dict[str, str]:
-    """The ffn's Linears: the module of each site."""
+    """The Linears of the ffn at each site."""
     result = peftc.sites(zoo.build(name)).sites
     return {site.path: site.module for site in result if site.path.endswith((".ffn.up", ".ffn.down"))}
 
@@ -38,7 +38,7 @@ def compiled(name: str, text: str, **how: Any) -> Any:
 
 
 def primed(name: str, data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The change of every weight of the ffn after one pass of AdamW, (out, in)."""
+    """The change of every ffn weight after one pass of AdamW, (out, in)."""
     base: Any = zoo.build(name, torch.float64).train()
     names = [f"{module}.{part}" for module in linears(name).values() for part in ("weight", "bias")]
     before = {n: base.get_parameter(n).detach().clone() for n in names}
@@ -70,7 +70,7 @@ def test_the_rows_are_those_that_change_most_and_biases_follow(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_only_they_are_trained_and_folded(name: str, tmp_path: Path) -> None:
+def test_only_selected_rows_are_trained_and_folded(name: str, tmp_path: Path) -> None:
     model, base = compiled(name, FAR.format("")), zoo.build(name, torch.float64)
     arguments = batches(name, model)[0]
     plain = base.eval()(**arguments).logits
@@ -120,7 +120,7 @@ def test_columns_have_scores_of_their_own() -> None:
             assert states(model)[f"m/{path}/lines.places"].tolist() == want
 
 
-def test_random_rows_are_those_of_the_bias_too_and_each_site_has_its_own() -> None:
+def test_random_rows_apply_to_the_bias_and_differ_between_sites() -> None:
     places = states(compiled("bert", FAR.format(", select=random")))
     assert all(torch.equal(places[k], places[k.replace("lines.", "lines_2.")]) for k in places if "lines." in k)
     assert len({tuple(p.tolist()) for p in places.values()}) > 1
@@ -130,7 +130,7 @@ def test_random_rows_are_those_of_the_bias_too_and_each_site_has_its_own() -> No
         assert same == ("seed" not in others)
 
 
-def test_each_task_chooses_its_own() -> None:
+def test_each_task_selects_its_own_rows() -> None:
     text = FAR.format(", select=fisher").replace(" {", " per task {", 1)
     model = compiled("bert", text, tasks=("a", "b"))
     one, two = batches("bert", model)

@@ -1,4 +1,4 @@
-"""The work for a text grows linearly with its size, counted in Python instructions, not in time."""
+"""Work is linear in the size of a text, counted in Python instructions, not in time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EDIT = "edit e at layer[*].ffn { h += adapter(x, r=4) }\n"
 
 
 def times(n: int, line: str) -> str:
-    """`line` n times, numbered."""
+    """The line `n` times, numbered."""
     return "".join(line.replace("#", str(i)) for i in range(n))
 
 
-# What grows with n: each of them is a text that someone could send.
+# Texts of size n that an attacker could send.
 TEXTS: dict[str, Callable[[int], str]] = {
     "methods": lambda n: HEAD + times(n, "method m#(r = 4) { edit e at layer[*].ffn { h += adapter(x, r=r) } }\n"),
     "methods and constants": lambda n: (
@@ -85,7 +85,7 @@ TEXTS: dict[str, Callable[[int], str]] = {
 ALL = [("check", name) for name in TEXTS] + [
     (c, name) for c in ("fmt --diff", "expand") for name in ("methods", "lets", "edits")
 ]
-MANY = {"signs": 60, "brackets": 60, "sums": 200, "characters": 100, "nothing": 100}  # those with a limit, beyond it
+MANY = {"signs": 60, "brackets": 60, "sums": 200, "characters": 100, "nothing": 100}  # beyond the limits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,7 +96,7 @@ def tables() -> None:
 
 @contextmanager
 def counted() -> Generator[list[int]]:
-    """The number of instructions executed inside."""
+    """The number of instructions executed in the block."""
     count = [0]
 
     def local(frame: FrameType, event: str, arg: Any) -> Any:
@@ -129,7 +129,7 @@ def test_twice_the_text_is_twice_the_work(
     command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = MANY.get(name, 6)
-    work(command, TEXTS[name](2), tmp_path)  # what is made once, and kept
+    work(command, TEXTS[name](2), tmp_path)  # caches
     one, two, four = (work(command, TEXTS[name](n * few), tmp_path) for n in (1, 2, 4))
     capsys.readouterr()
-    assert four - two <= 2.2 * (two - one) + 2_000  # what is the same for any text has gone
+    assert four - two <= 2.2 * (two - one) + 2_000  # constant work cancels

@@ -1,6 +1,4 @@
-"""Errors that a model raises itself in one of the modes are reported as checks that were not
-rewrite.
-"""
+"""Modes in which the model itself raises are reported as checks that were not run."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """`fault` is called with each result, which it may refuse or change."""
+    """`fault` gets each result; it may raise or change it."""
 
     def __init__(self, fault: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ def outcomes(report: Verification) -> dict[str, str]:
         (written_in_place, "eval, with gradients: gradients", "RuntimeError: one of the variables needed for gradient"),
     ],
 )
-def test_a_way_of_calling_that_the_model_does_not_take(fault: Any, check: str, why: str) -> None:
+def test_a_call_pattern_that_the_model_does_not_support(fault: Any, check: str, why: str) -> None:
     report = verified(fault)
     assert report.ok, str(report)
     outcome = outcomes(report)
@@ -98,7 +96,7 @@ def test_results_without_gradients_are_compared() -> None:
     assert "P602" not in codes(report)
 
 
-def test_an_error_of_the_compiled_model_alone_is_found() -> None:
+def test_an_error_of_the_compiled_model_only_is_a_finding() -> None:
     compiled: list[bool] = []
 
     def no_edits(model: nn.Module, x: Tensor) -> Tensor:
@@ -114,13 +112,13 @@ def test_an_error_of_the_compiled_model_alone_is_found() -> None:
     assert "the compiled model raises RuntimeError: what is edited does not run" in str(report.diagnostics)
 
 
-def test_entries_that_no_batch_can_choose() -> None:
+def test_entries_that_cannot_be_selected() -> None:
     with pytest.raises(peftc.PeftcError, match="P509"):
         verified(written_in_place, "peft 1\nedit e at layer[*].ffn.up { w += sparse(density=0.1, select=fisher) }\n")
 
 
 def test_a_model_of_two_towers() -> None:
-    """It has no embedding of its own, and those of its text model are used."""
+    """It has no embedding of its own; its text model's are used."""
     size: dict[str, Any] = {
         "hidden_size": 16,
         "num_hidden_layers": 2,
@@ -144,7 +142,7 @@ def test_a_model_of_two_towers() -> None:
     assert report.witnessed == report.sites == 4
 
 
-def test_values_that_a_model_overwrites_in_its_backward_pass() -> None:
+def test_values_that_the_backward_pass_overwrites() -> None:
     torch.manual_seed(0)
     config = transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
     spec = "peft 1\nedit t at input.embed { h = concat(prompt(len=3), h) }\n"
@@ -154,9 +152,9 @@ def test_values_that_a_model_overwrites_in_its_backward_pass() -> None:
     assert outcome["outputs equal the equations, parameters moved"].startswith("holds")
 
 
-def test_a_cache_that_the_base_uses_otherwise() -> None:
-    """With two rows, RWKV of transformers computes something else with a cache; a prompt is
-    compared where it does not.
+def test_a_base_whose_cache_changes_the_result() -> None:
+    """With two rows, transformers' RWKV computes something else with a cache; prompts are compared
+    with one row.
     """
     torch.manual_seed(0)
     config: Any = transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
