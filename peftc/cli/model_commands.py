@@ -205,9 +205,9 @@ def readme(installed: InstalledSpec, tasks: Sequence[str]) -> str:
     ]
     return f"""# {Path(plan.spec.path).stem} on {plan.model.id}
 
-{len(plan.edits)} edit{"s" * (len(plan.edits) != 1)} of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by
-peftc. Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the base). Stored:
-{total.stored:,}.
+{len(plan.edits)} edit{"s" * (len(plan.edits) != 1)} of {plan.model.id} ({plan.model.type}, {base:,} parameters),
+compiled by peftc. Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the base).
+Stored: {total.stored:,}.
 
 | edit | sites | trained | stored | folds | why |
 |---|---|---|---|---|---|

@@ -35,7 +35,12 @@ COPIED = (
     "examples",
     "benchmarks",
     "docs",
+    "tools",
+    "Makefile",
+    "mkdocs.yml",
     "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "pyproject.toml",
     "CHANGELOG.md",
 )
