@@ -146,7 +146,7 @@ def activations(loss: Callable[[], Tensor], weights: list[Tensor]) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in own)
 
 
-def held(trained: list[nn.Parameter], frozen: Sequence[Tensor], loss: Callable[[], Tensor]) -> Held:
+def memory_use(trained: list[nn.Parameter], frozen: Sequence[Tensor], loss: Callable[[], Tensor]) -> Held:
     return Held(size(trained), size(frozen), activations(loss, [*trained, *frozen]))
 
 
@@ -161,7 +161,7 @@ def train_pema(memory: Memory, head: Head, effort: Effort) -> tuple[Pema, Held]:
     last = retrain(pema, head, memory, effort.epochs, KAPPA, ROWS, rate=1e-2)
     print(f"PEMA: reconstruction {first:.3f}, then κ L_rct + (1 - κ) L_pd {last:.3f}, from {len(memory):,} pairs")
     f, y = next(memory.batches(ROWS, seed=0))
-    return pema, held([pema.A, pema.B_pd], [head.weight, pema.B_rct], lambda: joint_loss(pema, head, f, y, KAPPA))
+    return pema, memory_use([pema.A, pema.B_pd], [head.weight, pema.B_rct], lambda: joint_loss(pema, head, f, y, KAPPA))
 
 
 def train_lora(model: nn.Module, learn: list[text.Pair], effort: Effort) -> Held:
@@ -172,7 +172,7 @@ def train_lora(model: nn.Module, learn: list[text.Pair], effort: Effort) -> Held
     train(model, trained, lambda step: every[step % len(every)], effort.epochs * len(every), rate=1e-2)
     own = {id(parameter) for parameter in trained}
     frozen = [parameter for parameter in model.parameters() if id(parameter) not in own]
-    return held(trained, frozen, lambda: loss_of(model, every[0]))
+    return memory_use(trained, frozen, lambda: loss_of(model, every[0]))
 
 
 @dataclass(frozen=True)

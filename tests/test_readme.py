@@ -54,11 +54,11 @@ def keys(value: object) -> object:
 
 def test_json_has_the_keys_of_a_plan() -> None:
     (block,) = blocks("json")
-    shown, plan = json.loads(block), peftc.plan(ROOT / "specs" / "mam.peft", "facebook/bart-large")
-    assert keys(shown) == keys(plan)
-    assert shown["totals"] == plan.totals.model_dump()
-    assert shown["model"]["parameters"] == plan.model.parameters
-    (first, *_), (edit,) = plan.edits, shown["edits"]
+    example, plan = json.loads(block), peftc.plan(ROOT / "specs" / "mam.peft", "facebook/bart-large")
+    assert keys(example) == keys(plan)
+    assert example["totals"] == plan.totals.model_dump()
+    assert example["model"]["parameters"] == plan.model.parameters
+    (first, *_), (edit,) = plan.edits, example["edits"]
     assert {k: v for k, v in edit.items() if k not in ("sites", "reason")} == {
         k: v for k, v in first.model_dump().items() if k not in ("sites", "reason")
     }

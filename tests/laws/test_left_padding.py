@@ -80,7 +80,7 @@ def exact_position_modes(name: str) -> list[tuple[bool, float]]:
     differences = [
         (numbered, difference(base(name), name, numbered)) for numbered in ((False, True) if takes else (False,))
     ]
-    return [(numbered, 1e-10 if apart < 1e-10 else 1e-4) for numbered, apart in differences if apart < 1e-5]
+    return [(numbered, 1e-10 if gap < 1e-10 else 1e-4) for numbered, gap in differences if gap < 1e-5]
 
 
 @pytest.mark.parametrize("spec", [PROMPT, PREFIX], ids=["prompt", "prefix"])
