@@ -62,7 +62,7 @@ CONTENDERS = {"peftc": compile_peftc, "PEFT": compile_peft}
 
 def counted_traces() -> Counter[str]:
     """Counts, from now on, the traces of each layer structure."""
-    from peftc.observation.layer_keys import structure_key
+    from peftc.observation.sample_forward import structure_key
     from peftc.tracing.tracer import RegionTracer
 
     traces: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The page of forms and recipes, `docs/forms.md`: made of the rows of the forms and the texts of the recipes.
+"""The page of forms and recipes, `docs/forms.md`, made of the rows of the forms and the recipes.
 
 python -m tools.forms_page > docs/forms.md
 """
@@ -21,32 +21,36 @@ from peftc.syntax.print_expressions import print_expression
 
 HEAD = """# Forms and recipes
 
-This page is made of the registry and of `specs/` by `make docs`; a test compares. `h`, `x` and the other states are those of the
-site at which a form stands. Counts are exact: `peftc plan` prints them for a model.
+A *form* is a function with trained parameters that equations call. A *recipe* is a published method as a file of
+`specs/`. This page is made of both by `make docs`; a test compares. `h`, `x` and the other states are those of the site
+at which a form stands. Counts are exact: `peftc plan` prints them for a model.
 
 ## Equations
 
-| | |
-|---|---|
-{examples}
+What equations have besides forms:
 
+{examples}
 ## Forms
 
-Of each form: what it reads and gives, as shapes (`…` are the batch and the tokens, or queries or keys); what it is before any
-training; whether an edit with it folds (of `w` and `b` always, of hidden states where the form is affine in what it reads, with
-constant coefficients, and the rest of the equation is, too); and what it costs, worked out at a width of {d}, and for {sites} sites
-where these have something in common.
+Of each form:
 
-*Trained* parameters have a gradient; *stored* ones are in the saved adapter. Stored leaves out what forms remember besides, which is
-in the file, too: the places of what has been chosen for `sparse`, `lines`, `sparse_adapter` and `masked`, one int64 for each number
-(for each row or column of `lines`), and which ranks an `svd` has given up.
+- *Shapes*: what it reads and gives (`…` are the batch and the tokens, or queries or keys).
+- *At first*: what it is before any training.
+- *Folds*: whether an edit with it folds. Edits of `w` and `b` always do. Edits of hidden states do where the form is
+  affine in what it reads, with constant coefficients, and the rest of the equation is, too.
+- *Costs*: parameters at a width of {d}, and for {sites} sites where these have something in common.
+
+*Trained* parameters have a gradient; *stored* ones are in the saved adapter. The file also has what forms remember
+besides, which stored leaves out: the places that were selected for `sparse`, `lines`, `sparse_adapter` and `masked`,
+one int64 for each number (for each row or column of `lines`), and which ranks an `svd` has given up.
 """
 
 EXAMPLES = {  # of what equations have besides forms
     "edit e at layer[*].ffn { let g = gate(x)  h = (1 - g) * h + g * adapter(h, r=16) }": (
         "`let` in an edit names a value: it is computed once, and its forms have one set of parameters"
     ),
-    "let down = shared(adapter(r=16))  edit a at layer[*].attn { h += down(h) }  edit f at layer[*].ffn { h += down(h) }": (
+    "let down = shared(adapter(r=16))\nedit a at layer[*].attn { h += down(h) }\n"
+    "edit f at layer[*].ffn { h += down(h) }": (
         "`let … = shared(…)` outside is one set of parameters for all places that call it, which have one shape"
     ),
     "edit e at layer[*].ffn { h += adapter(norm(h + res), r=16) }": (
@@ -56,11 +60,13 @@ EXAMPLES = {  # of what equations have besides forms
         "`head(…)` at `head`: the head as it is without edits, of another value"
     ),
     "edit m at ** { wb += sparse(density=0.5%) }": (
-        "`wb` is each weight and each bias of the modules, as a place of its own; one that several modules are tied to is one, and changes "
-        "in all of them. What is in common to an edit, such as a `density`, is of all of them together; `let s = shared(sparse(…))` is of several "
-        "edits"
+        "`wb` is each weight and each bias of the modules, as a place of its own. One that several modules are tied to "
+        "is one, and changes in all of them. What an edit has in common, such as a `density`, is of all places "
+        "together; `let s = shared(sparse(…))` is of several edits"
     ),
-    "edit cls at head per task { h = linear(x) }": "a head for each task, in the place of the model's own, as wide as that",
+    "edit cls at head per task { h = linear(x) }": (
+        "A head for each task, in the place of the model's own, as wide as that"
+    ),
 }
 
 D, HEADS, SITES = 768, 12, 12
@@ -68,7 +74,9 @@ GIVEN: dict[str, Value] = {"r": 8, "len": 20, "n": 4, "d": 1000, "density": 0.00
 
 
 def examples() -> str:
-    return "\n".join(f"| `{text}` | {meaning} |" for text, meaning in EXAMPLES.items())
+    return "\n".join(
+        f"{meaning[0].upper()}{meaning[1:]}:\n\n```peft\n{text}\n```\n" for text, meaning in EXAMPLES.items()
+    )
 
 
 def page() -> str:
@@ -82,7 +90,7 @@ def page() -> str:
 
 def form_section(form: Form) -> str:
     """One form: how it is called, its equation, its arguments, its paper."""
-    lines = [f"### `{form.name}`", "", f"    {signature(form)}", "", f"{form.equation}", ""]
+    lines = [f"### `{form.name}`", "", f"`{signature(form)}`", "", f"{form.equation}", ""]
     lines += ["| argument | | default |", "|---|---|---|", *map(argument_row, form.params), ""]
     facts = {"Shapes": shapes_of(form), "At first": first_of(form), "Folds": folds_of(form), "Costs": costs_of(form)}
     lines += [*(f"- {name}: {fact}" for name, fact in facts.items()), ""]
@@ -111,7 +119,10 @@ def dims_of(source: Shape | None, target: Shape, form: Form) -> Dims:
 
 
 def stands(form: Form, wide: int = D) -> Iterator[tuple[Dims, Shape]]:
-    """Where a form can stand, one place of a kind, and what it gives there; `wide`: features that a map writes."""
+    """Where a form can stand, one place of a kind, and what it gives there.
+
+    `wide`: features that a map writes.
+    """
     heads: list[Shape] = [kind(HEADS, D // HEADS) for kind in (Heads, Rows, KeyValue)]
     weights: list[Shape] = [Weight(wide, D), Vector(D)]
     places: list[tuple[Shape | None, Shape]] = [(None, state) for state in (Tokens(D), *heads, *weights)]
@@ -149,7 +160,7 @@ def first_of(form: Form) -> str:
 
 
 def folds_of(form: Form) -> str:
-    """Whether its edits fold, with the defaults; the reason why not, and with what argument they do or no longer do."""
+    """Whether its edits fold with the defaults, else why not; and which argument changes that."""
     if all(isinstance(dims.target, Weight | Vector) for dims, _ in stands(form)):
         return "yes, it is a change of the weight"
     reason = form.affine(example_args(form))

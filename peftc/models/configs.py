@@ -22,10 +22,7 @@ _LARGEST = 16_000_000  # bytes of a config.json
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a config.json.
-
-    Raises: P026, P027 (no regular file, too large), P503 if the file is not a JSON object.
-    """
+    """The values of a config.json. Raises: P026, P027, P503 if it is not a JSON object."""
     try:
         values = json.loads(read_regular(path, _LARGEST))
     except (OSError, ValueError, RecursionError) as error:
@@ -37,10 +34,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def config_from(values: Mapping[str, Any], name: str) -> PretrainedConfig:
-    """The config with these values. Code from the model's repository is never run.
-
-    Raises: P503 (invalid values), P504 (only the repository's own code knows this model).
-    """
+    """The config, without code of its repository. Raises: P503, P504 (that code is needed)."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise PeftcError(Diagnostic("P503", f"the configuration of {name} has no `model_type`"))
@@ -56,10 +50,7 @@ def config_from(values: Mapping[str, Any], name: str) -> PretrainedConfig:
 
 
 def model_class(config: PretrainedConfig, name: str, head: Head | None = None) -> type[PreTrainedModel]:
-    """The class to build: that of `head`, else the declared architecture, else of an auto class.
-
-    Raises: P503 if transformers has no such class.
-    """
+    """The class of `head`, else the declared one, else that of an auto class. Raises: P503."""
     declared: str | None = next(iter(getattr(config, "architectures", None) or []), None)
     class_name = declared if declared and head is None else _auto_class(config, head)
     with paused_gc():
@@ -116,11 +107,7 @@ def has_code(values: Mapping[str, Any]) -> bool:
 
 
 def from_code(name: str, path: Path | None) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
-    """Runs the code of a repository: its config and its model class.
-
-    Args: `path`: of a local folder or config.json.
-    Raises: P504 (the configuration is not beside its code), P510 (the code fails).
-    """
+    """Runs the code beside `path` (a folder or config.json), or of the hub. Raises: P504, P510."""
     if path is not None and path.is_file():
         if path.name != "config.json":
             message = f"the code of {name} can only be found beside a file named config.json"

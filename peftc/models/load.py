@@ -52,10 +52,7 @@ def load_model(source: ModelSource) -> nn.Module:
 
 
 def load_or_initialize(source: ModelSource, seed: int) -> tuple[nn.Module, str]:
-    """The model with its weights or, if there are none, with random ones; and which of the two.
-
-    Raises: as `load_model`, without P505.
-    """
+    """The model, and what weights it has: its own, or random ones in place of P505."""
     try:
         return load_model(source), "its weights"
     except PeftcError as error:

@@ -15,11 +15,10 @@ from peftc.fakes.tensors import fake_mode
 BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4
 
 
-def sample_inputs(model: nn.Module, *, cache: bool | None = None) -> dict[str, Any]:
+def sample_inputs(model: nn.Module) -> dict[str, Any]:
     """Fake inputs for a skeleton's forward, made from its `main_input_name` and its config.
 
     There is no mask: transformers reads a mask's data, and a fake tensor has none.
-    Args: `cache`: the value of `use_cache`, if the forward has that parameter.
     Raises: P507 if the main input is of an unknown kind; the caller must then give a sample.
     """
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
@@ -35,8 +34,6 @@ def sample_inputs(model: nn.Module, *, cache: bool | None = None) -> dict[str, A
         inputs: dict[str, Any] = {name: make(config)}
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
             inputs["decoder_input_ids"] = token_ids(DECODER_TOKENS)
-    if cache is not None and "use_cache" in parameters:
-        inputs["use_cache"] = cache
     dtype = floating_dtype(model)
     return {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 

@@ -17,10 +17,7 @@ Steps = tuple[ast.Step, ...]
 
 
 def restrict(inner: ast.Selector, outer: ast.Selector) -> ast.Selector:
-    """The sites of `inner` within `outer`; spans are those of `inner`.
-
-    Raises: PeftcError P122 if no selector expresses that.
-    """
+    """The sites of `inner` within `outer`; spans are those of `inner`. Raises: PeftcError P122."""
     match outer, inner:
         case ast.Union(arms), _:
             return ast.Union(tuple(restrict(inner, arm) for arm in arms), span=inner.span)

@@ -33,10 +33,7 @@ def fold_constants(value: ast.Expr) -> ast.Expr:
 
 
 def fold_operation(value: ast.Expr) -> ast.Expr:
-    """`value` evaluated if it is an operation on numbers, else `value`.
-
-    Raises: PeftcError P120 for a division by zero or a result that is too large.
-    """
+    """`value`, evaluated if it is an operation on numbers. Raises: PeftcError P120."""
     match value:
         case ast.Negative(ast.Negative(ast.Number() as number)):
             return number

@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.semantics.applied_method import prefix_names, restrict
 from peftc.semantics.checks.definitions import bound_twice
-from peftc.semantics.checks.spec import check
+from peftc.semantics.checks.spec import check, with_origin
 from peftc.semantics.load import Folders, Include, folders_of
 from peftc.semantics.scope import Definition, Scope, ScopeReader, changes_model, check_constant, collect_errors
 from peftc.semantics.substitute import (
@@ -61,10 +61,7 @@ def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None, inclu
 
 
 def expand_valid(spec: ast.Spec, settings: Environment, folders: Folders) -> tuple[ast.Spec, list[Diagnostic]]:
-    """The part of a spec that can be expanded, and the diagnostics of the whole.
-
-    Errors that follow from others are left out.
-    """
+    """The part of a spec that can be expanded, and the diagnostics that follow from no other."""
     methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]
     method = methods[0] if len(methods) == 1 and not changes_model(spec.statements) else None
     reader = ScopeReader(folders)
@@ -113,7 +110,12 @@ class Expander:
             self._check_settings(list(scope.constants), "the file")
             statements = [s for s in spec.statements if not isinstance(s, ast.Let)]  # they are in the scope
             if not changes_model(spec.statements):
-                self.errors.append(_empty(spec, list(scope.methods)))
+                message = f"{spec.source.path} changes nothing"
+                help_ = "add an `edit`, e.g. `edit ffn at layer[*].ffn { h += adapter(x, r=64) }`"
+                if scope.methods:
+                    message = f"{spec.source.path} applies none of {join_names(scope.methods)}"
+                    help_ = f"add `apply {next(iter(scope.methods))}()`"
+                self.errors.append(Diagnostic("P119", message, source=spec.source, help=help_))
         expanded = [*self.shared(), *applied, *self._body(statements, scope, scope.constants, ())]
         own = set(map(id, expanded))
         return [*(let for let in self._shared.values() if id(let) not in own), *expanded]
@@ -135,15 +137,11 @@ class Expander:
         """All errors of an expansion, without those that follow from others."""
         invalid = self._invalid | self._reader.invalid
         incomplete = self.errors or self._reader.errors
-        return [
-            *self.errors,
-            *(
-                error
-                for error in check(_with_statements(self._scope.spec, statements))
-                if not (incomplete and error.code in _ABOUT_ALL_STATEMENTS)
-                and (error.code not in _ABOUT_NAMES or invalid.isdisjoint(_QUOTED.findall(error.message)))
-            ),
-        ]
+        errors = check(_with_statements(self._scope.spec, statements))
+        if incomplete:
+            errors = [error for error in errors if error.code not in _ABOUT_ALL_STATEMENTS]
+        quoted = ((error, _QUOTED.findall(error.message)) for error in errors)
+        return self.errors + [e for e, names in quoted if e.code not in _ABOUT_NAMES or invalid.isdisjoint(names)]
 
     def _check_settings(self, known: Sequence[str], owner: str) -> None:
         for name in self._settings:
@@ -288,10 +286,7 @@ class Expander:
         try:
             return replace(statement, selector=restrict(statement.selector, at))
         except PeftcError as error:
-            self.errors += [
-                replace(diagnostic, source=statement.origin, notes=(*diagnostic.notes, *statement.via))
-                for diagnostic in error.diagnostics
-            ]
+            self.errors += [with_origin(diagnostic, statement, self._scope.spec) for diagnostic in error.diagnostics]
             return statement
 
 
@@ -303,12 +298,3 @@ def _cost(statement: ast.Statement) -> int:
 
 def _parameters(names: Sequence[str]) -> str:
     return f"it has {join_names(names)}" if names else "it has no parameters"
-
-
-def _empty(spec: ast.Spec, methods: Sequence[str]) -> Diagnostic:
-    if methods:
-        message, help_ = f"{spec.source.path} applies none of {join_names(methods)}", f"add `apply {methods[0]}()`"
-    else:
-        message = f"{spec.source.path} changes nothing"
-        help_ = "add an `edit`, e.g. `edit ffn at layer[*].ffn { h += adapter(x, r=64) }`"
-    return Diagnostic("P119", message, source=spec.source, help=help_)

@@ -43,10 +43,7 @@ def is_text(spec: str | PathLike[str]) -> bool:
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, ast.Expr]:
-    """Parses `["r=256", "reparam=mlp(800)"]`.
-
-    Raises: PeftcError P110 for a malformed setting or a duplicate name, P0xx for a malformed value.
-    """
+    """Parses `["r=256", "reparam=mlp(800)"]`. Raises: PeftcError P110; P0xx for a value."""
     values: dict[str, ast.Expr] = {}
     errors: list[Diagnostic] = []
     for setting in settings:
@@ -66,10 +63,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, ast.Expr]:
 
 
 def settings_from(values: Mapping[str, object]) -> dict[str, ast.Expr]:
-    """Settings from Python: `{"r": 256, "bias": False, "reparam": "mlp(800)"}`, or expressions.
-
-    Raises: as `parse_settings`.
-    """
+    """Settings from Python: `{"r": 256, "bias": False, "reparam": "mlp(800)"}`, or expressions."""
     literals = {name: value for name, value in values.items() if not isinstance(value, ast.Node)}
     words = {name: str(value).lower() for name, value in literals.items() if value is None or isinstance(value, bool)}
     parsed = parse_settings(f"{name}={words.get(name, value)}" for name, value in literals.items())

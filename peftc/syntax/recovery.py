@@ -69,7 +69,8 @@ def _repair(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts
             trial = _copy(parser)
             if inserted and not feed(trial, Token.new_borrow_pos(inserted, "", tokens[at])):
                 continue
-            progress = _progress(_copy(trial), tokens, at + skip)
+            probe, window = _copy(trial), tokens[at + skip : at + skip + _LOOKAHEAD]
+            progress = next((number for number, token in enumerate(window) if not feed(probe, token)), len(window))
             score = 2 * progress - skip
             if progress >= min(_MIN_PROGRESS, len(tokens) - at - skip) and score > best_score:
                 best, best_score = Resumption(trial, at + skip), score
@@ -81,12 +82,6 @@ def _insertions(token: Token, accepts: frozenset[str]) -> list[str]:
     spellings = {text: terminal for terminal, text in keywords().items() if terminal in accepts}
     suggestion = spellings.get(nearest(str(token), spellings) or "")
     return sorted(accepts - {"$END"}, key=lambda terminal: (terminal != suggestion, terminal))
-
-
-def _progress(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> int:
-    """The number of following tokens that parse, up to the lookahead."""
-    window = tokens[at : at + _LOOKAHEAD]
-    return next((number for number, token in enumerate(window) if not feed(parser, token)), len(window))
 
 
 def _skip(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> Resumption | None:

@@ -14,15 +14,7 @@ from peftc.diagnostics import PeftcError
 from peftc.folding import fold
 from peftc.installation.disable import disabled
 from peftc.verification.comparison import CallResult, Comparison, CompiledModelError, unavailable_on_error
-from peftc.verification.forward_modes import (
-    EVALUATION,
-    INFERENCE,
-    TRAINING,
-    WITH_DROPOUT,
-    WITH_GRADIENTS,
-    ForwardMode,
-    training_mode,
-)
+from peftc.verification.forward_modes import ALL_BUT_EVALUATION, EVALUATION, ForwardMode, training_mode
 from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
 from peftc.verification.reference.outputs import GRADIENT_FACTOR, Difference, first_difference, model_outputs
 from peftc.verification.reference.recorder import Recorder, first_differing_input, first_differing_output
@@ -121,7 +113,7 @@ def check_equations(comparison: Comparison, results: CheckResults) -> bool:
                 continue
             results.add(check, locate_fault(comparison, difference))
         return False
-    for mode in (WITH_GRADIENTS, TRAINING, WITH_DROPOUT, INFERENCE):
+    for mode in ALL_BUT_EVALUATION:
         with results.attempt(f"{mode.name}: outputs", "P610"):
             check_mode(comparison, mode, results)
         comparison.compiled.zero_grad(set_to_none=True)
@@ -132,14 +124,10 @@ def check_mode(comparison: Comparison, mode: ForwardMode, results: CheckResults)
     name = f"{mode.name}: outputs"
     if mode.train:
         # A function that is compiled at its first call is not compiled under a torch function mode.
-        with (
-            comparison.selected_task(),
-            training_mode(comparison.compiled, True),
-            torch.no_grad(),
-            comparison.own_errors(mode),
-        ):
-            comparison.compiled(**comparison.batch)
-    expected = comparison.run_reference(EVALUATION if mode is INFERENCE else mode)
+        compiled = comparison.compiled
+        with comparison.selected_task(), training_mode(compiled, True), torch.no_grad(), comparison.own_errors(mode):
+            compiled(**comparison.batch)
+    expected = comparison.run_reference(mode)
     actual = comparison.run_compiled(mode)
     difference = first_difference(expected.outputs, actual.outputs)
     if difference is None:
@@ -165,6 +153,7 @@ def check_gradients(
     if expected.gradient_error or actual.gradient_error:
         results.skip(name, expected.gradient_error or actual.gradient_error)
         return
+    findings: list[Finding] = []
     largest = max((value.abs().max().item() for value in expected.gradients.values() if value.numel()), default=0.0)
     for parameter, value in expected.gradients.items():
         difference = first_difference({parameter: value}, {parameter: actual.gradients[parameter]}, GRADIENT_FACTOR)
@@ -172,19 +161,16 @@ def check_gradients(
         if difference is not None and difference.size > 1e-2 * difference.bound / GRADIENT_FACTOR + floor:
             edit, site = [*parameter.split("/"), "", ""][:2]
             message = f"in {mode.name}, the gradient of {difference}"
-            results.add(name, Finding(code="P603", message=message, edit=edit, site=site, size=difference.size))
+            findings = [Finding(code="P603", message=message, edit=edit, site=site, size=difference.size)]
             break
-    else:
-        results.add(name, detail=f"{len(expected.gradients)} parameters")
-    name = f"{mode.name}: the base has no gradients"
+    results.add(name, *findings, detail=f"{len(expected.gradients)} parameters")
     edited = {id(p) for p in comparison.parameters.values()}
     parameters = comparison.compiled.named_parameters()
     others = [n for n, p in parameters if id(p) not in edited and p.grad is not None]
-    if others:
-        message = f"`{others[0]}` of the base has a gradient" + (f", and {len(others) - 1} more" if others[1:] else "")
-        results.add(name, Finding(code="P611", message=message, module=others[0]))
-    else:
-        results.add(name)
+    more = f", and {len(others) - 1} more" if others[1:] else ""
+    message = f"`{others[0]}` of the base has a gradient{more}" if others else ""
+    findings = [Finding(code="P611", message=message, module=name) for name in others[:1]]
+    results.add(f"{mode.name}: the base has no gradients", *findings)
 
 
 def check_fold(comparison: Comparison, results: CheckResults) -> None:
@@ -206,13 +192,18 @@ def check_fold(comparison: Comparison, results: CheckResults) -> None:
 
 
 def locate_fault(comparison: Comparison, difference: Difference) -> Finding:
-    """Names the first site whose parameters alone bring the difference about.
-
-    If there is none, names the last edit before the first module whose inputs differ.
-    """
+    """Names the first edit that alone differs, else the last one before a wrong module input."""
     values = comparison.values()
     module, key = first_differing_module(comparison, EVALUATION)
-    key = _first_wrong_edit(comparison) or key
+    comparison.reset()
+    # If the initial values differ already, no perturbation singles out an edit.
+    site_edits = comparison.record.site_edits if comparison.output_difference() is None else ()
+    for site_edit in site_edits:
+        comparison.reset()
+        comparison.perturb(comparison.parameters_of(site_edit))
+        if comparison.output_difference() is not None:
+            key = key_of(site_edit)
+            break
     comparison.reset(values)
     states = [a.state for p in comparison.record.site_edits if key_of(p) == key for a in p.assigns]
     return Finding(
@@ -233,7 +224,7 @@ def first_differing_module(comparison: Comparison, mode: ForwardMode) -> tuple[s
     acted.
     """
     expected, actual = Recorder(), Recorder()
-    comparison.run_reference(EVALUATION if mode is INFERENCE else mode, expected)
+    comparison.run_reference(mode, expected)
     comparison.run_compiled(mode, actual)
     event = first_differing_input(expected.events, actual.events)
     if event is None:
@@ -246,15 +237,3 @@ def first_differing_module(comparison: Comparison, mode: ForwardMode) -> tuple[s
     output = first_differing_output(expected.events, actual.events, set(modules.values()), event)
     keys = [key for key in expected.edit_positions if output is not None and modules.get(key) == output.module]
     return event.module or "the model", keys[-1] if keys else expected.last_edit_before(event) or NOWHERE
-
-
-def _first_wrong_edit(comparison: Comparison) -> EditKey | None:
-    comparison.reset()
-    if comparison.output_difference() is not None:
-        return None  # the initial values differ already, so no perturbation singles out an edit
-    for site_edit in comparison.record.site_edits:
-        comparison.reset()
-        comparison.perturb(comparison.parameters_of(site_edit))
-        if comparison.output_difference() is not None:
-            return key_of(site_edit)
-    return None

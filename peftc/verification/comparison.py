@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,19 @@ from peftc.planning import ir
 from peftc.training.tasks import task
 from peftc.verification.forward_modes import EVALUATION, ForwardMode, without_checkpointing
 from peftc.verification.preparation import Batch
-from peftc.verification.prompts import Prompts
+from peftc.verification.reference.interpreter import Interpreter
 from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
 from peftc.verification.reference.model import ReferenceModel
 from peftc.verification.reference.outputs import Difference, first_difference, model_outputs, random_projection
 from peftc.verification.reference.recorder import Recorder
 
 NOISE = (0.5, 0.05, 0.005)  # relative to the size of a parameter; smaller where outputs are not finite
+
+STACKS = {  # token ids, embedded tokens and mask of the decoder of an encoder-decoder model, or of any other stack
+    "": ("input_ids", "inputs_embeds", "attention_mask"),
+    "decoder": ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask"),
+}
+PER_TOKEN = ("position_ids", "token_type_ids", "labels", "decoder_position_ids", "cache_position")
 
 
 class CompiledModelError(Exception):
@@ -49,10 +56,7 @@ def unavailable_on_error(context: str = "") -> Generator[None]:
 
 @contextmanager
 def compiled_model_errors(call_base: Callable[[], object]) -> Generator[None]:
-    """An error inside the block is the compiled model's own if the same call of its base succeeds.
-
-    Raises: CompiledModelError, or ReferenceUnavailable by `call_base`.
-    """
+    """An error inside the block is a `CompiledModelError` if the same call of the base succeeds."""
     try:
         yield
     except PROPAGATED:
@@ -102,13 +106,7 @@ class Comparison:
         return task(self.compiled, self.task) if self.task is not None else nullcontext()
 
     def run_compiled(self, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
-        """Calls the compiled model.
-
-        Without a recorder it has no hooks, since hooks may disable fast paths of the model's code.
-
-        Raises: CompiledModelError; ReferenceUnavailable if the base does not run in this mode,
-        either.
-        """
+        """Calls without hooks if there is no recorder: they may disable fast paths."""
         with ExitStack() as stack:
             stack.enter_context(self.selected_task())
             stack.enter_context(mode.applied_to(self.compiled))
@@ -125,11 +123,8 @@ class Comparison:
         return compiled_model_errors(call_base)
 
     def run_reference(self, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
-        """Evaluates the spec on the base.
-
-        Raises: ReferenceUnavailable if an equation has no values to read, or the base does not run
-        with hooks.
-        """
+        """Evaluates the spec on the base. Raises: ReferenceUnavailable."""
+        mode = EVALUATION if mode.inference else mode  # inference mode is for the compiled model
         with ExitStack() as stack:
             stack.enter_context(self.selected_task())
             stack.callback(self.compiled.eval)
@@ -206,3 +201,59 @@ class Comparison:
         """The edit at its site, and all others that use one of these parameters."""
         others = [other for other in self.record.site_edits if set(names) & set(self.parameters_of(other))]
         return [key_of(site_edit), *map(key_of, others)]
+
+
+class Prompts:
+    """Prompts of one call of the base: embedded tokens before those of the input, a longer mask.
+
+    `arguments`: those of the batch, with prompts in front.
+    """
+
+    def __init__(
+        self, base: nn.Module, site_edits: Sequence[ir.SiteEdit], interpreter: Interpreter, batch: Mapping[str, Any]
+    ) -> None:
+        self.base, self.interpreter = base, interpreter
+        self.arguments = dict(batch)
+        self.is_encoder_decoder = bool(getattr(getattr(base, "config", None), "is_encoder_decoder", False))
+        self.prompt_lengths = {"": 0, "decoder": 0}
+        self.lengths = {
+            stack: batch[ids].shape[1] for stack, (ids, _, _) in STACKS.items() if ids in batch and site_edits
+        }
+        for site_edit in site_edits:
+            self._prepend(site_edit)
+
+    def _prepend(self, site_edit: ir.SiteEdit) -> None:
+        stack = "decoder" if self.is_encoder_decoder and site_edit.site.path.startswith("decoder.") else ""
+        ids, embeds, mask = STACKS[stack]
+        visible = self.arguments.get(mask)
+        if len(site_edit.assigns) > 1 or site_edit.lets or any(name in self.arguments for name in PER_TOKEN):
+            raise ReferenceUnavailable("the batch has other arguments per token, which would need rows for the prompt")
+        if isinstance(visible, Tensor) and not bool((visible != 0).all()):
+            raise ReferenceUnavailable("the batch has padding, and a prompt stands before the first token of each row")
+        if embeds not in self.arguments:
+            if ids not in self.arguments:
+                raise ReferenceUnavailable(f"the batch has no `{ids}`")
+            embedding = self.base.get_submodule(site_edit.site.module)
+            self.arguments[embeds] = embedding(self.arguments.pop(ids))
+        value = next(iter(site_edit.assigns)).value
+        assert isinstance(value, ir.Concat)
+        h = self.arguments[embeds]
+        self.interpreter.forget([site_edit.site.path], [id(site_edit)])
+        parts = [part for part in value.parts if not isinstance(part, ir.Read)]
+        rows = [self.interpreter.evaluate(site_edit, part, h).expand(len(h), -1, -1).to(h.dtype) for part in parts]
+        self.prompt_lengths[stack] += (count := sum(part.shape[1] for part in rows))
+        self.arguments[embeds] = torch.cat([*rows, h], 1)
+        if isinstance(visible, Tensor):
+            self.arguments[mask] = torch.cat([visible.new_ones(len(visible), count), visible], 1)
+
+    def without_prompt_rows(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Removes the rows of the prompt, except from outputs of an encoder."""
+        stack = "decoder" if self.is_encoder_decoder else ""
+        count = self.prompt_lengths[stack]
+        length = self.lengths.get(stack, 0) + count
+        return {
+            name: value[:, count:]
+            if count and value.ndim > 1 and value.shape[1] == length and not name.startswith("encoder")
+            else value
+            for name, value in outputs.items()
+        }

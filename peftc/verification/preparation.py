@@ -73,11 +73,7 @@ def require_runnable(base: nn.Module, batch: Batch) -> None:
 
 
 def sample_batch(model: nn.Module, sample: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The sample that the model was compiled with, else random inputs in the shapes of the tracer's
-    sample.
-
-    Raises: P507 for a model whose inputs are not known.
-    """
+    """`sample`, else random inputs like those of the tracer. Raises: P507 for unknown inputs."""
     if sample is not None:
         return dict(sample)
     fake = fake_copy(model)

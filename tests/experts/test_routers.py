@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import peftc
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.fakes.tensors import new_mode
-from peftc.planning.report.site_tree import sites_text
+from peftc.planning.report.plan import plain_text
+from peftc.planning.report.site_tree import render_sites
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer
@@ -107,7 +108,7 @@ edit w at layer[*].ffn.experts[0].up { w += lowrank(r=1) }"""
 
 def test_all_experts_are_one_line_in_the_site_tree() -> None:
     model, inputs = original("qwen2_moe")
-    lines = sites_text(peftc.sites(model, sample=inputs), 150).splitlines()
+    lines = plain_text(render_sites(peftc.sites(model, sample=inputs), 150), 150).splitlines()
     (line,) = [line for line in lines if "experts[" in line]
     assert line.split() == ["experts[0..3]", "×", "4", "experts", "18,432"]
     assert sum(line.strip().startswith("down ") for line in lines) == 2  # of the experts, and of the shared one

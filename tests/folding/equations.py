@@ -122,8 +122,8 @@ def fold(
         return Unfolded(error.reason)
     except PeftcError as error:
         return Unfolded(str(error))
-    new = {name: value.value for name, value in values.items()}
-    survived = values["q.weight"].change.survived if "q.weight" in values else 1.0
+    new = {name: value for name, (value, _) in values.items()}
+    survived = values["q.weight"][1].survived if "q.weight" in values else 1.0
     return Folded(new.get("q.weight", weight), new.get("q.bias", bias), survived)
 
 

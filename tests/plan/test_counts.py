@@ -11,8 +11,8 @@ import pytest
 
 import peftc
 from peftc.addressing.sites import SiteTable
-from peftc.planning.counts import percent
 from peftc.planning.planner import PlanResult, make_plan
+from peftc.planning.report.plan import percent
 from peftc.semantics.expand import expand
 from peftc.syntax import parse_text
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.observation.layer_candidates import repeated_blocks
+from peftc.recognition.layer_candidates import repeated_blocks
 from peftc.recognition.layers import is_weighted_sum
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.tracing.region_trace import RegionTrace

@@ -10,7 +10,8 @@ import torch
 from transformers import AlbertConfig, AlbertModel, BartConfig
 
 import peftc
-from peftc.planning.report.site_tree import sites_text
+from peftc.planning.report.plan import plain_text
+from peftc.planning.report.site_tree import render_sites
 
 
 def config(groups: int) -> AlbertConfig:
@@ -23,7 +24,7 @@ def test_a_site_has_its_number_of_calls(groups: int, name: str) -> None:
     table = peftc.sites(config(groups))
     layers = [s for s in table.sites if s.steps[-1][0] == "layer"]
     assert [s.runs for s in layers] == [6 // groups] * groups
-    assert name in " ".join(sites_text(table, 200).split())
+    assert name in " ".join(plain_text(render_sites(table, 200), 200).split())
 
 
 def test_layers_with_weights_of_their_own_run_once() -> None:

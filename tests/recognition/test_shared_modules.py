@@ -16,8 +16,8 @@ from transformers import BartConfig, BartModel, BertConfig, BertModel, GPT2Confi
 import peftc
 from peftc import PeftcError
 from peftc.installation.compiled_model import analyse_base, plan_on
-from peftc.planning.report.plan import plan_text
-from peftc.planning.report.site_tree import sites_text
+from peftc.planning.report.plan import plain_text, render_plan
+from peftc.planning.report.site_tree import render_sites
 from peftc.semantics.spec_argument import flat_spec
 
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -274,9 +274,11 @@ def test_edits_of_and_inside_a_shared_module_are_refused(models: dict[str, nn.Mo
 
 def test_plan_and_table_show_shared_modules(models: dict[str, nn.Module]) -> None:
     model = tied(copy.deepcopy(models["llama"]), "layers", "mlp")
-    assert "one module: layers.0.mlp, layers.1.mlp" in sites_text(peftc.sites(model), 200)
+    assert "one module: layers.0.mlp, layers.1.mlp" in plain_text(render_sites(peftc.sites(model), 200), 200)
     plan = plan_on(analyse_base(model), flat_spec(spec("layer[*].ffn", PARALLEL)))
-    assert "once for  decoder.layer[0].ffn and decoder.layer[1].ffn" in plan_text(plan.plan, plan.site_edits, 200)
+    assert "once for  decoder.layer[0].ffn and decoder.layer[1].ffn" in plain_text(
+        render_plan(plan.plan, plan.site_edits), 200
+    )
 
 
 class Guest(nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 import peftc
 from peftc.cli.main import main
 from peftc.planning import ir
-from peftc.planning.report.text import plain_text
+from peftc.planning.report.plan import plain_text
 from peftc.verification.reference.recorder import CallEvent, Recorder
 from peftc.verification.report import render_verification
 from tests import zoo

@@ -15,11 +15,7 @@ _BUDGET = 20 * BUDGET  # statements of all methods
 
 
 def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
-    """All errors of a file: its definitions, what it applies, and each of its methods.
-
-    Args:
-        include: as in `expand`.
-    """
+    """All errors of a file: its definitions, what it applies, and its methods. See `expand`."""
     folders = folders_of(spec, include)
     errors = list(check_definitions(spec))
     methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]

@@ -1,4 +1,4 @@
-"""Tensors that are sharded over processes (FSDP2): gathered, and written by one process."""
+"""Weights that may have no values, be offloaded, or be sharded over processes (FSDP2)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,30 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.module import has_values
+from peftc.modules.offload import offloaded_error, offloaded_parameters
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def require_values(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises: P527 for a tensor without values."""
+    missing = [name for name, tensor in tensors if not has_values(tensor)]
+    if missing:
+        message = f"{len(missing)} of the parameters have no values, such as `{missing[0]}`"
+        raise PeftcError(Diagnostic("P527", message, help="load the weights of the model first"))
+
+
+def require_base(model: nn.Module) -> None:
+    """Raises: P566 for offloaded weights, P527 for weights without values."""
+    if elsewhere := offloaded_parameters(model):
+        raise PeftcError(offloaded_error(elsewhere, "weights are changed in the places where they are"))
+    require_values(model.named_parameters())
 
 
 def is_sharded(tensor: Tensor) -> bool:
