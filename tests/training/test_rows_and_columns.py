@@ -101,14 +101,12 @@ def test_only_selected_rows_are_trained_and_folded(name: str, tmp_path: Path) ->
     places = states(loaded)
     for path, module in linears(name).items():
         for part, form in (("weight", "lines"), ("bias", "lines_2")):
-            difference = model.get_parameter(f"{module}.{part}") != base.get_parameter(f"{module}.{part}")
-            difference = (difference.t() if name in TRANSPOSED and part == "weight" else difference).reshape(
-                len(difference.view(-1)), -1
-            )
+            delta = model.get_parameter(f"{module}.{part}") != base.get_parameter(f"{module}.{part}")
+            delta = (delta.t() if name in TRANSPOSED and part == "weight" else delta).reshape(len(delta.view(-1)), -1)
             if part == "weight":
                 size = base.get_parameter(f"{module}.weight").shape
-                difference = difference.view(size[::-1] if name in TRANSPOSED else size)
-            assert difference.any(1).nonzero()[:, 0].tolist() == places[f"m/{path}/{form}.places"].tolist()
+                delta = delta.view(size[::-1] if name in TRANSPOSED else size)
+            assert delta.any(1).nonzero()[:, 0].tolist() == places[f"m/{path}/{form}.places"].tolist()
 
 
 def test_columns_have_scores_of_their_own() -> None:
