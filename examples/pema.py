@@ -1,11 +1,10 @@
-"""PEMA end to end on one core, beside kNN-LM and LoRA: docstrings from the imperative ("Return a
-list.") to the third person ("Returns …").
+"""PEMA end to end on one core, compared with kNN-LM and LoRA: docstrings from the imperative
+("Return a list.") to the third person ("Returns …").
 
-The base, a small LLaMA, is trained first, to repair sentences from docstrings in which words were
-changed, lost or put in. It never sees the task. Its owner runs it once over the task's sentences
-and hands out what the head was given, with the tokens that were wanted, and a copy of the head.
-Then the base is gone; PEMA trains on the files, comes back to it and generates. Nothing is
-downloaded.
+The base, a small LLaMA, is first trained to repair sentences with replaced, missing or extra words.
+It never sees the task. Its owner runs it once on the task's sentences, and shares the head's
+inputs, the target tokens and a copy of the head. PEMA trains on these files without the base, and
+then generates with it. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_trained_count_is_the_number_of_entries(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_stored_count_is_what_is_left_after_collapsing(case: Case) -> None:
+def test_stored_count_is_the_count_after_collapsing(case: Case) -> None:
     count = case.form.count(case.args, case.dims)
     if case.form.collapses(case.args) is not None and case.in_part:
         sites = initialised(case).owner_module

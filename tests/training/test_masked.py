@@ -165,7 +165,7 @@ def test_a_checkpoint_keeps_everything_for_further_training(tmp_path: Path) -> N
     assert plan.totals.stored == sum(p.numel() for p in peftc.parameters(loaded).values())
 
 
-def test_checkpointing_draws_what_the_forward_drew() -> None:
+def test_checkpointing_repeats_the_draws_of_the_forward() -> None:
     result: list[list[Tensor]] = []
     for checkpointing in (False, True):
         model = compiled("llama").train()
