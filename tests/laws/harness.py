@@ -95,7 +95,7 @@ class Case:
 
     @cached_property
     def plan(self) -> Any:
-        """The plan of the recipe, made from the config alone."""
+        """The plan of the recipe, from the config only."""
         return plan_on(analysis(self.name), flat_spec(self.recipe.text)).plan
 
     @cached_property

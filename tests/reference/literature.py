@@ -1,7 +1,7 @@
 """Methods of the literature on weights, Linears and layers, as code; see `methods.py`.
 
-What is never trained (VeRA's A and B, the random matrices of Fastfood) and what is common to the
-sites of an edit stands among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
+Frozen tensors (VeRA's A and B, the random matrices of Fastfood) and those shared by the sites of an
+edit are among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
 """
 
 from __future__ import annotations
