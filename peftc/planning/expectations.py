@@ -11,7 +11,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.arithmetic import ARITHMETIC
 from peftc.planning.counts import percent
 from peftc.planning.report.plan import Plan, PlanEdit, PlanTotals
-from peftc.semantics.checks.expects import check_expect
+from peftc.semantics.checks.spec import check_expect
 from peftc.semantics.constants import numeric_value
 from peftc.semantics.vocabulary import PLAN_COUNTS
 from peftc.syntax import ast
