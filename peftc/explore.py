@@ -36,9 +36,13 @@ from peftc.tracing.tracer import RegionTracer
 class TracedRegion:
     """A layer as an fx graph, which stands for all layers of its type.
 
-    `module`: the dotted name of the layer that was traced. `layers`: all that share the graph.
-    `states`: nodes by the names of hidden states, such as `attn.self.q.h`; a node lists its full
-    names in `node.meta["states"]`.
+    Attributes:
+        module: the dotted name of the layer that was traced.
+        layers: the dotted names of all layers that share the graph.
+        graph: the traced code, down to Linears, norms and activations.
+        states: nodes by the names of hidden states, such as `attn.self.q.h`. A node lists the full
+            names in `node.meta["states"]`.
+        sites: the sites of the layer that was traced.
     """
 
     module: str
@@ -55,12 +59,13 @@ class TracedRegion:
         signature = forward_signature(self.kind.root)
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
-        return function("forward", signature, function_body(graph, GlobalNames(), signature))
+        return function("forward", signature, function_body(graph, GlobalNames(signature.parameters), signature))
 
     def state(self, name: str) -> fx.Node:
         """The node of a hidden state: `h` if the region has one site, `ffn.h`, or a full path.
 
-        Raises: P207 if no state, or more than one, has that name.
+        Raises:
+            PeftcError: P207 (no state has that name, or more than one).
         """
         matches = [key for key in self.states if key.endswith(f".{name}") or f"layer.{key}" == name]
         matches = [name] if name in self.states else matches
@@ -83,9 +88,14 @@ def trace(
 ) -> list[TracedRegion]:
     """The layers of a model as graphs with named hidden states, one graph per layer type.
 
-    Args: `sites`: a selector; limits the layers and the states to those of the sites that it
-        selects. `sample`, `trust_remote_code`: as in `peftc.sites`.
-    Raises: P0xx and P2xx for the selector, P5xx for the model.
+    Args:
+        model: as in `peftc.sites`.
+        sites: a selector; limits the layers and the states to those of the sites that it selects.
+        sample: as in `peftc.sites`.
+        trust_remote_code: as in `peftc.sites`.
+
+    Raises:
+        PeftcError: P0xx and P2xx (the selector), P5xx (the model).
     """
     analysis = analyse_base(model, sample, trust_remote_code)
     table, stacks = analysis.table, analysis.structure.stacks
@@ -139,8 +149,15 @@ def rewrite(
     """A copy of a region's graph with the equations of `edits` written into it.
 
     Parameters of the edits are calls of `peftc.<edit>.<site>.<form>` in the graph.
-    Args: `settings`, `include`: as in `peftc.plan`.
-    Raises: as `peftc.plan`; P210 if no edit has a site in the region.
+
+    Args:
+        region: from `peftc.trace`.
+        edits: a spec, as in `peftc.plan`.
+        settings: as in `peftc.plan`.
+        include: as in `peftc.plan`.
+
+    Raises:
+        PeftcError: as `peftc.plan`; P210 (no edit has a site in the region).
     """
     analysis = region.analysis
     result = make_plan(flat_spec(edits, settings, include), analysis.table)

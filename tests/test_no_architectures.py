@@ -64,8 +64,8 @@ def words(text: str) -> Iterator[tuple[int, str]]:
     for n, line in enumerate(text.splitlines(), 1):
         for known in IDS:
             line = line.replace(known, "")
-        for found in re.findall(r"[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*", line):
-            parts = re.findall(r"[A-Z]+[0-9]*(?![a-z])|[A-Z]?[a-z]+[0-9]*|[0-9]+", found)
+        for word in re.findall(r"[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*", line):
+            parts = re.findall(r"[A-Z]+[0-9]*(?![a-z])|[A-Z]?[a-z]+[0-9]*|[0-9]+", word)
             for i in range(len(parts)):
                 for j in range(i + 1, len(parts) + 1):
                     yield n, plain("".join(parts[i:j]))
@@ -79,8 +79,8 @@ def named(text: str, allowed: frozenset[str] | set[str] = frozenset()) -> list[t
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_architecture_is_named(path: Path) -> None:
     name = path.relative_to(ROOT).as_posix()
-    found = named(code_of(path.read_text(encoding="utf-8")), OTHERS.get(name, set()))
-    assert not found, "\n".join(f"{name}:{line}: {word}" for line, word in found)
+    names = named(code_of(path.read_text(encoding="utf-8")), OTHERS.get(name, set()))
+    assert not names, "\n".join(f"{name}:{line}: {word}" for line, word in names)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_no_architecture_is_named(path: Path) -> None:
     ],
 )
 def test_the_rule_finds_names(text: str, word: str) -> None:
-    assert word in {found for _, found in named(text)}
+    assert word in {other for _, other in named(text)}
 
 
 def test_comments_and_docstrings_may_name_models() -> None:

@@ -27,11 +27,9 @@ from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.task_names import require_tasks, task_names
 from peftc.models.load import load_or_initialize
 from peftc.models.resolve import resolve
-from peftc.planning.counts import percent
 from peftc.planning.planner import PlanResult
-from peftc.planning.report.plan import render_plan
+from peftc.planning.report.plan import percent, plain_text, render_plan
 from peftc.planning.report.site_tree import render_sites
-from peftc.planning.report.text import plain_text
 from peftc.planning.selection.untraced import reason_lines
 from peftc.recognition.analysis import Analysis
 from peftc.runtime import respecialize
@@ -207,7 +205,7 @@ def readme(installed: InstalledSpec, tasks: Sequence[str]) -> str:
     ]
     return f"""# {Path(plan.spec.path).stem} on {plan.model.id}
 
-{len(plan.edits)} edits of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by
+{len(plan.edits)} edit{"s" * (len(plan.edits) != 1)} of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by
 peftc. Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the base). Stored:
 {total.stored:,}.
 

@@ -47,6 +47,7 @@ def calibrate(
     gradients, modes and `requires_grad` are as before.
 
     Args:
+        model: a compiled model.
         data: batches, each the keyword arguments of a forward.
         loss: a function of the model and a batch; by default the `loss` of the model's result.
         lr: the learning rate of AdamW.
@@ -57,12 +58,12 @@ def calibrate(
         The number of selected entries (rows, columns) by edit.
 
     Raises:
-        P410 (not compiled), P413 (no spec of that name), P529 (switched off), P533 (batches without
-        a task), P541 (nothing to select, or no gradients), P542 (quantised weights).
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P529 (switched off), P533
+            (batches without a task), P541 (nothing to select, or no gradients), P542 (quantised
+            weights).
 
-    Source:
-        Sung et al. 2021, Eq. 3 (fisher); Ansell et al. 2022 (change); Lee et al. 2019 (snip);
-        Vucetic et al. 2022 (rows).
+    Source: Sung et al. 2021, Eq. 3 (fisher); Ansell et al. 2022 (change); Lee et al. 2019 (snip);
+    Vucetic et al. 2022 (rows).
     """
     record = active_installation(model)
     edits = {edit for spec in record.selected(name) for edit in spec.edits}

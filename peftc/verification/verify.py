@@ -45,8 +45,10 @@ def verify(
     bit; folded, it must equal itself. The model is not touched.
 
     Args:
+        model: a compiled model.
         batch: arguments of one forward; by default those of the compilation, or random ones.
-        sites: those perturbed alone: "all", or the first, a middle and the last of each kind.
+        sites: those perturbed alone: "all", or "sample" for the first, a middle and the last of
+            each kind.
         base: the model before it was compiled, to compare the model without its edits.
         weights: the origin of the weights, for the report.
 
@@ -54,8 +56,9 @@ def verify(
         The checks. A fault of the model is not raised: it is one of the `findings`, P602-P611.
 
     Raises:
-        P410 (not compiled), P436 (an edited module was replaced), P507 (no inputs), P509 (the base
-        does not run on the batch), P545 (no batch), P601 (no weights, or it cannot be copied).
+        PeftcError: P410 (not compiled), P436 (an edited module was replaced), P507 (no inputs),
+            P509 (the base does not run on the batch), P545 (no batch), P601 (no weights, or it
+            cannot be copied).
     """
     record = installation_of(model)
     parameters(model)  # raises P436

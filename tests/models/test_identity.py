@@ -1,4 +1,4 @@
-"""A fingerprint tells one base from another, and nothing else."""
+"""Fingerprints distinguish bases, and nothing else."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_neither_dtype_nor_values_nor_training_matter() -> None:
         {"tie_word_embeddings": False},
     ],
 )
-def test_what_the_model_computes_matters(change: dict[str, object]) -> None:
+def test_the_function_of_the_model_matters(change: dict[str, object]) -> None:
     assert fingerprint(zoo.build("gpt2")) != fingerprint(zoo.build("gpt2", **change))
 
 

@@ -1,4 +1,4 @@
-"""Weights are read from safetensors, or it is said why not."""
+"""Weights load from safetensors only; every other case is a diagnostic."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from tests import zoo
 
 
 def code_of(name: str) -> tuple[str, str]:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         load_model(resolve(name))
-    (said,) = caught.value.diagnostics
-    return said.code, " ".join((said.message, *said.notes))
+    (diagnostic,) = excinfo.value.diagnostics
+    return diagnostic.code, " ".join((diagnostic.message, *diagnostic.notes))
 
 
 @pytest.mark.parametrize("name", ["bart", "bert", "gpt2"])
@@ -27,8 +27,8 @@ def test_a_saved_model_comes_back(tmp_path: Path, name: str) -> None:
     loaded = load_model(resolve(str(tmp_path)))
     assert type(loaded) is type(model)
     assert not loaded.training
-    given = zoo.inputs(name, model)
-    assert torch.equal(loaded(**given)[0], model(**given)[0])
+    inputs = zoo.inputs(name, model)
+    assert torch.equal(loaded(**inputs)[0], model(**inputs)[0])
 
 
 def test_a_module_is_its_own_weights() -> None:

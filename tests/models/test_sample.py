@@ -1,4 +1,4 @@
-"""Sample inputs come from the model's own words."""
+"""Sample inputs, derived from the model's own forward and configuration."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ def test_ids_for_every_stack_and_no_mask(name: str) -> None:
     assert (out.get("past_key_values") is not None) == (name in zoo.GENERATING)
 
 
-def test_a_model_that_cannot_be_fed_asks_for_a_sample() -> None:
-    with pytest.raises(PeftcError) as caught:
+def test_a_model_with_unknown_inputs_asks_for_a_sample() -> None:
+    with pytest.raises(PeftcError) as excinfo:
         sample_inputs(fake_copy(nn.Linear(2, 2)))
-    assert caught.value.diagnostics[0].code == "P507"
-    assert "sample=" in str(caught.value)
+    assert excinfo.value.diagnostics[0].code == "P507"
+    assert "sample=" in str(excinfo.value)

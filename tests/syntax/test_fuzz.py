@@ -1,4 +1,4 @@
-"""Any text of up to 10 kB gives a Spec or diagnostics, in bounded time."""
+"""Any text of up to 10 kB gives a Spec or diagnostics in bounded time."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ WORDS = [
     "\r\n",
     "\t",
 ]
-SECONDS = 3.0  # of the processor, for one text; most take a hundredth of it
+SECONDS = 3.0  # seconds of CPU for one text; most take a hundredth of that
 
 
 def survives(text: str) -> None:

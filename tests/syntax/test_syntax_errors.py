@@ -11,9 +11,9 @@ from tests.syntax.malformed import MALFORMED
 
 
 def errors_of(text: str) -> tuple[Diagnostic, ...]:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         parse_text(text)
-    return caught.value.diagnostics
+    return excinfo.value.diagnostics
 
 
 @pytest.mark.parametrize(("text", "code"), [(text, code) for code, texts in MALFORMED.items() for text in texts])
@@ -141,7 +141,7 @@ def test_the_number_of_messages_is_limited() -> None:
 def test_an_expression_alone() -> None:
     assert str(parse_expression("mlp(800)")) == str(parse_expression(" mlp( 800 ) # width"))
     for bad in ("", "4 +", "a b", "r=3", "edit", "4)"):
-        with pytest.raises(PeftcError) as caught:
+        with pytest.raises(PeftcError) as excinfo:
             parse_expression(bad, "--set x")
-        assert caught.value.diagnostics[0].code.startswith("P0")
-        assert caught.value.diagnostics[0].source is not None
+        assert excinfo.value.diagnostics[0].code.startswith("P0")
+        assert excinfo.value.diagnostics[0].source is not None
