@@ -10,7 +10,7 @@ from typing import Literal
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.arithmetic import ARITHMETIC
 from peftc.planning.report.plan import Plan, percent
-from peftc.semantics.checks.expects import check_expect
+from peftc.semantics.checks.spec import check_expect
 from peftc.semantics.constants import numeric_value
 from peftc.semantics.vocabulary import PLAN_COUNTS
 from peftc.syntax import ast
