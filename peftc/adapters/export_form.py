@@ -61,11 +61,9 @@ def stored_spec(spec: ast.Spec) -> str:
     A `shared` binding is inlined unless its export form has shared parameters, too.
     Raises: P528 if shared rows are used twice in one edit.
     """
-    inlined = {
-        let.name: _bound_form(let)
-        for let in spec.statements
-        if isinstance(let, ast.Let) and (form := _export_form(_bound_form(let))) is not None and not _is_shared(form)
-    }
+    bound = {let.name: _bound_form(let) for let in spec.statements if isinstance(let, ast.Let)}
+    exported = {name: _export_form(value) for name, value in bound.items()}
+    inlined = {name: bound[name] for name, form in exported.items() if form is not None and not _is_shared(form)}
     statements: list[ast.Statement] = []
     for statement in spec.statements:
         if isinstance(statement, ast.Expect) or getattr(statement, "name", "") in inlined:

@@ -161,11 +161,9 @@ class Source:
             for a, b in zip(site_edit.assigns, other.assigns, strict=True)
         )
         if not equal:
-            notes = [
-                f"{subject} {a.source.target} {a.source.op} {print_expression(a.source.value)}"
-                for subject, edited in (("the fusion has", site_edit), ("the adapter", other))
-                for a in edited.assigns
-            ]
+            sources = [("the fusion has", a.source) for a in site_edit.assigns]
+            sources += [("the adapter", a.source) for a in other.assigns]
+            notes = [f"{subject} {s.target} {s.op} {print_expression(s.value)}" for subject, s in sources]
             adapter = pairs.get(id(instance))
             if adapter is not None and adapter.form.name == ADAPTER:
                 notes = [*argument_differences(instance, adapter), *notes]

@@ -57,8 +57,6 @@ def evaluate(statement: ast.Expect, plan: Plan) -> tuple[str, Diagnostic | None]
 
 
 class _Evaluator:
-    """Evaluates expressions that `check_expect` accepts."""
-
     def __init__(self, plan: Plan) -> None:
         self.totals = plan.totals
         self.edits = {edit.name: edit for edit in plan.edits}

@@ -25,8 +25,6 @@ MAX_QUOTE = 50  # characters of an expression in a message
 
 @dataclass
 class TermLowering:
-    """Lowers the expressions of one edit at one site."""
-
     edit: str
     site: Site
     context: LoweringContext

@@ -120,11 +120,8 @@ def group_by_state(site_edits: Iterable[ir.SiteEdit]) -> list[list[ir.SiteEdit]]
     """Groups edits of one state at one site: they share a region and apply in order."""
     groups: list[list[ir.SiteEdit]] = []
     for new in site_edits:
-        same = [
-            group
-            for group in groups
-            if group[0].site.path == new.site.path and any(written_states(p) & written_states(new) for p in group)
-        ]
+        at_site = (group for group in groups if group[0].site.path == new.site.path)
+        same = [group for group in at_site if any(written_states(p) & written_states(new) for p in group)]
         groups = [group for group in groups if group not in same]
         groups.append([*(p for group in same for p in group), new])
     return groups

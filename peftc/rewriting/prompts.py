@@ -63,11 +63,8 @@ def token_stack(site: Site, structure: ModelStructure, span: Span) -> tuple[Stac
     Raises: P418 where there is none, or where it needs something that a prompt has not: ids, or
     another argument with a value for each token.
     """
-    takers = [
-        (stack, module)
-        for stack in structure.stacks
-        if (module := innermost_with((EMBEDS,), site.module, stack, structure)) is not None
-    ]
+    modules = [(s, innermost_with((EMBEDS,), site.module, s, structure)) for s in structure.stacks]
+    takers = [(stack, module) for stack, module in modules if module is not None]
     flow = token_flow_of(site.module, takers, structure) if takers else TokenFlow()
     takers = [(stack, module) for stack, module in takers if module in flow.arguments]
     if not takers:

@@ -28,8 +28,6 @@ class Foldability:
 
 @dataclass(frozen=True, eq=False)
 class _SiteFold:
-    """The fold of an edit at one site."""
-
     site_edit: SiteEdit
     order: int  # of the edit in the spec
     target: FoldTarget | None

@@ -15,8 +15,6 @@ from peftc.syntax import ast
 
 @dataclass(frozen=True)
 class TrainTarget:
-    """What one `train` statement trains."""
-
     name: str
     sites: tuple[Site, ...]  # those that have one of the states
     ranges: frozenset[RowRange]
