@@ -52,14 +52,11 @@ class StackedSlice:
 
 @dataclass(frozen=True)
 class WeightRef:
-    """A parameter, or part of one, as `nn.Linear` stores it: (out, in).
-
-    `rows` are rows of the stacked slice where there is one, else of the parameter.
-    """
+    """A parameter, or part of one, as `nn.Linear` stores it: (out, in)."""
 
     module: str  # dotted name in the model
     attribute: str  # "weight", "bias"
-    rows: Slice | None = None
+    rows: Slice | None = None  # of the stacked slice where there is one, else of the parameter
     transposed: bool = False  # stored (in, out), as transformers' Conv1D does
     stacked_slice: StackedSlice | None = None
 
@@ -121,15 +118,12 @@ class Site:
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """Any module of the model, for globs, `**` and `train`.
-
-    `input` and `output` are the features of the first tensor among its arguments and in its result;
-    None where a forward does not call it exactly once, or the tensor has no features.
-    """
+    """Any module of the model, for globs, `**` and `train`."""
 
     name: str  # dotted
     type: str
     parameters: Mapping[str, tuple[int, ...]]  # its own, not its children's: attribute -> stored shape
+    # features of the first tensor among its arguments and in its result; None unless called once
     input: int | None = None
     output: int | None = None
     called: bool = True  # by a forward

@@ -39,18 +39,15 @@ CLOSE = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class HiddenUnits:
-    """New hidden units of one ffn.
-
-    Shapes: rows (n, d_in), their biases (n,), columns (d_out, n), the constant (d_out,).
-    """
+    """New hidden units of one ffn."""
 
     edit: str
     up: Site
     down: Site
-    rows: Tensor
-    biases: Tensor | None
-    columns: Tensor
-    constant: Tensor | None
+    rows: Tensor  # (n, d_in)
+    biases: Tensor | None  # (n,)
+    columns: Tensor  # (d_out, n)
+    constant: Tensor | None  # (d_out,)
 
 
 def fold_and_widen(

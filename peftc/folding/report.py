@@ -8,20 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one parameter of the base.
-
-    `entries`: how many of its `total` differ now. `survived`: the part of the entries with a change
-    that still differ after rounding to the parameter's dtype. `created`: it is a bias that was not
-    there before, a new key of the state dict. `edits`: all that were folded into it; where there
-    are several, the numbers are of all of them together.
-    """
+    """What became of one parameter of the base, after all edits that were folded into it."""
 
     parameter: str
     total: int
-    entries: int
-    survived: float
+    entries: int  # how many of `total` differ now
+    survived: float  # the part of the changed entries that still differ after rounding to `dtype`
     dtype: str
-    created: bool = False
+    created: bool = False  # a bias that was not there before, a new key of the state dict
     edits: tuple[str, ...] = ()
 
 

@@ -130,7 +130,10 @@ class TermLowering:
         if len(call.args) != 1 or call.kwargs:
             raise error("P108", f"`{call.function}` is a module of the model and takes one value", call.span)
         size = self.context.weight_size(module)
-        value = self._argument(call.args[0], Tokens(size[-1])) if size else self.term(call.args[0])
+        assert self.target is not None
+        # forms in the argument produce what the module reads
+        terms = replace(self, target=replace(self.target, shape=Tokens(size[-1]))) if size else self
+        value = terms.term(call.args[0])
         if not isinstance(value.shape, Tokens) or (size and size[-1] != value.shape.d):
             expected = f"[…, {size[-1]}]" if size else "hidden states"
             message = f"`{call.function}` of `{self.site.path}` reads {expected}, here it has {value.shape}"
@@ -138,15 +141,6 @@ class TermLowering:
             raise error("P301", message, call.args[0].span, label=f"{value.shape}", notes=notes)
         shape = Tokens(size[0], value.shape.of) if len(size) == 2 else value.shape
         return FrozenCall(call.function, module, value, shape=shape, source=call)
-
-    def _argument(self, source: ast.Expr, shape: Tokens) -> Term:
-        """The argument of a frozen module, whose forms produce what that module reads."""
-        assert self.target is not None
-        outer, self.target = self.target, replace(self.target, shape=shape)
-        try:
-            return self.term(source)
-        finally:
-            self.target = outer
 
     def form_call(self, call: ast.Call, form: Form, owner: str | None = None, use: ast.Call | None = None) -> FormCall:
         """A call of a form. `owner`: the name of the `shared` through which it is called at `use`."""

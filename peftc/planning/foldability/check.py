@@ -16,13 +16,8 @@ from peftc.planning.ir import SiteEdit
 
 @dataclass(frozen=True)
 class Foldability:
-    """Whether an edit folds.
-
-    `reason` says into what and by which rank, or names the sub-expression or edit that prevents it.
-    """
-
     foldable: bool
-    reason: str
+    reason: str  # into what and by which rank, or the sub-expression or edit that prevents it
     changed: frozenset[RowRange | EntryChoice] = frozenset()
 
 
