@@ -28,7 +28,7 @@ from torch import nn
 from benchmarks.common import ALPHA, MODULES, SPEC, R, llama, machine, save, table
 
 LAYERS = (8, 80)
-LATER = 3  # compilations after the first, in the same process
+LATER = 3  # compilations after the first one in a process
 SECONDS, GROWTH = 1.0, 2.0
 
 
@@ -49,20 +49,20 @@ def compile_peftc(model: nn.Module) -> nn.Module:
 def compile_peft(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    found: Any = get_peft_model(
+    peft_model: Any = get_peft_model(
         model,  # pyright: ignore[reportArgumentType]
         LoraConfig(r=R, lora_alpha=ALPHA, target_modules=MODULES),
         low_cpu_mem_usage=True,
     )
-    return found
+    return peft_model
 
 
 CONTENDERS = {"peftc": compile_peftc, "PEFT": compile_peft}
 
 
 def counted_traces() -> Counter[str]:
-    """Counts, from now on, how often a layer of each structure is traced."""
-    from peftc.observation.layer_keys import structure_key
+    """Counts, from now on, the traces of each layer structure."""
+    from peftc.observation.sample_forward import structure_key
     from peftc.tracing.tracer import RegionTracer
 
     traces: Counter[str] = Counter()
@@ -77,14 +77,14 @@ def counted_traces() -> Counter[str]:
 
 
 def measured(contender: str, layers: int) -> dict[str, Any]:
-    """In a process of its own: seconds of the first and of later compilations, and what was traced
-    in the first.
+    """In a fresh process: seconds of the first and of later compilations, and the traces of the
+    first.
     """
     import peft  # noqa: F401
 
     import peftc.compiler  # noqa: F401
 
-    torch.set_num_threads(1)  # threads that wait for work would count as time
+    torch.set_num_threads(1)  # idle threads would add CPU time
     traces = counted_traces()
     seconds: list[float] = []
     first: list[int] = []
@@ -92,10 +92,10 @@ def measured(contender: str, layers: int) -> dict[str, Any]:
         model = skeleton(layers)
         gc.collect()
         start = time.process_time()
-        changed = CONTENDERS[contender](model)
+        compiled = CONTENDERS[contender](model)
         seconds.append(time.process_time() - start)
         first = first or list(traces.values())
-        assert all(p.is_meta for p in changed.parameters())
+        assert all(p.is_meta for p in compiled.parameters())
     return {"first": seconds[0], "later": median(seconds[1:]), "traces": first}
 
 
@@ -121,9 +121,9 @@ def main() -> int:
 
 
 def report(runs: dict[tuple[str, int], list[dict[str, Any]]], repeats: int) -> int:
-    """Prints and keeps the medians; 1 where a limit is passed."""
-    first = {case: median(r["first"] for r in found) for case, found in runs.items()}
-    later = {case: median(r["later"] for r in found) for case, found in runs.items()}
+    """Prints and saves the medians. Returns 1 if a limit is exceeded."""
+    first = {case: median(r["first"] for r in rows) for case, rows in runs.items()}
+    later = {case: median(r["later"] for r in rows) for case, rows in runs.items()}
     rows = [
         [
             contender,
@@ -135,7 +135,7 @@ def report(runs: dict[tuple[str, int], list[dict[str, Any]]], repeats: int) -> i
     shallow, deep = LAYERS
     head = ["", *(f"{when}, {n} layers" for when in ("first", "later") for n in LAYERS), f"first, {deep} : {shallow}"]
     ratio = first["peftc", deep] / first["PEFT", deep]
-    traces = [count for found in runs.values() for r in found for count in r["traces"]]
+    traces = [count for rows in runs.values() for r in rows for count in r["traces"]]
     text = "\n\n".join(
         [
             f"Compiling LoRA (r={R}) on all Linears of LLaMA 70B's shape, on meta; medians of {repeats} processes.",

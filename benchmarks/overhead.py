@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def medians(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    return {"seconds": {name: median(found) for name, found in seconds.items()}}
+    return {"seconds": {name: median(samples) for name, samples in seconds.items()}}
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def main() -> int:
     for _ in range(repeats):
         for name, command in commands.items():
             runs[name].append(measure(command))
-    medians = {name: tuple(map(statistics.median, zip(*found, strict=True))) for name, found in runs.items()}
+    medians = {name: tuple(map(statistics.median, zip(*samples, strict=True))) for name, samples in runs.items()}
     wall, memory = medians["bare import"]
     print(f"{'':32}{'wall':>8}{'over bare':>11}{'ratio':>7}{'peak':>10}{'ratio':>7}   (medians of {repeats})")
     for name, (seconds, megabytes) in medians.items():

@@ -1,7 +1,7 @@
 """Pairs (f(c), y) of a frozen causal LM, in files that are mapped and not read; and kNN-LM, which
 reads them as it finds them.
 
-f(c) is what the head (`model.get_output_embeddings()`) is given for the context c: the last hidden
+f(c) is what the head (`model.get_output_embeddings()`) reads for the context c: the last hidden
 state, after the final norm. y is the token that should have come next.
 """
 
@@ -26,11 +26,11 @@ class Batch:
     """Inputs, padded on the left, and what should follow each, padded on the right.
 
     Shapes:
-        given, mask: (batch, tokens), mask 1 where there is a token
+        inputs, mask: (batch, tokens), mask 1 where there is a token
         target: (batch, steps), IGNORED where there is none
     """
 
-    given: Tensor
+    inputs: Tensor
     mask: Tensor
     target: Tensor
 
@@ -96,8 +96,8 @@ class HeadInputs:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.handle.remove()
 
-    def _keep(self, head: nn.Module, given: tuple[Tensor, ...], logits: Tensor) -> None:
-        self.last = given[0].detach(), logits.detach()
+    def _keep(self, head: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> None:
+        self.last = args[0].detach(), logits.detach()
 
     def take(self) -> tuple[Tensor, Tensor]:
         """(f, head(f)) of the last forward pass, once.
@@ -109,31 +109,31 @@ class HeadInputs:
             raise RuntimeError(
                 "no forward pass since the last token: one pass a token is needed (no assisted decoding)"
             )
-        taken, self.last = self.last, None
-        return taken
+        last, self.last = self.last, None
+        return last
 
 
-def contexts(model: CausalLM, given: Tensor, mask: Tensor, said: Tensor) -> Tensor:
-    """f of every context of a continuation: result[b, i] is what predicts the token after given[b],
-    said[b, :i].
+def contexts(model: CausalLM, inputs: Tensor, mask: Tensor, continuation: Tensor) -> Tensor:
+    """f of every context of a continuation: result[b, i] predicts the token after inputs[b],
+    continuation[b, :i].
 
     Shapes:
-        given, mask: (batch, tokens), padded on the left
-        said: (batch, steps) -> (batch, steps, d)
+        inputs, mask: (batch, tokens), padded on the left
+        continuation: (batch, steps) -> (batch, steps, d)
     Raises: ValueError where the model does something to its logits after the head (a cap, a scale):
     softmax(head(f)) is not its p.
     """
-    ids = torch.cat([given, said[:, :-1]], dim=1)
-    seen = torch.cat([mask, torch.ones_like(said[:, :-1])], dim=1)
-    with torch.no_grad(), HeadInputs(model) as inputs:
-        positions = (seen.cumsum(1) - 1).clamp(min=0)
-        logits = model(input_ids=ids, attention_mask=seen, position_ids=positions, use_cache=False).logits
-    f, own = inputs.take()
+    ids = torch.cat([inputs, continuation[:, :-1]], dim=1)
+    full_mask = torch.cat([mask, torch.ones_like(continuation[:, :-1])], dim=1)
+    with torch.no_grad(), HeadInputs(model) as head:
+        positions = (full_mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=full_mask, position_ids=positions, use_cache=False).logits
+    f, own = head.take()
     if not torch.equal(own, logits.to(own.dtype)):
         raise ValueError(
             "the model's logits are not its head's output: its probabilities cannot be had from f and the head"
         )
-    return f[:, given.shape[1] - 1 :]
+    return f[:, inputs.shape[1] - 1 :]
 
 
 def collect(model: CausalLM, batches: Iterable[Batch], folder: Path, own: bool = True) -> Memory:
@@ -149,22 +149,22 @@ def collect(model: CausalLM, batches: Iterable[Batch], folder: Path, own: bool =
 
 def pairs(model: CausalLM, batch: Batch, own: bool) -> tuple[Tensor, Tensor]:
     """The pairs of one batch: (n, d) and (n)."""
-    wanted = batch.target != IGNORED
-    said = batch.target.clamp(min=0)
+    valid = batch.target != IGNORED
+    tokens = batch.target.clamp(min=0)
     if own:
-        said = greedy(model, batch.given, batch.mask, batch.target.shape[1])
-        ended = (said == model.generation_config.eos_token_id).long()
-        wanted &= ended.cumsum(1) - ended == 0
-    return contexts(model, batch.given, batch.mask, said)[wanted], batch.target[wanted]
+        tokens = greedy(model, batch.inputs, batch.mask, batch.target.shape[1])
+        ended = (tokens == model.generation_config.eos_token_id).long()
+        valid &= ended.cumsum(1) - ended == 0
+    return contexts(model, batch.inputs, batch.mask, tokens)[valid], batch.target[valid]
 
 
-def greedy(model: CausalLM, given: Tensor, mask: Tensor, steps: int, **how: Any) -> Tensor:
+def greedy(model: CausalLM, inputs: Tensor, mask: Tensor, steps: int, **how: Any) -> Tensor:
     """(batch, steps): what the model says, ends of sentences where it says less."""
     ends = model.generation_config.eos_token_id
     ids = model.generate(
-        input_ids=given, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=ends, **how
+        input_ids=inputs, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=ends, **how
     )
-    return nn.functional.pad(ids[:, given.shape[1] :], (0, steps + given.shape[1] - ids.shape[1]), value=ends)
+    return nn.functional.pad(ids[:, inputs.shape[1] :], (0, steps + inputs.shape[1] - ids.shape[1]), value=ends)
 
 
 @dataclass(frozen=True)

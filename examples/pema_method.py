@@ -221,9 +221,9 @@ class Interpolation(LogitsProcessor):
 
 
 def generate(
-    model: CausalLM, given: Tensor, mask: Tensor, steps: int, memory: NextToken, share: Share, **how: Any
+    model: CausalLM, inputs: Tensor, mask: Tensor, steps: int, memory: NextToken, share: Share, **how: Any
 ) -> Tensor:
     """(batch, steps): the base with the mixture in place of its own distribution."""
-    with torch.no_grad(), HeadInputs(model) as inputs:
-        mixing = LogitsProcessorList([Interpolation(inputs, memory, share, start=given.shape[1])])
-        return greedy(model, given, mask, steps, logits_processor=mixing, **how)
+    with torch.no_grad(), HeadInputs(model) as head:
+        mixing = LogitsProcessorList([Interpolation(head, memory, share, start=inputs.shape[1])])
+        return greedy(model, inputs, mask, steps, logits_processor=mixing, **how)

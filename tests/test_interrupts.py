@@ -22,8 +22,8 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_an_interrupt_finds_the_model_before_or_after(group: str) -> None:
-    """Of long operations, only the lines that write and those around them."""
+def test_an_interrupt_leaves_the_model_before_or_after(group: str) -> None:
+    """For long operations, only the lines around writes."""
     paths, names = GROUPS[group]
     command = [sys.executable, "-m", "tests.interrupts.run", "--written", "--json", "--paths", paths, *names]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -24,7 +24,7 @@ Padding = Literal["left", "right"]
 
 @dataclass(frozen=True)
 class Species:
-    """A model class with the smallest config that still has everything its architecture has."""
+    """A model class with the smallest config that has every part of its architecture."""
 
     model: str
     config: str
@@ -121,7 +121,7 @@ SPECIES: dict[str, Species] = {
 }
 
 ARCHITECTURES = ("bart", "bert", "roberta", "t5", "gpt2", "llama", "qwen3", "opt")
-FURTHER = ("mixtral", "vit")  # of no law over all edits: experts, and an input that is no text
+FURTHER = ("mixtral", "vit")  # not in the laws over all edits: experts, and images
 ALL = tuple(name for name in SPECIES if name not in FURTHER)
 GENERATING = tuple(name for name in ALL if "bert" not in name)
 
@@ -131,11 +131,11 @@ def config(name: str, *, dropout: float = 0.0, **overrides: Any) -> transformers
     species = SPECIES[name]
     tokens = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     rates = dict.fromkeys(species.dropout, dropout)
-    made = getattr(transformers, species.config)(
+    settings = getattr(transformers, species.config)(
         **{**(tokens if species.input == "ids" else {}), **species.values, **rates, **overrides}
     )
-    made.architectures = [species.model]
-    return made
+    settings.architectures = [species.model]
+    return settings
 
 
 def build(
@@ -206,31 +206,31 @@ def inputs(
     def draw(length: int) -> torch.Tensor:
         return torch.randint(EOS + 1, VOCAB, (batch, length), generator=generator)
 
-    made = {"input_ids": draw(tokens)}
+    tensors = {"input_ids": draw(tokens)}
     if padding:
         columns = torch.arange(tokens)
         missing = torch.arange(batch)[:, None]
-        made["attention_mask"] = (columns >= missing if padding == "left" else columns < tokens - missing).long()
-        made["input_ids"] = made["input_ids"].masked_fill(made["attention_mask"] == 0, PAD)
+        tensors["attention_mask"] = (columns >= missing if padding == "left" else columns < tokens - missing).long()
+        tensors["input_ids"] = tensors["input_ids"].masked_fill(tensors["attention_mask"] == 0, PAD)
     encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
     if encoder_decoder:
-        made["decoder_input_ids"] = draw(decoder_tokens)
+        tensors["decoder_input_ids"] = draw(decoder_tokens)
     if labels:
-        made["labels"] = _labels(name, model, made, draw, decoder_tokens if encoder_decoder else tokens)
-    return made
+        tensors["labels"] = _labels(name, model, tensors, draw, decoder_tokens if encoder_decoder else tokens)
+    return tensors
 
 
 def _images(model: nn.Module, batch: int, labels: bool, generator: torch.Generator) -> dict[str, torch.Tensor]:
     config: Any = model.config
     shape = (batch, config.num_channels, config.image_size, config.image_size)
-    made = {"pixel_values": torch.randn(shape, generator=generator, dtype=next(model.parameters()).dtype)}
-    return made | ({"labels": torch.arange(batch) % config.num_labels} if labels else {})
+    images = {"pixel_values": torch.randn(shape, generator=generator, dtype=next(model.parameters()).dtype)}
+    return images | ({"labels": torch.arange(batch) % config.num_labels} if labels else {})
 
 
 def _labels(
     name: str,
     model: nn.Module,
-    made: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
     draw: Callable[[int], torch.Tensor],
     length: int,
 ) -> torch.Tensor:
@@ -238,10 +238,10 @@ def _labels(
     if kind is None:
         raise ValueError(f"{name} has no loss")
     if kind == "class":
-        return made["input_ids"].sum(-1) % model.config.num_labels
+        return inputs["input_ids"].sum(-1) % model.config.num_labels
     drawn = draw(length)
-    if "attention_mask" in made and length == made["attention_mask"].shape[1]:
-        drawn = drawn.masked_fill(made["attention_mask"] == 0, -100)
+    if "attention_mask" in inputs and length == inputs["attention_mask"].shape[1]:
+        drawn = drawn.masked_fill(inputs["attention_mask"] == 0, -100)
     return drawn
 
 
@@ -254,7 +254,7 @@ def _exact_norms(model: nn.Module) -> None:
 
 
 def _exact(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass that stays in the input's precision; found again by name, so that it pickles."""
+    """A subclass that keeps the dtype of the input; registered by name, so that it pickles."""
     name = cls.__name__
     if name not in globals():
         globals()[name] = type(name, (cls,), {"__module__": __name__, "forward": forward})

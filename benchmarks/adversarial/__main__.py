@@ -58,8 +58,8 @@ def main() -> int:
 
 def report(results: dict[str, Any]) -> str:
     rows = [
-        [name, *(f"{found[key]:,}" for key in ("run", "accepted", "refused", *BROKEN))]
-        for name, found in results.items()
+        [name, *(f"{counts[key]:,}" for key in ("run", "accepted", "refused", *BROKEN))]
+        for name, counts in results.items()
     ]
     return f"""# Adversarial input
 

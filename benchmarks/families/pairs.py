@@ -1,4 +1,4 @@
-"""Which model types there are: the auto mappings of the installed transformers."""
+"""All model types: the auto mappings of the installed transformers."""
 
 from __future__ import annotations
 

@@ -45,10 +45,11 @@ def load(
     """Compiles a saved adapter onto its base, in place, and returns the model.
 
     The model computes the same function, bit for bit. Parameters have the dtype and device that
-    `compile` chooses for `model`. Nothing that is read is executed. After an error the model is
-    unchanged.
+    `compile` chooses for `model`. Nothing that is read is executed.
 
     Args:
+        directory: with an adapter that `save` wrote.
+        model: the base.
         name: as in `compile`; by default the name of the directory.
         prefix: as in `compile`.
         sample: as in `compile`.
@@ -56,10 +57,14 @@ def load(
             base gives a `PeftcWarning` (P524) with its distance.
         strict: refuses other weights, and quantised weights, which cannot be compared.
 
+    Returns:
+        The model, the same object.
+
     Raises:
-        P412 and P414 (names and parameters of another spec), P520-P522 (the files), P523 (another
-        base), P524 (other weights, if `strict`), P525 (tensors that do not fit), P527 (no weights),
-        P537 (other tasks than the model has).
+        PeftcError: P412 and P414 (names and parameters of another spec), P520-P522 (the files),
+            P523 (another base), P524 (other weights, if `strict`), P525 (tensors that do not fit),
+            P527 (no weights), P537 (other tasks than the model has). After an error the model is
+            unchanged.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"

@@ -53,7 +53,7 @@ class Base(Record):
 
 
 class WeightsDigest(Record):
-    """sha256 over samples of each floating-point parameter that is neither trained nor quantised."""
+    """sha256 over samples of the floating-point parameters that are not trained or quantised."""
 
     values: int  # of each sample, in float64, at equal distances
     sha256: str

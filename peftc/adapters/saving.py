@@ -36,13 +36,17 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     parameters (FSDP2) every process calls this, and rank 0 writes.
 
     Args:
+        model: a compiled model.
         directory: a new or empty one, or one with an adapter, which is replaced.
         name: saves one spec of the model alone; by default all specs are saved as one.
 
+    Returns:
+        The path of the directory.
+
     Raises:
-        P410 (not compiled), P413 (no spec of that name), P526 (cannot be written), P527 (no
-        weights), P528 (prefix without rows), P529 (switched off), P540 (not calibrated), P543 (not
-        pruned), P544 (no adapters to mix).
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P526 (cannot be written), P527
+            (no weights), P528 (prefix without rows), P529 (switched off), P540 (not calibrated),
+            P543 (not pruned), P544 (no adapters to mix).
     """
     target = path_of(directory)
     record = active_installation(model)

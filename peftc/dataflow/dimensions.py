@@ -34,16 +34,8 @@ def dim_before(node: fx.Node, source: fx.Node, dim: int) -> int | None:
             return dim if len(old) == len(new) else None
 
 
-def dim_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """The dimension of the result that `dim` of an operand becomes; None without a single one."""
-    dims = [i for i in range(len(shape(node))) if dim_before(node, source, i) == dim]
-    return dims[0] if len(dims) == 1 else None
-
-
 def _order(node: fx.Node, size: int) -> list[int] | None:
-    """The dimensions of the operand in the order of the result: the operation permutes `size`
-    lengths.
-    """
+    """The dimensions of the operand in the order of the result."""
     if len(node.all_input_nodes) > 1:  # dimensions that are computed
         return None
     lengths = torch.empty(tuple(range(2, size + 2)), device="meta")
@@ -76,7 +68,8 @@ def _dim_of_producer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> in
         if dim is None and source.op == "placeholder":
             dim = _dim_of_consumer(source, layer, {*seen, node})
         if dim is not None:
-            return dim_after(node, source, dim)
+            dims = [i for i in range(len(shape(node))) if dim_before(node, source, i) == dim]
+            return dims[0] if len(dims) == 1 else None
     return None
 
 
@@ -110,14 +103,10 @@ def _keeps_features(source: fx.Node, node: fx.Node) -> bool:
 
 
 def softmax_dim(softmax: fx.Node, scores: fx.Node, layer: LayerGraph) -> int | None:
-    """The dimension of the scores over which a softmax sums to one; None where it cannot be
-    followed back.
-
-    Args:
-        scores: the product of queries and keys behind the softmax.
-    """
-    node = first_input(softmax)
-    size, dim = len(shape(node)), _dim_argument(softmax, layer)
+    """The dimension of `scores`, a product, over which a softmax sums to one; None if unknown."""
+    node, dim = first_input(softmax), softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
+    size, dim = len(shape(node)), getattr(layer.module(softmax), "dim", dim)
+    dim = -1 if dim is None else dim
     if node is None or not isinstance(dim, int) or not -size <= dim < size:
         return None
     dim %= size
@@ -128,10 +117,3 @@ def softmax_dim(softmax: fx.Node, scores: fx.Node, layer: LayerGraph) -> int | N
             return None
         node, dim = sources[0], earlier
     return dim
-
-
-def _dim_argument(softmax: fx.Node, layer: LayerGraph) -> object:
-    if softmax.op == "call_module":
-        dim = getattr(layer.module(softmax), "dim", -1)
-        return -1 if dim is None else dim
-    return softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else -1)

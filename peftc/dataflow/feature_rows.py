@@ -1,14 +1,14 @@
 """Which output features of a Linear a value is made of.
 
-The features of the Linear are numbered, and what the model's code does to their layout (views,
-splits, slices, permutations) is done to the numbers. A fused q, k, v thus gives the right rows in
-whatever order a model keeps them: one block each, or interleaved head by head.
+The features are numbered, and what the model's code does to their layout (views, splits, slices,
+permutations) is done to the numbers. A fused q, k, v thus gives the right rows in whatever order a
+model keeps them: one block each, or interleaved head by head.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,9 +24,7 @@ from peftc.fakes.tensors import tensors_in
 
 
 def source_linears(layer: LayerGraph, value: fx.Node, *others: fx.Node) -> list[tuple[fx.Node, Slice | None]]:
-    """The nearest Linears upstream of a value, each with the rows of its output that go there, or
-    to one of the `others`; None stands for all rows.
-    """
+    """The nearest Linears upstream of values, each with the rows that go there; None: all rows."""
     values = (value, *others)
     behind = {n for v in values for n in upstream(v, layer.is_linear)}
     linears = layer.linears(behind)
@@ -85,11 +83,7 @@ def separates(value: fx.Node, dim: int, layer: LayerGraph) -> bool:
 
 
 def move_numbers(node: fx.Node, sources: list[fx.Node], numbers: Mapping[fx.Node, Any]) -> Any:
-    """The numbers after an operation that moves entries; None for one that computes with them.
-
-    Args:
-        sources: the operands that have numbers.
-    """
+    """The numbers of `sources` after an operation that moves entries; None if it computes."""
     if len(sources) == 1 and _keeps_entries(node, sources[0]):
         return numbers[sources[0]]
     if any(source not in node.all_input_nodes for source in sources):
@@ -108,12 +102,12 @@ def move_numbers(node: fx.Node, sources: list[fx.Node], numbers: Mapping[fx.Node
 
 def as_slice(features: torch.Tensor, width: int) -> Slice | None:
     """Sorted numbers of features as equal blocks at equal distances; None where they are none."""
-    runs = list(_runs(features.tolist()))
-    lengths, starts = {stop - start for start, stop in runs}, [start for start, _ in runs]
-    strides = {b - a for a, b in itertools.pairwise(starts)}
-    if len(lengths) != 1 or len(strides) > 1:
+    groups = itertools.groupby(enumerate(features.tolist()), lambda item: item[1] - item[0])
+    runs = [[number for _, number in group] for _, group in groups]  # of consecutive numbers
+    strides = {b[0] - a[0] for a, b in itertools.pairwise(runs)}
+    if len(set(map(len, runs))) != 1 or len(strides) > 1:
         return None
-    start, stop = runs[0]
+    start, stop = runs[0][0], runs[0][-1] + 1
     if not strides:
         return Slice(start, stop)
     stride = strides.pop()
@@ -138,10 +132,8 @@ def _features_in(linear: fx.Node, between: list[fx.Node], values: tuple[fx.Node,
                 return None
             used.append(numbers[source])
     used += [numbers[v] for v in values if isinstance(numbers.get(v), torch.Tensor)]
-    if not used:
-        return None
-    # faster than `unique`
-    return torch.cat([u.reshape(-1) for u in used]).bincount().nonzero()[:, 0]
+    entries = [numbers.reshape(-1) for numbers in used]
+    return torch.cat(entries).bincount().nonzero()[:, 0] if used else None  # faster than `unique`
 
 
 def _numbers_of(linear: fx.Node) -> dict[fx.Node, Any]:
@@ -171,11 +163,3 @@ def _keeps_entries(node: fx.Node, source: fx.Node) -> bool:
     if not is_tensor(source) or not is_tensor(node) or shape(source) != shape(node):
         return False
     return (inside or not _is_layout(node)) and op_of(node) is not Op.MATMUL
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """The first and the last + 1 of each sequence of consecutive numbers."""
-    breaks = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
-    for first, end in itertools.pairwise([0, *breaks, len(numbers)]):
-        if first < end:
-            yield numbers[first], numbers[end - 1] + 1

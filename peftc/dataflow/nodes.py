@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -39,6 +41,13 @@ def is_edit(node: fx.Node) -> bool:
 
 def output_of(graph: fx.Graph) -> fx.Node:
     return next(n for n in graph.nodes if n.op == "output")
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes in nested arguments, in order, with repetitions."""
+    nodes: list[fx.Node] = []
+    fx.map_arg(value, nodes.append)  # pyright: ignore[reportArgumentType]
+    return nodes
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:

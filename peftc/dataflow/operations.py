@@ -108,6 +108,7 @@ _NAMES = {
     " get_device is_floating_point is_complex is_contiguous",
     Op.CACHE: "update",
 }
+_BY_KIND = {"placeholder": Op.INPUT, "get_attr": Op.PARAMETER, "call_module": Op.MODULE, "output": Op.OUTPUT}
 _BY_NAME = {name: op for op, names in _NAMES.items() for name in names.split()}
 _BY_FUNCTION: dict[object, Op] = {attention: Op.ATTENTION, segment: Op.SELECT, new_version: Op.WRITE}
 _BY_CLASS = {
@@ -134,20 +135,8 @@ def op_named(name: str) -> Op:
 
 def op_of(node: fx.Node) -> Op:
     """The operation of any node but the call of a module, of which `LayerGraph.op` knows more."""
-    match node.op:
-        case "placeholder":
-            return Op.INPUT
-        case "get_attr":
-            return Op.PARAMETER
-        case "call_module":
-            return Op.MODULE
-        case "output":
-            return Op.OUTPUT
-        case _:
-            return _called(node)
-
-
-def _called(node: fx.Node) -> Op:
+    if node.op in _BY_KIND:
+        return _BY_KIND[node.op]
     if node.op == "call_function" and node.target in _BY_FUNCTION:
         return _BY_FUNCTION[node.target]
     # an autograd function of the model's own has nothing but its name
@@ -186,20 +175,15 @@ def has_side_effects(node: fx.Node) -> bool:
 
 def module_op(module: nn.Module) -> Op:
     """The operation of a leaf module."""
-    for classes, op in _BY_CLASS.items():
-        if isinstance(module, classes):
-            return op
-    if is_norm_module(module):
-        return Op.NORM
-    return Op.MODULE
+    other = Op.NORM if is_norm_module(module) else Op.MODULE
+    return next((op for classes, op in _BY_CLASS.items() if isinstance(module, classes)), other)
 
 
 def is_norm_module(module: nn.Module) -> bool:
     """Whether the only parameters of a module scale and shift features: layer norms, RMS norms."""
     weights = [p.ndim for p in module.parameters()]
-    if list(module.children()):
-        return False
-    return max(weights) == 1 if weights else is_norm_by_name(module)
+    is_norm = max(weights) == 1 if weights else is_norm_by_name(module)
+    return is_norm and next(module.children(), None) is None
 
 
 def is_norm_by_name(module: nn.Module) -> bool:

@@ -1,11 +1,7 @@
 """Which nodes the values of a result are computed from.
 
-An operation takes a tensor for its values, or only for its dtype, its device or its shape:
-
-    k.to(q)    x.type_as(y)    x.expand_as(y)    torch.zeros_like(x)    torch.arange(n,
-    device=x.device)
-
-Every walk through a graph follows values alone.
+An operation takes a tensor for its values, or only for its dtype, its device or its shape, as
+`k.to(q)`, `x.expand_as(y)` and `torch.zeros_like(x)` do. Every walk follows values alone.
 """
 
 from __future__ import annotations
@@ -13,11 +9,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 
-from torch import fx
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftc.dataflow.nodes import example, first_input, is_tensor
+from peftc.dataflow.nodes import example, first_input, is_tensor, nodes_in, output_of
 from peftc.dataflow.operations import LAYOUT, OF_FIRST, Op, is_in_place, op_of
+from peftc.fakes.tensors import fake_copy
+from peftc.tracing.approximate_trace import approximate_trace
 from peftc.tracing.operations import new_version
+from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
 # In a node's meta: what each part of a module's result is computed from; `WHOLE`: the only result.
 CARRIERS, WHOLE = "carriers", -1
@@ -44,10 +44,8 @@ def reaches(source: fx.Node, node: fx.Node) -> bool:
 
 
 def value_operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes that the values of `node` are computed from, each once.
-
-    Of a tensor of constants: what is written into it. Of one of several results: what that one is
-    computed from. Of a part of a cache: what the cache was updated with.
+    """The nodes that the values of `node` are computed from, each once: of a tensor of constants what
+    is written into it, of a part of a cache what the cache was updated with.
     """
     if (part := _part(node)) is not None:
         return part
@@ -95,7 +93,7 @@ def _part(node: fx.Node) -> list[fx.Node] | None:
         return None
     if (update := cache_update(node)) is not None:
         return [update]
-    operands = list(_nodes(source.args)) if op_of(source) is Op.BROADCAST else []
+    operands = nodes_in(source.args) if op_of(source) is Op.BROADCAST else []
     return operands[index : index + 1] or source.meta.get(CARRIERS, {}).get(index)
 
 
@@ -103,15 +101,6 @@ def _sliced(node: fx.Node) -> fx.Node | None:
     """The results of which a node is a slice."""
     source = node.args[0] if node.target is operator.getitem and isinstance(node.args[1], slice) else None
     return source if isinstance(source, fx.Node) and isinstance(example(source), (tuple, list)) else None
-
-
-def _nodes(value: object) -> Iterator[fx.Node]:
-    """The nodes in nested arguments, in order, with repetitions."""
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from _nodes(part)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _writes(node: fx.Node) -> Iterator[fx.Node]:
@@ -122,3 +111,36 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
                 yield user
             elif user.target is new_version or op_of(user) in LAYOUT:
                 yield from _writes(user)
+
+
+def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) -> None:
+    """Notes at each leaf without matrices which arguments its results are computed from.
+
+    `rotary(values, positions)` takes `values` for their dtype alone; `rotary(q, k)` returns two
+    results, each of one argument.
+    """
+    for call in traced.calls:
+        node, module = call.result, root.get_submodule(call.name)
+        arguments = {name: value for name, value in call.arguments.items() if isinstance(value, fx.Node)}
+        nested = any(isinstance(value, (tuple, list, dict)) and value for value in call.arguments.values())
+        plain = not type(module).__module__.startswith("torch.") and all(p.ndim < 2 for p in module.parameters())
+        if isinstance(node, fx.Node) and len(arguments) > 1 and plain and not call.inlined and not nested:
+            carriers = _carriers(module, call, mode)
+            node.meta[CARRIERS] = {part: [arguments[n] for n in names] for part, names in carriers.items()}
+
+
+def _carriers(module: nn.Module, call: ModuleCall, mode: FakeTensorMode) -> dict[int, list[str]]:
+    """The parameters of a leaf's forward that each of its results is computed from."""
+    arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
+    try:
+        with mode:
+            graph = approximate_trace(module, fake_copy(arguments, mode)).graph
+    except Exception:  # of a model's own code
+        return {}
+    result = output_of(graph).args[0]
+    parts = dict(enumerate(result)) if isinstance(result, (tuple, list)) else {WHOLE: result}
+    return {
+        i: [str(n.target) for n in sorted(upstream(part)) if n.op == "placeholder"]
+        for i, part in parts.items()
+        if isinstance(part, fx.Node)
+    }

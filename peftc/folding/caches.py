@@ -26,11 +26,18 @@ USE = "use_cache"
 
 @dataclass
 class State:
-    """What takes the place of edits that add keys and values, or tokens: the seed of a cache, or
-    embedded tokens.
+    """Takes the place of an edit that adds keys and values, or tokens.
 
-    `seed`: keys and values of each layer, (kv_heads, len, d_head) each. `tokens`: (len, d).
-    `refused`: the edits that stay, with the reasons.
+    Attributes:
+        model: the model, now without the edit.
+        folded: the name of the edit.
+        refused: the edits that stay, with the reasons.
+        seed: keys and values of each layer, for a prefix.
+        tokens: embedded tokens, for a prompt.
+
+    Shapes:
+        seed: (kv_heads, len, d_head), keys and values of each layer
+        tokens: (len, d)
     """
 
     model: nn.Module
@@ -40,7 +47,11 @@ class State:
     tokens: Tensor | None = None
 
     def cache(self, batch: int) -> Cache:
-        """A new cache that begins with the seed. `batch`: rows of the batch times beams."""
+        """A new cache that begins with the seed.
+
+        Args:
+            batch: rows of the batch times beams.
+        """
         cache = DynamicCache(config=cast(Any, self.model).config)
         for layer, pair in enumerate(self.seed):
             key, value = (part.unsqueeze(0).repeat(batch, 1, 1, 1) for part in pair)
@@ -48,16 +59,20 @@ class State:
         return cache
 
     def inputs(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, beams: int = 1) -> dict[str, Any]:
-        """The arguments of `generate` (or of one forward): with them it computes what it computed
-        with the edits.
+        """Arguments of `generate`, or of one forward, that stand in for the edit.
 
         A cache is used up by one call: call this again for the next. With a prompt, `generate`
         receives embeddings, so it returns only the new tokens, and a forward returns the rows of
         the prompt, too. A seed sets `use_cache`, whatever the configuration says: without it,
         transformers would put all tokens into the cache again at each step.
 
-        Args: `beams`: of `generate`, as `num_beams`.
-        Shapes: input_ids and attention_mask (batch, tokens).
+        Args:
+            input_ids: the tokens.
+            attention_mask: 0 for padding; by default there is none.
+            beams: of `generate`, as `num_beams`.
+
+        Shapes:
+            input_ids, attention_mask: (batch, tokens)
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if self.tokens is not None:

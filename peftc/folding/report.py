@@ -8,20 +8,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one parameter of the base, after all edits that were folded into it."""
+    """What became of one parameter of the base.
+
+    Attributes:
+        parameter: its dotted name.
+        total: how many entries it has.
+        entries: how many of them differ now.
+        survived: the part of the entries with a change that still differ after rounding to the
+            parameter's dtype.
+        dtype: of the parameter, such as "bfloat16".
+        created: it is a bias that was not there before, a new key of the state dict.
+        edits: all that were folded into it. If there are several, the numbers are of all together.
+    """
 
     parameter: str
     total: int
-    entries: int  # how many of `total` differ now
-    survived: float  # the part of the changed entries that still differ after rounding to `dtype`
+    entries: int
+    survived: float
     dtype: str
-    created: bool = False  # a bias that was not there before, a new key of the state dict
+    created: bool = False
     edits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Folded:
-    """An edit that is in the weights now, at all its sites."""
+    """An edit that is in the weights now, at all its sites.
+
+    Attributes:
+        edit: its name.
+        changes: what became of each parameter.
+    """
 
     edit: str
     changes: tuple[Change, ...]
@@ -29,8 +45,11 @@ class Folded:
 
 @dataclass(frozen=True)
 class Refused:
-    """An edit that stays; `reason` names the sub-expression, the edit or the parameter that
-    prevents it.
+    """An edit that stays.
+
+    Attributes:
+        edit: its name.
+        reason: the sub-expression, the edit or the parameter that prevents it.
     """
 
     edit: str
@@ -39,7 +58,12 @@ class Refused:
 
 @dataclass(frozen=True)
 class FoldReport:
-    """The outcome of `peftc.fold`, in the order of the spec."""
+    """The outcome of `peftc.fold`, in the order of the spec.
+
+    Attributes:
+        folded: the edits that are in the weights now.
+        refused: the edits that go on working, with the reasons.
+    """
 
     folded: tuple[Folded, ...]
     refused: tuple[Refused, ...]

@@ -23,7 +23,7 @@ FORWARD = "forward"
 
 
 class _Instance(dict[str, Any]):
-    """Stands for the attributes of a module, for a forward that may not be assigned yet."""
+    """Stands for the attributes of a module, whose forward may not be assigned yet."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,10 @@ class ForwardReference:
         value = MethodType(function, module) if self.bound else function
         holder = vars(module) if self.is_attribute else self.holder
         if isinstance(holder, partial):
-            _set_in_partial(holder, self.key, value)
+            call: Any = holder
+            args = tuple(value if i == self.key else argument for i, argument in enumerate(call.args))
+            keywords = {name: value if name == self.key else argument for name, argument in call.keywords.items()}
+            call.__setstate__((value if self.key == "func" else call.func, args, keywords, vars(call)))
         elif isinstance(holder, FunctionType):
             defaults: tuple[Any, ...] = holder.__defaults__ or ()
             holder.__defaults__ = (*defaults[: self.key], value, *defaults[self.key + 1 :])
@@ -56,16 +59,9 @@ class ForwardReference:
             holder.cell_contents = value
 
 
-def _set_in_partial(holder: Any, key: Any, value: Any) -> None:
-    args = tuple(value if i == key and key != "func" else a for i, a in enumerate(holder.args))
-    keywords = {k: value if k == key else v for k, v in holder.keywords.items()}
-    holder.__setstate__((value if key == "func" else holder.func, args, keywords, vars(holder)))
-
-
 @dataclass(frozen=True)
 class InstanceForward:
     """The forward of an instance. `function`: the code that runs in the end; None if unknown.
-
     `references`: the places that hold that code. `hooked`: something runs around it. `wraps`: its
     `__wrapped__` is the forward of the class.
     """
@@ -88,8 +84,11 @@ def instance_forward(module: nn.Module, value: Any = None) -> InstanceForward | 
     if _is_method(wrapped, module) and not hasattr(wrapped, "__wrapped__"):
         references = tuple(_Search(module, frozenset({wrapped.__func__})).references(value, instance, FORWARD))
         return InstanceForward(wrapped.__func__ if references else None, references)
-    if (method := _method_function(value, module)) is not None and wrapped is None and not _calls_class(method):
-        return InstanceForward(method, (ForwardReference(instance, FORWARD, True),), hooked=False)
+    if (method := _method_function(value, module)) is not None and wrapped is None:
+        # code that calls a class's forward would call itself as that of a subclass
+        names = _names(method.__code__)
+        if FORWARD not in names or not names & {"type", "__class__", "super"}:
+            return InstanceForward(method, (ForwardReference(instance, FORWARD, True),), hooked=False)
     return InstanceForward(None, wraps=_innermost(value) in _class_forwards(module))
 
 
@@ -147,10 +146,8 @@ def class_and_attributes(module: nn.Module) -> tuple[type[nn.Module], Mapping[st
 
 
 class _Search:
-    """Finds references to `forwards` in all that a function can call.
-
-    That is: attributes of the module that its code names, its closure, its defaults, arguments of
-    partials, attributes of callable objects.
+    """Finds references to `forwards` in all that a function can call: attributes of the module that
+    its code names, its closure, its defaults, arguments of partials, attributes of callables.
     """
 
     def __init__(self, module: nn.Module, forwards: frozenset[Any]) -> None:
@@ -220,12 +217,6 @@ def _method_function(value: Any, module: nn.Module) -> FunctionType | None:
         return call.func if bound and isinstance(call.func, FunctionType) else None
     function = value.__func__ if _is_method(value, module) else None
     return function if isinstance(function, FunctionType) else None
-
-
-def _calls_class(function: FunctionType) -> bool:
-    """Whether code calls a class's forward: as that of a subclass it would call itself."""
-    names = _names(function.__code__)
-    return FORWARD in names and bool(names & {"type", "__class__", "super"})
 
 
 def _innermost(function: Any) -> Any:

@@ -20,9 +20,8 @@ Dims = tuple[tuple[int, int], ...]  # (bytes from one to the next, how many), th
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes of a tensor: `block` bytes at `start`, repeated at the steps of `dims`.
-
-    Two tensors of equal `Memory` have the same entries at the same indices, by `layout`.
+    """The bytes of a tensor: `block` bytes at `start`, repeated at the steps of `dims`. Two tensors of
+    equal `Memory` have the same entries at the same indices, by `layout`.
     """
 
     device: str
@@ -107,14 +106,9 @@ def _shifts(first: int, last: int, offset: int, step: int, length: int, other: i
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Groups of tensors that share memory, directly or through others, as indices.
-
-    Sorting aside, the time is linear in the number of tensors.
-    """
-    pieces = sorted(
-        ((m, i) for i, tensor in enumerate(tensors) for m in memory_of(tensor)),
-        key=lambda piece: (piece[0].device, piece[0].start),
-    )
+    """Groups of tensors that share memory, as indices; but for sorting, in linear time."""
+    pieces = [(memory, i) for i, tensor in enumerate(tensors) for memory in memory_of(tensor)]
+    pieces.sort(key=lambda piece: (piece[0].device, piece[0].start))
     groups = _DisjointSets()
     cluster: list[tuple[Memory, int]] = []
     stop = 0

@@ -6,6 +6,7 @@ device on which the module runs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -38,12 +39,10 @@ def execution_device(module: nn.Module) -> torch.device | None:
 
 def offloaded_value(module: nn.Module, name: str) -> torch.Tensor | None:
     """The value that a hook keeps for a module's own parameter; None if no hook does."""
-    maps = (hook.weights_map for hook in hooks(module) if getattr(hook, "offload", False))
-    for values in maps:
-        try:
-            return values[name]
-        except KeyError:
-            continue
+    for hook in hooks(module):
+        with contextlib.suppress(KeyError):
+            if getattr(hook, "offload", False):
+                return hook.weights_map[name]
     return None
 
 
@@ -58,11 +57,9 @@ def offloaded_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def _is_offloaded(module: nn.Module, name: str) -> bool:
-    for hook in hooks(module):
-        values = getattr(hook, "weights_map", None) if getattr(hook, "offload", False) else None
-        if values is not None and f"{getattr(values, 'prefix', '')}{name}" in set(getattr(values, "dataset", values)):
-            return True
-    return False
+    maps: list[Any] = [getattr(hook, "weights_map", None) for hook in hooks(module) if getattr(hook, "offload", False)]
+    keys = ((set(getattr(m, "dataset", m)), f"{getattr(m, 'prefix', '')}{name}") for m in maps if m is not None)
+    return any(key in names for names, key in keys)
 
 
 def only_moves_arguments(module: nn.Module) -> bool:

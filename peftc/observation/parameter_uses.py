@@ -1,7 +1,5 @@
-"""Finds modules that compute with parameters of other modules.
-
-Such a module is a head that holds the input embedding in a list, or a model that multiplies by an
-embedding's weight itself.
+"""Finds modules that compute with parameters of others: a head that holds the input embedding in a
+list, a model that multiplies by an embedding's weight itself.
 """
 
 from __future__ import annotations
@@ -22,9 +20,10 @@ from peftc.modules.memory import storage_id
 class ParameterUses(TorchFunctionMode):
     """Notes which module computes with which parameter inside the block.
 
-    `closure_reads`: modules whose code computes with a parameter that is not one of the model's, by
-    storage. In a skeleton that is the original's parameter, which a closure still holds.
-    Args: `running`: the names of the modules that are being called, the innermost last.
+    Attributes:
+        running: the names of the modules that are being called, the innermost last.
+        closure_reads: modules that compute with a parameter of no module, by its storage: in a
+            skeleton that of the original, which a closure still holds.
     """
 
     def __init__(self, model: nn.Module, running: list[str]) -> None:
@@ -40,9 +39,10 @@ class ParameterUses(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _reads_values(func, result):
+        name = getattr(func, "__name__", "")
+        if not name.startswith("new_") and not name.endswith("_like") and next(tensors_in(result), None) is not None:
             reader = self.running[-1] if self.running else ""
-            for value in tensors_in(args[:1] if op_named(func.__name__) in OF_FIRST else (args, kwargs)):
+            for value in tensors_in(args[:1] if op_named(name) in OF_FIRST else (args, kwargs)):
                 key = storage_id(value)
                 if key in self.names:
                     self.readers[key][reader] = None
@@ -51,9 +51,8 @@ class ParameterUses(TorchFunctionMode):
         return result
 
     def external_reads(self, layers: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """The modules that compute with a parameter besides its owner, by the parameter's name.
-
-        Args: `layers`: in a layer, a module may compute with the parameters of its children.
+        """The modules that compute with a parameter besides its owner, by the parameter's name. In
+        one of the `layers`, a module may compute with the parameters of its children.
         """
         uses: dict[str, tuple[str, ...]] = {}
         for key, readers in self.readers.items():
@@ -70,11 +69,6 @@ class ParameterUses(TorchFunctionMode):
 def _contains(reader: str, owner: str, layer: str | None) -> bool:
     """Whether a reader in the layer contains the owner."""
     return layer is not None and f"{owner}.".startswith(f"{reader}.") and f"{reader}.".startswith(f"{layer}.")
-
-
-def _reads_values(func: Callable[..., Any], result: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return not name.startswith("new_") and not name.endswith("_like") and next(tensors_in(result), None) is not None
 
 
 def parameter_views(model: nn.Module) -> dict[str, tuple[str, ...]]:

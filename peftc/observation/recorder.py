@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
-from peftc.models.tower_samples import run_on_sample, tower_calls
-from peftc.observation.layer_keys import arguments_key, structure_key
+from peftc.models.media import run_on_sample, tower_calls
 from peftc.observation.parameter_uses import ParameterUses
-from peftc.observation.repeated_layers import skip_repeated
-from peftc.observation.sample_forward import ModuleCall, SampleForward, first_tensor
+from peftc.observation.sample_forward import (
+    ModuleCall,
+    SampleForward,
+    arguments_key,
+    first_tensor,
+    skip_repeated,
+    structure_key,
+)
 from peftc.tracing.module_calls import bind_arguments
 
 
@@ -28,9 +34,8 @@ def observe(
     Args: `candidates`: the names of modules that may be layers.
     Raises: what the first call raises.
     """
-    inputs, record = run_on_sample(
-        model, sample, lambda inputs: record_call(model, lambda: model(**inputs), mode, candidates)
-    )
+    record_of = partial(record_call, model, mode=mode, candidates=candidates)
+    inputs, record = run_on_sample(model, sample, lambda inputs: record_of(lambda: model(**inputs)))
     record.sample = inputs
 
     def has_unreached_layers(name: str) -> bool:
@@ -40,7 +45,7 @@ def observe(
         if not record.unreached_layers:
             break
         with contextlib.suppress(Exception):  # a tower does not take every form of its medium
-            record.add(record_call(model, call, mode, candidates, record), call.modality)
+            record.add(record_of(call, before=record), call.modality)
     return record
 
 
@@ -51,10 +56,8 @@ def record_call(
     candidates: Collection[str],
     before: SampleForward | None = None,
 ) -> SampleForward:
-    """Records one call. Repeated layers run only where the call fails without them.
-
-    Args: `before`: earlier calls showed this; a call that then fails counts if it reached more
-        layers.
+    """Records one call. Repeated layers run only where the call fails without them. `before`: what
+    earlier calls showed; a call that then fails counts if it reached more layers.
     """
     try:
         return Recorder(model, mode, candidates).run(call)
@@ -66,19 +69,17 @@ class Recorder:
     """Forward hooks of every module, which note its calls in `record`."""
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, candidates: Collection[str]) -> None:
-        self.model, self.mode = model, mode
+        self.model, self.mode, self.record = model, mode, SampleForward(candidates=set(candidates))
         self.names = {id(m): n for n, m in model.named_modules()}
-        self.record = SampleForward(candidates=set(candidates))
-        self.keys: set[str] = set()
-        self.layers: list[str] = []  # that are running, the innermost last
-        self.modules: list[str] = []  # that are running, the innermost last
+        self.keys = set[str]()
+        self.layers, self.modules = list[str](), list[str]()  # those that are running, the innermost last
 
     def run(self, call: Callable[[], Any], run_all: bool = False, before: SampleForward | None = None) -> SampleForward:
         record, uses = self.record, ParameterUses(self.model, self.modules)
         handles = [m.register_forward_pre_hook(self.enter, with_kwargs=True) for m in self.model.modules()]
-        handles += [m.register_forward_hook(self.leave, with_kwargs=True) for m in self.model.modules()]
+        handles += [m.register_forward_hook(self.leave) for m in self.model.modules()]
         skippable = [] if run_all else [self.model.get_submodule(n) for n in record.candidates]
-        skipping = skip_repeated(self.model, skippable, structure_key, record)
+        skipping = skip_repeated(self.model, skippable, record=record)
         try:
             with self.mode, uses, fake_data_answers(), torch.no_grad(), skipping:
                 call()
@@ -113,7 +114,7 @@ class Recorder:
             record.layers[name] = (key, fake_copy(arguments, self.mode) if key not in self.keys else {})
             self.keys.add(key)
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self.names[id(module)]
         for running in (self.layers, self.modules):
             if running and running[-1] == name:

@@ -17,7 +17,7 @@ from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, tensors_in
 from peftc.models.configs import error_summary
 from peftc.modules.memory import storage_id
-from peftc.observation.repeated_layers import skip_repeated
+from peftc.observation.sample_forward import skip_repeated
 from peftc.tracing.module_calls import bind_arguments, forward_signature
 
 IDS, EMBEDS = "input_ids", "inputs_embeds"
@@ -29,8 +29,8 @@ _COPIES = frozenset({aten.clone, aten._to_copy, aten.cat})
 class TokenFlow:
     """The modules that consume the tokens of one embedding in a sample forward, as ids or embedded.
 
-    `arguments`: of their calls, in the order of the calls. `results`: what they return.
-    `id_dependence`: of modules that need the ids besides the embeddings, how that shows.
+    `arguments`: of their calls, in order. `results`: what they return. `id_dependence`: of modules
+    that need the ids besides the embeddings, how that shows.
     """
 
     arguments: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -47,24 +47,22 @@ class SampleRun:
     arguments: Mapping[str, Any]
     layers: Collection[str]
 
-    def run(self, call: Callable[[], Any], observer: AbstractContextManager[Any]) -> Any:
+    def run(self, call: Callable[[], Any], observer: AbstractContextManager[Any]) -> None:
+        layers = [self.model.get_submodule(name) for name in self.layers]
         try:
-            return self._run(call, observer, [self.model.get_submodule(name) for name in self.layers])
+            with self.mode, fake_data_answers(), torch.no_grad(), observer, skip_repeated(self.model, layers):
+                call()
         except Exception:  # a layer may need what a skipped layer does
-            return self._run(call, observer, [])
-
-    def _run(self, call: Callable[[], Any], observer: AbstractContextManager[Any], layers: list[nn.Module]) -> Any:
-        with self.mode, fake_data_answers(), torch.no_grad(), observer, skip_repeated(self.model, layers):
-            return call()
+            with self.mode, fake_data_answers(), torch.no_grad(), observer:
+                call()
 
 
 def token_flow(embedding: str, modules: Collection[str], sample: SampleRun) -> TokenFlow:
     """Follows the tokens of an embedding to those of `modules` that consume them.
 
-    A stack may use ids for more than their embedding: another table, a scale, a choice of
-    experts. The rows of a prompt have no ids. So called with embeddings, the stack must compute
-    the same floating tensors as called with ids. Integers may differ: some stacks count positions
-    from the ids.
+    The rows of a prompt have no ids, but a stack may use ids for more than their embedding: another
+    table, a scale, a choice of experts. So it must compute the same floating tensors from
+    embeddings as from ids. Integers may differ: some stacks count positions from the ids.
     """
     flow = consumers(embedding, modules, sample)
     for name, arguments in flow.arguments.items():
@@ -78,7 +76,10 @@ def consumers(embedding: str, modules: Collection[str], sample: SampleRun) -> To
     flow, embedded, running = TokenFlow(), DerivedTensors(), dict[str, dict[str, Any]]()
 
     def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = flat_arguments(module, args, kwargs)
+        arguments = bind_arguments(type(module).forward, module, args, kwargs)
+        rest = [p.name for p in forward_signature(module).parameters.values() if p.kind is p.VAR_KEYWORD]
+        for parameter in rest:
+            arguments |= arguments.pop(parameter, {})
         if embedded.intersects(arguments.get(EMBEDS)):
             flow.arguments.setdefault(name, fake_copy(arguments, sample.mode))
         elif arguments.get(IDS) is not None:
@@ -127,13 +128,6 @@ def id_dependence(name: str, embedding: str, arguments: Mapping[str, Any], sampl
         return None if operations(embedded) == with_ids else "without them it computes something else"
     except Exception as error:  # whatever the model's own code raises
         return f"without them it raises {error_summary(error)}"
-
-
-def flat_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with those of `**kwargs` among them."""
-    arguments = bind_arguments(type(module).forward, module, args, kwargs)
-    rest = next((p.name for p in forward_signature(module).parameters.values() if p.kind is p.VAR_KEYWORD), "")
-    return {**arguments, **arguments.pop(rest, {})}
 
 
 class DerivedTensors(TorchDispatchMode):

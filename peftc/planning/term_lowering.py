@@ -143,7 +143,7 @@ class TermLowering:
         return FrozenCall(call.function, module, value, shape=shape, source=call)
 
     def form_call(self, call: ast.Call, form: Form, owner: str | None = None, use: ast.Call | None = None) -> FormCall:
-        """A call of a form. `owner`: the name of the `shared` through which it is called at `use`."""
+        """A call of a form. `owner`: the name of the `shared` through which `use` calls it."""
         use = use or call
         bound = bind(call, form)
         value = None if bound.input is None else self.term(bound.input)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
@@ -20,7 +20,6 @@ from peftc.models.skeleton import skeleton
 from peftc.modules.instance_forward import instance_forward
 from peftc.recognition.layers import ModelStructure, analyze_structure, example_width
 from peftc.recognition.non_layer_sites import module_infos, untraced_modules
-from peftc.recognition.shared_modules import shared_modules
 from peftc.recognition.site_builder import all_sites
 from peftc.recognition.stack_names import name_stacks
 
@@ -100,18 +99,13 @@ def _warnings(model: str, sites: tuple[Site, ...], untraced: tuple[UntracedModul
 def _untraceable_forwards(model: nn.Module | None) -> list[str]:
     """The modules of a model in memory whose code is unknown."""
     modules = model.named_modules() if model is not None else ()
-    forwards = [(name, instance_forward(module)) for name, module in modules]
-    return [
-        f"`{name}` has a `forward` of its instance that could not be traced"
-        for name, forward in forwards
-        if forward is not None and forward.function is None
-    ]
+    forwards = ((name, instance_forward(module)) for name, module in modules)
+    names = [name for name, forward in forwards if forward is not None and forward.function is None]
+    return [f"`{name}` has a `forward` in its instance that could not be traced" for name in names]
 
 
 def _positions(model: nn.Module) -> int | None:
-    """The number of tokens that a model takes, by its configuration: less the rows up to that of
-    padding, where a table of positions has one.
-    """
+    """The most tokens by the configuration, less rows for padding in a table of positions."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "max_position_embeddings", None)
@@ -121,3 +115,29 @@ def _positions(model: nn.Module) -> int | None:
     if count == getattr(text, "vocab_size", None):
         return count  # these tables may be of words
     return count - max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)
+
+
+def shared_modules(structure: ModelStructure) -> tuple[tuple[str, ...], ...]:
+    """Groups of dotted names under which one module is used, each in the order of the layers.
+
+    A whole layer with several names is no such group: it is one layer, which runs several times.
+    """
+    groups: dict[int, list[str]] = {}
+    layers = [name for stack in structure.stacks for name in stack.layers]
+    for layer in layers:
+        for name, module in structure.model.get_submodule(layer).named_modules(prefix=layer):
+            groups.setdefault(id(module), []).append(name)
+    in_layers = {id(structure.model.get_submodule(layer)) for layer in layers}
+    for name, module in _outside_layers(structure.model, in_layers):
+        names = groups.get(id(module), [])
+        if not structure.seen.outside_layers.isdisjoint(names) and name not in names:
+            names.append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _outside_layers(module: nn.Module, layers: Collection[int], name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module that is not in a layer, under each of its names. `layers`: by `id`."""
+    yield name, module
+    for child_name, child in vars(module)["_modules"].items():
+        if child is not None and id(child) not in layers:
+            yield from _outside_layers(child, layers, f"{name}.{child_name}".lstrip("."))

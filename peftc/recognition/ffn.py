@@ -9,6 +9,7 @@ from torch import fx
 from peftc.addressing.sites import Slice
 from peftc.dataflow.feature_rows import is_affine, is_only_layout, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import shape
 from peftc.dataflow.operations import Op
 
 Source = tuple[fx.Node, Slice | None]
@@ -21,14 +22,17 @@ class Projection:
     node: fx.Node
     rows: Slice | None = None
 
+    @property
+    def slice(self) -> Slice:
+        """The rows, all if they are not fewer."""
+        return self.rows or Slice(0, shape(self.node)[-1])
+
 
 def input_projections(hidden: fx.Node, layer: LayerGraph) -> dict[str, Projection]:
     """The Linears that compute a hidden activation: `up`, or `gate` and `up`; none if ambiguous."""
-    product = layer.stripped(hidden)
-    operands = _factors(product, layer)
+    operands = _factors(layer.stripped(hidden), layer)
     while len(fed := {n: sources for n, sources in operands.items() if sources}) == 1 and len(operands) == 2:
-        product = layer.stripped(next(iter(fed)))  # without a factor that no Linear computes
-        operands = _factors(product, layer)
+        operands = _factors(layer.stripped(next(iter(fed))), layer)  # without a factor that no Linear computes
     sources = [linears[0] for linears in fed.values() if len(linears) == 1]
     if len(sources) == 2 and sources[0] != sources[1]:
         return _gated(dict(zip(fed, sources, strict=True)), layer)

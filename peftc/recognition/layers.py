@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from torch import fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from peftc.dataflow.dimensions import features_dim
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.leaf_operands import mark_operands
 from peftc.dataflow.nodes import is_tensor, shape
 from peftc.dataflow.operations import is_norm_by_name
+from peftc.dataflow.values import mark_operands
 from peftc.fakes.tensors import fake_copy
-from peftc.observation.layer_candidates import containing_list, repeated_blocks
 from peftc.observation.recorder import observe
 from peftc.observation.sample_forward import SampleForward
 from peftc.observation.token_flow import TokenFlow
+from peftc.recognition.layer_candidates import containing_list, convolutional_blocks, refined, repeated_blocks
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.residual_stream import stream_input
 from peftc.recognition.roles import SubLayer, sub_layers
-from peftc.recognition.stages import convolutional_blocks, refined
 from peftc.recognition.token_mixing import is_weighted
 from peftc.recognition.untraced import UntracedPart, opaque_modules, untraced_parts
 from peftc.tracing.errors import NoneAccess, TraceError, UnknownLength
@@ -45,13 +39,8 @@ class LayerType:
     root: nn.Module
     traced: RegionTrace
     subs: list[SubLayer]
-    arguments: dict[str, Any] = field(repr=False)
-    # modules that could not be traced, and why
-    opaque: dict[str, str] = field(default_factory=dict[str, str])
-    # those of them that matter
-    untraced: list[UntracedPart] = field(default_factory=list[UntracedPart])
-    # of attentions, in all layers
-    states: dict[object, Any] = field(default_factory=dict[object, Any], repr=False)
+    arguments: dict[str, Any]
+    untraced: list[UntracedPart]
 
     @property
     def layer(self) -> LayerGraph:
@@ -75,16 +64,18 @@ class Stack:
 
 @dataclass
 class ModelStructure:
-    """A model's stacks, and its sample forward. `shared`: groups of names that are one module."""
+    """A model's stacks, and its sample forward.
+
+    `untraced`: layers that could not be traced, and why. `shared`: groups of names that are one
+    module. `flows`: of embedded tokens, on demand.
+    """
 
     model: nn.Module
     mode: FakeTensorMode
     seen: SampleForward
     stacks: list[Stack]
-    # layers that could not be traced, and why
     untraced: dict[str, str] = field(default_factory=dict[str, str])
     shared: tuple[tuple[str, ...], ...] = ()
-    # of embedded tokens, on demand
     flows: dict[str, TokenFlow] = field(default_factory=dict[str, TokenFlow])
 
 
@@ -104,11 +95,8 @@ def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: 
 def _structure_of_layers(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: list[str], bare: bool = False
 ) -> ModelStructure:
-    """The structure whose layers are some blocks or, where these are stages, what is listed in
-    them.
-
-    Args:
-        bare: blocks without sub-layers are layers, too.
+    """The structure whose layers are some blocks or, where these are stages, what is listed in them.
+    `bare`: blocks without sub-layers are layers, too.
     """
     structure, subs = _structure_of_blocks(model, sample, mode, blocks, bare)
     while (finer := refined(blocks, subs, model)) != blocks:
@@ -127,6 +115,7 @@ def _structure_of_blocks(
     structure = ModelStructure(model, mode, seen, [])
     types: dict[str, LayerType | str] = {}
     members: dict[str, list[tuple[str, LayerType]]] = {}
+    others: list[str] = []
     for name, (key, arguments) in seen.layers.items():
         if key not in types:
             types[key] = trace_layer(model.get_submodule(name), arguments, mode)
@@ -135,25 +124,19 @@ def _structure_of_blocks(
             structure.untraced[name] = layer_type
         elif layer_type.subs or (bare and stream_input(layer_type.traced.graph) is not None):
             members.setdefault(containing_list(model, name), []).append((name, layer_type))
-    for path, layers in members.items():
-        shapes = {_parameter_shapes(model.get_submodule(name)) for name, _ in layers}
-        for name, (key, _) in seen.layers.items():
-            is_other = not isinstance(types[key], str) and not any(name == layer for layer, _ in layers)
-            if (
-                is_other
-                and containing_list(model, name) == path
-                and _parameter_shapes(model.get_submodule(name)) in shapes
-            ):
-                structure.untraced[name] = (
-                    "it has the parameters of its neighbours, but no sum with its input was found"
-                )
+        else:
+            others.append(name)
+    for name in others:
+        neighbours = members.get(containing_list(model, name), [])
+        if any(_parameter_shapes(model, name) == _parameter_shapes(model, other) for other, _ in neighbours):
+            structure.untraced[name] = "it has the parameters of its neighbours, but no sum with its input was found"
     structure.stacks = _stacks(members, {name: i for i, name in enumerate(seen.calls)})
     subs = {name: types[key] for name, (key, _) in seen.layers.items()}
     return structure, {name: [] if isinstance(kind, str) else kind.subs for name, kind in subs.items()}
 
 
-def _parameter_shapes(module: nn.Module) -> frozenset[tuple[str, tuple[int, ...]]]:
-    return frozenset((name, tuple(p.shape)) for name, p in module.named_parameters())
+def _parameter_shapes(model: nn.Module, layer: str) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.get_submodule(layer).named_parameters()}
 
 
 def _stacks(members: Mapping[str, list[tuple[str, LayerType]]], order: Mapping[str, int]) -> list[Stack]:
@@ -177,15 +160,14 @@ def _numbers(name: str) -> list[int]:
 
 def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMode) -> LayerType | str:
     """Traces a layer with all children inlined that have children, that route, or that alone make a
-    sub-layer; one that cannot be traced stays a leaf.
-
-    Returns: the reason, where not even the layer's own code can be traced.
+    sub-layer; one that cannot be traced stays a leaf. Where not even the layer's own code can be
+    traced, the reason.
     """
     leaves: dict[str, str] = {}
     inlined: set[str] = set()
     nones: set[Any] = set()
     while True:
-        tracer = RegionTracer(partial(_is_inlined, layer, leaves, inlined))
+        tracer = RegionTracer(lambda name: name not in leaves and (name in inlined or has_parts(layer, name)))
         tracer.optional_results |= nones
         try:
             with mode:
@@ -194,11 +176,8 @@ def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMod
             if isinstance(error, NoneAccess) and error.origin not in nones:
                 nones.add(error.origin)
                 continue
-            frames = [
-                *tracer.call_stack,
-                *([error.caller] if isinstance(error, UnknownLength) and error.caller else []),
-            ]
-            frames = [f for f in frames if f not in leaves]
+            callers = [error.caller] if isinstance(error, UnknownLength) and error.caller else []
+            frames = [frame for frame in (*tracer.call_stack, *callers) if frame not in leaves]
             if not frames:
                 return _reason(error)
             leaves[frames[-1]] = _reason(error)
@@ -207,11 +186,7 @@ def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMod
             layer_type = _layer_type(layer, traced, arguments, leaves, mode)
             if not (more := set(_sole_leaves(layer_type)) - inlined - leaves.keys()):
                 return layer_type
-        inlined |= more
-
-
-def _is_inlined(layer: nn.Module, leaves: Collection[str], inlined: Collection[str], child: str) -> bool:
-    return child not in leaves and (child in inlined or has_parts(layer, child))
+        inlined.update(more)
 
 
 def _layer_type(
@@ -225,7 +200,7 @@ def _layer_type(
     with_experts = find_experts(traced, subs, layer, mode)
     opaque = {name: attends for name, attends in opaque.items() if name not in with_experts}
     parts = untraced_parts(layer, subs, reasons, opaque)
-    return LayerType(type(root).__name__, root, traced, subs, arguments, reasons, parts)
+    return LayerType(type(root).__name__, root, traced, subs, arguments, parts)
 
 
 def _routing_leaves(traced: RegionTrace, layer: nn.Module) -> set[str]:
@@ -240,14 +215,13 @@ def _sole_leaves(layer_type: LayerType) -> Iterator[str]:
     for sub in layer_type.subs:
         if sub.kind in ("ffn", "mixer") and not sub.experts and sub.router is None:
             weighted = [n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n)]
-            if weighted and all(n.op == "call_module" and _has_own_code(n, layer) for n in weighted):
+            if weighted and all(_has_own_code(layer.module(n)) and not layer.is_linear(n) for n in weighted):
                 yield from (str(n.target) for n in weighted)
 
 
-def _has_own_code(node: fx.Node, layer: LayerGraph) -> bool:
-    """Whether a module is neither one of PyTorch's, nor derived from one, nor a Linear."""
-    classes = type(layer.root.get_submodule(str(node.target))).__mro__
-    return next(c for c in classes if c.__module__.startswith("torch.")) is nn.Module and not layer.is_linear(node)
+def _has_own_code(module: nn.Module | None) -> bool:
+    """Whether a module is neither one of PyTorch's, nor derived from one."""
+    return next((c for c in type(module).__mro__ if c.__module__.startswith("torch.")), None) is nn.Module
 
 
 def has_parts(root: nn.Module, name: str) -> bool:
@@ -264,12 +238,10 @@ def is_weighted_sum(module: nn.Module) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
+    line = str(error).strip().partition("\n")[0]
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return f"its code depends on the values of tensors ({lines[0]})"
-    return (
-        lines[0] if lines and isinstance(error, TraceError) else f"{type(error).__name__}: {lines[0] if lines else ''}"
-    )
+        return f"its code depends on the values of tensors ({line})"
+    return line if line and isinstance(error, TraceError) else f"{type(error).__name__}: {line}"
 
 
 def example_width(layer_type: LayerType) -> int:

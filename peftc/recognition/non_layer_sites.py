@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 
@@ -16,17 +17,16 @@ from peftc.addressing.sites import (
     Site,
     Slice,
     State,
+    Steps,
     UntracedModule,
     WeightRef,
 )
 from peftc.dataflow.operations import is_norm_module
 from peftc.forms import shapes
-from peftc.observation.layer_candidates import containing_list
 from peftc.observation.sample_forward import ModuleCall
+from peftc.recognition.layer_candidates import containing_list
 from peftc.recognition.layers import ModelStructure, Stack, example_width
 from peftc.semantics.vocabulary import FROZEN_MODULES
-
-Steps = tuple[tuple[str, int | None], ...]
 
 
 def path_of(steps: Steps) -> str:
@@ -99,11 +99,9 @@ def qualified(stack: str | None, steps: Steps) -> Steps:
 
 def embeddings(structure: ModelStructure) -> Iterator[Site]:
     """Token embeddings: those outside layers of the size of the model's own input embedding."""
-    getter = getattr(structure.model, "get_input_embeddings", None)
-    try:
-        own = getter() if getter else None
-    except NotImplementedError:
-        own = None
+    own = None
+    with contextlib.suppress(NotImplementedError):
+        own = getattr(structure.model, "get_input_embeddings", lambda: None)()
     if not isinstance(own, nn.Embedding):
         return
     modules = {name: structure.model.get_submodule(name) for name in _outside_layers(structure)}
@@ -113,10 +111,8 @@ def embeddings(structure: ModelStructure) -> Iterator[Site]:
 
 
 def embedded_stacks(names: Sequence[str], own: nn.Embedding, structure: ModelStructure) -> dict[str, str | None]:
-    """The stacks of token embeddings.
-
-    Of several without one, each is of the nearest stack. Of several in one stack, one of which is
-    the model's own, the others embed something else that happens to have as many values.
+    """The stacks of token embeddings. Of several without one, each is of the nearest stack. Of
+    several in one stack, those that are not the model's own embed something else.
     """
     stacks = {name: stack_of(name, structure) for name in names}
     if list(stacks.values()).count(None) > 1:
@@ -135,32 +131,24 @@ def nearest_stack(name: str, structure: ModelStructure) -> str | None:
 
 def final_norms(structure: ModelStructure) -> Iterator[Site]:
     """The norms of a stack that run after its last layer, before the head."""
-    norms: dict[str, list[str]] = {}
+    norms = {stack.name: list[str]() for stack in structure.stacks}
     for name in _outside_layers(structure):
-        if (
-            is_norm_module(structure.model.get_submodule(name))
-            and (stack := _stack_before(name, structure)) is not None
-        ):
-            norms.setdefault(stack.name, []).append(name)
-    for stack in structure.stacks:
-        names = norms.get(stack.name, [])
+        stack = _stack_before(name, structure) if is_norm_module(structure.model.get_submodule(name)) else None
+        if stack is not None:
+            norms[stack.name].append(name)
+    for stack, names in norms.items():
         for i, name in enumerate(names):
             index = i if len(names) > 1 else None
-            yield _module_site(name, qualified(stack.name, (("norm", index),)), structure, stack.name)
+            yield _module_site(name, qualified(stack, (("norm", index),)), structure, stack)
 
 
 def _stack_before(norm: str, structure: ModelStructure) -> Stack | None:
-    """The stack that ran before a norm and whose module holds it; of several the innermost, last
-    one.
-    """
+    """The stack that ran before a norm in its module; of several the innermost, last one."""
     order = {n: i for i, n in enumerate(structure.seen.calls)}
     width = (structure.seen.calls[norm].input_shape or (0,))[-1]
+    stacks = [s for s in structure.stacks if order[s.layers[-1]] < order[norm]]
     stacks = [
-        s
-        for s in structure.stacks
-        if order[s.layers[-1]] < order[norm]
-        and norm.startswith(f"{_holder(s)}.".lstrip("."))
-        and width == example_width(s.kinds[-1])
+        s for s in stacks if norm.startswith(f"{_holder(s)}.".lstrip(".")) and width == example_width(s.kinds[-1])
     ]
     return max(stacks, key=lambda s: (len(_holder(s)), order[s.layers[-1]]), default=None)
 
@@ -168,8 +156,7 @@ def _stack_before(norm: str, structure: ModelStructure) -> Stack | None:
 def heads(structure: ModelStructure) -> Iterator[Site]:
     """The model's output Linear: its output embeddings, else the last Linear that runs."""
     model, order = structure.model, list(structure.seen.calls)
-    getter = getattr(model, "get_output_embeddings", None)
-    own = getter() if getter else None
+    own = getattr(model, "get_output_embeddings", lambda: None)()
     outside = [n for n in _outside_layers(structure) if n]
     names = [n for n in outside if model.get_submodule(n) is own]
     if not names and structure.stacks:
@@ -186,20 +173,16 @@ def module_infos(structure: ModelStructure) -> tuple[ModuleInfo, ...]:
     # under whichever of its names
     called = {id(structure.model.get_submodule(name)) for name in calls}
 
-    def width(call: ModuleCall, shape: tuple[int, ...]) -> int | None:
-        return shape[-1] if call.count == 1 and len(shape) in (2, 3) else None
-
-    infos: list[ModuleInfo] = []
-    for name, module in structure.model.named_modules(remove_duplicate=not shared):
-        if name not in first and name not in shared:
-            continue
+    def info(name: str, module: nn.Module) -> ModuleInfo:
         parameters = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
         call = calls.get(name, ModuleCall())
-        d_in = None if isinstance(module, nn.Embedding) else width(call, call.input_shape)
-        d_out, is_called = width(call, call.output_shape), id(module) in called
-        info = (name, type(module).__name__, parameters, d_in, d_out, is_called, call.input_path, call.output_path)
-        infos.append(ModuleInfo(*info))
-    return tuple(infos)
+        shapes = () if isinstance(module, nn.Embedding) else call.input_shape, call.output_shape
+        widths = (shape[-1] if call.count == 1 and len(shape) in (2, 3) else None for shape in shapes)
+        paths = call.input_path, call.output_path
+        return ModuleInfo(name, type(module).__name__, parameters, *widths, id(module) in called, *paths)
+
+    names = structure.model.named_modules(remove_duplicate=False)
+    return tuple(info(name, module) for name, module in names if name in first or name in shared)
 
 
 def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:

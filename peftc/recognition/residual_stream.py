@@ -1,19 +1,24 @@
-"""The residual stream of a layer: its input, and every sum that carries it on."""
+"""The residual stream of a layer: its input, and every sum that carries it on.
+
+Hyper-connections carry several streams side by side, (batch, tokens, n, d). A sub-layer reads a
+weighted sum of them, and its result is added to each times a factor; between sub-layers small
+matrices mix them. Weights, factors and matrices are a token's, the same for all features.
+
+Source: Zhu et al. 2024, "Hyper-Connections", arXiv:2409.19606.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection
 
-import torch
 from torch import fx
 
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
-from peftc.dataflow.operations import Op, op_of
+from peftc.dataflow.operations import SCALE, Op, name_of, op_of
 from peftc.dataflow.values import upstream, value_operands
 from peftc.fakes.tensors import tensors_in
-from peftc.recognition.hyper_connections import mixed_streams
 from peftc.tracing.in_place import writes_to
 from peftc.tracing.operations import new_version
 
@@ -21,11 +26,8 @@ from peftc.tracing.operations import new_version
 def stream_input(graph: fx.Graph) -> fx.Node | None:
     """The layer's hidden state: its first floating tensor argument."""
     values = [n for n in graph.nodes if n.op == "placeholder" or _is_variadic(n)]
-    for node in sorted(values, key=lambda n: n.op != "placeholder"):
-        value = example(node)
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return node
-    return None
+    values.sort(key=lambda n: n.op != "placeholder")
+    return next((n for n in values if is_tensor(n) and gives_states(n)), None)
 
 
 def _is_variadic(node: fx.Node) -> bool:
@@ -52,22 +54,12 @@ class Stream:
         """Whether `node` is the stream itself, but for norms, dropout, casts, limits, constant
         factors and terms, and a selection of tokens; of several streams, a mixture.
         """
-        while node not in self.values:
-            source = self._source(node)
-            if source is None:
-                return False
-            node = source
-        return True
-
-    def _source(self, node: fx.Node) -> fx.Node | None:
-        """The value that `node` keeps as the stream."""
-        streams = filter(self.holds, mixed_streams(node))
-        return (
-            self.layer.passes_through(node)
-            or self._affine(node)
-            or _selected(node)
-            or next(streams, _overwritten(node))
-        )
+        source: fx.Node | None = node
+        while source is not None and source not in self.values:
+            streams = filter(self.holds, mixed_streams(source))
+            same = self.layer.passes_through(source) or self._affine(source) or _selected(source)
+            source = same or next(streams, _overwritten(source))
+        return source is not None
 
     def _affine(self, node: fx.Node) -> fx.Node | None:
         """The operand of a norm, a scale or a bias."""
@@ -94,17 +86,12 @@ class Stream:
 
     def entry(self, body: set[fx.Node]) -> fx.Node | None:
         """What the first operation of a sub-layer reads, behind the norm."""
-        for node in sorted(body):
-            if self.holds(node):
-                continue
-            inputs = [a for a in value_operands(node) if a in body and is_tensor(a) and self.holds(a)]
-            if inputs:
-                return inputs[0]
-        return None
+        inputs = (a for n in sorted(body) if not self.holds(n) for a in value_operands(n))
+        return next((a for a in inputs if a in body and is_tensor(a) and self.holds(a)), None)
 
 
 def gives_states(node: fx.Node) -> bool:
-    """Whether any result of a call is a tensor of floating numbers: not of indices alone."""
+    """Whether any result is a tensor of floating numbers: not of indices alone."""
     return any(value.is_floating_point() for value in tensors_in(example(node)))
 
 
@@ -128,3 +115,38 @@ def _selected(node: fx.Node) -> fx.Node | None:
     indices = [k for k in key if isinstance(k, (int, slice, fx.Node))]
     all_features = len(indices) < len(before) or indices[-1] == slice(None)
     return source if all_features and len(indices) == len(key) else None
+
+
+def mixed_streams(node: fx.Node) -> list[fx.Node]:
+    """What may be the streams that `node` mixes: by a matrix, or to one by a weighted sum."""
+    if op_of(node) is Op.MATMUL and len(node.args) == 2:
+        matrix, streams = node.args
+        is_small = shape(matrix)[-2:] == (shape(streams)[-2:-1] * 2)
+        return [streams] if isinstance(streams, fx.Node) and is_small and is_several(streams) else []
+    products = first_input(node) if op_of(node) is Op.SUM else None
+    if products is None or shape(products)[:2] + shape(products)[3:] != shape(node):
+        return []
+    return [s for s, factor in _factors(products) if is_several(s) and shape(factor) == (*shape(s)[:-1], 1)]
+
+
+def sublayer_output(node: fx.Node) -> fx.Node:
+    """What is added to each of several streams, before the factor of each."""
+    sizes = shape(node)
+    for value, factor in _factors(node):
+        single = first_input(value) if name_of(value) == "unsqueeze" else None
+        is_spread = shape(value) == (*sizes[:2], 1, *sizes[3:]) and shape(factor) == (*sizes[:-1], 1)
+        if single is not None and is_spread and is_several(node) and shape(single) == sizes[:2] + sizes[3:]:
+            return single
+    return node
+
+
+def is_several(node: fx.Node) -> bool:
+    return len(shape(node)) == 4
+
+
+def _factors(product: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The two tensors that are multiplied element by element, in both orders."""
+    if op_of(product) not in SCALE or len(product.args) != 2:
+        return []
+    one, other = product.args
+    return [(one, other), (other, one)] if isinstance(one, fx.Node) and isinstance(other, fx.Node) else []

@@ -18,21 +18,16 @@ from typing import Literal
 
 from torch import fx
 
-from peftc.addressing.sites import Slice
 from peftc.dataflow.feature_rows import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_tensor, shape
 from peftc.dataflow.operations import Op
-from peftc.dataflow.values import reaches, upstream, value_operands, value_users
+from peftc.dataflow.values import reaches, upstream, value_users
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.hyper_connections import is_several, sublayer_output
-from peftc.recognition.moe.listed import ExpertModules
-from peftc.recognition.moe.router import Router
-from peftc.recognition.moe.stacked import StackedExperts
-from peftc.recognition.residual_stream import Stream, stream_input
+from peftc.recognition.moe.matrices import Experts, Router
+from peftc.recognition.residual_stream import Stream, is_several, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
-    is_of_weights,
     is_weighted,
     mixed_by_linears,
     mixes,
@@ -59,7 +54,7 @@ class SubLayer:
     linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
     norms: list[fx.Node] = field(default_factory=list[fx.Node])
     output_norm: fx.Node | None = None  # the post-norm: what `norm(...)` means first
-    experts: list[StackedExperts | ExpertModules] = field(default_factory=list["StackedExperts | ExpertModules"])
+    experts: list[Experts] = field(default_factory=list["Experts"])
     router: Router | None = None
     # networks beside experts
     shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
@@ -76,21 +71,16 @@ class SubLayer:
 
 
 def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer]:
-    """The sub-layers of a layer, in the order of its residual stream.
-
-    Args:
-        opaque: modules whose code could not be traced.
-    """
+    """The sub-layers in the order of the residual stream. `opaque`: modules not traced."""
     first = stream_input(layer.graph)
     if first is None:
         return []
     finder = _Finder(layer, Stream(first, layer, opaque))
     subs = finder.along_stream()
     if not subs and (start := finder.stream_replacement()) is not None:
-        # Seen in: layers whose attention replaces the stream
-        attending = finder.sub_layer(start, first, start)
+        subs = [finder.sub_layer(start, first, start)]
         finder.stream.values.append(start)
-        subs = [attending, *finder.along_stream()]
+        subs += finder.along_stream()
     if len(subs) > 1 and not any(s.kind == "ffn" for s in subs) and subs[-1].kind == "mixer":
         _relabel_local_mixer(subs[-1], finder.stream)
     norms: set[fx.Node] = set()
@@ -126,9 +116,7 @@ class _Finder:
         return subs
 
     def stream_replacement(self) -> fx.Node | None:
-        """The result of an attention that takes the place of the stream instead of being added to
-        it: the last sum is one of it and of what is computed from it.
-        """
+        """An attention's result that replaces the stream: the last sum adds to it what it feeds."""
         for add in reversed(self.sums):
             operands = [a for a in _operands(add) if is_tensor(a)]
             for start, other in itertools.permutations(operands, 2):
@@ -139,22 +127,16 @@ class _Finder:
     def added_by(self, add: fx.Node) -> list[SubLayer]:
         """What a sum adds to the stream: nothing, one sub-layer, or two in parallel."""
         operands = [a for a in _operands(add) if is_tensor(a)]
-        if len(operands) != 2:
-            return []
-        for res, h in (operands, operands[::-1]):
-            if (
-                self.stream.holds(res)
-                and not self.stream.holds(h)
-                and not self.mixes_streams(h)
-                and self.is_computed(h)
-            ):
-                h = sublayer_output(h)
-                parts = self.parallel_parts(h)
-                if not parts and (out := self.serial_attention_output(h)) is not None:
-                    first = self.sub_layer(add, res, out)
-                    self.stream.values.append(out)
-                    return [first, self.sub_layer(add, res, _last_of_chain(h, self.layer))]
-                return [self.sub_layer(add, res, part) for part in parts or [h]]
+        for res, h in itertools.permutations(operands, 2) if len(operands) == 2 else ():
+            if not self.stream.holds(res) or self.stream.holds(h) or self.mixes_streams(h) or not self.is_computed(h):
+                continue
+            h = sublayer_output(h)
+            parts = self.parallel_parts(h)
+            if not parts and (out := self.serial_attention_output(h)) is not None:
+                first = self.sub_layer(add, res, out)
+                self.stream.values.append(out)
+                return [first, self.sub_layer(add, res, _last_of_chain(h, self.layer))]
+            return [self.sub_layer(add, res, part) for part in parts or [h]]
         return []
 
     def bottleneck_sublayers(self, sub: SubLayer) -> list[SubLayer]:
@@ -180,26 +162,19 @@ class _Finder:
         return subs if len(subs) > 1 else []
 
     def carries_on(self, add: fx.Node) -> bool:
-        """Whether a sum is of the stream and itself, of the stream and a mixture of its copies, or
-        of the stream and what does not depend on it.
-        """
+        """Whether a sum adds to the stream itself, a mixture of copies, or what needs no stream."""
         operands = _operands(add)
         others = [a for a in operands if not self.stream.holds(a)]
-        return len(operands) == 2 > len(others) and all(
-            self.mixes_streams(a) or not self.stream.reaches(a) for a in others
-        )
+        carried = (self.mixes_streams(other) or not self.stream.reaches(other) for other in others)
+        return len(operands) == 2 > len(others) and all(carried)
 
     def mixes_streams(self, h: fx.Node) -> bool:
         """Whether a value mixes several streams: weights are in its coefficients alone."""
         if not is_several(h) or self.stream.holds(h):
             return False
 
-        def stop(n: fx.Node) -> bool:
-            weighted = is_weighted(n, self.layer) or any(is_of_weights(i, self.layer) for i in value_operands(n))
-            return self.stream.holds(n) or weighted
-
-        streams = filter(self.stream.holds, upstream(h, stop))
-        return any(shape(n)[-1:] == shape(h)[-1:] for n in streams)
+        behind = upstream(h, lambda n: self.stream.holds(n) or is_weighted(n, self.layer))
+        return any(shape(n)[-1:] == shape(h)[-1:] for n in filter(self.stream.holds, behind))
 
     def is_computed(self, h: fx.Node) -> bool:
         """Whether a value is computed from the stream, with weights or by mixing tokens."""
@@ -268,9 +243,6 @@ def _last_of_chain(h: fx.Node, layer: LayerGraph) -> fx.Node:
     return h
 
 
-# Attention --------------------------------------------------------------------------------------
-
-
 def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
     sub.kind, sub.variant, layer = "attn", "self", stream.layer
     attention, values = sub.attentions[0], {r: [getattr(a, r) for a in sub.attentions] for r in ("q", "k", "v")}
@@ -278,8 +250,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
     for role, (value, *others) in values.items():
         linears = [node for node, _ in source_linears(layer, value) if node in sub.body]
         if any(stream.hides(n) for n in upstream(value, layer.is_linear) if n in sub.body):
-            # what an opaque module does to a Linear's result, or has instead of it, is unknown
-            linears = []
+            linears = []  # an opaque module may change a Linear's result, or replace it
         last = [n for n in linears if not any(n in _linears_before(other, layer) for other in linears)]
         # not those that positions are computed by
         nearest[role] = list(filter(stream.reaches, last)) or last
@@ -306,9 +277,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
 
 
 def _entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
-    """The roles whose values are computed by the same several Linears as queries: which of these is
-    whose is unknown. Keys and values may be one value.
-    """
+    """Roles computed by the same several Linears as queries. Keys and values may be one value."""
     same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
     return {"q", *same} if same else same
 
@@ -317,19 +286,12 @@ def _confused(projections: Mapping[str, Projection], attention: Attention) -> li
     """The roles that share rows with another one, and have more rows than arrive there."""
     roles: list[str] = []
     for role, one in projections.items():
-        shares = any(_overlap(one, other) for name, other in projections.items() if name != role)
+        others = [p for name, p in projections.items() if name != role and p.node is one.node]
         size = math.prod(shape(getattr(attention, role)))
-        if shares and size < math.prod(shape(one.node)[:-1]) * _rows(one).width:
+        is_larger = size < math.prod(shape(one.node)[:-1]) * one.slice.width
+        if is_larger and any(one.slice.overlaps(other.slice) for other in others):
             roles.append(role)
     return roles
-
-
-def _overlap(one: Projection, other: Projection) -> bool:
-    return one.node is other.node and _rows(one).overlaps(_rows(other))
-
-
-def _rows(projection: Projection) -> Slice:
-    return projection.rows or Slice(0, shape(projection.node)[-1])
 
 
 def _linears_before(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
@@ -344,9 +306,6 @@ def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stre
     return source if source is not None and (stream.holds(source) or entry is None) else entry
 
 
-# Feed-forward -----------------------------------------------------------------------------------
-
-
 def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
     downs = source_linears(layer, sub.h)
     if len(downs) != 1:
@@ -357,27 +316,18 @@ def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
     if hidden is None or any(is_weighted(n, layer) and not layer.is_norm(n) for n in behind):
         return  # a leaf with weights of its own computes something else besides
     sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
-    inputs = input_projections(hidden, layer)
-    sub.projections |= {
-        role: p for role, p in inputs.items() if p.node in sub.body
-    }  # not those that computed the stream
+    # not those that computed the stream
+    sub.projections |= {role: p for role, p in input_projections(hidden, layer).items() if p.node in sub.body}
     first = sub.projections.get("up") or sub.projections.get("gate")
     sub.x = first_input(first.node) if first is not None else sub.x
-
-
-# Norms ------------------------------------------------------------------------------------------
 
 
 def _find_norms(sub: SubLayer, layer: LayerGraph, others: set[fx.Node]) -> None:
     """The norms of a sub-layer: before its Linears, before the sum, and right after the sum."""
     sub.norms += [n for n in sorted(sub.body) if layer.is_norm(n) and n not in others]
-    users = _tensor_users(sub.add)
-    while len(users) == 1 and layer.passes_through(users[0]) is not None:
-        users = _tensor_users(users[0])
+    users = [sub.add]
+    while len(users) == 1 and (users[0] is sub.add or layer.passes_through(users[0]) is not None):
+        users = [u for u in value_users(users[0]) if is_tensor(u)]
     if len(users) == 1 and layer.is_norm(users[0]):
         sub.output_norm = users[0]
         sub.norms.append(users[0])
-
-
-def _tensor_users(node: fx.Node) -> list[fx.Node]:
-    return [u for u in value_users(node) if is_tensor(u)]

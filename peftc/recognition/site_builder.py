@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import fx
 
 from peftc.addressing.sites import ActivationRef, Site, Slice, State
 from peftc.dataflow.dimensions import features_dim
 from peftc.dataflow.feature_rows import separates
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
 from peftc.dataflow.values import upstream, value_users
 from peftc.forms import shapes
 from peftc.recognition.attention.manual_attention import joined_shape
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
 from peftc.recognition.layers import LayerType, ModelStructure
-from peftc.recognition.moe.listed import ExpertModules
-from peftc.recognition.moe.router import Router
+from peftc.recognition.moe.matrices import ExpertModules, Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
 from peftc.recognition.residual_stream import stream_input
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.token_mixing import is_weighted
 
+T = TypeVar("T")
+ROLES = ("q", "k", "v", "o", "gate", "up", "down")
+
 
 def all_sites(structure: ModelStructure) -> tuple[Site, ...]:
     """Every site of the model, in model order."""
     sites: list[Site] = [*embeddings(structure)]
-    cache: dict[object, State] = {}
+    cache: dict[object, Any] = {}
     for stack in structure.stacks:
         for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
             call = structure.seen.calls.get(name)
@@ -45,7 +47,7 @@ def all_sites(structure: ModelStructure) -> tuple[Site, ...]:
 class LayerSites:
     """The sites of one layer. `cache`: states, which layers of one type share."""
 
-    def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, cache: dict[object, State]) -> None:
+    def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, cache: dict[object, Any]) -> None:
         self.layer, self.kind, self.steps, self.stack, self.cache = layer, kind, steps, stack, cache
         self.graph = kind.layer
         stream = stream_input(kind.traced.graph)
@@ -59,54 +61,34 @@ class LayerSites:
         sites = [self.layer_site()]
         subs = [sub for sub in self.kind.subs if sub.kind != "untraced"]
         for sub, steps in zip(subs, sub_layer_steps(subs), strict=True):
-            sites += self.attention_sites(sub, steps) if sub.attention is not None else self.other_sites(sub, steps)
+            sites += self.sub_layer_sites(sub, steps)
         return sites
 
     def layer_site(self) -> Site:
         first = self.kind.subs[0].res if self.kind.subs else self.stream
-        output = next(n for n in self.kind.traced.graph.nodes if n.op == "output")
         states = {"x": self.state("x", self.graph.stripped(first))}
-        result = first_of(output.args[0])
-        if result is not None:
+        result = output_of(self.kind.traced.graph).args[0]
+        while isinstance(result, (tuple, list)) and result:
+            result = result[0]
+        if isinstance(result, fx.Node) and is_tensor(result):  # put there by the layer itself
             states["h"] = self.state("h", result)
         return self.site((), self.layer, states)
 
-    def attention_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
-        attention = sub.attention
-        assert attention is not None
-        group = f"{self.stack}.{sub.variant}"
-        states = self.sub_layer_states(sub, steps, "o")
-        if len(sub.attentions) == 1:  # of several, each has its own
-            states |= self.attention_states(attention, width_of(sub, "q"))
-        elif (pair := self.shared_pair(sub)) is not None:
-            states["kv"] = pair
-        module = self.module(sub)
-        yield self.site(steps, module, states, self.functions(sub), group)
-        yield from self.linear_sites(sub, steps, ("q", "k", "v", "o"), group)
-        heads = attention_heads(attention)
-        if heads is not None and "q" in states:
-            yield self.site(
-                steps + (("heads", None),),
-                module,
-                {"h": self.state("h", heads, heads=True), "q": states["q"]},
-                group=group,
-            )
-        yield from self.norm_sites(sub, steps, group)
-        yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
-
-    def other_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
-        """Those of an ffn or a mixer."""
-        states = self.sub_layer_states(sub, steps, "down")
-        if sub.hidden is not None:
-            states["z"] = self.state("z", sub.hidden)
-        yield self.site(steps, self.module(sub), states, self.functions(sub), self.stack)
+    def sub_layer_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
+        attention, group = sub.attention, f"{self.stack}.{sub.variant}".removesuffix(".")
+        states, module = self.sub_layer_states(sub, steps), self.module(sub)
+        yield replace(self.site(steps, module, states, group), frozen_modules=self.functions(sub))
         yield from self.routed_sites(sub, steps)
-        yield from self.linear_sites(sub, steps, ("gate", "up", "down"), self.stack)
+        yield from self.linear_sites(sub, steps, group)
+        heads = attention_heads(attention) if attention is not None and "q" in states else None
+        if heads is not None:
+            h = State("h", shapes.Heads(*shape(heads)[2:]), ActivationRef(heads.name))
+            yield self.site(steps + (("heads", None),), module, {"h": h, "q": states["q"]}, group=group)
         if sub.hidden is not None:
             hidden = {"h": self.state("h", sub.hidden)} | ({"x": states["x"]} if "x" in states else {})
             yield self.site(steps + (("hidden", None),), self.full(str(sub.projections["down"].node.target)), hidden)
-        yield from self.norm_sites(sub, steps, self.stack)
-        yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)})
+        yield from self.norm_sites(sub, steps, group)
+        yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
 
     def routed_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
         """The router, the Linears of each expert, and those of the networks beside them."""
@@ -114,8 +96,8 @@ class LayerSites:
             yield self.router_site(sub.router, steps + (("router", None),))
         for i, experts in enumerate(sub.experts):
             word = "experts" if i == 0 else "shared" if not sub.shared else f"shared_{i}"
-            for inner, module, states in expert_states(experts, self.kind.root, self.full):
-                site = self.site(steps + ((word, inner[0]), (inner[1], None)), module, states)
+            for number, role, module, states in expert_states(experts, self.kind.root, self.full):
+                site = self.site(steps + ((word, number), (role, None)), module, states)
                 yield with_own_graph(site) if isinstance(experts, ExpertModules) else site
         for i, network in enumerate(sub.shared):
             inner = steps + (("shared", i if len(sub.shared) > 1 else None),)
@@ -138,69 +120,65 @@ class LayerSites:
         used = [n for n in sub.body if is_weighted(n, self.graph) and not self.graph.is_norm(n)]
         return self.full(common([f"{n.target}." if n.op == "call_module" else str(n.target) for n in used]))
 
-    def linear_sites(self, sub: SubLayer, steps: Steps, roles: tuple[str, ...], group: str) -> Iterator[Site]:
+    def linear_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
         """The Linears of a sub-layer: by role, the others by their own names."""
-        for role in roles:
+        for role in ROLES:
             if role in sub.projections:
                 yield self.linear(steps + ((role, None),), sub.projections[role], group)
         inside = self.module(sub)
-        reserved = {"q", "k", "v", "o", "gate", "up", "down", "heads", "hidden", "norm", "add"}
         names = {str(n.target): relative_name(self.full(str(n.target)), inside) for n in sub.linears}
         many = Counter(names.values())
         first = {str(n.target): n for n in reversed(sub.linears)}  # call of each
         for full, node in sorted(first.items(), key=lambda item: item[1]):
-            inner = named_steps(full if many[names[full]] > 1 else names[full], reserved)
+            inner = named_steps(full if many[names[full]] > 1 else names[full])
             yield self.linear(steps + inner, Projection(node), group)
 
     def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
-        owners = [norm_owner(n, sub, self.graph) for n in sub.norms]
-        many = Counter(owners)
-        seen: Counter[str] = Counter()
-        for node, owner in zip(sub.norms, owners, strict=True):
-            index = seen[owner] if many[owner] > 1 else None
-            seen[owner] += 1
+        owners = numbered([norm_owner(n, sub, self.graph) for n in sub.norms])
+        for node, (owner, index) in zip(sub.norms, owners, strict=True):
             inner = ((owner, None),) if owner else ()
             yield self.linear(steps + inner + (("norm", index),), Projection(node), group)
 
-    # Parts ---------------------------------------------------------------------------------------
-
-    def sub_layer_states(self, sub: SubLayer, steps: Steps, last: str) -> dict[str, State]:
+    def sub_layer_states(self, sub: SubLayer, steps: Steps) -> dict[str, State]:
         states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}
+        last = "down" if sub.attention is None else "o"
         if last in sub.projections and self.graph.stripped(sub.h) is sub.projections[last].node:
-            linear = path_of(self.steps + steps + ((last, None),))
-            states["h"] = replace(states["h"], linear=linear)
+            states["h"] = replace(states["h"], linear=path_of(self.steps + steps + ((last, None),)))
         if sub.x is not None:
             states["x"] = self.state("x", self.in_batches(sub.x, sub.h))
         if sub.context is not None:
             states["c"] = state = self.state("c", sub.context)
             if sub.variant == "cross" and isinstance(state.shape, shapes.Tokens):
                 states["c"] = replace(state, shape=replace(state.shape, of="context"))
+        if sub.hidden is not None:
+            states["z"] = self.state("z", sub.hidden)
+        if len(sub.attentions) == 1:  # of several, each has its own
+            states |= self.attention_states(sub.attentions[0], q_width(sub))
+        elif sub.attentions and (pair := self.shared_pair(sub)) is not None:
+            states["kv"] = pair
         return states
 
     def in_batches(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """A value before a reshape, where that has as many dimensions as `like`."""
         before: fx.Node | None = node
-        while before is not None and before.meta["example"].ndim != like.meta["example"].ndim:
+        while before is not None and len(shape(before)) != len(shape(like)):
             before = self.graph.passes_through(before)
         return node if before is None else before
 
     def attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
         """q, k, v and kv as the attention gets them."""
-        key = (attention.call.name, q_width)
-        if key not in self.kind.states:
-            self.kind.states[key] = self.arriving_states(attention, q_width)
-        return dict(self.kind.states[key])
+        if attention.call not in self.cache:
+            self.cache[attention.call] = self.new_attention_states(attention, q_width)
+        return self.cache[attention.call]
 
-    def arriving_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
+    def new_attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
         states: dict[str, State] = {}
         call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
-            value = example(node)
-            if not isinstance(value, torch.Tensor) or value.ndim != 4 or attention.sort == "written":
-                continue
-            if separates(node, -1, self.graph):
-                shape = shapes.Rows(value.shape[1], value.shape[3], "queries" if name == "q" else "keys")
-                states[name] = State(name, shape, ActivationRef(f"{call}.{name}"))
+            sizes = shape(node)
+            if len(sizes) == 4 and attention.sort != "written" and separates(node, -1, self.graph):
+                rows = shapes.Rows(sizes[1], sizes[3], "queries" if name == "q" else "keys")
+                states[name] = State(name, rows, ActivationRef(f"{call}.{name}"))
         pair = pair_shape(attention, q_width, self.graph)
         if pair is not None:
             states["kv"] = State("kv", pair, ActivationRef(f"{call}.kv"))
@@ -209,7 +187,7 @@ class LayerSites:
     def shared_pair(self, sub: SubLayer) -> State | None:
         """The rows that can be joined to the keys and values of each of several attentions."""
         written = all(a.sort == "written" for a in sub.attentions)
-        pairs = {pair_shape(a, width_of(sub, "q"), self.graph) for a in sub.attentions} if written else set()
+        pairs = {pair_shape(a, q_width(sub), self.graph) for a in sub.attentions} if written else set()
         first, *others = (a.call for a in sub.attentions)
         pair = pairs.pop() if len(pairs) == 1 else None
         if pair is None or any(n.meta["origin"][0] != first.meta["origin"][0] for n in others):
@@ -225,44 +203,26 @@ class LayerSites:
         node, rows = projection.node, projection.rows
         name = self.full(str(node.target))
         states = weight_states(name, self.kind.root.get_submodule(str(node.target)), rows)
-        source = first_input(node)
-        if source is not None:
+        if (source := first_input(node)) is not None:
             states["x"] = self.state("x", source)
         states["h"] = self.state("h", node, rows)
         return replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
 
-    def state(self, name: str, node: fx.Node, rows: Slice | None = None, heads: bool = False) -> State:
-        key = (name, node, rows, heads)
+    def state(self, name: str, node: fx.Node, rows: Slice | None = None) -> State:
+        key = (name, node, rows)
         if key not in self.cache:
-            self.cache[key] = self.new_state(name, node, rows, heads)
+            sizes, dim = shape(node), features_dim(node, self.graph)
+            tokens = shapes.Tokens(rows.width if rows else sizes[dim])
+            self.cache[key] = State(name, tokens, ActivationRef(node.name, rows, feature_map=dim < len(sizes) - 1))
         return self.cache[key]
 
-    def new_state(self, name: str, node: fx.Node, rows: Slice | None, heads: bool) -> State:
-        value = node.meta["example"]
-        assert isinstance(value, torch.Tensor)
-        if heads:
-            return State(name, shapes.Heads(value.shape[2], value.shape[3]), ActivationRef(node.name, rows))
-        dim = features_dim(node, self.graph)
-        return State(
-            name,
-            shapes.Tokens(rows.width if rows else value.shape[dim]),
-            ActivationRef(node.name, rows, feature_map=dim < value.ndim - 1),
-        )
-
-    def site(
-        self,
-        steps: Steps,
-        module: str,
-        states: Mapping[str, State],
-        functions: Mapping[str, str] | None = None,
-        group: str = "",
-    ) -> Site:
+    def site(self, steps: Steps, module: str, states: dict[str, State], group: str = "") -> Site:
         steps = self.steps + steps
         kind = f"{self.kind.name}@{id(self.kind)}"
         flat = any(s.activation is not None and s.activation.node in self.flat for s in states.values())
         stream = self.state("stream", self.stream) if flat else None
         path, group = path_of(steps), group or self.stack
-        return Site(path, steps, module, self.layer, kind, dict(states), dict(functions or {}), group, stream)
+        return Site(path, steps, module, self.layer, kind, states, group=group, layer_input=stream)
 
     def full(self, name: str) -> str:
         return f"{self.layer}.{name}".rstrip(".")
@@ -275,14 +235,16 @@ def with_own_graph(site: Site) -> Site:
 
 def sub_layer_steps(subs: list[SubLayer]) -> list[Steps]:
     """`attn.self`, `attn.cross`, `ffn`, `mixer`; numbered where a layer has several of one sort."""
-    names = [(sub.kind, sub.variant) for sub in subs]
-    many, seen = Counter(names), Counter[tuple[str, str]]()
-    paths: list[Steps] = []
-    for name, variant in names:
-        index = seen[name, variant] if many[name, variant] > 1 else None
-        seen[name, variant] += 1
-        paths.append(((name, None), (variant, index)) if variant else ((name, index),))
-    return paths
+    names = numbered([(sub.kind, sub.variant) for sub in subs])
+    return [((kind, None), (variant, index)) if variant else ((kind, index),) for (kind, variant), index in names]
+
+
+def numbered(names: list[T]) -> Iterator[tuple[T, int | None]]:
+    """Each name with its number among equal ones; None for the only one."""
+    many, seen = Counter(names), Counter[T]()
+    for name in names:
+        yield name, seen[name] if many[name] > 1 else None
+        seen[name] += 1
 
 
 def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
@@ -297,33 +259,19 @@ def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
 
 def attention_heads(attention: Attention) -> fx.Node | None:
     """The result of an attention as (batch, tokens, heads, d_head)."""
-    q, v = shape(attention.q), shape(attention.v)
-    if len(q) != 4 or len(v) != 4:
-        return None
-    node = attention.out
+    q, v, users = shape(attention.q), shape(attention.v), [attention.out]
     for _ in range(4):
-        if shape(node) == (q[0], q[2], q[1], v[3]):
-            return node if attention.sort == "interface" or node is not attention.out else None
-        users = value_users(node)
-        if len(users) != 1:
-            return None
-        (node,) = users
+        if len(users) != 1 or len(q) != 4 or len(v) != 4:
+            break
+        if shape(users[0]) == (q[0], q[2], q[1], v[3]):
+            return users[0] if attention.sort == "interface" or users[0] is not attention.out else None
+        users = value_users(users[0])
     return None
 
 
-def first_of(value: Any) -> fx.Node | None:
-    """The tensor that comes first in what a layer returns, if the layer has put it there itself."""
-    while isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return value if isinstance(value, fx.Node) and is_tensor(value) else None
-
-
-def width_of(sub: SubLayer, role: str) -> int | None:
-    """The features of a projection."""
-    projection = sub.projections.get(role)
-    if projection is None:
-        return None
-    return projection.rows.width if projection.rows else shape(projection.node)[-1]
+def q_width(sub: SubLayer) -> int | None:
+    """The features of the queries' Linear."""
+    return sub.projections["q"].slice.width if "q" in sub.projections else None
 
 
 def pair_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> shapes.KeyValue | None:
@@ -338,7 +286,7 @@ def pair_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> 
     return shapes.KeyValue(k[1], k[3], None if v[3] == k[3] else v[3])
 
 
-def named_steps(name: str, reserved: set[str]) -> Steps:
+def named_steps(name: str) -> Steps:
     """A module's name as the steps of a path: `experts.0.w1` is `experts[0].w1`."""
     steps: list[tuple[str, int | None]] = []
     for part in name.split("."):
@@ -347,7 +295,7 @@ def named_steps(name: str, reserved: set[str]) -> Steps:
         else:
             word = "".join(c if c.isalnum() else "_" for c in part)
             steps.append((word if word[:1].isalpha() or word[:1] == "_" else f"_{word}", None))
-    if steps[0][0] in reserved:
+    if steps[0][0] in (*ROLES, "heads", "hidden", "norm", "add"):
         steps[0] = (f"{steps[0][0]}_", steps[0][1])
     return tuple(steps)
 
@@ -358,12 +306,5 @@ def relative_name(name: str, module: str) -> str:
 
 def common(names: list[str]) -> str:
     """The deepest module that contains all the named ones."""
-    if not names:
-        return ""
-    split = [n.split(".")[:-1] for n in names]
-    shared: list[str] = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) != 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))

@@ -1,6 +1,5 @@
-"""What stacks of layers are called: `encoder`, `decoder`, and in models of several media the tower
-that they are part of: `vision.layer[0]`, `text.layer[0]`, `text.decoder.layer[0]`,
-`qformer.layer[0]`.
+"""Names of stacks of layers: `encoder`, `decoder`, and in models of several media their tower, as in
+`vision.layer[0]`, `text.decoder.layer[0]`, `qformer.layer[0]`.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ GENERIC_SECTIONS = frozenset({*SITES, "backbone"})  # name no medium, or somethi
 
 
 def name_stacks(structure: ModelStructure) -> None:
-    """Gives every stack a name of its own.
-
-    A model with one stack, or with an encoder that its decoder attends to, has no towers.
-    """
+    """Names every stack. One stack, or an encoder that its decoder attends to, has no towers."""
     config = getattr(structure.model, "config", None)
     stacks = structure.stacks
     towers: dict[str, list[Stack]] = defaultdict(list)
@@ -81,51 +77,33 @@ def _joined(path: str) -> str:
     return f"{word}_" if word in SITES else word
 
 
-# Towers -----------------------------------------------------------------------------------------
-
-
 def _tower(stack: Stack, structure: ModelStructure) -> str:
-    """The medium of a stack: by its configuration, else by its model's input, else by what reaches
-    it.
-    """
-    modules = list(_ancestors(stack.layers[0], structure.model))
+    """The medium of a stack: by its configuration, else by its model's input or what reaches it."""
+    parts = stack.layers[0].split(".")
+    modules = [structure.model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
     sections = list(sections_of(modules))
-    medium = next((medium for name in reversed(sections) if (medium := _medium_of(name))), None)
+    names = ((medium, name) for name in reversed(sections) for medium in MEDIUM_WORDS)
+    medium = next((medium for medium, name in names if any(word in name for word in MEDIUM_WORDS[medium])), None)
     own = next((name for name in reversed(sections) if name not in GENERIC_SECTIONS), None)
     return medium or own or _input_medium(modules) or structure.seen.modality.get(stack.layers[0]) or "text"
-
-
-def _ancestors(layer: str, model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and every module down to the layer."""
-    parts = layer.split(".")
-    for depth in range(len(parts)):
-        yield model.get_submodule(".".join(parts[:depth]))
 
 
 def sections_of(modules: list[nn.Module]) -> Iterator[str]:
     """The sections of the configuration that lead to the innermost of nested modules."""
     section: Any = None
-    for module in modules:
-        own = getattr(module, "config", None)
+    for own in (getattr(module, "config", None) for module in modules):
         if section is None:  # of a wrapper that has no configuration
             section = own if isinstance(own, PretrainedConfig) else None
-            continue
-        name = _section_name(section, own)
-        if name is not None:
+        elif (name := _section_name(section, own)) is not None:
             yield "_".join(part for part in name.split("_") if part != "config")
             section = own
 
 
 def _section_name(config: Any, part: Any) -> str | None:
     """The field of a configuration that holds the one of a part, or one of its class."""
-    if not isinstance(part, PretrainedConfig) or part is config:
-        return None
-    fields = {n: v for n, v in vars(config).items() if isinstance(v, PretrainedConfig) and type(v) is type(part)}
-    return next((n for n, v in fields.items() if v is part), None) or next(iter(fields), None)
-
-
-def _medium_of(section: str) -> str | None:
-    return next((medium for medium, words in MEDIUM_WORDS.items() if any(word in section for word in words)), None)
+    is_part = isinstance(part, PretrainedConfig) and part is not config
+    fields = {name: value for name, value in vars(config).items() if is_part and type(value) is type(part)}
+    return next((name for name, value in fields.items() if value is part), next(iter(fields), None))
 
 
 def _input_medium(modules: list[nn.Module]) -> str | None:

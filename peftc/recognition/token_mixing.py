@@ -14,9 +14,9 @@ from peftc.dataflow.feature_rows import move_numbers
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, shape
 from peftc.dataflow.operations import Op, name_of
-from peftc.dataflow.values import upstream, value_operands
+from peftc.dataflow.values import value_operands
 from peftc.observation.sample_forward import first_tensor
-from peftc.recognition.attention.patterns import is_activation, is_scores
+from peftc.recognition.attention.patterns import is_scores
 from peftc.recognition.residual_stream import Stream
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.LSTM, nn.GRU)
@@ -31,11 +31,6 @@ def is_weighted(node: fx.Node, layer: LayerGraph) -> bool:
     return module is not None and any(p.ndim >= 2 for p in module.parameters())
 
 
-def is_of_weights(node: fx.Node, layer: LayerGraph) -> bool:
-    """Whether a value is computed from parameters alone, some of them weighted."""
-    return not is_activation(node) and any(is_weighted(n, layer) for n in upstream(node))
-
-
 def mixes(body: set[fx.Node], stream: Stream) -> bool:
     """Whether one token's part of a sub-layer's result depends on other tokens."""
     return any(not stream.holds(node) and mixes_tokens(node, stream.layer) for node in body)
@@ -43,15 +38,13 @@ def mixes(body: set[fx.Node], stream: Stream) -> bool:
 
 def mixes_neighbours(body: set[fx.Node], stream: Stream) -> bool:
     """Whether all mixing is by convolutions and shifts, which a feed-forward part may have, too."""
-    nodes = [n for n in body if not stream.holds(n) and mixes_tokens(n, stream.layer)]
-    return all(_is_local(n, stream.layer) for n in nodes)
+    return all(_is_local(n, stream.layer) for n in body if not stream.holds(n) and mixes_tokens(n, stream.layer))
 
 
 def _is_local(node: fx.Node, layer: LayerGraph) -> bool:
     module = layer.module(node)
-    return isinstance(module, _ConstantPadNd) or (
-        layer.op(node) is Op.CONVOLUTION and (module is None or isinstance(module, (nn.Conv1d, nn.Conv2d)))
-    )
+    convolves = layer.op(node) is Op.CONVOLUTION and isinstance(module, (nn.Conv1d, nn.Conv2d, type(None)))
+    return convolves or isinstance(module, _ConstantPadNd)
 
 
 def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
@@ -65,7 +58,7 @@ def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
 
 
 def _module_mixes(node: fx.Node, module: nn.Module) -> bool:
-    if any(isinstance(m, _CONVOLUTIONS) and _kernel_size(m) != 1 for m in module.modules()):
+    if any(isinstance(m, _CONVOLUTIONS) and set(getattr(m, "kernel_size", ())) != {1} for m in module.modules()):
         return True
     if isinstance(module, _ConstantPadNd):
         return any(module.padding[2:])  # the first two are of features
@@ -87,16 +80,9 @@ def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool
     return False
 
 
-def _kernel_size(module: nn.Module) -> int:
-    size = getattr(module, "kernel_size", 0)
-    return max(size, default=0) if isinstance(size, tuple) else int(size)
-
-
 def mixed_by_linears(body: set[fx.Node], stream: Stream) -> bool:
-    """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d).
-
-    As features are, tokens are numbered, and what the code does to their layout is done to the
-    numbers.
+    """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d). Tokens are
+    numbered as features are, and what the code does to their layout is done to the numbers.
     """
     layer, numbers = stream.layer, dict[fx.Node, Any]()
     for node in sorted(body):

@@ -1,8 +1,7 @@
 """Modules of a layer that could not be traced: which of them matter, and what may be in them.
 
 Nothing in such a module has a name, nor has a sub-layer that one computes: it may be an attention,
-a feed-forward network or neither. Whether it attends is seen by running it on its example,
-operation by operation.
+a feed-forward network or neither. The operations of a run on its example tell whether it attends.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,9 +38,7 @@ class UntracedPart:
 
 
 def opaque_modules(layer: LayerGraph, untraced: Iterable[str], mode: FakeTensorMode) -> dict[str, bool]:
-    """Of the modules that could not be traced those with matrices or attention; whether they
-    attend.
-    """
+    """Of the untraced modules those with matrices or attention; whether they attend."""
     modules: dict[str, bool] = {}
     for node in layer.graph.nodes:
         if node.op == "call_module" and node.target in untraced:
@@ -82,12 +79,7 @@ class _Operations(TorchDispatchMode):
 def untraced_parts(
     layer: LayerGraph, subs: list[SubLayer], reasons: Mapping[str, str], opaque: Mapping[str, bool]
 ) -> list[UntracedPart]:
-    """The modules of a layer whose contents have no sites.
-
-    Args:
-        reasons: why modules could not be traced.
-        opaque: as `opaque_modules` returns them.
-    """
+    """The modules of a layer whose contents have no sites. `reasons`: why they were not traced."""
     first = stream_input(layer.graph)
     if first is None:
         return []
@@ -99,8 +91,10 @@ def untraced_parts(
         if node.op == "call_module" and node.target in opaque:
             modules.setdefault(node.target, frozenset())
             if gives_states(node) and stream.reaches(node):
-                norms = _norms(layer.root.get_submodule(node.target))
-                modules[node.target] |= _hidden_kinds(node, subs, opaque[node.target], kinds) | norms
+                modules[node.target] |= _hidden_kinds(node, subs, opaque[node.target], kinds)
+                norms = filter(is_norm_module, layer.root.get_submodule(node.target).modules())
+                if any(True for norm in norms for _ in norm.parameters()):
+                    modules[node.target] |= {"norm"}
     parts = [UntracedPart(module, reasons[module], hides) for module, hides in modules.items()]
     return [*parts, *_ambiguous_attentions(subs, opaque, layer), *_attentions_not_added(subs, stream)]
 
@@ -110,11 +104,6 @@ def _hidden_kinds(node: fx.Node, subs: list[SubLayer], attends: bool, kinds: fro
     if any(node in sub.body for sub in subs if sub.kind != "untraced"):
         return frozenset({"attn"}) if attends else frozenset()  # a part of what has a name
     return (frozenset({"attn", "ffn"}) - (kinds & {"ffn"})) if attends else frozenset({"ffn", "mixer"})
-
-
-def _norms(module: nn.Module) -> frozenset[str]:
-    norms = (m for m in module.modules() if is_norm_module(m))
-    return frozenset({"norm"}) if any(next(m.parameters(), None) is not None for m in norms) else frozenset()
 
 
 def _ambiguous_attentions(

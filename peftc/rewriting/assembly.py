@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.observation.layer_candidates import repeated_blocks
 from peftc.planning import ir
+from peftc.recognition.layer_candidates import repeated_blocks
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.anchors import relative
 from peftc.rewriting.edits import Region

@@ -1,4 +1,4 @@
-"""The states of a site in the graph of its layer (nodes, anchors, uses), and in the trace of a call."""
+"""The states of a site: nodes, anchors and uses in its layer's graph, nodes in a call's trace."""
 
 from __future__ import annotations
 

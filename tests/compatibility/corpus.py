@@ -40,7 +40,7 @@ SAVED = Path(__file__).parent / "saved"
 VOCABULARY, TOKENS = 29, 7
 PLANNED = ("facebook/bart-large", "meta-llama/Meta-Llama-3-8B")
 
-# Text specs beside the recipes: what an adapter can have that no recipe has.
+# Specs for features that no recipe uses.
 TEXTS: dict[str, tuple[str, str]] = {
     "text-everything": (
         "bart",
@@ -173,7 +173,7 @@ def inputs() -> dict[str, Tensor]:
 
 @torch.no_grad()
 def output(model: nn.Module, tasks: list[str]) -> Tensor:
-    """The logits of `inputs`; of two tasks, one for each row."""
+    """The logits of `inputs`; with two tasks, one task for each row."""
     batch = inputs()
     if isinstance(model, transformers.PreTrainedModel) and model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = batch["input_ids"].flip(1)
@@ -184,9 +184,7 @@ def output(model: nn.Module, tasks: list[str]) -> Tensor:
 
 
 def totals(text: str, table: SiteTable) -> dict[str, int] | str:
-    """The counts of an expanded spec on a model; the code of the diagnostic where it cannot stand
-    there.
-    """
+    """The counts of an expanded spec on a model, or the code of its diagnostic."""
     try:
         return make_plan(expand(parse_text(text)), table).plan.totals.model_dump()
     except peftc.PeftcError as error:

@@ -1,6 +1,4 @@
-"""Site tables as the trace makes them, written down for BART, BERT, T5 and LLaMA shapes: planner
-tests need no model.
-"""
+"""Hand-written site tables for BART, BERT, T5, LLaMA and GPT-2: planner tests need no model."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ Steps = tuple[tuple[str, int | None], ...]
 
 @dataclass
 class Builder:
-    """Collects sites and modules of one model."""
+    """Collects the sites and modules of one model."""
 
     model_id: str
     model_type: str
@@ -146,11 +144,11 @@ class Builder:
 def _with_containers(modules: list[ModuleInfo]) -> Iterator[ModuleInfo]:
     """Every module, each after the modules that contain it."""
     own = {module.name: module for module in modules}
-    seen: set[str] = set()
+    paths: set[str] = set()
     for module in modules:
         for name in ("", *accumulate(module.name.split("."), lambda above, part: f"{above}.{part}")):
-            if name not in seen:
-                seen.add(name)
+            if name not in paths:
+                paths.add(name)
                 yield own.get(name) or ModuleInfo(name, "Module", {})
 
 

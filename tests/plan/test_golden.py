@@ -1,4 +1,4 @@
-"""Plans, trees of sites and diagnostics as people see them."""
+"""Golden files of plans, site trees and diagnostics."""
 
 import pytest
 
@@ -77,9 +77,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_diagnostic(name, golden):
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         planned(MISTAKES[name], BART)
-    golden(f"error_{name}.txt", render_text(caught.value.diagnostics))
+    golden(f"error_{name}.txt", render_text(excinfo.value.diagnostics))
 
 
 def test_uneven_coverage(golden):

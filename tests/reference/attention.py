@@ -1,4 +1,4 @@
-"""An attention function with room for edits of q, k, v, kv and the heads, written from Eq. 1-10 of
+"""An attention function with hooks for edits of q, k, v, kv and the heads, written from Eq. 1-10 of
 He et al. (2022).
 
 Masks are always explicit here (transformers builds the eager ones for it), so nothing depends on
@@ -80,12 +80,10 @@ def reference_attention(
 
 
 def _joined(prefixes: list[Prefix], batch: int) -> tuple[Tensor, Tensor] | None:
-    """Each later prefix goes before the earlier ones, as repeated concat(prefix, kv) would put
-    it.
-    """
+    """Later prefixes come before earlier ones, as repeated concat(prefix, kv) puts them."""
     if not prefixes:
         return None
-    rows = [tuple(p.expand(batch, -1, -1, -1) for p in made()) for made in reversed(prefixes)]
+    rows = [tuple(p.expand(batch, -1, -1, -1) for p in prefix()) for prefix in reversed(prefixes)]
     return torch.cat([r[0] for r in rows], 2), torch.cat([r[1] for r in rows], 2)
 
 

@@ -1,4 +1,4 @@
-"""Diagnostics of `peftc check`, without a model."""
+"""`peftc check`: diagnostics that need no model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ EXPLAINED = sorted(code for code, info in CODES.items() if WRONG in info.explana
 
 
 @pytest.mark.parametrize("code", EXPLAINED)
-def test_the_examples_of_an_explanation_do_what_it_says(code: str) -> None:
+def test_examples_in_explanations_give_their_codes(code: str) -> None:
     wrong, right = CODES[code].explanation.split(WRONG)[1].split(RIGHT)
     assert errors(textwrap.dedent(wrong)) == {code}
     assert errors(textwrap.dedent(right)) == set()
 
 
-ABOUT_FILES = {"P024", "P026", "P027", "P112", "P123", "P124", "P125", "P126"}  # an example would be a file
+ABOUT_FILES = {"P024", "P026", "P027", "P112", "P123", "P124", "P125", "P126"}  # the example would need a file
 
 
 def test_every_code_that_the_front_end_raises_is_explained() -> None:
@@ -206,6 +206,6 @@ def test_bind_fills_in_defaults_and_units() -> None:
 def test_bind_reports_everything_at_once() -> None:
     call = parse_expression("lora(x, h, r=0, foo=1, dropout=2)")
     assert isinstance(call, ast.Call)
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         bind(call, FORMS["lora"])
-    assert [error.code for error in caught.value.diagnostics] == ["P108", "P106", "P102", "P106"]
+    assert [error.code for error in excinfo.value.diagnostics] == ["P108", "P106", "P102", "P106"]

@@ -1,6 +1,4 @@
-"""Adapters that are pruned before they are trained: what is kept, what it begins with, what is
-trained, files, tasks.
-"""
+"""Adapters pruned before training: the selection, first values, what is trained, files, tasks."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ def owner(model: nn.Module) -> PrunedValues:
 
 
 def dense(name: str, entries: Tensor) -> tuple[Any, list[str]]:
-    """Plain adapters with these entries: those of W_down, then those of W_up, one site after the
-    other; and their names.
-    """
+    """Dense adapters with these entries: W_down then W_up, site by site; and their names."""
     model = peftc.compile(DENSE, zoo.build(name, torch.float64), seed=0).eval()
     names = [n for n in peftc.parameters(model) if n.endswith((".down", ".up"))]
     start = 0
@@ -52,7 +48,7 @@ def dense(name: str, entries: Tensor) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize(("name", "select"), [("llama", "magnitude"), ("bart", "snip")])
-def test_what_is_kept_has_the_largest_scores_of_dense_adapters(name: str, select: str) -> None:
+def test_entries_with_the_largest_scores_of_dense_adapters_are_selected(name: str, select: str) -> None:
     model = compiled(name, select)
     before, first, data = Before.of(model), owner(model).first(), batches(name, model)
     other, names = dense(name, first)
@@ -121,7 +117,7 @@ def test_a_pruned_adapter_without_activation_folds() -> None:
     close(model(**arguments).logits, want, "folded")
 
 
-def test_random_places_are_the_texts_and_first_values_the_compilations() -> None:
+def test_random_places_depend_on_the_text_and_first_values_on_the_seed() -> None:
     one, two = (owner(compiled("llama", "random", seed=seed)) for seed in (0, 1))
     other = owner(compiled("llama", "random, seed=1"))
     assert torch.equal(one.get_buffer("places"), two.get_buffer("places"))

@@ -24,12 +24,27 @@ class Record(BaseModel):
 
 
 class PlanSpec(Record):
+    """The spec of a plan.
+
+    Attributes:
+        path: of its file, or the name of the text.
+        sha256: of its text.
+    """
+
     path: str
     sha256: str
 
 
 class PlanModel(Record):
-    """The base; `parameters` counts tied weights once."""
+    """The base of a plan.
+
+    Attributes:
+        id: the name of the model.
+        type: transformers' model type, or the class of a plain module.
+        parameters: of the base; tied weights count once.
+        fingerprint: of its architecture, not of its values.
+        fingerprint_version: of the way in which the fingerprint is computed.
+    """
 
     id: str
     type: str
@@ -39,12 +54,32 @@ class PlanModel(Record):
 
 
 class PlanSite(Record):
+    """A site of an edit.
+
+    Attributes:
+        path: such as `encoder.layer[0].attn.self`.
+        module: the dotted name of the module that computes it.
+    """
+
     path: str
     module: str
 
 
 class PlanEdit(Record):
-    """One edit or `train` statement, with counts in parameters."""
+    """One edit or `train` statement, with counts in parameters.
+
+    Attributes:
+        name: of the edit.
+        sites: where it stands.
+        trained: parameters with a gradient.
+        stored: parameters in the saved adapter.
+        changed: entries of the base that differ after folding; an upper bound when a method selects
+            entries.
+        served: parameters that inference has beside the base, after folding what folds.
+        foldable: whether it can be folded into the weights.
+        reason: why it folds or does not.
+        identity: whether the model is unchanged before training.
+    """
 
     name: str
     sites: tuple[PlanSite, ...]
@@ -58,7 +93,15 @@ class PlanEdit(Record):
 
 
 class PlanTotals(Record):
-    """Parameters: of the base, trained, saved, changed in the base, left after folding."""
+    """Counts of the whole plan, in parameters.
+
+    Attributes:
+        base: the size of the base; tied weights count once.
+        trained: as in `PlanEdit`.
+        stored: as in `PlanEdit`.
+        changed: as in `PlanEdit`.
+        served: as in `PlanEdit`.
+    """
 
     base: int
     trained: int
@@ -68,12 +111,25 @@ class PlanTotals(Record):
 
 
 class PlanExpectation(Record):
+    """An `expect` of the spec.
+
+    Attributes:
+        text: as the formatter prints it.
+        holds: whether it holds.
+    """
+
     text: str
     holds: bool
 
 
 class PlanUnread(Record):
-    """An untraced module in a layer that the spec edits."""
+    """An untraced module in a layer that the spec edits.
+
+    Attributes:
+        module: its dotted name.
+        type: its class.
+        reason: why it could not be traced.
+    """
 
     module: str
     type: str
@@ -81,7 +137,15 @@ class PlanUnread(Record):
 
 
 class Plan(Record):
-    """What a spec does to a model.
+    """What compiling a spec onto a model would do. `str` gives the table that `peftc plan` prints.
+
+    Attributes:
+        spec: where the spec comes from.
+        model: the base.
+        edits: in the order of the spec.
+        totals: over all edits.
+        expectations: in the order of the spec.
+        unread: modules in edited layers whose code could not be traced.
 
     Raises:
         pydantic.ValidationError: unknown or missing keys in the JSON.

@@ -24,9 +24,7 @@ MAX_SITE = 24
 
 @dataclass(frozen=True, eq=False)
 class NetworkGroup:
-    """Networks of one name under one site that are no sites themselves, such as experts, whose sites
-    have the same states and shapes.
-    """
+    """Networks of one name that are no sites, such as experts, and have the same sites in them."""
 
     steps: Steps  # of the first network, in its layer
     numbers: tuple[int, ...]

@@ -38,9 +38,7 @@ _EFFECTS: dict[Op, Effect] = {
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a node between scores and softmax, which reads `source`, does to joined rows: the same
-    as to the others, nothing, or a change of shape.
-    """
+    """What a node between scores and softmax, which reads `source`, does to joined rows."""
 
     node: fx.Node
     source: fx.Node
@@ -49,9 +47,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which of batch, heads, tokens, features and blocks of tokens (windows that attend by
-    themselves) each dimension of an operand of a product is. `merged`: batch and heads are one
-    dimension.
+    """What each dimension of an operand is: batch, heads, tokens, features or blocks of tokens
+    (windows that attend by themselves). `merged`: batch and heads are one dimension.
     """
 
     order: tuple[int, ...]
@@ -59,7 +56,6 @@ class Layout:
 
     @property
     def features(self) -> int:
-        """The dimension of the features."""
         return self.order.index(2 if self.merged else FEATURES)
 
 
@@ -77,32 +73,31 @@ def joining(attention: Attention, layer: LayerGraph) -> Joining | None:
     """How rows can be joined to the keys and values; None where they cannot."""
     logits, scores = first_input(attention.call), attention.scores
     sources = [n for n in value_operands(attention.out) if reaches(attention.call, n)]
-    if logits is None or scores is None or len(sources) != 1 or not _is_maskable(attention.call):
+    maskable = visible_value(attention.call) is not None or not any(map(is_tensor, attention.call.args[1:]))
+    if logits is None or scores is None or len(sources) != 1 or not maskable:
         return None
     if attention.k is not factors(scores)[1]:  # scores of keys and queries, the other way around
         return None
-    steps = _steps(scores, logits, layer), _steps(attention.call, sources[0], layer)
+    before, after = _steps(scores, logits, layer), _steps(attention.call, sources[0], layer)
     keys = _operand_layout(scores, attention.k, True, layer)
     values = _operand_layout(attention.out, attention.v, False, layer)
-    if keys is None or values is None or steps[0] is None or steps[1] is None or keys.merged != values.merged:
+    if keys is None or values is None or before is None or after is None or keys.merged != values.merged:
         return None
     if not separates(attention.k, keys.features, layer) or not separates(attention.v, values.features, layer):
         return None  # features attend to features
-    return Joining(keys, values, steps[0], steps[1])
+    return Joining(keys, values, before, after)
 
 
 def _steps(start: fx.Node, end: fx.Node, layer: LayerGraph) -> list[Step] | None:
     """The steps from one node to another; None where one of them cannot be done to joined rows."""
     steps: list[Step] = []
-    node = end
-    while node is not start:
+    while (node := steps[0].source if steps else end) is not start:
         sources = [n for n in value_operands(node) if reaches(start, n)]
         effect = _effect(node, sources[0], layer) if len(sources) == 1 else None
         if effect is None:
             return None
-        steps.append(Step(node, sources[0], effect))
-        node = sources[0]
-    return steps[::-1]
+        steps.insert(0, Step(node, sources[0], effect))
+    return steps
 
 
 def _effect(node: fx.Node, source: fx.Node, layer: LayerGraph) -> Effect | None:
@@ -123,9 +118,7 @@ def _effect(node: fx.Node, source: fx.Node, layer: LayerGraph) -> Effect | None:
 
 
 def _counts_from_the_end(node: fx.Node) -> bool:
-    """Whether a table is cut so that its last entry is that of the last key: it holds differences
-    between keys, and a joined row has none to the others.
-    """
+    """Whether a table of differences between keys ends at the last key: joined rows have none."""
     key = node.args[1] if node.target is operator.getitem else ()
     last = key[-1] if isinstance(key, tuple) and len(key) == len(shape(node)) and key else None
     return isinstance(last, slice) and isinstance(last.start, fx.Node)
@@ -171,8 +164,8 @@ def _einsum_layout(product: fx.Node, operand: fx.Node, is_keys: bool, layer: Lay
 
 
 def _heads_dim(dims: Sequence[int], width: int, operand: fx.Node, layer: LayerGraph) -> int | None:
-    """Which of some dimensions of an operand is that of heads, of `width` features each: the one
-    that tells features of a Linear apart, or the only one whose size fits.
+    """Which of some dimensions is that of heads, of `width` features each: the one that tells
+    features of a Linear apart, or the only one whose size fits.
     """
     heads = dims_of(operand, layer).intersection(dims)
     widths = {rows.width if rows else shape(n)[-1] for n, rows in source_linears(layer, operand)}
@@ -191,8 +184,8 @@ def expand_labels(equation: str, dimensions: list[int]) -> tuple[list[str], str]
 
 
 def visible_value(softmax: fx.Node) -> float | None:
-    """The value that the mask beside the scores has for keys that count, as a softmax of the
-    model's own takes it; None where it has no mask, or an unknown one.
+    """The value that the mask beside the scores has for keys that count, in a softmax of the model's
+    own; None where it has no mask, or an unknown one.
     """
     masks = [i for i, a in enumerate(softmax.args[1:], 1) if is_tensor(a)]
     if softmax.target is not autograd_function or len(masks) != 1:
@@ -207,13 +200,8 @@ def visible_value(softmax: fx.Node) -> float | None:
     return None
 
 
-def _is_maskable(softmax: fx.Node) -> bool:
-    """Whether joined keys can be made to count."""
-    return visible_value(softmax) is not None or not any(is_tensor(a) for a in softmax.args[1:])
-
-
 def joined_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> KeyValue | None:
-    """The shape of rows that can be joined. `q_width`: features of the Linear of the queries."""
+    """The shape of rows that can be joined. `q_width`: features of the queries' Linear."""
     plan = joining(attention, layer)
     if plan is None:
         return None

@@ -1,5 +1,4 @@
-"""Attention in a traced layer: through transformers' interface, through PyTorch's function, or
-written out.
+"""Attention in a traced layer: by transformers' interface, by PyTorch's function, or written out.
 
 A written-out attention is a product of two activations (scores), a softmax over them, and a product
 of that with a third activation. What is done to the scores in between (scale, mask, position bias)
@@ -25,10 +24,8 @@ from peftc.tracing.operations import attention
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """One attention: queries, keys, values and the result.
-
-    `call` is the call of the interface or of PyTorch's function; of a written-out attention its
-    softmax, with `scores` the product of queries and keys.
+    """One attention. `call`: of the interface or of PyTorch's function; of a written-out attention
+    its softmax, with `scores` the product of queries and keys.
     """
 
     sort: Literal["interface", "function", "written"]
@@ -68,18 +65,20 @@ def _call(sort: Any, call: fx.Node, inputs: Any, out: fx.Node) -> Attention | No
 def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
     """The attention whose softmax this is; None for another use of a softmax (a router, a gate)."""
     mixtures, logits = list(value_mixtures(softmax)), first_input(softmax)
-    candidates = list(_scores_behind(logits, layer)) if logits is not None else []
-    if not mixtures or not candidates:
+    if not mixtures or logits is None:
+        return None
+    # the nearest products of two activations; a Linear before them mixes heads
+    nodes = upstream(logits, lambda n: is_scores(n) or (layer.is_linear(n) and not _mixes_heads(n)))
+    if not (candidates := [n for n in nodes if is_scores(n)]):
         return None
     own = [(pair, scores) for pair in mixtures for scores in candidates if _is_self_attention(scores, pair[1], layer)]
-    if own and len(mixtures) > 1:  # global tokens with keys of their own. Seen in: LED, Longformer
+    if own and len(mixtures) > 1:  # global tokens with keys of their own
         (out, v), scores = own[0]
     else:
         out, v = mixtures[0]
         inputs = linear_inputs(v, layer)
         related = [n for n in candidates if linear_inputs(compared(n, softmax, layer)[1], layer) & inputs]
-        # not scores of relative positions
-        related += [n for n in candidates if shape(n) == shape(logits)]
+        related += [n for n in candidates if shape(n) == shape(logits)]  # not of relative positions
         scores = (related or candidates)[0]
     q, k = compared(scores, softmax, layer)
     return Attention("written", softmax, q, k, v, out, scores)
@@ -94,9 +93,7 @@ def value_mixtures(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Products downstream of a softmax, each with the operand that does not come from it."""
     seen, queue = {softmax}, [softmax]
     while queue:
-        for user in value_users(queue.pop(0)):
-            if user in seen:
-                continue
+        for user in (u for u in value_users(queue.pop(0)) if u not in seen):
             seen.add(user)
             if op_of(user) is Op.MATMUL and not is_edit(user):
                 others = [o for o in factors(user) if o not in seen]
@@ -104,12 +101,6 @@ def value_mixtures(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
                     yield user, others[0]
             elif user.op != "call_module" or is_tensor(user):
                 queue.append(user)
-
-
-def _scores_behind(node: fx.Node, layer: LayerGraph) -> Iterator[fx.Node]:
-    """The nearest products of two activations upstream; a Linear before them mixes heads."""
-    nodes = upstream(node, lambda n: is_scores(n) or (layer.is_linear(n) and not _mixes_heads(n)))
-    return (n for n in nodes if is_scores(n))
 
 
 def _mixes_heads(linear: fx.Node) -> bool:
@@ -151,9 +142,7 @@ def factors(product: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def compared(scores: fx.Node, softmax: fx.Node, layer: LayerGraph) -> tuple[fx.Node, ...]:
-    """The queries and the keys of a product: the softmax sums over keys, for each query. Where its
-    dimension cannot be followed back, it is the last one.
-    """
+    """Queries and keys of a product: the softmax sums over keys, by default the last dimension."""
     first, second = factors(scores)
     dim = softmax_dim(softmax, scores, layer)
     return (second, first) if dim is not None and dim == _rows_dim(scores) else (first, second)

@@ -11,32 +11,41 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.dataflow.feature_rows import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import example, first_input, module_path, output_of
+from peftc.dataflow.nodes import example, first_input, module_path, nodes_in, output_of
 from peftc.dataflow.values import upstream
 from peftc.fakes.tensors import fake_copy
 from peftc.recognition.attention.patterns import attentions
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.moe.listed import ExpertModules, expert_modules
-from peftc.recognition.moe.router import Router, find_router
-from peftc.recognition.moe.stacked import StackedExperts, multiplies_slices, stacked_experts
+from peftc.recognition.moe.matrices import (
+    Experts,
+    Router,
+    StackedExperts,
+    expert_modules,
+    find_router,
+    multiplies_slices,
+    stacked_experts,
+)
 from peftc.recognition.roles import SubLayer
 from peftc.tracing.approximate_trace import approximate_trace
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
-
-Experts = StackedExperts | ExpertModules
 
 
 def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, mode: FakeTensorMode) -> set[str]:
     """Names the experts of each sub-layer, their router, and the networks beside them.
 
-    Returns: the modules in which one of these is, whether their code could be traced or not.
-
     Matrices in one parameter that nothing routes to are no experts: blocks of features may each
     have one.
+    Returns: the modules in which one of these is, whether their code could be traced or not.
     """
     modules = set[str]()
+    routed = {call.name for call in traced.calls if any(map(_is_index, nodes_in(call.arguments)))}
+    code_paths = [
+        (sub, {f"{n.target if n.op == 'call_module' else module_path(n)}." for n in sub.body})
+        for sub in subs
+        if not sub.attentions
+    ]
     for call in _candidates(traced, layer):
-        sub = next((sub for sub in subs if sub.attention is None and _is_computed_in(sub, call.name)), None)
+        sub = next((s for s, paths in code_paths if any(path.startswith(f"{call.name}.") for path in paths)), None)
         code = _code_of(call, layer, mode) if sub is not None else None
         if sub is None or code is None:
             continue
@@ -44,8 +53,14 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
         if experts is not None or multiplies_slices(code):
             modules.add(call.name)
             sub.kind = "ffn" if sub.kind == "untraced" else sub.kind
-        if experts is not None:
-            _add_experts(sub, experts, call, traced, layer, mode)
+        if experts is None:
+            continue
+        sub.experts.append(experts)
+        sub.experts.sort(key=lambda one: one.module not in routed)
+        inputs = nodes_in(call.arguments)
+        for values in (filter(_is_index, inputs), inputs):  # indices of experts before what these compute on
+            sub.router = sub.router or find_router(values, experts.count, sub.body, layer)
+        sub.router = sub.router or _router_in_leaf(inputs, experts.count, traced, layer, mode)
     for sub in subs:
         if sub.router is None:
             sub.experts = []
@@ -58,23 +73,8 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
     return modules
 
 
-def _add_experts(
-    sub: SubLayer, experts: Experts, call: ModuleCall, traced: RegionTrace, layer: LayerGraph, mode: FakeTensorMode
-) -> None:
-    sub.experts.append(experts)
-    routed = {call.name for call in traced.calls if any(map(_is_index, _argument_nodes(call)))}
-    sub.experts.sort(key=lambda one: one.module not in routed)
-    inputs = _argument_nodes(call)
-    # indices of experts before what these compute on
-    for values in (list(filter(_is_index, inputs)), inputs):
-        sub.router = sub.router or find_router(values, experts.count, sub.body, layer)
-    sub.router = sub.router or _router_in_leaf(inputs, experts.count, traced, layer, mode)
-
-
 def _merge_linears(experts: list[Experts], traced: RegionTrace, layer: LayerGraph) -> list[Experts]:
-    """Experts each of whose Linears is in a module of its own, as one: what computes the input of
-    another's `down` is its `up`, or its `gate` and `up`.
-    """
+    """Joins experts with a module for each Linear: `up` and `gate` compute the input of `down`."""
     calls = {call.name: call for call in traced.calls if isinstance(call.result, fx.Node)}
     single = [e for e in experts if isinstance(e, StackedExperts) and set(e.roles) == {"down"} and e.module in calls]
     results = {calls[one.module].result: one for one in single}
@@ -92,7 +92,7 @@ def _merge_linears(experts: list[Experts], traced: RegionTrace, layer: LayerGrap
 
 
 class _ResultGraph(LayerGraph):
-    """A layer in which the results of some modules are Linears, and nothing else."""
+    """A layer in which only the results of some modules are Linears."""
 
     def __init__(self, layer: LayerGraph, results: dict[fx.Node, StackedExperts]) -> None:
         super().__init__(layer.graph, layer.root)
@@ -113,12 +113,6 @@ def _candidates(traced: RegionTrace, layer: LayerGraph) -> Iterator[ModuleCall]:
             yield call
 
 
-def _is_computed_in(sub: SubLayer, module: str) -> bool:
-    """Whether a module computes a sub-layer, or a part of it."""
-    paths = {str(n.target) if n.op == "call_module" else module_path(n) for n in sub.body}
-    return any(f"{path}.".startswith(f"{module}.") for path in paths)
-
-
 def _code_of(call: ModuleCall, layer: LayerGraph, mode: FakeTensorMode) -> LayerGraph | None:
     """The approximate trace of a call; None where it fails, or has an attention."""
     module = layer.root.get_submodule(call.name)
@@ -137,14 +131,9 @@ def _router_in_leaf(
     """The Linear that routes inside of a module that could not be traced."""
     leaves = {str(n.target) for value in inputs for n in upstream(value, lambda n: n.op == "call_module")}
     for call in traced.calls:
-        if (
-            call.inlined
-            or call.name not in leaves
-            or next(layer.root.get_submodule(call.name).children(), None) is None
-        ):
-            continue
-        code = _code_of(call, layer, mode)
-        if code is None:
+        has_parts = next(layer.root.get_submodule(call.name).children(), None) is not None
+        leaf = call.name in leaves and not call.inlined and has_parts
+        if not leaf or (code := _code_of(call, layer, mode)) is None:
             continue
         router = find_router([output_of(code.graph)], count, set(code.graph.nodes), code)
         if router is not None and router.logits.op == "call_module":
@@ -156,12 +145,6 @@ def _router_in_leaf(
 def _is_index(node: fx.Node) -> bool:
     value = example(node)
     return isinstance(value, torch.Tensor) and not value.is_floating_point()
-
-
-def _argument_nodes(call: ModuleCall) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.map_arg(call.arguments, nodes.append)  # pyright: ignore[reportArgumentType]
-    return nodes
 
 
 def _find_shared(sub: SubLayer, layer: LayerGraph) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from torch import nn
@@ -9,31 +10,26 @@ from torch import nn
 from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Slice, StackedSlice, State, WeightRef
 from peftc.dataflow.nodes import shape as shape_of
 from peftc.forms import shapes
-from peftc.recognition.moe.listed import ExpertModules
-from peftc.recognition.moe.router import Router
-from peftc.recognition.moe.stacked import StackedExperts, StackedLinear, StackedParameter
+from peftc.recognition.moe.matrices import ExpertModules, Experts, Router, StackedLinear, StackedParameter
 from peftc.recognition.non_layer_sites import weight_states
 
 ROLES = ("gate", "up", "down")
 FullName = Callable[[str], str]  # of a module by its name in the layer
 
-ExpertState = tuple[tuple[int, str], str, dict[str, State]]
+
+def expert_states(
+    experts: Experts, root: nn.Module, full: FullName
+) -> Iterator[tuple[int, str, str, dict[str, State]]]:
+    """For every role of every expert: (number, role, module, states)."""
+    for number, role in itertools.product(range(experts.count), [role for role in ROLES if role in experts.roles]):
+        if isinstance(experts, ExpertModules):
+            name = f"{experts.members[number]}.{experts.roles[role]}"
+            yield number, role, full(name), linear_states(full(name), root.get_submodule(name))
+        else:
+            yield number, role, full(experts.module), _slice_states(experts.roles[role], number, full)
 
 
-def expert_states(experts: StackedExperts | ExpertModules, root: nn.Module, full: FullName) -> Iterator[ExpertState]:
-    """For every role of every expert: ((number, role), module, states)."""
-    for number in range(experts.count):
-        for role in ROLES:
-            if role not in experts.roles:
-                continue
-            if isinstance(experts, ExpertModules):
-                name = f"{experts.members[number]}.{experts.roles[role]}"
-                yield (number, role), full(name), linear_states(full(name), root.get_submodule(name))
-            else:
-                yield (number, role), full(experts.module), slice_states(experts.roles[role], number, full)
-
-
-def slice_states(role: StackedLinear, number: int, full: FullName) -> dict[str, State]:
+def _slice_states(role: StackedLinear, number: int, full: FullName) -> dict[str, State]:
     """`w` and `b` of one Linear of one expert, which are slices of parameters."""
     shape = shapes.Weight(role.rows.width if role.rows else role.weight.d_out, role.weight.d_in)
     states = {"w": State("w", shape, weight=_slice(role.weight, role.rows, number, full))}

@@ -56,8 +56,7 @@ def check_forward(name: str, module: nn.Module) -> None:
 
 
 def hidden_forward(name: str, module: nn.Module) -> Diagnostic:
-    name = name or type(module).__name__
-    message = f"`{name}` has a `forward` of its own that is no method and does not call its class's"
+    message = f"`{name or type(module).__name__}` has a `forward` in its instance whose code cannot be edited"
     help_ = "assign it as a method, `module.forward = types.MethodType(function, module)`, or in the class"
     return Diagnostic("P424", message, notes=("an edit of the class's code might never run",), help=help_)
 

@@ -1,0 +1,120 @@
+"""Modules that may be layers: those that a model repeats, or that its stages hold.
+
+A stage is a repeated module with a list of layers: all its sub-layers are those of the blocks in
+the list. A layer with a list of experts, or of feed-forward networks, has an attention beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from peftc.dataflow.nodes import module_path
+from peftc.recognition.roles import SubLayer
+
+LISTS = (nn.ModuleList, nn.Sequential)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """The names of the modules that a transformer repeats: its layers.
+
+    transformers marks them as `GradientCheckpointingLayer`. Other layers are the elements of lists
+    whose elements have one class.
+    """
+    marked = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    marked = [n for n in marked if not _holds_list(model, n, marked)]
+    marked = [n for n in marked if not any(n.startswith(f"{other}.") for other in marked)]
+    return [*marked, *_unmarked_blocks(model, marked)]
+
+
+def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
+    """The elements of lists that neither hold marked layers nor are part of one."""
+    owners = {".".join(n.split(".")[:i]) for n in marked for i in range(len(n.split(".")))}
+    blocks: list[str] = []
+    for name, children in model.named_modules():
+        if not isinstance(children, LISTS) or name in owners or len({type(c) for c in children}) != 1:
+            continue
+        nested = any(name.startswith(f"{other}.") for other in (*marked, *blocks))
+        if not nested and all(sum(p.ndim == 2 for p in c.parameters()) >= 2 for c in children):
+            blocks += [f"{name}.{i}".lstrip(".") for i in range(len(children))]
+    return blocks
+
+
+def _holds_list(model: nn.Module, name: str, blocks: list[str]) -> bool:
+    """Whether a block holds a list of other blocks: then it is a stage, and they are the layers."""
+    paths = [b.removeprefix(f"{name}.").split(".") for b in blocks if b.startswith(f"{name}.")]
+    owners = {".".join([name, *path[:i]]) for path in paths for i in range(1, len(path))}
+    return any(isinstance(model.get_submodule(n), LISTS) for n in owners)
+
+
+def containing_list(model: nn.Module, layer: str) -> str:
+    """The list that holds a layer, directly or inside a wrapper; else the layer's parent."""
+    parts = layer.split(".")
+    owners = [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
+    lists = (name for name in owners if isinstance(model.get_submodule(name), LISTS))
+    return next(lists, layer.rpartition(".")[0])
+
+
+def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn.Module) -> list[str]:
+    """The blocks with each list of stages replaced by the layers in them. `subs`: the sub-layers of
+    those that ran, by name; none of one that could not be traced.
+    """
+    lists: dict[str, list[str]] = {}
+    for name in blocks:
+        lists.setdefault(containing_list(model, name), []).append(name)
+    names: list[str] = []
+    for members in lists.values():
+        stages = are_stages([(subs[name], model.get_submodule(name)) for name in members if name in subs])
+        names += [inner for name in members for inner in _listed_blocks(model, name)] if stages else members
+    return names
+
+
+def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
+    """Whether all sub-layers of the blocks of one list are those of blocks listed in them; where
+    they have none, whether what is listed in them has parts.
+    """
+    listed = [(subs, block, _listed_blocks(block, "")) for subs, block in blocks]
+    if not blocks or not all(inside for _, _, inside in listed):
+        return False
+    if any(subs for subs, _ in blocks):
+        paths = [(f"{module_path(sub.add)}.", inside) for subs, _, inside in listed for sub in subs]
+        return all(any(path.startswith(f"{name}.") for name in inside) for path, inside in paths)
+    return all(_is_nested(block.get_submodule(name)) for _, block, inside in listed for name in inside)
+
+
+def _is_nested(block: nn.Module) -> bool:
+    """Whether a block has parts that have parts with weights, as an attention, and no expert."""
+    parts = (child for child in block.children() if next(child.children(), None) is not None)
+    return any(p.ndim >= 2 for part in parts for p in part.parameters())
+
+
+def _listed_blocks(model: nn.Module, block: str) -> list[str]:
+    """The elements of the lists in a block of modules with matrices of their own."""
+    modules = model.get_submodule(block).named_modules(prefix=block)
+    inside = ((name, module) for name, module in modules if name != block)
+    return _elements(inside, lambda module: sum(p.ndim >= 2 for p in module.parameters()) >= 2)
+
+
+def convolutional_blocks(model: nn.Module) -> list[str]:
+    """The elements of lists of modules with parts that hold convolutions."""
+
+    def convolves(module: nn.Module) -> bool:
+        has_parts = next(module.children(), None) is not None
+        return has_parts and any(isinstance(m, _CONVOLUTIONS) for m in module.modules())
+
+    return _elements(model.named_modules(), convolves)
+
+
+def _elements(modules: Iterable[tuple[str, nn.Module]], is_block: Callable[[nn.Module], bool]) -> list[str]:
+    """The elements of the outermost lists of blocks of one class, which are no lists themselves."""
+    names: list[str] = []
+    for path, module in modules:
+        blocks = list(module.children()) if isinstance(module, LISTS) else []
+        if len({type(b) for b in blocks}) != 1 or isinstance(blocks[0], LISTS) or not all(map(is_block, blocks)):
+            continue
+        if not any(path.startswith(f"{name}.") for name in names):
+            names += [f"{path}.{i}".lstrip(".") for i in range(len(blocks))]
+    return names
