@@ -117,13 +117,9 @@ def _missing(directory: Path, error: OSError) -> PeftcError:
 
 
 def _unequal(listed: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    actual = listing(tensors)
-    names = [name for name in {**listed, **actual} if listed.get(name) != actual.get(name)]
-    return [f"`{name}`: {_shape(listed.get(name))} listed, {_shape(actual.get(name))} there" for name in names[:3]]
-
-
-def _shape(tensor: StoredTensor | None) -> str:
-    return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+    expected, actual = ({n: f"{t.dtype} {list(t.shape)}" for n, t in x.items()} for x in (listed, listing(tensors)))
+    names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
+    return [f"`{n}`: {expected.get(n, 'nothing')} listed, {actual.get(n, 'nothing')} there" for n in names[:3]]
 
 
 def _damaged(message: str, *notes: str) -> PeftcError:

@@ -129,7 +129,8 @@ class TermLowering:
     def frozen_call(self, call: ast.Call, module: str) -> FrozenCall:
         if len(call.args) != 1 or call.kwargs:
             raise error("P108", f"`{call.function}` is a module of the model and takes one value", call.span)
-        size = self.context.weight_size(module)
+        parameters = next((info.parameters for info in self.context.table.modules if info.name == module), {})
+        size = parameters.get("weight", ())
         assert self.target is not None
         # forms in the argument produce what the module reads
         terms = replace(self, target=replace(self.target, shape=Tokens(size[-1]))) if size else self
