@@ -83,7 +83,11 @@ def _read_tensors(
     except SafetensorError as error:
         raise _damaged(f"{path.name} is not a safetensors file", f"{error}") from error
     if listing(tensors) != adapter.tensors:
-        raise _damaged(f"{path.name} has other tensors than {METADATA} lists", *_unequal(adapter.tensors, tensors))
+        both = (adapter.tensors, listing(tensors))
+        expected, actual = ({n: f"{t.dtype} {list(t.shape)}" for n, t in listed.items()} for listed in both)
+        names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)][:3]
+        notes = [f"`{n}`: {expected.get(n, 'nothing')} listed, {actual.get(n, 'nothing')} there" for n in names]
+        raise _damaged(f"{path.name} has other tensors than {METADATA} lists", *notes)
     return adapter, tensors
 
 
@@ -114,12 +118,6 @@ def sha256_of(path: Path) -> str:
 
 def _missing(directory: Path, error: OSError) -> PeftcError:
     return PeftcError(Diagnostic("P520", f"there is no saved adapter at {directory}", notes=(f"{error}",)))
-
-
-def _unequal(listed: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    expected, actual = ({n: f"{t.dtype} {list(t.shape)}" for n, t in x.items()} for x in (listed, listing(tensors)))
-    names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
-    return [f"`{n}`: {expected.get(n, 'nothing')} listed, {actual.get(n, 'nothing')} there" for n in names[:3]]
 
 
 def _damaged(message: str, *notes: str) -> PeftcError:
