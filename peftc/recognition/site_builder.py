@@ -167,12 +167,9 @@ class LayerSites:
 
     def attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
         """q, k, v and kv as the attention gets them."""
-        if attention.call not in self.cache:
-            self.cache[attention.call] = self.new_attention_states(attention, q_width)
-        return self.cache[attention.call]
-
-    def new_attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
-        states: dict[str, State] = {}
+        if attention.call in self.cache:
+            return self.cache[attention.call]
+        states = self.cache[attention.call] = dict[str, State]()
         call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
             sizes = shape(node)

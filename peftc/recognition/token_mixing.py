@@ -49,22 +49,16 @@ def _is_local(node: fx.Node, layer: LayerGraph) -> bool:
 
 def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
     """Whether one operation mixes tokens."""
-    module = layer.module(node)
-    if module is not None:
-        return _module_mixes(node, module)
+    if (module := layer.module(node)) is not None:
+        if any(isinstance(m, _CONVOLUTIONS) and set(getattr(m, "kernel_size", ())) != {1} for m in module.modules()):
+            return True
+        if isinstance(module, _ConstantPadNd):
+            return any(module.padding[2:])  # the first two are of features
+        own_code = not type(module).__module__.startswith("torch.") and not module.state_dict()
+        return own_code and not any(module.children()) and _last_token_reaches_first(module, shape(first_input(node)))
     value, op = example(node), layer.op(node)
     integral = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
     return (not integral and (op in (Op.SCAN, Op.CONVOLUTION) or name_of(node) == "roll")) or is_scores(node)
-
-
-def _module_mixes(node: fx.Node, module: nn.Module) -> bool:
-    if any(isinstance(m, _CONVOLUTIONS) and set(getattr(m, "kernel_size", ())) != {1} for m in module.modules()):
-        return True
-    if isinstance(module, _ConstantPadNd):
-        return any(module.padding[2:])  # the first two are of features
-    if not type(module).__module__.startswith("torch.") and not module.state_dict() and not any(module.children()):
-        return _last_token_reaches_first(module, shape(first_input(node)))
-    return False
 
 
 def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool:

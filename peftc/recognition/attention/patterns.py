@@ -43,23 +43,16 @@ def attentions(layer: LayerGraph) -> list[Attention]:
 
 
 def attention_at(node: fx.Node, layer: LayerGraph) -> Attention | None:
-    match layer.op(node):
-        case Op.ATTENTION if node.target is attention:
-            out = next((u for u in node.users if u.args[1:] == (0,)), node)
-            return _call("interface", node, node.args[2:5], out)
-        case Op.ATTENTION:
-            inputs = [*node.args, *(node.kwargs[n] for n in ("query", "key", "value") if n in node.kwargs)]
-            # Queries that are parameters, alike for every token, mix states: hyper-connections
-            return _call("function", node, inputs[:3], node) if is_activation(inputs[0]) else None
-        case Op.SOFTMAX:
-            return _written(node, layer)
-        case _:
-            return None
-
-
-def _call(sort: Any, call: fx.Node, inputs: Any, out: fx.Node) -> Attention | None:
-    q, k, v = inputs
-    return Attention(sort, call, q, k, v, out) if all(isinstance(n, fx.Node) for n in (q, k, v)) else None
+    op = layer.op(node)
+    if op is not Op.ATTENTION:
+        return _written(node, layer) if op is Op.SOFTMAX else None
+    is_interface = node.target is attention
+    inputs: list[Any] = [*node.args, *(node.kwargs[n] for n in ("query", "key", "value") if n in node.kwargs)]
+    q, k, v = inputs[2:5] if is_interface else inputs[:3]
+    if not all(isinstance(n, fx.Node) for n in (q, k, v)) or not (is_interface or is_activation(q)):
+        return None  # queries that are parameters, alike for every token, mix states: hyper-connections
+    out = next((u for u in node.users if u.args[1:] == (0,)), node) if is_interface else node
+    return Attention("interface" if is_interface else "function", node, q, k, v, out)
 
 
 def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
