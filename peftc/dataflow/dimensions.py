@@ -58,8 +58,7 @@ def features_dim(node: fx.Node, layer: LayerGraph) -> int:
 
 def _dim_of_producer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> int | None:
     seen.add(node)
-    own = _dim_of_module(node, layer)
-    if own is not None:
+    if (own := _dim_of_module(node, layer)) is not None:
         return own
     for source in value_operands(node):
         if source in seen or not _keeps_features(source, node):

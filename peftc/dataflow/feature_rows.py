@@ -32,8 +32,7 @@ def source_linears(layer: LayerGraph, value: fx.Node, *others: fx.Node) -> list[
     sources: list[tuple[fx.Node, Slice | None]] = []
     for linear in linears:
         width = shape(linear)[-1]
-        features = _features_in(linear, between, values)
-        if features is None:
+        if (features := _features_in(linear, between, values)) is None:
             sources.append((linear, None))
         elif rows := as_slice(features, width):
             sources.append((linear, rows if rows.width < width else None))

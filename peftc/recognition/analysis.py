@@ -95,8 +95,7 @@ def _warnings(source: ModelSource, sites: tuple[Site, ...], untraced: tuple[Untr
     elif "attn" not in words and not any("attn" in module.roles for module in untraced):
         yield f"{source.id} has no attention: `attn` and the sites below it name nothing"
     for name, module in source.module.named_modules() if source.module is not None else ():
-        forward = instance_forward(module)
-        if forward is not None and forward.function is None:
+        if (forward := instance_forward(module)) is not None and forward.function is None:
             yield f"`{name}` has a `forward` of its instance that could not be traced"
 
 

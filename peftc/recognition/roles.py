@@ -72,8 +72,7 @@ class SubLayer:
 
 def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer]:
     """The sub-layers in the order of the residual stream. `opaque`: modules not traced."""
-    first = stream_input(layer.graph)
-    if first is None:
+    if (first := stream_input(layer.graph)) is None:
         return []
     finder = _Finder(layer, Stream(first, layer, opaque))
     subs = finder.along_stream()
@@ -255,8 +254,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
         # not those that positions are computed by
         nearest[role] = list(filter(stream.reaches, last)) or last
         rows = dict(source_linears(layer, value, *others))
-        node = next(iter(nearest[role]), None)
-        if node is not None and node in rows:
+        if (node := next(iter(nearest[role]), None)) is not None and node in rows:
             sub.projections[role] = Projection(node, rows[node])
     for role in _entangled(nearest):
         sub.projections.pop(role, None)

@@ -114,8 +114,7 @@ class LayerSites:
 
     def module(self, sub: SubLayer) -> str:
         """The smallest module that contains a sub-layer's Linears, or its other parameters."""
-        names = [str(p.node.target) for p in sub.projections.values()]
-        if names:
+        if names := [str(p.node.target) for p in sub.projections.values()]:
             return self.full(common(names))
         used = [n for n in sub.body if is_weighted(n, self.graph) and not self.graph.is_norm(n)]
         return self.full(common([f"{n.target}." if n.op == "call_module" else str(n.target) for n in used]))
@@ -176,8 +175,7 @@ class LayerSites:
             if len(sizes) == 4 and attention.sort != "written" and separates(node, -1, self.graph):
                 rows = shapes.Rows(sizes[1], sizes[3], "queries" if name == "q" else "keys")
                 states[name] = State(name, rows, ActivationRef(f"{call}.{name}"))
-        pair = pair_shape(attention, q_width, self.graph)
-        if pair is not None:
+        if (pair := pair_shape(attention, q_width, self.graph)) is not None:
             states["kv"] = State("kv", pair, ActivationRef(f"{call}.kv"))
         return states
 

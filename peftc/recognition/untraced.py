@@ -80,8 +80,7 @@ def untraced_parts(
     layer: LayerGraph, subs: list[SubLayer], reasons: Mapping[str, str], opaque: Mapping[str, bool]
 ) -> list[UntracedPart]:
     """The modules of a layer whose contents have no sites. `reasons`: why they were not traced."""
-    first = stream_input(layer.graph)
-    if first is None:
+    if (first := stream_input(layer.graph)) is None:
         return []
     stream = Stream(first, layer)
     stream.values += [sub.add for sub in subs]
@@ -110,11 +109,9 @@ def _ambiguous_attentions(
     subs: list[SubLayer], opaque: Mapping[str, bool], layer: LayerGraph
 ) -> Iterator[UntracedPart]:
     """Attentions that are written out in an unknown way."""
-    for sub in subs:
-        if sub.kind == "untraced" and not any(n.target in opaque for n in sub.body):
-            softmax = next((n for n in sorted(sub.body) if has_softmax_mixture([n], layer)), None)
-            if softmax is not None:
-                yield UntracedPart(module_path(softmax), AMBIGUOUS, frozenset({"attn"}))
+    for sub in (s for s in subs if s.kind == "untraced" and not any(n.target in opaque for n in s.body)):
+        if (softmax := next((n for n in sorted(sub.body) if has_softmax_mixture([n], layer)), None)) is not None:
+            yield UntracedPart(module_path(softmax), AMBIGUOUS, frozenset({"attn"}))
 
 
 def _attentions_not_added(subs: list[SubLayer], stream: Stream) -> Iterator[UntracedPart]:

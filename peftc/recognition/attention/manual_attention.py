@@ -202,8 +202,7 @@ def visible_value(softmax: fx.Node) -> float | None:
 
 def joined_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> KeyValue | None:
     """The shape of rows that can be joined. `q_width`: features of the queries' Linear."""
-    plan = joining(attention, layer)
-    if plan is None:
+    if (plan := joining(attention, layer)) is None:
         return None
     heads = None if plan.keys.merged else shape(attention.k)[plan.keys.order.index(HEADS)]
     d_head, d_value = shape(attention.k)[plan.keys.features], shape(attention.v)[plan.values.features]

@@ -141,8 +141,7 @@ def picks(node: fx.Node) -> bool:
 
 
 def _stacked_linear(projection: Projection, module: str) -> StackedLinear | None:
-    matrix = picked_matrix(projection.node)
-    if matrix is None:
+    if (matrix := picked_matrix(projection.node)) is None:
         return None
     sizes = shape(matrix.parameter)
     d_in, d_out = math.prod(sizes) // matrix.count // sizes[-1], sizes[-1]
@@ -180,8 +179,7 @@ def expert_modules(module: str, code: LayerGraph) -> ExpertModules | None:
         return None
     projections = {"down": Projection(*downs[0])} | input_projections(hidden, code)
     names = {role: str(p.node.target) for role, p in projections.items() if p.rows is None}
-    one = _member(list(names.values()), code.root)
-    if one is None:
+    if (one := _member(list(names.values()), code.root)) is None:
         return None
     container, _, _ = one.rpartition(".")
     members = _same_structure(code.root.get_submodule(one), code.root.get_submodule(container))
@@ -232,8 +230,7 @@ def find_router(inputs: Iterable[fx.Node], count: int, body: set[fx.Node], layer
 
 def _router_at(node: fx.Node, layer: LayerGraph) -> Router | None:
     """A product with one matrix, by a Linear or by `F.linear`."""
-    x = first_input(node)
-    if x is None or not is_tensor(node) or layer.op(node) is not Op.LINEAR:
+    if (x := first_input(node)) is None or not is_tensor(node) or layer.op(node) is not Op.LINEAR:
         return None
     if node.op == "call_module":
         has_bias = getattr(layer.module(node), "bias", None) is not None
