@@ -73,6 +73,7 @@ def _dim_of_producer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> in
 
 
 def _dim_of_consumer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> int | None:
+    # Seen in: BiT, EfficientNet, Florence-2, SwiftFormer
     seen.add(node)
     for user in value_users(node):
         if user in seen or not is_tensor(user):
@@ -103,6 +104,7 @@ def _keeps_features(source: fx.Node, node: fx.Node) -> bool:
 
 def softmax_dim(softmax: fx.Node, scores: fx.Node, layer: LayerGraph) -> int | None:
     """The dimension of `scores`, a product, over which a softmax sums to one; None if unknown."""
+    # Seen in: attentions that multiply keys by queries, as sparse ones do; roles would be swapped
     node, dim = first_input(softmax), softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
     size, dim = len(shape(node)), getattr(layer.module(softmax), "dim", dim)
     dim = -1 if dim is None else dim

@@ -29,10 +29,8 @@ from peftc.tracing.module_calls import bind_arguments
 def observe(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, candidates: Collection[str]
 ) -> SampleForward:
-    """Runs the model on `sample`, or on inputs made for it; then towers that this misses.
-
-    Args: `candidates`: the names of modules that may be layers.
-    Raises: what the first call raises.
+    """Runs the model on `sample`, or on inputs made for it; then towers that this misses. `candidates`
+    are modules that may be layers. Raises: what the first call raises.
     """
     record_of = partial(record_call, model, mode=mode, candidates=candidates)
     inputs, record = run_on_sample(model, sample, lambda inputs: record_of(lambda: model(**inputs)))
@@ -126,8 +124,7 @@ class Recorder:
 
 def input_path(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The path to the first tensor by the parameters of the class's forward; () if none fits."""
-    try:
+    first = None
+    with contextlib.suppress(TypeError, ValueError):  # a forward of the instance takes other arguments
         first = first_tensor(bind_arguments(type(module).forward, module, args, kwargs))
-    except (TypeError, ValueError):  # a forward of the instance takes other arguments
-        return ()
     return () if first is None else first[0]

@@ -205,6 +205,7 @@ def _layer_type(
 
 def _routing_leaves(traced: RegionTrace, layer: nn.Module) -> set[str]:
     """The leaves with a matrix of their own that return more than a tensor: experts, weights."""
+    # Seen in: Phi MoE, Qwen2 MoE, GLM-4 MoE Lite
     leaves = {str(n.target) for n in traced.graph.nodes if n.op == "call_module" and not is_tensor(n)}
     return {name for name in leaves if any(p.ndim == 2 for p in layer.get_submodule(name).parameters(recurse=False))}
 
@@ -231,6 +232,7 @@ def has_parts(root: nn.Module, name: str) -> bool:
 
 def is_weighted_sum(module: nn.Module) -> bool:
     """Whether a module adds several tensors, each times and plus a parameter of its own."""
+    # Seen in: Mistral Large 4, Muse Spark, ZAYA
     parameters = list(forward_signature(module).parameters.values())[1:]
     required = [p for p in parameters if p.default is p.empty]
     plain = len(required) > 1 and not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in required)

@@ -114,6 +114,7 @@ def embedded_stacks(names: Sequence[str], own: nn.Embedding, structure: ModelStr
     """The stacks of token embeddings. Of several without one, each is of the nearest stack. Of
     several in one stack, those that are not the model's own embed something else.
     """
+    # Seen in: nearly all
     stacks = {name: stack_of(name, structure) for name in names}
     if list(stacks.values()).count(None) > 1:
         stacks = {name: stack or nearest_stack(name, structure) for name, stack in stacks.items()}
@@ -123,6 +124,7 @@ def embedded_stacks(names: Sequence[str], own: nn.Embedding, structure: ModelStr
 
 def nearest_stack(name: str, structure: ModelStructure) -> str | None:
     """The stack whose path has the most steps in common with a module's; None for several."""
+    # Seen in: encoder-decoder, whose embeddings would have one path without it
     parents = [*enclosing(name)]
     common = {s.name: sum(parent in parents for parent in enclosing(s.path)) for s in structure.stacks}
     nearest = [stack for stack, count in common.items() if count == max(common.values())]

@@ -159,6 +159,7 @@ class LayerSites:
 
     def in_batches(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """A value before a reshape, where that has as many dimensions as `like`."""
+        # Seen in: ERNIE 4.5, LFM2 MoE, Qwen2 MoE
         before: fx.Node | None = node
         while before is not None and len(shape(before)) != len(shape(like)):
             before = self.graph.passes_through(before)
@@ -181,6 +182,7 @@ class LayerSites:
 
     def shared_pair(self, sub: SubLayer) -> State | None:
         """The rows that can be joined to the keys and values of each of several attentions."""
+        # Seen in: ProphetNet, whose two streams of queries share keys
         written = all(a.sort == "written" for a in sub.attentions)
         pairs = {pair_shape(a, q_width(sub), self.graph) for a in sub.attentions} if written else set()
         first, *others = (a.call for a in sub.attentions)

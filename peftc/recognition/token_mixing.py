@@ -38,6 +38,7 @@ def mixes(body: set[fx.Node], stream: Stream) -> bool:
 
 def mixes_neighbours(body: set[fx.Node], stream: Stream) -> bool:
     """Whether all mixing is by convolutions and shifts, which a feed-forward part may have, too."""
+    # Seen in: ConvNeXt V2, PVT v2
     return all(_is_local(n, stream.layer) for n in body if not stream.holds(n) and mixes_tokens(n, stream.layer))
 
 
@@ -63,6 +64,7 @@ def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
 
 def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool:
     """Whether the result for the first token depends on the last one."""
+    # Seen in: FNet, whose mixers would be no sub-layers without it
     if len(sizes) != 3 or sizes[1] < 2:
         return False
     before = torch.ones(sizes).cumsum(-1)
@@ -78,6 +80,7 @@ def mixed_by_linears(body: set[fx.Node], stream: Stream) -> bool:
     """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d). Tokens are
     numbered as features are, and what the code does to their layout is done to the numbers.
     """
+    # Seen in: MLP-Mixer, whose mixers would be feed-forward networks without it
     layer, numbers = stream.layer, dict[fx.Node, Any]()
     for node in sorted(body):
         sizes = shape(node)

@@ -100,6 +100,7 @@ def untraced_parts(
 
 def _hidden_kinds(node: fx.Node, subs: list[SubLayer], attends: bool, kinds: frozenset[str]) -> frozenset[str]:
     """The kinds of sub-layers that an opaque module may contain."""
+    # Seen in: Nemotron H Omni; without it `attn` would silently name nothing
     if any(node in sub.body for sub in subs if sub.kind != "untraced"):
         return frozenset({"attn"}) if attends else frozenset()  # a part of what has a name
     return (frozenset({"attn", "ffn"}) - (kinds & {"ffn"})) if attends else frozenset({"ffn", "mixer"})
@@ -116,6 +117,7 @@ def _ambiguous_attentions(
 
 def _attentions_not_added(subs: list[SubLayer], stream: Stream) -> Iterator[UntracedPart]:
     """Attentions in no sub-layer whose values a Linear computes."""
+    # Seen in: Florence-2, LeViT, Pegasus-X
     inside = {node for sub in subs for node in sub.body}
     others = [a for a in attentions(stream.layer) if a.call not in inside]
     modules = [module_path(a.call) for a in others if stream.layer.linears(stream.body(a.v))]

@@ -78,6 +78,7 @@ def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
 
 
 def _is_self_attention(scores: fx.Node, v: fx.Node, layer: LayerGraph) -> bool:
+    # Seen in: Pegasus-X, whose global tokens have another attention
     inputs = [linear_inputs(value, layer) for value in (*factors(scores), v)]
     return bool(inputs[0]) and inputs[0] == inputs[1] == inputs[2]
 
@@ -98,6 +99,7 @@ def value_mixtures(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def _mixes_heads(linear: fx.Node) -> bool:
     """Whether a Linear reads scores, but for their layout and scale."""
+    # Seen in: CaiT (talking heads), which has no role without it
     node = first_input(linear)
     while node is not None and not is_scores(node):
         operands = value_operands(node) if node.op in ("call_method", "call_function") else []

@@ -84,6 +84,7 @@ class ExpertGraph(LayerGraph):
 
 def stacked_experts(module: str, code: LayerGraph) -> StackedExperts | None:
     """The experts of which code picks the matrices. `module`: its name in the layer."""
+    # Seen in: most mixtures of experts
     code = ExpertGraph(code.graph, code.root)
     downs = {p: matrix for p in source_linears(code, output_of(code.graph)) if (matrix := picked_matrix(p[0]))}
     down = next(iter(downs)) if len({matrix.parameter.target for matrix in downs.values()}) == 1 else None
@@ -98,6 +99,7 @@ def stacked_experts(module: str, code: LayerGraph) -> StackedExperts | None:
 
 def multiplies_slices(code: LayerGraph) -> bool:
     """Whether code multiplies by slices of parameters, as that of experts does."""
+    # Seen in: LongCat, where what mixes tokens would be no ffn without it
     return any(picked_matrix(node) is not None for node in code.graph.nodes)
 
 
@@ -160,6 +162,7 @@ def _parameter(node: fx.Node, count: int, transposed: bool, d_out: int, d_in: in
 
 def _bias_of(product: fx.Node, module: str, weight: StackedParameter) -> StackedParameter | None:
     """The parameter whose slices are added to a product: one vector (out) an expert."""
+    # Seen in: GPT-OSS, whose experts have no `b` without it
     operands = [*product.args[2:3], product.kwargs.get("bias")] if op_of(product) is Op.LINEAR else []
     for user in value_users(product):
         if op_of(user) is Op.ADD:
@@ -173,6 +176,7 @@ def _bias_of(product: fx.Node, module: str, weight: StackedParameter) -> Stacked
 
 def expert_modules(module: str, code: LayerGraph) -> ExpertModules | None:
     """The experts in a module whose code calls one of several of the same structure."""
+    # Seen in: NLLB-MoE, Switch Transformers
     downs = source_linears(code, output_of(code.graph))
     hidden = first_input(downs[0][0]) if len(downs) == 1 else None
     if hidden is None:
@@ -249,6 +253,7 @@ def _parameter_name(node: fx.Node) -> str | None:
 
 def _is_chosen_from(logits: fx.Node, body: set[fx.Node]) -> bool:
     """Whether some of the values are chosen by their order."""
+    # Seen in: attention over experts; blocks of features would be experts without it
     seen, stack = {logits}, [logits]
     while stack:
         users = value_users(stack.pop())
