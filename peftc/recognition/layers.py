@@ -10,14 +10,13 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from peftc.dataflow.dimensions import features_dim
+from peftc.dataflow.features import features_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, shape
 from peftc.dataflow.operations import is_norm_by_name
 from peftc.dataflow.values import mark_operands
 from peftc.fakes.tensors import fake_copy
-from peftc.observation.recorder import observe
-from peftc.observation.sample_forward import SampleForward
+from peftc.observation.sample_forward import SampleForward, observe
 from peftc.observation.token_flow import TokenFlow
 from peftc.recognition.layer_candidates import containing_list, convolutional_blocks, refined, repeated_blocks
 from peftc.recognition.moe.experts import find_experts

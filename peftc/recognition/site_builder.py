@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from peftc.addressing.sites import ActivationRef, Site, Slice, State
-from peftc.dataflow.dimensions import features_dim
-from peftc.dataflow.feature_rows import separates
+from peftc.dataflow.features import features_dim, separates
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
 from peftc.dataflow.values import upstream, value_users

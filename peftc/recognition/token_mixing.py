@@ -9,8 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPrivateUsage]
 
-from peftc.dataflow.dimensions import features_dim
-from peftc.dataflow.feature_rows import move_numbers
+from peftc.dataflow.features import features_dim, move_numbers
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, shape
 from peftc.dataflow.operations import Op, name_of

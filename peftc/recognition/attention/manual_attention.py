@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from peftc.dataflow.feature_rows import dims_of, separates, source_linears
+from peftc.dataflow.features import dims_of, separates, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_edit, is_tensor, shape
 from peftc.dataflow.operations import Op

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from peftc.dataflow.dimensions import softmax_dim
+from peftc.dataflow.features import softmax_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_edit, is_tensor, shape
 from peftc.dataflow.operations import Op, name_of, op_of

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from peftc.addressing.sites import Slice
-from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_tensor, module_path, output_of, shape
 from peftc.dataflow.operations import Op, name_of, op_of
