@@ -178,10 +178,11 @@ def module_infos(structure: ModelStructure) -> tuple[ModuleInfo, ...]:
     def info(name: str, module: nn.Module) -> ModuleInfo:
         parameters = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
         call = calls.get(name, ModuleCall())
-        shapes = () if isinstance(module, nn.Embedding) else call.input_shape, call.output_shape
-        widths = (shape[-1] if call.count == 1 and len(shape) in (2, 3) else None for shape in shapes)
-        paths = call.input_path, call.output_path
-        return ModuleInfo(name, type(module).__name__, parameters, *widths, id(module) in called, *paths)
+        shapes = [call.input_shape, call.output_shape]
+        d_in, d_out = (shape[-1] if call.count == 1 and len(shape) in (2, 3) else None for shape in shapes)
+        d_in = None if isinstance(module, nn.Embedding) else d_in
+        paths, is_called = (call.input_path, call.output_path), id(module) in called
+        return ModuleInfo(name, type(module).__name__, parameters, d_in, d_out, is_called, *paths)
 
     names = structure.model.named_modules(remove_duplicate=False)
     return tuple(info(name, module) for name, module in names if name in first or name in shared)
