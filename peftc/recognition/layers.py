@@ -211,6 +211,7 @@ def _routing_leaves(traced: RegionTrace, layer: nn.Module) -> set[str]:
 
 def _sole_leaves(layer_type: LayerType) -> Iterator[str]:
     """The leaves with code of their own that alone make a sub-layer: their code tells which."""
+    # Seen in: no transformers model, but modules of users that attend with bare parameters
     layer = layer_type.layer
     for sub in layer_type.subs:
         if sub.kind in ("ffn", "mixer") and not sub.experts and sub.router is None:

@@ -209,4 +209,5 @@ def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:
 
 def is_in_lists_of(layer: str, stack: Stack, model: nn.Module) -> bool:
     """Whether a layer is in the list, or one of the lists, of a stack."""
+    # Seen in: no transformers model; the stack of an untraced layer, for refusals
     return containing_list(model, layer) in {containing_list(model, name) for name in stack.layers}

@@ -31,6 +31,7 @@ def stream_input(graph: fx.Graph) -> fx.Node | None:
 
 
 def _is_variadic(node: fx.Node) -> bool:
+    # Seen in: no transformers model, but wrappers of layers: `forward(*args, **kwargs)`
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and source.op == "placeholder" and str(source.target).startswith("*")
 
@@ -48,7 +49,7 @@ class Stream:
 
     def hides(self, node: fx.Node) -> bool:
         """Whether a node calls an opaque module that turns the stream into other hidden states."""
-        # Seen in: Nemotron H Omni; without it a wrong kind is told of untraced parts
+        # Seen in: Nemotron H Omni, whose `ffn` beside an untraced attention has no site without it
         return node.op == "call_module" and node.target in self.opaque and self.reaches(node) and gives_states(node)
 
     def holds(self, node: fx.Node) -> bool:
@@ -99,6 +100,7 @@ def gives_states(node: fx.Node) -> bool:
 
 def _overwritten(node: fx.Node) -> fx.Node | None:
     """The tensor that `node` has changed in place: in part, or through a view."""
+    # Seen in: no transformers model, but layers of users that write into the stream
     source = first_input(node)
     if node.target is new_version:
         return source

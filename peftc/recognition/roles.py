@@ -285,7 +285,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
 
 def _entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
     """Roles computed by the same several Linears as queries. Keys and values may be one value."""
-    # Seen in: ZAYA, whose queries and keys would have each other's roles without it
+    # Seen in: ZAYA, whose keys would have no role without it
     same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
     return {"q", *same} if same else same
 

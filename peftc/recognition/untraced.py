@@ -110,6 +110,7 @@ def _ambiguous_attentions(
     subs: list[SubLayer], opaque: Mapping[str, bool], layer: LayerGraph
 ) -> Iterator[UntracedPart]:
     """Attentions that are written out in an unknown way."""
+    # Seen in: no transformers model; refuses `attn` of an attention of an unknown kind
     for sub in (s for s in subs if s.kind == "untraced" and not any(n.target in opaque for n in s.body)):
         if (softmax := next((n for n in sorted(sub.body) if has_softmax_mixture([n], layer)), None)) is not None:
             yield UntracedPart(module_path(softmax), AMBIGUOUS, frozenset({"attn"}))

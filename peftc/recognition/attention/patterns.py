@@ -78,7 +78,7 @@ def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
 
 
 def _is_self_attention(scores: fx.Node, v: fx.Node, layer: LayerGraph) -> bool:
-    # Seen in: Pegasus-X, whose global tokens have another attention
+    # Seen in: Pegasus-X, whose self-attention would be that of its global tokens without it
     inputs = [linear_inputs(value, layer) for value in (*factors(scores), v)]
     return bool(inputs[0]) and inputs[0] == inputs[1] == inputs[2]
 
@@ -156,6 +156,7 @@ def _rows_dim(product: fx.Node) -> int | None:
 
 def _is_transposed(equation: str) -> bool:
     """Whether the last label of an einsum's result is one of its first operand alone."""
+    # Seen in: no transformers model with effect; einsums whose operands are swapped
     inputs, _, result = equation.replace(" ", "").partition("->")
     first, _, second = inputs.partition(",")
     return bool(result) and result[-1] in first and result[-1] not in second

@@ -99,7 +99,7 @@ def stacked_experts(module: str, code: LayerGraph) -> StackedExperts | None:
 
 def multiplies_slices(code: LayerGraph) -> bool:
     """Whether code multiplies by slices of parameters, as that of experts does."""
-    # Seen in: LongCat, where what mixes tokens would be no ffn without it
+    # Seen in: LongCat, whose experts would be untraced without it
     return any(picked_matrix(node) is not None for node in code.graph.nodes)
 
 
