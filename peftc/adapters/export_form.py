@@ -20,7 +20,7 @@ from peftc.forms.module import FormModule
 from peftc.installation.builder import shared_name
 from peftc.installation.contents import parameters, states
 from peftc.installation.record import Installation
-from peftc.installation.spec_conflicts import with_note
+from peftc.installation.spec_names import with_note
 from peftc.planning.ir import SiteEdit
 from peftc.semantics.arguments import bind
 from peftc.semantics.walk import is_shared, walk

@@ -21,8 +21,7 @@ from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.contents import parameters, states
 from peftc.installation.record import InstalledSpec
-from peftc.installation.spec_conflicts import free_name, prefixed
-from peftc.installation.task_names import task_names
+from peftc.installation.spec_names import free_name, prefixed, task_names
 from peftc.modules.offload import offloaded_parameters
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis

@@ -24,7 +24,7 @@ from peftc.filesystem.output_folder import write_folder
 from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
-from peftc.installation.task_names import require_tasks, task_names
+from peftc.installation.spec_names import require_tasks, task_names
 from peftc.models.load import load_or_initialize
 from peftc.models.resolve import resolve
 from peftc.planning.planner import PlanResult

@@ -66,7 +66,7 @@ def helper(x: Tensor, y: Tensor) -> Tensor:
     return x - z
 
 
-# One name, several values -------------------------------------------------------------------------
+# One name, several values -----------------------------------------------------------------------
 
 
 @case
@@ -150,7 +150,7 @@ def a_size_of_a_name_that_is_assigned(self: Any, x: Tensor) -> Any:
     return x * tokens - fewer, shape[1], x.new_zeros(shape[0], fewer)
 
 
-# Names of arguments -------------------------------------------------------------------------------
+# Names of arguments -----------------------------------------------------------------------------
 
 
 @case
@@ -180,7 +180,7 @@ def children_and_functions_have_the_same_names(self: Any, x: Tensor) -> Any:
     return x, y, z
 
 
-# Names of other things ----------------------------------------------------------------------------
+# Names of other things --------------------------------------------------------------------------
 
 
 @case
@@ -228,7 +228,7 @@ def a_name_of_a_child(self: Any, x: Tensor) -> Any:
     return self, child
 
 
-# Loops and branches -------------------------------------------------------------------------------
+# Loops and branches -----------------------------------------------------------------------------
 
 
 @case
@@ -285,7 +285,7 @@ def a_name_in_a_block(self: Any, x: Tensor) -> Any:
     return x, y, z
 
 
-# Writes in place ----------------------------------------------------------------------------------
+# Writes in place --------------------------------------------------------------------------------
 
 
 @case

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.specialization.generated_class import GeneratedClass
-from peftc.tracing.errors import TraceError
+from peftc.tracing.region_trace import TraceError
 from peftc.tracing.tracer import RegionTracer
 
 
