@@ -86,7 +86,7 @@ RULES = {
     "mixtures of streams": Rule("recognition.residual_stream", "mixed_streams", no_items),
     "stream changed in place": Rule("recognition.residual_stream", "_overwritten", nothing),
     "a leaf seen to mix tokens": Rule("recognition.token_mixing", "_last_token_reaches_first", never),
-    "features by the consumer": Rule("dataflow.dimensions", "_dim_of_consumer", nothing),
+    "features by the consumer": Rule("dataflow.features", "_dim_of_consumer", nothing),
     "gate by the activation behind limits": Rule("recognition.ffn", "is_affine", never),
     "features that cannot be in a dimension": Rule("recognition.site_builder", "separates", always),
     "a softmax without an attention": Rule("recognition.roles", "has_softmax_mixture", never),
@@ -122,7 +122,6 @@ RULES = {
     "opaque modules on the stream": Rule("recognition.residual_stream", "Stream.hides", never),
     "routers choose": Rule("recognition.moe.matrices", "_is_chosen_from", always),
     "biases of stacked experts": Rule("recognition.moe.matrices", "_bias_of", nothing),
-    "medium of the main input": Rule("recognition.stack_names", "_input_medium", nothing),
 }
 PROCEDURES = ("_relabel_local_mixer", "mark_operands", "_find_shared")  # these change their arguments
 
@@ -219,8 +218,8 @@ def write(rules: list[str], keys: list[Key], journal: Journal) -> None:
     order = sorted(rules, key=lambda rule: len(types(journal.changed(rule))))
     lines: list[list[str]] = []
     for rule in order:
-        found, fired, runs = types(journal.changed(rule)), journal.deciding(rule), journal.runs[rule]
-        lines.append([rule, str(len(fired)), str(len(runs)), str(len(found)), ", ".join(found[:8])])
+        changed_types, fired, runs = types(journal.changed(rule)), journal.deciding(rule), journal.runs[rule]
+        lines.append([rule, str(len(fired)), str(len(runs)), str(len(changed_types)), ", ".join(changed_types[:8])])
         print(*lines[-1], sep=" | ")
     for rule, errors in journal.errors.items():
         print(f"{rule}: fails on {len(errors)}: {next(iter(errors.values()))}")

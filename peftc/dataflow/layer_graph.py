@@ -22,8 +22,7 @@ class LayerGraph:
         return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def op(self, node: fx.Node) -> Op:
-        module = self.module(node)
-        if module is None:
+        if (module := self.module(node)) is None:
             return op_of(node)
         if self.is_linear(node):
             return Op.LINEAR

@@ -119,6 +119,7 @@ def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) ->
     `rotary(values, positions)` takes `values` for their dtype alone; `rotary(q, k)` returns two
     results, each of one argument.
     """
+    # Seen in: rotary embeddings that are modules; several roles would be one without it
     for call in traced.calls:
         node, module = call.result, root.get_submodule(call.name)
         arguments = {name: value for name, value in call.arguments.items() if isinstance(value, fx.Node)}

@@ -211,11 +211,9 @@ def _is_method(value: Any, module: nn.Module) -> bool:
 
 def _method_function(value: Any, module: nn.Module) -> FunctionType | None:
     """The function of a method of the module, or of `partial(function, module)`."""
-    if isinstance(value, partial):
-        call = cast("partial[Any]", value)
-        bound = len(call.args) == 1 and call.args[0] is module and not call.keywords
-        return call.func if bound and isinstance(call.func, FunctionType) else None
-    function = value.__func__ if _is_method(value, module) else None
+    function: Any = value.__func__ if _is_method(value, module) else None
+    if isinstance(value, partial) and len(value.args) == 1 and value.args[0] is module and not value.keywords:
+        function = cast("partial[Any]", value).func
     return function if isinstance(function, FunctionType) else None
 
 

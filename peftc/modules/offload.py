@@ -20,8 +20,7 @@ HOOK = "_hf_hook"  # accelerate's name
 
 def hooks(module: nn.Module) -> Iterator[Any]:
     """accelerate's hooks of a module."""
-    hook = vars(module).get(HOOK)
-    if hook is not None:
+    if (hook := vars(module).get(HOOK)) is not None:
         yield from getattr(hook, "hooks", (hook,))
 
 

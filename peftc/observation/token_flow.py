@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -94,16 +94,13 @@ def consumers(embedding: str, modules: Collection[str], sample: SampleRun) -> To
         for name, arguments in running.items():
             flow.arguments.setdefault(name, arguments)
 
-    handles = [sample.model.get_submodule(embedding).register_forward_hook(embed)]
-    for name in modules:
-        module = sample.model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(leave, name)))
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(sample.model.get_submodule(embedding).register_forward_hook(embed))
+        for name in modules:
+            module = sample.model.get_submodule(name)
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(leave, name)))
         sample.run(lambda: sample.model(**sample.arguments), embedded)
-    finally:
-        for handle in handles:
-            handle.remove()
     return flow
 
 
@@ -113,12 +110,8 @@ def id_dependence(name: str, embedding: str, arguments: Mapping[str, Any], sampl
 
     def operations(arguments: Mapping[str, Any]) -> list[str]:
         record = FloatOperations()
-        handles = [embed.register_forward_pre_hook(record.pause), embed.register_forward_hook(record.resume)]
-        try:
+        with embed.register_forward_pre_hook(record.pause), embed.register_forward_hook(record.resume):
             sample.run(lambda: module(**fake_copy(dict(arguments), sample.mode)), record)
-        finally:
-            for handle in handles:
-                handle.remove()
         return record.operations
 
     with sample.mode, torch.no_grad():

@@ -63,7 +63,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         shared_modules=structure.shared,
         cross_layer_calls=tuple(structure.seen.cross_layer_calls.items()),
         external_reads=tuple((name, *readers) for name, readers in structure.seen.external_reads.items()),
-        warnings=(*_warnings(source.id, sites, untraced), *_untraceable_forwards(source.module)),
+        warnings=tuple(_warnings(source, sites, untraced)),
         untraced=untraced,
         positions=_positions(fake),
     )
@@ -87,21 +87,16 @@ def _check_names(model: nn.Module) -> None:
                 raise PeftcError(Diagnostic("P511", message, help="rename the module"))
 
 
-def _warnings(model: str, sites: tuple[Site, ...], untraced: tuple[UntracedModule, ...]) -> Iterator[str]:
-    """What a model lacks."""
+def _warnings(source: ModelSource, sites: tuple[Site, ...], untraced: tuple[UntracedModule, ...]) -> Iterator[str]:
+    """What a model lacks; and the modules of one in memory whose code is unknown."""
     words = {step for site in sites for step, _ in site.steps}
     if "layer" not in words:
-        yield f"{model} has no transformer layers: only its modules have names"
+        yield f"{source.id} has no transformer layers: only its modules have names"
     elif "attn" not in words and not any("attn" in module.roles for module in untraced):
-        yield f"{model} has no attention: `attn` and the sites below it name nothing"
-
-
-def _untraceable_forwards(model: nn.Module | None) -> list[str]:
-    """The modules of a model in memory whose code is unknown."""
-    modules = model.named_modules() if model is not None else ()
-    forwards = ((name, instance_forward(module)) for name, module in modules)
-    names = [name for name, forward in forwards if forward is not None and forward.function is None]
-    return [f"`{name}` has a `forward` in its instance that could not be traced" for name in names]
+        yield f"{source.id} has no attention: `attn` and the sites below it name nothing"
+    for name, module in source.module.named_modules() if source.module is not None else ():
+        if (forward := instance_forward(module)) is not None and forward.function is None:
+            yield f"`{name}` has a `forward` in its instance that could not be traced"
 
 
 def _positions(model: nn.Module) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from peftc.addressing.sites import Slice
-from peftc.dataflow.feature_rows import is_affine, is_only_layout, source_linears
+from peftc.dataflow.features import is_affine, is_only_layout, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import shape
 from peftc.dataflow.operations import Op

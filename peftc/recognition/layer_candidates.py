@@ -76,6 +76,7 @@ def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
     """Whether all sub-layers of the blocks of one list are those of blocks listed in them; where
     they have none, whether what is listed in them has parts.
     """
+    # Seen in: ALBERT, CvT, Donut, Swin V2
     listed = [(subs, block, _listed_blocks(block, "")) for subs, block in blocks]
     if not blocks or not all(inside for _, _, inside in listed):
         return False
@@ -100,6 +101,7 @@ def _listed_blocks(model: nn.Module, block: str) -> list[str]:
 
 def convolutional_blocks(model: nn.Module) -> list[str]:
     """The elements of lists of modules with parts that hold convolutions."""
+    # Seen in: BiT, EfficientNet, ResNet, RegNet
 
     def convolves(module: nn.Module) -> bool:
         has_parts = next(module.children(), None) is not None

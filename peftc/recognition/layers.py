@@ -10,14 +10,13 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from peftc.dataflow.dimensions import features_dim
+from peftc.dataflow.features import features_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, shape
 from peftc.dataflow.operations import is_norm_by_name
 from peftc.dataflow.values import mark_operands
 from peftc.fakes.tensors import fake_copy
-from peftc.observation.recorder import observe
-from peftc.observation.sample_forward import SampleForward
+from peftc.observation.sample_forward import SampleForward, observe
 from peftc.observation.token_flow import TokenFlow
 from peftc.recognition.layer_candidates import containing_list, convolutional_blocks, refined, repeated_blocks
 from peftc.recognition.moe.experts import find_experts
@@ -204,12 +203,14 @@ def _layer_type(
 
 def _routing_leaves(traced: RegionTrace, layer: nn.Module) -> set[str]:
     """The leaves with a matrix of their own that return more than a tensor: experts, weights."""
+    # Seen in: Phi MoE, Qwen2 MoE, GLM-4 MoE Lite
     leaves = {str(n.target) for n in traced.graph.nodes if n.op == "call_module" and not is_tensor(n)}
     return {name for name in leaves if any(p.ndim == 2 for p in layer.get_submodule(name).parameters(recurse=False))}
 
 
 def _sole_leaves(layer_type: LayerType) -> Iterator[str]:
     """The leaves with code of their own that alone make a sub-layer: their code tells which."""
+    # Seen in: no transformers model, but modules of users that attend with bare parameters
     layer = layer_type.layer
     for sub in layer_type.subs:
         if sub.kind in ("ffn", "mixer") and not sub.experts and sub.router is None:
@@ -230,6 +231,7 @@ def has_parts(root: nn.Module, name: str) -> bool:
 
 def is_weighted_sum(module: nn.Module) -> bool:
     """Whether a module adds several tensors, each times and plus a parameter of its own."""
+    # Seen in: Mistral Large 4, Muse Spark, ZAYA
     parameters = list(forward_signature(module).parameters.values())[1:]
     required = [p for p in parameters if p.default is p.empty]
     plain = len(required) > 1 and not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in required)

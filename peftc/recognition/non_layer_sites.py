@@ -114,6 +114,7 @@ def embedded_stacks(names: Sequence[str], own: nn.Embedding, structure: ModelStr
     """The stacks of token embeddings. Of several without one, each is of the nearest stack. Of
     several in one stack, those that are not the model's own embed something else.
     """
+    # Seen in: nearly all
     stacks = {name: stack_of(name, structure) for name in names}
     if list(stacks.values()).count(None) > 1:
         stacks = {name: stack or nearest_stack(name, structure) for name, stack in stacks.items()}
@@ -123,6 +124,7 @@ def embedded_stacks(names: Sequence[str], own: nn.Embedding, structure: ModelStr
 
 def nearest_stack(name: str, structure: ModelStructure) -> str | None:
     """The stack whose path has the most steps in common with a module's; None for several."""
+    # Seen in: encoder-decoder, whose embeddings would have one path without it
     parents = [*enclosing(name)]
     common = {s.name: sum(parent in parents for parent in enclosing(s.path)) for s in structure.stacks}
     nearest = [stack for stack, count in common.items() if count == max(common.values())]
@@ -176,10 +178,11 @@ def module_infos(structure: ModelStructure) -> tuple[ModuleInfo, ...]:
     def info(name: str, module: nn.Module) -> ModuleInfo:
         parameters = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
         call = calls.get(name, ModuleCall())
-        shapes = () if isinstance(module, nn.Embedding) else call.input_shape, call.output_shape
-        widths = (shape[-1] if call.count == 1 and len(shape) in (2, 3) else None for shape in shapes)
-        paths = call.input_path, call.output_path
-        return ModuleInfo(name, type(module).__name__, parameters, *widths, id(module) in called, *paths)
+        shapes = [call.input_shape, call.output_shape]
+        d_in, d_out = (shape[-1] if call.count == 1 and len(shape) in (2, 3) else None for shape in shapes)
+        d_in = None if isinstance(module, nn.Embedding) else d_in
+        paths, is_called = (call.input_path, call.output_path), id(module) in called
+        return ModuleInfo(name, type(module).__name__, parameters, d_in, d_out, is_called, *paths)
 
     names = structure.model.named_modules(remove_duplicate=False)
     return tuple(info(name, module) for name, module in names if name in first or name in shared)
@@ -206,4 +209,5 @@ def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:
 
 def is_in_lists_of(layer: str, stack: Stack, model: nn.Module) -> bool:
     """Whether a layer is in the list, or one of the lists, of a stack."""
+    # Seen in: no transformers model; the stack of an untraced layer, for refusals
     return containing_list(model, layer) in {containing_list(model, name) for name in stack.layers}

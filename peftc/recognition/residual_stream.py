@@ -31,6 +31,7 @@ def stream_input(graph: fx.Graph) -> fx.Node | None:
 
 
 def _is_variadic(node: fx.Node) -> bool:
+    # Seen in: no transformers model, but wrappers of layers: `forward(*args, **kwargs)`
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and source.op == "placeholder" and str(source.target).startswith("*")
 
@@ -48,6 +49,7 @@ class Stream:
 
     def hides(self, node: fx.Node) -> bool:
         """Whether a node calls an opaque module that turns the stream into other hidden states."""
+        # Seen in: Nemotron H Omni, whose `ffn` beside an untraced attention has no site without it
         return node.op == "call_module" and node.target in self.opaque and self.reaches(node) and gives_states(node)
 
     def holds(self, node: fx.Node) -> bool:
@@ -63,6 +65,7 @@ class Stream:
 
     def _affine(self, node: fx.Node) -> fx.Node | None:
         """The operand of a norm, a scale or a bias."""
+        # Seen in: nearly all
         inputs = [a for a in node.args if isinstance(a, fx.Node)]
         match self.layer.op(node):
             case Op.NORM:
@@ -97,6 +100,7 @@ def gives_states(node: fx.Node) -> bool:
 
 def _overwritten(node: fx.Node) -> fx.Node | None:
     """The tensor that `node` has changed in place: in part, or through a view."""
+    # Seen in: no transformers model, but layers of users that write into the stream
     source = first_input(node)
     if node.target is new_version:
         return source
@@ -107,6 +111,7 @@ def _overwritten(node: fx.Node) -> fx.Node | None:
 
 def _selected(node: fx.Node) -> fx.Node | None:
     """The tensor of which `node` is some tokens, or one of several copies, with all features."""
+    # Seen in: BLIP-2, Gemma 3n, Granite Speech
     source = first_input(node) if node.target is operator.getitem else None
     before, after = shape(source), shape(node)
     if not before or not after or before[-1] != after[-1] or not isinstance(node.args[1], (int, slice, tuple)):
@@ -119,6 +124,7 @@ def _selected(node: fx.Node) -> fx.Node | None:
 
 def mixed_streams(node: fx.Node) -> list[fx.Node]:
     """What may be the streams that `node` mixes: by a matrix, or to one by a weighted sum."""
+    # Seen in: DeepSeek V4, GLM 5
     if op_of(node) is Op.MATMUL and len(node.args) == 2:
         matrix, streams = node.args
         is_small = shape(matrix)[-2:] == (shape(streams)[-2:-1] * 2)
@@ -131,6 +137,7 @@ def mixed_streams(node: fx.Node) -> list[fx.Node]:
 
 def sublayer_output(node: fx.Node) -> fx.Node:
     """What is added to each of several streams, before the factor of each."""
+    # Seen in: DeepSeek V4, GLM 5
     sizes = shape(node)
     for value, factor in _factors(node):
         single = first_input(value) if name_of(value) == "unsqueeze" else None

@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import fx
 
-from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_tensor, shape
 from peftc.dataflow.operations import Op
@@ -72,8 +72,7 @@ class SubLayer:
 
 def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer]:
     """The sub-layers in the order of the residual stream. `opaque`: modules not traced."""
-    first = stream_input(layer.graph)
-    if first is None:
+    if (first := stream_input(layer.graph)) is None:
         return []
     finder = _Finder(layer, Stream(first, layer, opaque))
     subs = finder.along_stream()
@@ -92,6 +91,7 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer
 
 def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
     """A last mixer of neighbouring tokens is the feed-forward part of a layer without another."""
+    # Seen in: PVT v2, RWKV, SegFormer
     if mixes_neighbours(sub.body, stream):
         sub.kind = "ffn"
         _set_ffn_roles(sub, stream.layer)
@@ -117,6 +117,7 @@ class _Finder:
 
     def stream_replacement(self) -> fx.Node | None:
         """An attention's result that replaces the stream: the last sum adds to it what it feeds."""
+        # Seen in: Hiera, Inkling 2
         for add in reversed(self.sums):
             operands = [a for a in _operands(add) if is_tensor(a)]
             for start, other in itertools.permutations(operands, 2):
@@ -143,6 +144,7 @@ class _Finder:
         """The sub-layers of an inner stream (a bottleneck); none where it has fewer than two. The
         inner stream begins with what the first result of an attention is added to.
         """
+        # Seen in: MobileBERT, whose sub-layers have no site without it
         if sub.attention is None:
             return []
         call, sums = sub.attention.call, [n for n in self.sums if n in sub.body]
@@ -163,6 +165,7 @@ class _Finder:
 
     def carries_on(self, add: fx.Node) -> bool:
         """Whether a sum adds to the stream itself, a mixture of copies, or what needs no stream."""
+        # Seen in: Gemma 3n, MRA, PoolFormer
         operands = _operands(add)
         others = [a for a in operands if not self.stream.holds(a)]
         carried = (self.mixes_streams(other) or not self.stream.reaches(other) for other in others)
@@ -170,6 +173,7 @@ class _Finder:
 
     def mixes_streams(self, h: fx.Node) -> bool:
         """Whether a value mixes several streams: weights are in its coefficients alone."""
+        # Seen in: Gemma 3n, PoolFormer
         if not is_several(h) or self.stream.holds(h):
             return False
 
@@ -185,6 +189,7 @@ class _Finder:
 
     def parallel_parts(self, h: fx.Node) -> list[fx.Node]:
         """The two summands of a value one of which attends and the other does not."""
+        # Seen in: CodeGen, Falcon, GPT-NeoX, GPT-J, Phi
         total = self.layer.stripped(h)
         operands = _operands(total) if self.layer.op(total) is Op.ADD else []
         if len(operands) != 2 or not all(map(self.is_computed, operands)):
@@ -195,6 +200,7 @@ class _Finder:
 
     def serial_attention_output(self, h: fx.Node) -> fx.Node | None:
         """The result of an attention, or of convolutions, that only an ffn of one sum reads."""
+        # Seen in: ConvNeXt, Zamba, Zamba 2
         body = self.stream.body(h)
         outputs = (self.layer.consumer_linear(a.out, body) for a in self.attentions if a.call in body)
         out = next(outputs, None)
@@ -225,6 +231,7 @@ class _Finder:
 
 def has_softmax_mixture(body: Collection[fx.Node], layer: LayerGraph) -> bool:
     """Whether a softmax is multiplied with an activation, as in an attention."""
+    # Seen in: attentions of an unknown kind, which would be mixers without it
     return any(layer.op(n) is Op.SOFTMAX and any(value_mixtures(n)) for n in body)
 
 
@@ -234,6 +241,7 @@ def _operands(add: fx.Node) -> list[fx.Node]:
 
 def _last_of_chain(h: fx.Node, layer: LayerGraph) -> fx.Node:
     """The result of the first of the Linears that follow each other at the end."""
+    # Seen in: Zamba, Zamba 2
     node = layer.stripped(h)
     while layer.is_linear(node) and (source := first_input(node)) is not None:
         before = layer.stripped(source)
@@ -255,8 +263,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
         # not those that positions are computed by
         nearest[role] = list(filter(stream.reaches, last)) or last
         rows = dict(source_linears(layer, value, *others))
-        node = next(iter(nearest[role]), None)
-        if node is not None and node in rows:
+        if (node := next(iter(nearest[role]), None)) is not None and node in rows:
             sub.projections[role] = Projection(node, rows[node])
     for role in _entangled(nearest):
         sub.projections.pop(role, None)
@@ -278,12 +285,14 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
 
 def _entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
     """Roles computed by the same several Linears as queries. Keys and values may be one value."""
+    # Seen in: ZAYA, whose keys would have no role without it
     same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
     return {"q", *same} if same else same
 
 
 def _confused(projections: Mapping[str, Projection], attention: Attention) -> list[str]:
     """The roles that share rows with another one, and have more rows than arrive there."""
+    # Seen in: rotations of queries and keys in one tensor; a wrong role would be trained
     roles: list[str] = []
     for role, one in projections.items():
         others = [p for name, p in projections.items() if name != role and p.node is one.node]
@@ -296,12 +305,14 @@ def _confused(projections: Mapping[str, Projection], attention: Attention) -> li
 
 def _linears_before(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
     """What a Linear's input is computed from, back to the next Linears."""
+    # Seen in: MiniCPM 3, GLM-4 MoE Lite, LongCat
     source = first_input(linear)
     return set() if source is None else set(upstream(source, layer.is_linear))
 
 
 def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stream) -> fx.Node | None:
     """What a Linear reads, where that is the stream itself; else where the sub-layer begins."""
+    # Seen in: JetMoE, whose experts compute the queries
     source = first_input(projection.node) if projection is not None else None
     return source if source is not None and (stream.holds(source) or entry is None) else entry
 

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from peftc.addressing.sites import ActivationRef, Site, Slice, State
-from peftc.dataflow.dimensions import features_dim
-from peftc.dataflow.feature_rows import separates
+from peftc.dataflow.features import features_dim, separates
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
 from peftc.dataflow.values import upstream, value_users
@@ -114,8 +113,7 @@ class LayerSites:
 
     def module(self, sub: SubLayer) -> str:
         """The smallest module that contains a sub-layer's Linears, or its other parameters."""
-        names = [str(p.node.target) for p in sub.projections.values()]
-        if names:
+        if names := [str(p.node.target) for p in sub.projections.values()]:
             return self.full(common(names))
         used = [n for n in sub.body if is_weighted(n, self.graph) and not self.graph.is_norm(n)]
         return self.full(common([f"{n.target}." if n.op == "call_module" else str(n.target) for n in used]))
@@ -160,6 +158,7 @@ class LayerSites:
 
     def in_batches(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """A value before a reshape, where that has as many dimensions as `like`."""
+        # Seen in: ERNIE 4.5, LFM2 MoE, Qwen2 MoE
         before: fx.Node | None = node
         while before is not None and len(shape(before)) != len(shape(like)):
             before = self.graph.passes_through(before)
@@ -167,25 +166,22 @@ class LayerSites:
 
     def attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
         """q, k, v and kv as the attention gets them."""
-        if attention.call not in self.cache:
-            self.cache[attention.call] = self.new_attention_states(attention, q_width)
-        return self.cache[attention.call]
-
-    def new_attention_states(self, attention: Attention, q_width: int | None) -> dict[str, State]:
-        states: dict[str, State] = {}
+        if attention.call in self.cache:
+            return self.cache[attention.call]
+        states = self.cache[attention.call] = dict[str, State]()
         call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
             sizes = shape(node)
             if len(sizes) == 4 and attention.sort != "written" and separates(node, -1, self.graph):
                 rows = shapes.Rows(sizes[1], sizes[3], "queries" if name == "q" else "keys")
                 states[name] = State(name, rows, ActivationRef(f"{call}.{name}"))
-        pair = pair_shape(attention, q_width, self.graph)
-        if pair is not None:
+        if (pair := pair_shape(attention, q_width, self.graph)) is not None:
             states["kv"] = State("kv", pair, ActivationRef(f"{call}.kv"))
         return states
 
     def shared_pair(self, sub: SubLayer) -> State | None:
         """The rows that can be joined to the keys and values of each of several attentions."""
+        # Seen in: ProphetNet, whose two streams of queries share keys
         written = all(a.sort == "written" for a in sub.attentions)
         pairs = {pair_shape(a, q_width(sub), self.graph) for a in sub.attentions} if written else set()
         first, *others = (a.call for a in sub.attentions)

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from peftc.models.media import MEDIA
 from peftc.recognition.layers import ModelStructure, Stack
 from peftc.semantics.vocabulary import SITES, STACKS, TOWERS
 
@@ -78,14 +77,14 @@ def _joined(path: str) -> str:
 
 
 def _tower(stack: Stack, structure: ModelStructure) -> str:
-    """The medium of a stack: by its configuration, else by its model's input or what reaches it."""
+    """The medium of a stack: by its configuration, else by what reaches it."""
     parts = stack.layers[0].split(".")
     modules = [structure.model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
     sections = list(sections_of(modules))
     names = ((medium, name) for name in reversed(sections) for medium in MEDIUM_WORDS)
     medium = next((medium for medium, name in names if any(word in name for word in MEDIUM_WORDS[medium])), None)
     own = next((name for name in reversed(sections) if name not in GENERIC_SECTIONS), None)
-    return medium or own or _input_medium(modules) or structure.seen.modality.get(stack.layers[0]) or "text"
+    return medium or own or structure.seen.modality.get(stack.layers[0]) or "text"
 
 
 def sections_of(modules: list[nn.Module]) -> Iterator[str]:
@@ -104,9 +103,3 @@ def _section_name(config: Any, part: Any) -> str | None:
     is_part = isinstance(part, PretrainedConfig) and part is not config
     fields = {name: value for name, value in vars(config).items() if is_part and type(value) is type(part)}
     return next((name for name, value in fields.items() if value is part), next(iter(fields), None))
-
-
-def _input_medium(modules: list[nn.Module]) -> str | None:
-    """The medium of the input of the innermost model among nested modules, unless it is text."""
-    names = [name for m in modules[1:] if isinstance(name := getattr(m, "main_input_name", None), str)]
-    return next((medium.modality for name in reversed(names) for medium in MEDIA if name in medium.parameters), None)

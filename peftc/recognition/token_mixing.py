@@ -9,8 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPrivateUsage]
 
-from peftc.dataflow.dimensions import features_dim
-from peftc.dataflow.feature_rows import move_numbers
+from peftc.dataflow.features import features_dim, move_numbers
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, shape
 from peftc.dataflow.operations import Op, name_of
@@ -38,6 +37,7 @@ def mixes(body: set[fx.Node], stream: Stream) -> bool:
 
 def mixes_neighbours(body: set[fx.Node], stream: Stream) -> bool:
     """Whether all mixing is by convolutions and shifts, which a feed-forward part may have, too."""
+    # Seen in: ConvNeXt V2, PVT v2
     return all(_is_local(n, stream.layer) for n in body if not stream.holds(n) and mixes_tokens(n, stream.layer))
 
 
@@ -49,26 +49,21 @@ def _is_local(node: fx.Node, layer: LayerGraph) -> bool:
 
 def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
     """Whether one operation mixes tokens."""
-    module = layer.module(node)
-    if module is not None:
-        return _module_mixes(node, module)
+    if (module := layer.module(node)) is not None:
+        if any(isinstance(m, _CONVOLUTIONS) and set(getattr(m, "kernel_size", ())) != {1} for m in module.modules()):
+            return True
+        if isinstance(module, _ConstantPadNd):
+            return any(module.padding[2:])  # the first two are of features
+        own_code = not type(module).__module__.startswith("torch.") and not module.state_dict()
+        return own_code and not any(module.children()) and _last_token_reaches_first(module, shape(first_input(node)))
     value, op = example(node), layer.op(node)
     integral = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
     return (not integral and (op in (Op.SCAN, Op.CONVOLUTION) or name_of(node) == "roll")) or is_scores(node)
 
 
-def _module_mixes(node: fx.Node, module: nn.Module) -> bool:
-    if any(isinstance(m, _CONVOLUTIONS) and set(getattr(m, "kernel_size", ())) != {1} for m in module.modules()):
-        return True
-    if isinstance(module, _ConstantPadNd):
-        return any(module.padding[2:])  # the first two are of features
-    if not type(module).__module__.startswith("torch.") and not module.state_dict() and not any(module.children()):
-        return _last_token_reaches_first(module, shape(first_input(node)))
-    return False
-
-
 def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool:
     """Whether the result for the first token depends on the last one."""
+    # Seen in: FNet, whose mixers would be no sub-layers without it
     if len(sizes) != 3 or sizes[1] < 2:
         return False
     before = torch.ones(sizes).cumsum(-1)
@@ -84,6 +79,7 @@ def mixed_by_linears(body: set[fx.Node], stream: Stream) -> bool:
     """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d). Tokens are
     numbered as features are, and what the code does to their layout is done to the numbers.
     """
+    # Seen in: MLP-Mixer, whose mixers would be feed-forward networks without it
     layer, numbers = stream.layer, dict[fx.Node, Any]()
     for node in sorted(body):
         sizes = shape(node)

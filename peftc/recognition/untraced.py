@@ -80,8 +80,7 @@ def untraced_parts(
     layer: LayerGraph, subs: list[SubLayer], reasons: Mapping[str, str], opaque: Mapping[str, bool]
 ) -> list[UntracedPart]:
     """The modules of a layer whose contents have no sites. `reasons`: why they were not traced."""
-    first = stream_input(layer.graph)
-    if first is None:
+    if (first := stream_input(layer.graph)) is None:
         return []
     stream = Stream(first, layer)
     stream.values += [sub.add for sub in subs]
@@ -101,6 +100,7 @@ def untraced_parts(
 
 def _hidden_kinds(node: fx.Node, subs: list[SubLayer], attends: bool, kinds: frozenset[str]) -> frozenset[str]:
     """The kinds of sub-layers that an opaque module may contain."""
+    # Seen in: Nemotron H Omni; without it `attn` would silently name nothing
     if any(node in sub.body for sub in subs if sub.kind != "untraced"):
         return frozenset({"attn"}) if attends else frozenset()  # a part of what has a name
     return (frozenset({"attn", "ffn"}) - (kinds & {"ffn"})) if attends else frozenset({"ffn", "mixer"})
@@ -110,15 +110,15 @@ def _ambiguous_attentions(
     subs: list[SubLayer], opaque: Mapping[str, bool], layer: LayerGraph
 ) -> Iterator[UntracedPart]:
     """Attentions that are written out in an unknown way."""
-    for sub in subs:
-        if sub.kind == "untraced" and not any(n.target in opaque for n in sub.body):
-            softmax = next((n for n in sorted(sub.body) if has_softmax_mixture([n], layer)), None)
-            if softmax is not None:
-                yield UntracedPart(module_path(softmax), AMBIGUOUS, frozenset({"attn"}))
+    # Seen in: no transformers model; refuses `attn` of an attention of an unknown kind
+    for sub in (s for s in subs if s.kind == "untraced" and not any(n.target in opaque for n in s.body)):
+        if (softmax := next((n for n in sorted(sub.body) if has_softmax_mixture([n], layer)), None)) is not None:
+            yield UntracedPart(module_path(softmax), AMBIGUOUS, frozenset({"attn"}))
 
 
 def _attentions_not_added(subs: list[SubLayer], stream: Stream) -> Iterator[UntracedPart]:
     """Attentions in no sub-layer whose values a Linear computes."""
+    # Seen in: Florence-2, LeViT, Pegasus-X
     inside = {node for sub in subs for node in sub.body}
     others = [a for a in attentions(stream.layer) if a.call not in inside]
     modules = [module_path(a.call) for a in others if stream.layer.linears(stream.body(a.v))]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from peftc.dataflow.dimensions import dim_before
+from peftc.dataflow.features import dim_before
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import ancestors, example, is_tensor
 from peftc.dataflow.operations import Op, has_side_effects, is_size, op_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.addressing.sites import Slice
-from peftc.dataflow.feature_rows import as_slice
+from peftc.dataflow.features import as_slice
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.recognition.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer

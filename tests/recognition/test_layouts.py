@@ -11,7 +11,7 @@ from torch import nn
 import peftc
 from benchmarks.families import build
 from peftc.addressing.sites import Site, Slice
-from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.recognition.attention.manual_attention import joining
 from peftc.recognition.attention.patterns import attentions

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.addressing.sites import Slice
-from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.recognition.attention.patterns import attentions
 from peftc.specialization.generated_class import GeneratedClass

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from peftc.dataflow.feature_rows import dims_of, separates, source_linears
+from peftc.dataflow.features import dims_of, separates, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_edit, is_tensor, shape
 from peftc.dataflow.operations import Op
@@ -119,6 +119,7 @@ def _effect(node: fx.Node, source: fx.Node, layer: LayerGraph) -> Effect | None:
 
 def _counts_from_the_end(node: fx.Node) -> bool:
     """Whether a table of differences between keys ends at the last key: joined rows have none."""
+    # Seen in: MPT, whose prefixes would shift the positions
     key = node.args[1] if node.target is operator.getitem else ()
     last = key[-1] if isinstance(key, tuple) and len(key) == len(shape(node)) and key else None
     return isinstance(last, slice) and isinstance(last.start, fx.Node)
@@ -167,6 +168,7 @@ def _heads_dim(dims: Sequence[int], width: int, operand: fx.Node, layer: LayerGr
     """Which of some dimensions is that of heads, of `width` features each: the one that tells
     features of a Linear apart, or the only one whose size fits.
     """
+    # Seen in: Hiera, Pegasus-X, ProphetNet
     heads = dims_of(operand, layer).intersection(dims)
     widths = {rows.width if rows else shape(n)[-1] for n, rows in source_linears(layer, operand)}
     heads = heads or {dim for dim in dims if shape(operand)[dim] * width in widths}
@@ -187,6 +189,7 @@ def visible_value(softmax: fx.Node) -> float | None:
     """The value that the mask beside the scores has for keys that count, in a softmax of the model's
     own; None where it has no mask, or an unknown one.
     """
+    # Seen in: SEW-D, whose mask would hide joined keys
     masks = [i for i, a in enumerate(softmax.args[1:], 1) if is_tensor(a)]
     if softmax.target is not autograd_function or len(masks) != 1:
         return None
@@ -202,8 +205,7 @@ def visible_value(softmax: fx.Node) -> float | None:
 
 def joined_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> KeyValue | None:
     """The shape of rows that can be joined. `q_width`: features of the queries' Linear."""
-    plan = joining(attention, layer)
-    if plan is None:
+    if (plan := joining(attention, layer)) is None:
         return None
     heads = None if plan.keys.merged else shape(attention.k)[plan.keys.order.index(HEADS)]
     d_head, d_value = shape(attention.k)[plan.keys.features], shape(attention.v)[plan.values.features]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from peftc.dataflow.dimensions import softmax_dim
+from peftc.dataflow.features import softmax_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_edit, is_tensor, shape
 from peftc.dataflow.operations import Op, name_of, op_of
@@ -43,23 +43,16 @@ def attentions(layer: LayerGraph) -> list[Attention]:
 
 
 def attention_at(node: fx.Node, layer: LayerGraph) -> Attention | None:
-    match layer.op(node):
-        case Op.ATTENTION if node.target is attention:
-            out = next((u for u in node.users if u.args[1:] == (0,)), node)
-            return _call("interface", node, node.args[2:5], out)
-        case Op.ATTENTION:
-            inputs = [*node.args, *(node.kwargs[n] for n in ("query", "key", "value") if n in node.kwargs)]
-            # Queries that are parameters, alike for every token, mix states: hyper-connections
-            return _call("function", node, inputs[:3], node) if is_activation(inputs[0]) else None
-        case Op.SOFTMAX:
-            return _written(node, layer)
-        case _:
-            return None
-
-
-def _call(sort: Any, call: fx.Node, inputs: Any, out: fx.Node) -> Attention | None:
-    q, k, v = inputs
-    return Attention(sort, call, q, k, v, out) if all(isinstance(n, fx.Node) for n in (q, k, v)) else None
+    op = layer.op(node)
+    if op is not Op.ATTENTION:
+        return _written(node, layer) if op is Op.SOFTMAX else None
+    is_interface = node.target is attention
+    inputs: list[Any] = [*node.args, *(node.kwargs[n] for n in ("query", "key", "value") if n in node.kwargs)]
+    q, k, v = inputs[2:5] if is_interface else inputs[:3]
+    if not all(isinstance(n, fx.Node) for n in (q, k, v)) or not (is_interface or is_activation(q)):
+        return None  # queries that are parameters, alike for every token, mix states: hyper-connections
+    out = next((u for u in node.users if u.args[1:] == (0,)), node) if is_interface else node
+    return Attention("interface" if is_interface else "function", node, q, k, v, out)
 
 
 def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
@@ -85,6 +78,7 @@ def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
 
 
 def _is_self_attention(scores: fx.Node, v: fx.Node, layer: LayerGraph) -> bool:
+    # Seen in: Pegasus-X, whose self-attention would be that of its global tokens without it
     inputs = [linear_inputs(value, layer) for value in (*factors(scores), v)]
     return bool(inputs[0]) and inputs[0] == inputs[1] == inputs[2]
 
@@ -105,6 +99,7 @@ def value_mixtures(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def _mixes_heads(linear: fx.Node) -> bool:
     """Whether a Linear reads scores, but for their layout and scale."""
+    # Seen in: CaiT (talking heads), which has no role without it
     node = first_input(linear)
     while node is not None and not is_scores(node):
         operands = value_operands(node) if node.op in ("call_method", "call_function") else []
@@ -161,6 +156,7 @@ def _rows_dim(product: fx.Node) -> int | None:
 
 def _is_transposed(equation: str) -> bool:
     """Whether the last label of an einsum's result is one of its first operand alone."""
+    # Seen in: no transformers model with effect; einsums whose operands are swapped
     inputs, _, result = equation.replace(" ", "").partition("->")
     first, _, second = inputs.partition(",")
     return bool(result) and result[-1] in first and result[-1] not in second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, module_path, nodes_in, output_of
 from peftc.dataflow.values import upstream
@@ -75,6 +76,7 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
 
 def _merge_linears(experts: list[Experts], traced: RegionTrace, layer: LayerGraph) -> list[Experts]:
     """Joins experts with a module for each Linear: `up` and `gate` compute the input of `down`."""
+    # Seen in: JetMoE, whose experts have no `up` and `gate` without it
     calls = {call.name: call for call in traced.calls if isinstance(call.result, fx.Node)}
     single = [e for e in experts if isinstance(e, StackedExperts) and set(e.roles) == {"down"} and e.module in calls]
     results = {calls[one.module].result: one for one in single}
@@ -117,18 +119,17 @@ def _code_of(call: ModuleCall, layer: LayerGraph, mode: FakeTensorMode) -> Layer
     """The approximate trace of a call; None where it fails, or has an attention."""
     module = layer.root.get_submodule(call.name)
     arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
-    try:
-        with mode:
-            code = LayerGraph(approximate_trace(module, fake_copy(arguments, mode)).graph, module)
-            return None if attentions(code) else code
-    except Exception:  # of a model's own code
-        return None
+    with contextlib.suppress(Exception), mode:  # of a model's own code
+        code = LayerGraph(approximate_trace(module, fake_copy(arguments, mode)).graph, module)
+        return None if attentions(code) else code
+    return None
 
 
 def _router_in_leaf(
     inputs: list[fx.Node], count: int, traced: RegionTrace, layer: LayerGraph, mode: FakeTensorMode
 ) -> Router | None:
     """The Linear that routes inside of a module that could not be traced."""
+    # Seen in: JetMoE, whose experts have no site without it
     leaves = {str(n.target) for value in inputs for n in upstream(value, lambda n: n.op == "call_module")}
     for call in traced.calls:
         has_parts = next(layer.root.get_submodule(call.name).children(), None) is not None
@@ -149,6 +150,7 @@ def _is_index(node: fx.Node) -> bool:
 
 def _find_shared(sub: SubLayer, layer: LayerGraph) -> None:
     """The networks of ordinary Linears whose result is added to that of the experts."""
+    # Seen in: ERNIE 4.5, Qwen2 MoE, GLM-4 MoE Lite
     logits = sub.router.logits if sub.router is not None else None
     sub.projections, sub.hidden = {}, None
     for node, rows in source_linears(layer, sub.h):

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from peftc.addressing.sites import Slice
-from peftc.dataflow.feature_rows import source_linears
+from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_tensor, module_path, output_of, shape
 from peftc.dataflow.operations import Op, name_of, op_of
@@ -84,6 +84,7 @@ class ExpertGraph(LayerGraph):
 
 def stacked_experts(module: str, code: LayerGraph) -> StackedExperts | None:
     """The experts of which code picks the matrices. `module`: its name in the layer."""
+    # Seen in: most mixtures of experts
     code = ExpertGraph(code.graph, code.root)
     downs = {p: matrix for p in source_linears(code, output_of(code.graph)) if (matrix := picked_matrix(p[0]))}
     down = next(iter(downs)) if len({matrix.parameter.target for matrix in downs.values()}) == 1 else None
@@ -98,6 +99,7 @@ def stacked_experts(module: str, code: LayerGraph) -> StackedExperts | None:
 
 def multiplies_slices(code: LayerGraph) -> bool:
     """Whether code multiplies by slices of parameters, as that of experts does."""
+    # Seen in: LongCat, whose experts would be untraced without it
     return any(picked_matrix(node) is not None for node in code.graph.nodes)
 
 
@@ -141,8 +143,7 @@ def picks(node: fx.Node) -> bool:
 
 
 def _stacked_linear(projection: Projection, module: str) -> StackedLinear | None:
-    matrix = picked_matrix(projection.node)
-    if matrix is None:
+    if (matrix := picked_matrix(projection.node)) is None:
         return None
     sizes = shape(matrix.parameter)
     d_in, d_out = math.prod(sizes) // matrix.count // sizes[-1], sizes[-1]
@@ -161,6 +162,7 @@ def _parameter(node: fx.Node, count: int, transposed: bool, d_out: int, d_in: in
 
 def _bias_of(product: fx.Node, module: str, weight: StackedParameter) -> StackedParameter | None:
     """The parameter whose slices are added to a product: one vector (out) an expert."""
+    # Seen in: GPT-OSS, whose experts have no `b` without it
     operands = [*product.args[2:3], product.kwargs.get("bias")] if op_of(product) is Op.LINEAR else []
     for user in value_users(product):
         if op_of(user) is Op.ADD:
@@ -174,14 +176,14 @@ def _bias_of(product: fx.Node, module: str, weight: StackedParameter) -> Stacked
 
 def expert_modules(module: str, code: LayerGraph) -> ExpertModules | None:
     """The experts in a module whose code calls one of several of the same structure."""
+    # Seen in: NLLB-MoE, Switch Transformers
     downs = source_linears(code, output_of(code.graph))
     hidden = first_input(downs[0][0]) if len(downs) == 1 else None
     if hidden is None:
         return None
     projections = {"down": Projection(*downs[0])} | input_projections(hidden, code)
     names = {role: str(p.node.target) for role, p in projections.items() if p.rows is None}
-    one = _member(list(names.values()), code.root)
-    if one is None:
+    if (one := _member(list(names.values()), code.root)) is None:
         return None
     container, _, _ = one.rpartition(".")
     members = _same_structure(code.root.get_submodule(one), code.root.get_submodule(container))
@@ -232,8 +234,7 @@ def find_router(inputs: Iterable[fx.Node], count: int, body: set[fx.Node], layer
 
 def _router_at(node: fx.Node, layer: LayerGraph) -> Router | None:
     """A product with one matrix, by a Linear or by `F.linear`."""
-    x = first_input(node)
-    if x is None or not is_tensor(node) or layer.op(node) is not Op.LINEAR:
+    if (x := first_input(node)) is None or not is_tensor(node) or layer.op(node) is not Op.LINEAR:
         return None
     if node.op == "call_module":
         has_bias = getattr(layer.module(node), "bias", None) is not None
@@ -252,6 +253,7 @@ def _parameter_name(node: fx.Node) -> str | None:
 
 def _is_chosen_from(logits: fx.Node, body: set[fx.Node]) -> bool:
     """Whether some of the values are chosen by their order."""
+    # Seen in: attention over experts; blocks of features would be experts without it
     seen, stack = {logits}, [logits]
     while stack:
         users = value_users(stack.pop())
