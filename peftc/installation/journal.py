@@ -36,7 +36,7 @@ class Journal:
         self.file.close()
 
     def write(self, model: nn.Module, name: str, value: Tensor) -> None:
-        """A new value of the same dtype and shape. A quantised or missing parameter becomes plain."""
+        """Sets a value of the same dtype and shape. What is quantised or missing becomes plain."""
         module, _, attribute = name.rpartition(".")
         owner = model.get_submodule(module)
         old: nn.Parameter | None = vars(owner)["_parameters"].get(attribute)
