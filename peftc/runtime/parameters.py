@@ -62,11 +62,7 @@ def stacked_slices(whole: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def with_stacked_slices(
-    whole: torch.Tensor,
-    count: int,
-    transposed: bool,
-    slices: list[tuple[int, Rows | None]],
-    values: list[torch.Tensor],
+    whole: torch.Tensor, count: int, transposed: bool, slices: list[tuple[int, Rows | None]], values: list[torch.Tensor]
 ) -> torch.Tensor:
     """A copy of `whole` with new values of some stacked matrices, or of some rows of them.
 

@@ -146,10 +146,7 @@ class CallTraces:
         )
 
     def cached(
-        self,
-        script: tuple[bool, ...],
-        symbolic: frozenset[str] = frozenset(),
-        changed: Mapping[str, Any] | None = None,
+        self, script: tuple[bool, ...], symbolic: frozenset[str] = frozenset(), changed: Mapping[str, Any] | None = None
     ) -> Call:
         """A trace with some arguments symbolic, and others replaced (`**key` for a keyword)."""
         changed = changed or {}

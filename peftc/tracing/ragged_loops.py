@@ -74,11 +74,7 @@ class Loops:
     """
 
     def __init__(
-        self,
-        tracer: fx.Tracer,
-        provenance: TensorProvenance,
-        mutations: MutationTracker,
-        logs: Sequence[list[Any]],
+        self, tracer: fx.Tracer, provenance: TensorProvenance, mutations: MutationTracker, logs: Sequence[list[Any]]
     ) -> None:
         self.tracer, self.mutations, self.logs = tracer, mutations, logs
         self.constants: tuple[dict[int, fx.Node], ...] = (provenance.nodes, provenance.call_nodes)
