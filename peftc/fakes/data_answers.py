@@ -33,13 +33,19 @@ def fake_data_answers() -> Generator[None]:
     Constants answer for themselves. Else a number is 1, a truth value is True, a selection is one
     element.
     """
+    with fake_tensor_errors_unlogged(), _DataAnswers(), _ScalarAnswers(), _answers(True), fake_tensor_patches():
+        yield
+
+
+@shielded
+def fake_tensor_errors_unlogged() -> Generator[None]:
+    """Inside the block, torch does not log operations on fake tensors that fail."""
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it repeats what exceptions say
-    disabled, log.disabled = log.disabled, True
+    before, log.disabled = log.disabled, True
     try:
-        with _DataAnswers(), _ScalarAnswers(), _answers(True), fake_tensor_patches():
-            yield
+        yield
     finally:
-        log.disabled = disabled
+        log.disabled = before
 
 
 def no_data_answers() -> contextlib.AbstractContextManager[None]:
@@ -72,9 +78,8 @@ _original_to: Any = nn.Module.to
 def fake_tensor_patches() -> Generator[None]:
     """Inside the block, modules of fake tensors can run, by two patches for this thread.
 
-    `.to(dtype)` is a no-op if the dtype already matches, since parameters without data cannot be
-    replaced. Transformer modules of torch call their children instead of a fused kernel, and make
-    no nested tensors.
+    `.to(dtype)` is a no-op if the dtype matches: parameters without data cannot be replaced.
+    Transformer modules of torch call their children, no fused kernel, and nest no tensors.
     """
     global _patches, _original_to
     module = cast("Any", nn.Module)

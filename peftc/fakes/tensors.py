@@ -122,7 +122,9 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy(module, memo)` in a tenth of the time for most modules."""
     if id(module) in memo:
         return memo[id(module)]
-    cls = _without_fsdp(type(module))
+    # FSDP2 puts a class in front, which refuses to be copied.
+    sharded: type | tuple[()] = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    cls = next(c for c in type(module).__mro__ if not issubclass(c, sharded))
     generated = hasattr(cls, "_peftc_kind") or hasattr(cls, "_peftc_over")  # have copy methods that are not needed here
     special = not generated and any(getattr(cls, n, None) is not getattr(nn.Module, n, None) for n in _COPY_METHODS)
     if special and cls is type(module):
@@ -134,13 +136,6 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     own = {name: value for name, value in attributes.items() if not name.startswith("__composable_api")}
     vars(new).update((name, _copy_attribute(value, memo)) for name, value in own.items())
     return new
-
-
-def _without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class without the one that FSDP2 puts in front of it, which refuses to be copied."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded: type | tuple[()] = getattr(fsdp, "FSDPModule", ())
-    return next(c for c in cls.__mro__ if not issubclass(c, sharded))
 
 
 def _copy_attribute(value: Any, memo: dict[int, Any]) -> Any:

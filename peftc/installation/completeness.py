@@ -59,8 +59,15 @@ class Completeness:
         """Searches all modules. Raises: P436 where an edited one is not in the model."""
         links = list[Link]()
         _collect_links(model, record, {}, links)
-        if lost := _lost(model, record):
-            raise PeftcError(lost)
+        missing = [
+            n for n in _names(record) if not _is_edited_at(model, n, record) and not _holds_edits(model, n, record)
+        ]
+        regions = [name for name, _ in record.regions]
+        if sum(CONTAINER in vars(module)["_modules"] for module in edited_modules(model, record)) < len(regions):
+            raise PeftcError(_replaced(model, missing[0]) if missing else _merged(model, regions))
+        trained = {name.rpartition(".")[0] for name in record.trained.values()}
+        if lost := [name for name in missing if name in trained]:
+            raise PeftcError(_replaced(model, lost[0]))
         for site in (site_edit.site for site_edit in record.site_edits):
             for other in site.shared_with:
                 if _leads_to_edits(model, site.module, record) and not _leads_to_edits(model, other.module, record):
@@ -174,16 +181,6 @@ def _leads_to_edits(model: nn.Module, name: str, record: Installation) -> bool:
     steps = name.split(".")
     above = (".".join(steps[:i]) for i in range(len(steps)))
     return any(_is_edited_at(model, n, record) for n in above) or _holds_edits(model, name, record)
-
-
-def _lost(model: nn.Module, record: Installation) -> Diagnostic | None:
-    """P436 where edited modules are missing, or the owner of a trained parameter is."""
-    missing = [n for n in _names(record) if not _is_edited_at(model, n, record) and not _holds_edits(model, n, record)]
-    regions = [name for name, _ in record.regions]
-    if sum(CONTAINER in vars(module)["_modules"] for module in edited_modules(model, record)) < len(regions):
-        return _replaced(model, missing[0]) if missing else _merged(model, regions)
-    trained = {name.rpartition(".")[0] for name in record.trained.values()}
-    return next((_replaced(model, name) for name in missing if name in trained), None)
 
 
 def _merged(model: nn.Module, names: Sequence[str]) -> Diagnostic:

@@ -156,7 +156,12 @@ def shift_cached_call(arguments: dict[str, Any], tokens: Tensor, count: int, pas
     """The arguments of a call whose cache has `past` tokens of the input. Raises: P419, P428."""
     mask, expected = arguments.get("attention_mask"), past + tokens.shape[1]
     if mask is None:
-        check_first_position(arguments.get("position_ids"), past)
+        # Only the first position shows that `generate` has counted the prompt's rows as tokens.
+        positions = arguments.get("position_ids")
+        known = isinstance(positions, Tensor) and has_values(positions) and not torch.compiler.is_compiling()
+        if known and (first := int(positions.reshape(-1)[0])) != past:
+            tokens_in_cache = f"the cache has {past} tokens of the input"
+            raise refusal(f"the first token of the call has position {first}, and {tokens_in_cache}")
         return shift_positions(arguments, count)
     if (reason := cannot_prepend({"attention_mask": mask})) is not None:
         raise refusal(reason)
@@ -235,19 +240,6 @@ def check_starts(starts: Tensor, past: int) -> None:
     message = "an example of the batch has only padding in the cache, so its prompt is separated from its first token"
     help_ = "let the first call have a token of each example"
     raise PeftcError(Diagnostic("P428", message, help=help_))
-
-
-def check_first_position(position_ids: Any, expected: int) -> None:
-    """Raises: P419 where a call's first position does not follow those in the cache.
-
-    Without a mask, only this shows that `generate` has counted the prompt's rows as tokens of the
-    input.
-    """
-    if not isinstance(position_ids, Tensor) or not has_values(position_ids) or torch.compiler.is_compiling():
-        return
-    if (first := int(position_ids.reshape(-1)[0])) != expected:
-        tokens = f"the cache has {expected} tokens of the input"
-        raise refusal(f"the first token of the call has position {first}, and {tokens}")
 
 
 def refusal(message: str) -> PeftcError:

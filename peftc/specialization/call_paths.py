@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.fakes.data_answers import fake_tensor_errors_unlogged
 from peftc.fakes.tensors import fake_copy, new_mode
 from peftc.models.configs import error_summary
 from peftc.rewriting.container import CONTAINER
@@ -26,7 +27,6 @@ from peftc.specialization.passthrough_arguments import (
     Call,
     agree,
     compared_with_none,
-    fake_tensor_errors_unlogged,
     forwarded_kwargs,
     passthrough_arguments,
     without_identity_tests,

@@ -83,7 +83,10 @@ class Expressions:
     def arguments(self, node: fx.Node, args: Iterable[Any]) -> str:
         """The arguments of a call, the forwarded keywords last."""
         forwarded = [f"**{node.meta[FORWARDED]}"] if FORWARDED in node.meta else []
-        defaults = _defaults(node.target)
+        target, defaults = node.target, dict[str, Any]()
+        if inspect.isfunction(target) and target.__module__.startswith("torch.nn.functional"):
+            parameters = inspect.signature(target).parameters.values()  # a traced call passes them all
+            defaults = {p.name: p.default for p in parameters if p.default in (None, True, False)}
         keywords = [f"{k}={self.value(v)}" for k, v in node.kwargs.items() if v is not defaults.get(k, node)]
         return ", ".join([*map(self.value, args), *keywords, *forwarded])
 
@@ -128,15 +131,6 @@ class Expressions:
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return str(value)
         return f"torch.{value!r}" if isinstance(value, torch.device) else self.names.of(value)
-
-
-def _defaults(target: Any) -> dict[str, Any]:
-    """The defaults of torch's own functions: a traced call passes all arguments."""
-    if not inspect.isfunction(target) or not target.__module__.startswith("torch.nn.functional"):
-        return {}
-    return {
-        p.name: p.default for p in inspect.signature(target).parameters.values() if p.default in (None, True, False)
-    }
 
 
 def attribute_path(target: str) -> str:

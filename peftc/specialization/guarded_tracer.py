@@ -11,7 +11,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -74,16 +74,13 @@ class GuardedTracer(RegionTracer):
     # Decisions ------------------------------------------------------------------------------------
 
     def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
-        """A truth known only at run time (of a size from a cache) becomes a branch of the graph.
-
-        A number that follows from the shapes of weights needs no guard.
-        """
+        """A truth known only at run time (of a size from a cache) becomes a branch of the graph."""
         numeric = kind in ("int", "float", "bool")
         if not numeric or not self.recording or not any(map(has_side_effects, ancestors(node))):
             return super().guard(node, kind, value)
         if kind != "bool":
             number = self.sizes.rebuild(node)
-            if number is not None and not isinstance(number, fx.Node):
+            if number is not None and not isinstance(number, fx.Node):  # from the shapes of weights
                 return value
             return super().guard(node if number is None else number, kind, value)
         condition = self.sizes.rebuild(node) if node.meta["origin"] in self.size_guards else None
@@ -109,7 +106,9 @@ class GuardedTracer(RegionTracer):
         owner = self.module_names.get(id(module))
         if owner is None or name.startswith("_"):
             return value
-        if value is None or isinstance(value, str) or is_numbers(value):
+        elements = cast("tuple[object, ...]", value) if type(value) in (tuple, list) else ()  # such as a window
+        numbers = bool(elements) and all(type(v) in (bool, int, float) for v in elements)
+        if value is None or isinstance(value, str) or numbers:
             return self.read_option(owner, name, value)
         proxy = super().read_attribute(module, name, value)
         if name != "training" and isinstance(proxy, Attribute):
@@ -185,11 +184,6 @@ def reporting_config(cls: type) -> type:
         return tracer.read_config(self, name, value) if plain and not name.startswith("__") else value
 
     return type(cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__module__": cls.__module__})
-
-
-def is_numbers(value: Any) -> bool:
-    """Whether a value is a tuple or list of numbers, such as the height and width of a window."""
-    return type(value) in (tuple, list) and len(value) > 0 and all(type(v) in (bool, int, float) for v in value)
 
 
 def name_of(node: fx.Node) -> str:

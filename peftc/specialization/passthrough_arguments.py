@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import dis
 import inspect
-import logging
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-from peftc.concurrency.interrupts import shielded
 from peftc.dataflow.nodes import ancestors
+from peftc.fakes.data_answers import fake_tensor_errors_unlogged
 from peftc.runtime import PASSTHROUGH
 from peftc.specialization.expressions import FORWARDED
 from peftc.specialization.guarded_tracer import GuardedTracer, is_argument, name_of
@@ -154,17 +153,6 @@ def attempt(trace: Trace, names: frozenset[str], changed: Mapping[str, Any] | No
             return trace(names, changed or {})
     except Exception:  # whatever code raises on a proxy for None, or on None for a tensor
         return None
-
-
-@shielded
-def fake_tensor_errors_unlogged() -> Generator[None]:
-    """Inside the block, torch does not log operations on fake tensors that fail."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def compared_with_none(function: Callable[..., Any]) -> frozenset[str]:

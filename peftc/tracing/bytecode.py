@@ -68,7 +68,7 @@ def is_path_dependent(function: FunctionCode, start: int, stop: int | None) -> b
     after = [i for i in dis.get_instructions(function.code) if i.offset > start]
     stops = [i for i in after if i.offset == stop or (stop is None and i.opname.startswith("RETURN"))]
     path = [i for i in after if stops and i.offset < stops[-1].offset]
-    jumps = [i for i in path if _is_conditional_jump(i)]
+    jumps = [i for i in path if "_IF_" in i.opname]
     if jumps and (len(stops) > 1 or any(_within(jump, stops[0]) for jump in jumps)):
         return True
     # An instruction that also stores (`STORE_FAST_LOAD_FAST`) may read for any stop.
@@ -87,7 +87,7 @@ def mutates_conditionally(
     """Whether some paths of a function, but not all, may change `argument` (or any) in place."""
     code = FunctionCode.of(function, owner)
     instructions = list(dis.get_instructions(code.code))
-    first_jump = next((i.offset for i in instructions if _is_conditional_jump(i)), None)
+    first_jump = next((i.offset for i in instructions if "_IF_" in i.opname), None)
     parameters = {*code.code.co_varnames[: code.code.co_argcount + code.code.co_kwonlyargcount]} - {"self"}
     names = _aliases({argument} if argument in parameters else parameters, instructions)
     behind = [i for i in instructions if first_jump is not None and i.offset > first_jump]
@@ -186,10 +186,6 @@ def _calls_path_dependent(
     stores = {n for i in path[at + 1 : at + 2] if i.opname.startswith("STORE") for n in _names(i)}
     arguments = {n for i in path[:at] if "LOAD" in i.opname and _within(i, call) for n in _names(i)}
     return bool((stores | arguments) & (reads - {"self"}))
-
-
-def _is_conditional_jump(instruction: dis.Instruction) -> bool:
-    return "_IF_" in instruction.opname
 
 
 def _loads_of(head: dis.Instruction, instructions: Sequence[dis.Instruction]) -> list[dis.Instruction]:

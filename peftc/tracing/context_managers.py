@@ -15,7 +15,7 @@ from torch import fx
 
 from peftc.tracing.operations import enter_context, exit_context
 from peftc.tracing.region_trace import TraceError
-from peftc.tracing.tracer_base import OpenContext, TracerBase, intercept, patch_attribute
+from peftc.tracing.tracer_base import TracerBase, intercept, patch_attribute
 
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 GRADIENT_QUERIES = ("is_grad_enabled",)
@@ -64,15 +64,15 @@ def _record_enter(manager: Any, tracer: TracerBase, enter: Any, self: Any) -> An
     args, kwargs = _constructor_arguments(self)
     if (call := self.__dict__.pop(_CALL, None)) is not None:
         tracer.graph.erase_node(call)
-    tracer.open_contexts.append(OpenContext(self, tracer.record_node(enter_context, (manager, *args), kwargs)))
+    tracer.open_contexts.append((self, tracer.record_node(enter_context, (manager, *args), kwargs)))
     return result
 
 
 def _record_exit(manager: Any, tracer: TracerBase, leave: Any, self: Any, *error: Any) -> Any:
     with tracer.pause():
         result = leave(self, *error)
-    if tracer.open_contexts and tracer.open_contexts[-1].manager is self:
-        tracer.record_node(exit_context, (tracer.open_contexts.pop().node,))
+    if tracer.open_contexts and tracer.open_contexts[-1][0] is self:
+        tracer.record_node(exit_context, (tracer.open_contexts.pop()[1],))
     return result
 
 
@@ -82,7 +82,7 @@ def _reject_enter(tracer: TracerBase, enter: Any, self: Any) -> Any:
 
 def _record_query(name: str, tracer: TracerBase, query: Any, /, *args: Any, **kwargs: Any) -> Any:
     value = query(*args, **kwargs)
-    if not any(is_gradient_context(c.node) == (name in GRADIENT_QUERIES) for c in tracer.open_contexts):
+    if not any(is_gradient_context(node) == (name in GRADIENT_QUERIES) for _, node in tracer.open_contexts):
         tracer.global_state[name, (*args, *kwargs.values())] = value
     return value
 

@@ -87,6 +87,7 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
             stack.enter_context(patch_attribute(owner, name, wrap))
         stack.enter_context(patch_context_managers())
         stack.enter_context(tracer.activate())
+        stack.enter_context(ProvenanceMode(tracer))
         yield
 
 
