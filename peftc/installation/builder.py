@@ -45,9 +45,7 @@ class FormSite:
 class InstallationBuilder:
     """Builds one installation. Nothing of the model changes before `apply`.
 
-    `installation`: its regions and form modules are still empty. `present`: forms that the model
-    has already, by saved name, or by dotted name where sites share them. `classes`: its generated
-    classes.
+    `present`: forms that the model has already, by saved name, or by dotted name if shared.
     """
 
     def __init__(
@@ -67,11 +65,7 @@ class InstallationBuilder:
         self.sequences: dict[tuple[str, str], Sequence] = {}  # by edit and site
 
     def prepare(self, regions: list[Region]) -> None:
-        """Makes classes and parameters.
-
-        Raises: P411 for a module with an attribute `peftc`, P527 for one without weights in a model
-        that has some, P424, P426 and P427 for one whose code cannot be traced.
-        """
+        """Makes classes and parameters. Raises: P411, P424, P426, P427, P527."""
         partly_loaded = len({p.is_meta for p in self.model.parameters()}) > 1
         for region in regions:
             self.sequences |= dict.fromkeys(region.position_sites, Sequence())

@@ -51,27 +51,18 @@ def install_edits(
 def remove_edits(model: nn.Module, modules: Iterable[EditedModule]) -> None:
     """Takes out what `install_edits` has put in, however far it has come."""
     remove_overlays(model)
-    for edited in modules:
-        restore_class(edited.module, edited.cls)
+    for module, generated, _ in modules:
+        if generated.cls in type(module).__mro__:
+            module.__class__ = replace_base(type(module), generated.cls, unpatched_class(generated.base))
+            rebind_forward(module, generated.base.forward)
+        vars(module)["_modules"].pop(CONTAINER, None)
+        vars(module).pop(CHOICE, None)
     vars(model)["_modules"].pop(SHARED, None)
     vars(model).pop(RECORD, None)
 
 
-def restore_class(module: nn.Module, generated: GeneratedClass) -> None:
-    if generated.cls in type(module).__mro__:
-        module.__class__ = replace_base(type(module), generated.cls, unpatched_class(generated.base))
-        rebind_forward(module, generated.base.forward)
-    vars(module)["_modules"].pop(CONTAINER, None)
-    vars(module).pop(CHOICE, None)
-
-
 def strip(model: nn.Module, requires_grad: Mapping[str, bool] | None = None) -> nn.Module:
-    """The model without edits: its own classes, nothing added; all values stay, those that `train`
-    changed too.
-
-    `requires_grad`: of its parameters then, by name; without it as it was before the first spec.
-    What needs none has no gradient.
-    """
+    """The model without edits; all values stay, and `requires_grad` is as before the first spec."""
     record = installation_of(model)
     flags = record.requires_grad if requires_grad is None else requires_grad
     remove_edits(model, edited_parts(model, record))

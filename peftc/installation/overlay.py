@@ -108,11 +108,7 @@ _classes = weakref.WeakValueDictionary[tuple[type, tuple[str, ...], bool, bool],
 
 
 def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:
-    """A subclass under the same names whose parameters `names` are those of the present context.
-
-    `saves`: its `save_pretrained` writes what acts in the present context. `root`: it is the class
-    of the model.
-    """
+    """A subclass whose parameters `names` (and files, if it `saves`) follow the present context."""
     key = (cls, names, saves, root)
     return _classes.get(key) or _classes.setdefault(key, _new_class(*key))
 

@@ -68,10 +68,7 @@ class Snapshot:
 
 
 class TrainedParameters:
-    """Parameters of the base that get a gradient, and those that lose it.
-
-    Raises: P527, P566 for a parameter without values, P542 for a quantised one.
-    """
+    """Parameters of the base that get or lose a gradient. Raises: P527, P566, P542 (quantised)."""
 
     def __init__(self, before: Snapshot, planned: PlanResult) -> None:
         self.first, self.parameters = before.record is None, before.base_parameters
@@ -115,10 +112,7 @@ def reinstall(
 ) -> None:
     """Leaves the model with `specs`, planned together as `planned`, and with no other edits.
 
-    The base is frozen by the first spec; later ones change no `requires_grad` but those of what
-    they train.
-    Args: as `CompiledModel.set_specs`. `finish` may be interrupted; it writes values of new
-    parameters.
+    The first spec freezes the base. `finish` may be interrupted; it writes new parameters.
     """
     before = Snapshot(model)
     trained = TrainedParameters(before, planned)

@@ -41,20 +41,16 @@ def cache_of(arguments: dict[str, Any]) -> tuple[str, Any] | None:
     return next(((name, arguments[name]) for name in names if arguments.get(name) is not None), None)
 
 
-def is_tensors(cache: Any) -> bool:
-    return isinstance(cache, list | tuple) and all(isinstance(part, Tensor) for part in cast(Iterable[object], cache))
-
-
 def past_of(arguments: dict[str, Any]) -> Any:
-    """The number of tokens in the cache of a call, or 0; a tensor for caches of a fixed size.
+    """The tokens in the cache of a call, or 0; a tensor for caches of a fixed size.
 
-    Returns: None for a recurrent state, which has tokens and does not count them.
-    Raises: UnknownCache.
+    Returns: None for a recurrent state, which does not count them. Raises: UnknownCache.
     """
     name, cache = cache_of(arguments) or ("", None)
     if cache is None:
         return 0
-    if name in STATES and is_tensors(cache):
+    parts = cast(Iterable[object], cache if isinstance(cache, list | tuple) else (None,))
+    if name in STATES and all(isinstance(part, Tensor) for part in parts):
         return None
     if name not in CACHES:
         raise UnknownCache(name, cache)

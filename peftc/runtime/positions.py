@@ -13,16 +13,12 @@ from peftc.runtime.call_arguments import UnknownCache, cache_of, mask_format, pa
 
 
 def forward_with_positions(base: type[nn.Module], module: Any, named: dict[str, Any], rest: dict[str, Any]) -> Any:
-    """The forward of `base`; until it returns, the module's forms know the positions of its tokens.
-
-    Raises: P423 where they are unknown.
-    """
+    """The forward of `base`; meanwhile forms know the positions of its tokens. Raises: P423."""
     arguments = {**named, **rest}
     sequence: Sequence = module.peftc.sequence
     if getattr(module, "_is_replica", False):
-        raise unknown(
-            "replicas in threads share one record of the positions of a call's tokens", "use DistributedDataParallel"
-        )
+        message = "replicas in threads share one record of the positions of a call's tokens"
+        raise unknown(message, "use DistributedDataParallel")
     before, sequence.present = sequence.present, positions_of(arguments)
     try:
         return base.forward(module, **arguments)
@@ -31,12 +27,9 @@ def forward_with_positions(base: type[nn.Module], module: Any, named: dict[str, 
 
 
 def positions_of(arguments: dict[str, Any]) -> Where | None:
-    """The columns of a call's tokens, counted from the first and the last visible token of their
-    rows.
+    """The columns of a call's tokens, from the first and the last visible token of their rows.
 
-    Without a mask no token is padding.
-    Returns: None for a call without tokens.
-    Raises: P423 for masks, caches and position ids that leave the positions unknown.
+    Returns: None for a call without tokens. Raises: P423 where the positions are unknown.
     """
     tokens = tokens_of(arguments)
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
@@ -45,7 +38,11 @@ def positions_of(arguments: dict[str, Any]) -> Where | None:
     past = known_past(arguments)
     columns = torch.arange(count, device=tokens.device)[None] + past
     if mask is None:
-        check_one_sequence_per_row(arguments.get("position_ids"))
+        ids = arguments.get("position_ids")
+        known = isinstance(ids, Tensor) and ids.ndim == 2 and has_values(ids) and not torch.compiler.is_compiling()
+        if known and bool((ids.diff(dim=1) != 1).any()):
+            message = "the position ids are not those of one sequence a row"
+            raise unknown(message, "pass an attention mask (batch, tokens)")
         return Where(columns, None if cache is not None else count - 1 - columns)
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         message = f"an attention mask with {mask_format(mask)} does not show which tokens are padding"
@@ -66,13 +63,3 @@ def known_past(arguments: dict[str, Any]) -> Any:
     if past is None:
         raise unknown("the number of tokens in the recurrent state of this call is unknown", "call without a cache")
     return past
-
-
-def check_one_sequence_per_row(position_ids: Any) -> None:
-    """Raises: P423 for the position ids of packed sequences."""
-    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
-        return
-    if not has_values(position_ids) or torch.compiler.is_compiling():
-        return
-    if bool((position_ids.diff(dim=1) != 1).any()):
-        raise unknown("the position ids are not those of one sequence a row", "pass an attention mask (batch, tokens)")

@@ -122,8 +122,7 @@ def gather_columns(values: Tensor, columns: Tensor) -> Tensor:
 def without_rows(result: Any, count: int, starts: Tensor | None, tokens: int) -> Any:
     """A stack's result with the last hidden states of the `tokens` of the input only.
 
-    Raises: P419 where it has states of further tokens (of an image, for instance): the prompt's are
-    unknown then.
+    Raises: P419 where it has states of further tokens (of an image): the prompt's are unknown.
     """
     states = result if isinstance(result, Tensor) else result[0]
     if states.shape[1] != tokens + count:
@@ -189,10 +188,7 @@ def extend_positions(positions: Tensor, count: int, starts: Tensor | None) -> Te
 
 
 def offset_position_ids(module: nn.Module, embedding: str, starts: Tensor, count: int) -> Tensor | None:
-    """Position ids for a model that computes them from ids, with `padding_idx` as the offset.
-
-    Returns: None for a model whose table of positions has no row for padding.
-    """
+    """Position ids with `padding_idx` as the offset; None for a table without a row for padding."""
     # Seen in: RoBERTa, XLM-R, MPNet
     tokens, parent = module.get_submodule(embedding), module.get_submodule(embedding.rpartition(".")[0])
     tables = (m for m in parent.children() if isinstance(m, nn.Embedding) and m is not tokens)

@@ -13,10 +13,7 @@ from peftc.modules.instance_forward import GENERATED, instance_forward
 
 
 def with_generated_forward(module: nn.Module, value: Any) -> Any:
-    """An assigned forward (a hook, an earlier method), made to call the generated one.
-
-    Raises: P425 for any other, which would run in the place of the edited code.
-    """
+    """An assigned forward (a hook), made to call the generated one. Raises: P425 for any other."""
     forward: Any = type(module).forward
     wrapper = instance_forward(module, value)
     if wrapper is None or (wrapper.function is not forward and not hasattr(inspect.unwrap(value), GENERATED)):

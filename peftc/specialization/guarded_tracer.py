@@ -1,8 +1,6 @@
-"""Traces a call of a region and records all that its code decides on, so that guards can test it.
+"""Traces a call of a region and records all that its code decides on, so that guards can test it:
 
-Besides what a `RegionTracer` records: which arguments' types the code tests, which config fields it
-reads, and which parameters' dtypes. Arguments named `symbolic` are proxies even if they are
-constants (None, True, 3, "a").
+also which arguments' types it tests, and which config fields and parameters' dtypes it reads.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from peftc.tracing.tracer_base import current_tracer
 
 
 class GuardedTracer(RegionTracer):
-    """Traces one call. `symbolic`: parameters, and `**key` for keywords, that stay proxies."""
+    """Traces one call. `symbolic`: constants (`**key` for keywords) that become proxies, too."""
 
     def __init__(self, inline: Callable[[str], bool], script: tuple[bool, ...], symbolic: frozenset[str]) -> None:
         super().__init__(inline, script)

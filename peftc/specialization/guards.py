@@ -13,6 +13,7 @@ from transformers import Cache
 from peftc.dataflow.nodes import ancestors
 from peftc.dataflow.operations import has_side_effects
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.runtime.guards import SMALLER
 from peftc.specialization.expressions import Expressions, attribute_path
 from peftc.specialization.guarded_tracer import GuardedTracer
 from peftc.tracing.module_calls import is_constant
@@ -29,7 +30,7 @@ def conditions(
     keywords: frozenset[str] | None,
     expressions: Expressions,
 ) -> list[str]:
-    """All that must hold of a call, cheapest first; nothing of `passthrough`, `keywords` of `**`."""
+    """All that must hold of a call, cheapest first. `keywords`: those that `**` may have."""
     paths = {f"{owner}.{name}".lstrip("."): value for (owner, name), value in traced.attribute_guards.items()}
     facts = {name: _is(attribute_path(name), value) for name, value in paths.items()}
     texts = [facts[f"{o}.{n}".lstrip(".")] for o, n in traced.attribute_guards if n == "training"]
@@ -129,8 +130,7 @@ def _computed(guard: Guard, expressions: Expressions) -> str:
         origin = acting.meta.get("origin", ("?",))[0] or "the region"
         message = "the forward takes a Python decision on a value that is only known while it runs"
         notes = (f"the value depends on `{acting.target}` of `{origin}`",)
-        help_ = "edit a smaller part of the layer, so that this code is not entered"
-        raise PeftcError(Diagnostic("P406", message, notes=notes, help=help_))
+        raise PeftcError(Diagnostic("P406", message, notes=notes, help=SMALLER))
     text, value = expressions.of_arguments(guard.node), guard.value
     match guard.kind:
         case "type":
@@ -158,13 +158,14 @@ def _is_child_result(node: fx.Node) -> bool:
 
 def mutable_guards(traced: RegionTrace) -> list[Guard]:
     """Guards on what the region itself may change (a cache), or a child computes."""
-    mutable: list[Guard] = []
-    for guard in traced.guards:
-        roots = _objects(guard.node)
-        before = [n for n in traced.graph.nodes if has_side_effects(n) and n.op != "call_module" and n < guard.node]
-        if any(_objects(n) & roots for n in before) or (guard.kind == "is" and _is_child_result(guard.node)):
-            mutable.append(guard)
-    return mutable
+    writers = [n for n in traced.graph.nodes if has_side_effects(n) and n.op != "call_module"]
+    objects = {node: _objects(node) for node in (*writers, *(guard.node for guard in traced.guards))}
+    return [
+        guard
+        for guard in traced.guards
+        if any(n < guard.node and objects[n] & objects[guard.node] for n in writers)
+        or (guard.kind == "is" and _is_child_result(guard.node))
+    ]
 
 
 def _objects(node: fx.Node) -> set[fx.Node]:

@@ -220,10 +220,7 @@ class LocalNames:
             self.nodes.setdefault(root, set()).add(node)
 
     def bind(self, node: fx.Node, at: fx.Node, statement: str | None = None) -> tuple[str, list[str]]:
-        """The name for a value assigned at `at`, and lines that first rename another value.
-
-        `statement`: all that is still to be written of what was printed before; None if unknown.
-        """
+        """The name for a value assigned at `at` by `statement`, and lines that rename another."""
         base = base_name(node)
         before: list[str] = []
         if statement is not None and self.reuse and base in self.nodes and not self._free(base, at):

@@ -52,10 +52,7 @@ def precompile(model: nn.Module, sample: Mapping[str, Any] | None = None) -> Non
 
 
 def run_towers(fake: nn.Module, inputs: Mapping[str, Any], reached: set[str]) -> None:
-    """Runs parts of the model, for layers that the calls of the whole do not reach.
-
-    Raises: the error of an edit in a layer that no call reaches.
-    """
+    """Runs parts of the model, for other layers. Raises: errors of edits that no call reaches."""
     layers, errors = set(repeated_blocks(fake)), list[PeftcError]()
     for call in tower_calls(fake, inputs, lambda name: any(n.startswith(name + ".") for n in layers - reached)):
         if layers <= reached:

@@ -20,11 +20,7 @@ Create = Callable[[Any, tuple[Any, ...]], fx.Node]
 
 
 class InputSizes:
-    """Rebuilds numbers of a graph that is being traced from its arguments alone.
-
-    `create` makes a node: of a function, of a method by its name, or, without arguments, of a
-    parameter by its name.
-    """
+    """Rebuilds numbers of a graph from its arguments alone. `create` makes nodes."""
 
     def __init__(self, root: nn.Module, create: Create) -> None:
         self.root, self.create = root, create

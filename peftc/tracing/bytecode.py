@@ -61,10 +61,7 @@ class FunctionCode:
 
 @cache
 def is_path_dependent(function: FunctionCode, start: int, stop: int | None) -> bool:
-    """Whether what is read at `stop`, or at the return, depends on the path from `start`.
-
-    Args: `start`, `stop`: offsets of instructions.
-    """
+    """Whether what is read at offset `stop`, or at the return, depends on the path from `start`."""
     after = [i for i in dis.get_instructions(function.code) if i.offset > start]
     stops = [i for i in after if i.offset == stop or (stop is None and i.opname.startswith("RETURN"))]
     path = [i for i in after if stops and i.offset < stops[-1].offset]
@@ -98,14 +95,11 @@ def mutates_conditionally(
 
 @cache
 def compares_identity(function: Callable[..., Any], owner: type, depth: int = DEPTH) -> bool:
-    """Whether a function, or one that it calls, tests `x is True` or `x is Mode.FAST`.
-
-    A proxy cannot observe that. `is None` does not count, since None is never a proxy.
-    """
+    """Whether a function, or one that it calls, tests `x is True`, which no proxy can observe."""
     instructions = list(dis.get_instructions(function))
     for last, test in pairwise(instructions):
         loads_constant = last.opname in ("LOAD_CONST", "LOAD_ATTR", "LOAD_GLOBAL")  # kept in modules and classes
-        if test.opname == "IS_OP" and loads_constant and last.argval is not None:
+        if test.opname == "IS_OP" and loads_constant and last.argval is not None:  # None is never a proxy
             return True
     if depth == 0 or not isinstance(function, FunctionType):
         return False
@@ -114,11 +108,7 @@ def compares_identity(function: Callable[..., Any], owner: type, depth: int = DE
 
 
 def reachable_code(cls: type) -> tuple[Any, ...]:
-    """The functions that the forward of a class may call, their code, and the constants they read.
-
-    Equal to an earlier answer exactly if none of them was patched since. Names are followed, not
-    calls: globals, members of modules, methods of the class, closures.
-    """
+    """The functions that a forward may call, with code and constants; equal until patched."""
     functions: dict[int, tuple[Any, ...]] = {}
 
     def visit(value: Any) -> None:
@@ -134,7 +124,7 @@ def reachable_code(cls: type) -> tuple[Any, ...]:
             return
         modules = [v for v in members.values() if isinstance(v, ModuleType)]
         cells = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
-        methods = [getattr(cls, n, None) for n in names]
+        methods = [getattr(cls, n, None) for n in names]  # names are followed, not calls
         for inner in (*members.values(), *cells, *methods, *(getattr(m, n, None) for m in modules for n in names)):
             visit(inner)
 

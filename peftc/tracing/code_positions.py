@@ -67,11 +67,8 @@ def instructions_of(stack: Stack) -> list[tuple[CodeType, int]]:
 
 
 def may_diverge(start: str, stop: str) -> bool:
-    """Whether what is read at position `stop` depends on the path from `start` to it.
-
-    An empty position is the beginning or the end of the code. Positions from other processes may
-    diverge.
-    """
+    """Whether what is read at `stop` depends on the path from `start`."""
+    # "" is the beginning or the end of the code. Positions from other processes may diverge.
     if any(position and position not in _stack_at for position in (start, stop)):
         return True
     first, last = ([*reversed(_stack_at[position])] if position else [] for position in (start, stop))

@@ -51,10 +51,7 @@ class RecordedCall:
 
 
 class TensorProvenance:
-    """The calls that made and changed each tensor, and their nodes. Keys are ids.
-
-    Args: `parameters`: the ids of parameters and buffers, which have nodes of their own.
-    """
+    """The calls that made and changed each tensor, by id; `parameters` have nodes of their own."""
 
     def __init__(self, tracer: fx.Tracer, parameters: Container[int]) -> None:
         self.tracer, self.parameters = tracer, parameters
