@@ -59,18 +59,14 @@ class Interrupts:
             signal.signal(signal.SIGINT, self.handler)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.deferrals or _is_closing(frame):
+        running = frame
+        while running is not None and running.f_code is not Shielded.__exit__.__code__:
+            running = running.f_back
+        if self.deferrals or running is not None:  # a shielded block exits: from its first instruction on
             self.pending = True
         elif self.handler is not None:
             self.restore()
             self.handler(number, frame)
-
-
-def _is_closing(frame: FrameType | None) -> bool:
-    """Whether a shielded block is exiting, from the first instruction of `__exit__` on."""
-    while frame is not None and frame.f_code is not Shielded.__exit__.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 INTERRUPTS = Interrupts()

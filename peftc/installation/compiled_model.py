@@ -163,7 +163,8 @@ def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> 
         raise PeftcError(replace(d, notes=(*d.notes, *notes.get(d.code, ()))) for d in error.diagnostics) from error
     statements = {s.name: s for s in spec.statements if isinstance(s, ast.Edit)}
     errors = prompt_and_position_errors(planned.site_edits, analysis.structure)
-    if wrong := [with_origin(d, statements[edit], spec) for edit, d in errors]:
+    wrong = [with_origin(d, statements[edit], spec) for edit, d in errors]
+    if wrong:
         raise PeftcError(wrong)
     return planned
 

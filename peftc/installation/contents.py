@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from peftc.forms.module import FormModule
 from peftc.installation.completeness import complete_installation
-from peftc.installation.overlay import true_parameter
+from peftc.installation.edited_classes import true_parameter
 from peftc.installation.record import installation_of
 from peftc.modules.offload import refuse_offloaded
 

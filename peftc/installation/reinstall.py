@@ -16,9 +16,16 @@ from peftc.forms.tasked_module import Chosen
 from peftc.installation.base_weights import refuse_quantised
 from peftc.installation.builder import InstallationBuilder
 from peftc.installation.completeness import ORIGINALS, active_installation, module_at
-from peftc.installation.edited_classes import edited_parts, install_edits, remove_edits, set_requires_grad, strip
+from peftc.installation.edited_classes import (
+    common_rows,
+    edited_parts,
+    install_edits,
+    remove_edits,
+    set_requires_grad,
+    strip,
+    true_parameter,
+)
 from peftc.installation.journal import Journal, transaction
-from peftc.installation.overlay import common_rows, true_parameter
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.planning.planner import PlanResult

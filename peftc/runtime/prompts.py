@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
-from peftc.runtime.call_arguments import UnknownCache, mask_format, past_of, starts_of, tokens_of
+from peftc.runtime.positions import UnknownCache, mask_format, past_of, starts_of, tokens_of
 
 POSITIONS = ("position_ids", "cache_position")  # consecutive numbers of tokens
 KINDS = ("token_type_ids", "mm_token_type_ids", "visual_pos_masks")  # a prompt's rows have kind 0: text

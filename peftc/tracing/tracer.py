@@ -19,11 +19,10 @@ from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
 from peftc.tracing.code_positions import Origin, position_of, running_stack
-from peftc.tracing.context_managers import has_context_decorator
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
 from peftc.tracing.operations import attention
-from peftc.tracing.patches import instrument_modules, patch_libraries
+from peftc.tracing.patches import has_context_decorator, instrument_modules, patch_libraries
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, concrete_values, is_proxy, nested_nodes
 from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
