@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map
 from peftc.concurrency.interrupts import shielded
 from peftc.fakes.tensors import tensors_in
 
+aten = torch.ops.aten
 LARGEST = 1 << 20  # elements of a constant
 _KEY = "peftc_constant"
 
@@ -95,9 +96,6 @@ class ConstantPropagation:
 
 def memory_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-aten = torch.ops.aten
 
 
 @shielded

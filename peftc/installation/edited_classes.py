@@ -30,9 +30,8 @@ from peftc.installation.completeness import (
     edited_modules,
 )
 from peftc.installation.record import RECORD, Installation, installation_of, is_installed
-from peftc.modules.instance_forward import rebind_forward, unpatched_class
+from peftc.modules.instance_forward import rebind_forward, replace_base, unpatched_class
 from peftc.rewriting.container import CONTAINER, SHARED
-from peftc.specialization.derived_classes import replace_base
 from peftc.specialization.generated_class import GeneratedClass
 
 _UNDER = "_peftc_under"
@@ -64,16 +63,14 @@ def common_rows(parameter: Tensor, value: Tensor) -> Any:
 
 def install_overlays(model: nn.Module, record: Installation) -> None:
     """Gives the modules of a compiled model the classes of this file."""
-    originals = {
-        saved: OriginalValue(saved.partition("/")[0], record.originals[n]) for saved, n in record.trained.items()
-    }
     owners: dict[nn.Module, dict[str, OriginalValue]] = {}
     for saved, name in record.trained.items():
         parameter = true_parameter(model, name)
+        original = OriginalValue(saved.partition("/")[0], record.originals[name])
         for owner in model.modules():
             attributes = [n for n, p in vars(owner)["_parameters"].items() if p is parameter]
             if attributes:
-                owners.setdefault(owner, {}).update(dict.fromkeys(attributes, originals[saved]))
+                owners.setdefault(owner, {}).update(dict.fromkeys(attributes, original))
     for module, values in owners.items():
         vars(module).update({CHOICE: record.choice, ORIGINALS: values})
     owners.setdefault(model, {})
@@ -81,15 +78,6 @@ def install_overlays(model: nn.Module, record: Installation) -> None:
         saves, root = module is model and hasattr(model, "save_pretrained"), module is model
         module.__class__ = overlay_class(type(module), tuple(values), saves, root)
     vars(model)[COMPLETENESS] = Completeness(model)
-
-
-def remove_overlays(model: nn.Module) -> None:
-    vars(model).pop(COMPLETENESS, None)
-    for module in model.modules():
-        while (overlay := top_overlay(type(module))) is not None:
-            module.__class__ = replace_base(type(module), overlay, vars(overlay)[_UNDER])
-        if vars(module).pop(ORIGINALS, None) is not None and not hasattr(type(module), "_peftc_kind"):
-            vars(module).pop(CHOICE, None)
 
 
 def true_parameter(model: nn.Module, name: str) -> nn.Parameter:
@@ -116,10 +104,8 @@ _classes = weakref.WeakValueDictionary[tuple[type, tuple[str, ...], bool, bool],
 def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:
     """A subclass whose parameters `names` (and files, if it `saves`) follow the present context."""
     key = (cls, names, saves, root)
-    return _classes.get(key) or _classes.setdefault(key, _new_class(*key))
-
-
-def _new_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:
+    if (present := _classes.get(key)) is not None:
+        return present
     members: dict[str, Any] = {name: _parameter(name) for name in names}
     members |= {part: getattr(cls, part) for part in ("__module__", "__qualname__", "__doc__")}
     members |= {_UNDER: cls, "__reduce_ex__": _reduce, "_peftc_over": (names, saves, root)}
@@ -129,7 +115,7 @@ def _new_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: 
         members |= {"state_dict": _state_dict, "save_pretrained": _save_pretrained}
     if root:
         members |= {"__call__": _call(cls), "__setstate__": _setstate(cls)}
-    return cast("type[nn.Module]", type(cls.__name__, (cls,), members))
+    return _classes.setdefault(key, cast("type[nn.Module]", type(cls.__name__, (cls,), members)))
 
 
 def _parameter(name: str) -> property:
@@ -267,7 +253,12 @@ def install_edits(
 
 def remove_edits(model: nn.Module, modules: Iterable[EditedModule]) -> None:
     """Takes out what `install_edits` has put in, however far it has come."""
-    remove_overlays(model)
+    vars(model).pop(COMPLETENESS, None)
+    for module in model.modules():
+        while (overlay := top_overlay(type(module))) is not None:
+            module.__class__ = replace_base(type(module), overlay, vars(overlay)[_UNDER])
+        if vars(module).pop(ORIGINALS, None) is not None and not hasattr(type(module), "_peftc_kind"):
+            vars(module).pop(CHOICE, None)
     for module, generated, _ in modules:
         if generated.cls in type(module).__mro__:
             module.__class__ = replace_base(type(module), generated.cls, unpatched_class(generated.base))

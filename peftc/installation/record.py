@@ -115,10 +115,6 @@ def joint_spec(specs: Iterable[ast.Spec]) -> ast.Spec:
     first, *others = specs
     if not others:
         return first
-    statements = [
-        replace(s, origin=s.origin or spec.source)
-        for spec in (first, *others)
-        for s in spec.statements
-        if not isinstance(s, ast.Expect)
-    ]
+    own = [(s, spec.source) for spec in (first, *others) for s in spec.statements]
+    statements = [replace(s, origin=s.origin or source) for s, source in own if not isinstance(s, ast.Expect)]
     return replace(others[-1], statements=tuple(statements), header=(), header_trailing=None, closing=())

@@ -15,12 +15,12 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.data_answers import fake_tensor_errors_unlogged
 from peftc.fakes.tensors import fake_copy, new_mode
 from peftc.models.configs import error_summary
+from peftc.modules.instance_forward import replace_base
 from peftc.rewriting.container import CONTAINER
 from peftc.runtime import recheck_guard
 from peftc.runtime.guards import SMALLER
 from peftc.specialization import guards
 from peftc.specialization.code_printer import OtherPath
-from peftc.specialization.derived_classes import replace_base
 from peftc.specialization.expressions import Expressions
 from peftc.specialization.guarded_tracer import GuardedTracer, constant_arguments
 from peftc.specialization.names import GlobalNames
@@ -32,8 +32,7 @@ from peftc.specialization.passthrough_arguments import (
     passthrough_arguments,
     without_identity_tests,
 )
-from peftc.tracing.bytecode import compares_identity
-from peftc.tracing.code_positions import Origin
+from peftc.tracing.bytecode import Origin, compares_identity
 from peftc.tracing.operations import branch
 from peftc.tracing.region_trace import NoneAccess, RegionTrace, TraceError
 
@@ -245,10 +244,10 @@ class CallPaths:
 
     def guard(self, call: Call) -> None:
         """Adds the conditions of a path, and rechecks of guards that may fail while it runs."""
-        traced, tracer = call
+        traced, _ = call
         passthrough, keywords = self.traces.passthrough, self.traces.keywords
         expressions = Expressions(self.names, self.traces.signature)
-        conditions = guards.conditions(traced, tracer, passthrough, keywords, expressions)
+        conditions = guards.conditions(call, passthrough, keywords, expressions)
         self.conditions.update(dict.fromkeys(conditions))
         self.traits = guards.traits(traced, passthrough) | self.traits
         for guard in guards.mutable_guards(traced):

@@ -17,7 +17,7 @@ from peftc.concurrency.context import ALL, CHOICE, ChoiceVar, preserve_choices
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
-from peftc.modules.instance_forward import FORWARD, GENERATED
+from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.container import own_children, own_length
 from peftc.rewriting.edits import RegionEdit
@@ -25,7 +25,6 @@ from peftc.rewriting.insert import Inserter
 from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_layout import call_arguments, conjunction, dispatched, function
 from peftc.specialization.code_printer import OtherPath, function_body
-from peftc.specialization.derived_classes import replace_base, with_generated_forward
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
 from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments
@@ -265,9 +264,7 @@ def make_class(kind: GeneratedClass) -> type[nn.Module]:
     members: dict[str, Any] = {
         "forward": forward,
         "__setattr__": __setattr__,
-        "__module__": kind.base.__module__,
-        "__qualname__": kind.base.__qualname__,
-        "__doc__": kind.base.__doc__,
+        **{part: getattr(kind.base, part) for part in ("__module__", "__qualname__", "__doc__")},
         "__reduce_ex__": reduce,
         "_replicate_for_data_parallel": replicate,
         CHOICE: ChoiceVar(),

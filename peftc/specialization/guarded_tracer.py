@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from peftc.dataflow.nodes import ancestors
 from peftc.dataflow.operations import has_side_effects
 from peftc.specialization.size_expressions import InputSizes
-from peftc.tracing.code_positions import Origin
+from peftc.tracing.bytecode import Origin
 from peftc.tracing.module_calls import is_constant
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, is_proxy
 from peftc.tracing.region_trace import RegionTrace, is_input

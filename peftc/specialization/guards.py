@@ -16,6 +16,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.runtime.guards import SMALLER
 from peftc.specialization.expressions import Expressions, attribute_path
 from peftc.specialization.guarded_tracer import GuardedTracer
+from peftc.specialization.passthrough_arguments import Call
 from peftc.tracing.module_calls import is_constant
 from peftc.tracing.operations import attention
 from peftc.tracing.region_trace import Guard, RegionTrace, getitem_root
@@ -24,17 +25,14 @@ CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "ca
 
 
 def conditions(
-    traced: RegionTrace,
-    tracer: GuardedTracer,
-    passthrough: frozenset[str],
-    keywords: frozenset[str] | None,
-    expressions: Expressions,
+    call: Call, passthrough: frozenset[str], keywords: frozenset[str] | None, expressions: Expressions
 ) -> list[str]:
     """All that must hold of a call, cheapest first. `keywords`: those that `**` may have."""
+    traced, tracer = call
     paths = {f"{owner}.{name}".lstrip("."): value for (owner, name), value in traced.attribute_guards.items()}
     facts = {name: _is(attribute_path(name), value) for name, value in paths.items()}
     texts = [facts[f"{o}.{n}".lstrip(".")] for o, n in traced.attribute_guards if n == "training"]
-    texts += _arguments(traced, tracer, passthrough, keywords, expressions)
+    texts += _arguments(call, passthrough, keywords, expressions)
     texts += [*facts.values(), *(f"{attribute_path(n)} is not None" for n in tracer.numbers if n not in paths)]
     for (name, args), value in tracer.global_state.items():  # what the code asked torch
         query = f"torch.{name}({', '.join(map(repr, args))})"
@@ -52,12 +50,9 @@ def _is(text: str, value: Any) -> str:
 
 
 def _arguments(
-    traced: RegionTrace,
-    tracer: GuardedTracer,
-    passthrough: frozenset[str],
-    keywords: frozenset[str] | None,
-    expressions: Expressions,
+    call: Call, passthrough: frozenset[str], keywords: frozenset[str] | None, expressions: Expressions
 ) -> Iterator[str]:
+    traced, tracer = call
     for node in traced.graph.nodes:
         if node.op != "placeholder" or str(node.target) in passthrough:
             continue

@@ -22,7 +22,7 @@ from peftc import runtime
 from peftc.dataflow.nodes import is_edit
 from peftc.rewriting.boundary import base_call
 from peftc.rewriting.in_place_writes import REPLACES
-from peftc.tracing.code_positions import instructions_of
+from peftc.tracing.bytecode import instructions_of
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_ATTR", "STORE_GLOBAL")
 _ENDS = (*_STORES, "RETURN_", "UNPACK_", "POP_TOP", "POP_JUMP", "STORE_SUBSCR")  # of the expression of a statement

@@ -71,14 +71,9 @@ def run(fake: nn.Module, call: Callable[[], Any], reached: set[str], training: b
     """Runs one call without data, of one layer of each kind. Adds layers to `reached`."""
     names = {id(m): n for n, m in fake.named_modules()}
     layers = [fake.get_submodule(n) for n in repeated_blocks(fake)]
-    with (
-        contextlib.ExitStack() as hooks,
-        fake_mode(fake),
-        fake_data_answers(),
-        torch.no_grad(),
-        specializing_both_modes() if training else contextlib.nullcontext(),
-        skip_repeated(fake, layers, code_key),
-    ):
+    modes = specializing_both_modes() if training else contextlib.nullcontext()
+    skipped = skip_repeated(fake, layers, code_key)
+    with contextlib.ExitStack() as hooks, fake_mode(fake), fake_data_answers(), torch.no_grad(), modes, skipped:
         for layer in layers:
             hook = layer.register_forward_hook(lambda m, a, o: reached.add(names[id(m)]))
             hooks.callback(hook.remove)

@@ -25,6 +25,12 @@ from peftc.tracing.region_trace import TraceError
 from peftc.tracing.tensor_provenance import RecordedCall
 from peftc.tracing.tracer_base import TracerBase, current_tracer, intercept, patch_attribute
 
+FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
+TAKE_SIZES = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch converts sizes in the arguments to numbers
+CRASH = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
+PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attributes that decisions may rest on
+
+_patching = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 GRADIENT_QUERIES = ("is_grad_enabled",)
 AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
@@ -43,19 +49,6 @@ def has_context_decorator(function: Any) -> bool:
             return True
         function = function.__wrapped__
     return False
-
-
-@contextlib.contextmanager
-def patch_context_managers() -> Generator[None]:
-    """Inside, the current tracer records blocks, and queries of the state that blocks change."""
-    with contextlib.ExitStack() as patches:
-        for manager in MANAGERS:
-            for name, record in (("__init__", _record_init), ("__enter__", _record_enter), ("__exit__", _record_exit)):
-                patches.enter_context(patch_attribute(manager, name, intercept(partial(record, manager))))
-        patches.enter_context(patch_attribute(torch.inference_mode, "__enter__", intercept(_reject_enter)))
-        for query in (*GRADIENT_QUERIES, *AUTOCAST_QUERIES):
-            patches.enter_context(patch_attribute(torch, query, intercept(partial(_record_query, query))))
-        yield
 
 
 def _record_init(manager: Any, tracer: TracerBase, init: Any, self: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -104,14 +97,6 @@ def _constructor_arguments(manager: Any) -> tuple[tuple[Any, ...], dict[str, Any
     return ((manager.mode,), {}) if isinstance(manager, torch.set_grad_enabled) else ((), {})
 
 
-FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
-TAKE_SIZES = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch converts sizes in the arguments to numbers
-CRASH = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
-PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attributes that decisions may rest on
-
-_patching = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
-
-
 @cache
 def instrument(cls: type) -> type:
     """A subclass that reports calls, and reads of attributes, to the current tracer."""
@@ -155,6 +140,7 @@ def instrument_modules(root: nn.Module) -> Generator[None]:
 @shielded
 def patch_libraries(tracer: TracerBase) -> Generator[None]:
     """Inside, libraries record what neither proxies nor instrumented modules would see."""
+    block = (("__init__", _record_init), ("__enter__", _record_enter), ("__exit__", _record_exit))
     patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (AttentionInterface, "get_interface", intercept(_record_interface)),
         *((torch, name, intercept(_record_function, contains_proxy)) for name in FACTORIES + TAKE_SIZES + CRASH),
@@ -163,11 +149,13 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         (torch.autograd.Function, "apply", _recording_apply),
         (checkpoint, "_checkpoint_without_reentrant_generator", intercept(_skip_checkpoint, contains_proxy)),
         (nn.functional, "multi_head_attention_forward", intercept(_trace_attention, contains_proxy)),
+        *((manager, name, intercept(partial(record, manager))) for manager in MANAGERS for name, record in block),
+        (torch.inference_mode, "__enter__", intercept(_reject_enter)),
+        *((torch, name, intercept(partial(_record_query, name))) for name in GRADIENT_QUERIES + AUTOCAST_QUERIES),
     ]
     with _patching, contextlib.ExitStack() as stack:
         for owner, name, wrap in patches:
             stack.enter_context(patch_attribute(owner, name, wrap))
-        stack.enter_context(patch_context_managers())
         stack.enter_context(tracer.activate())
         stack.enter_context(ProvenanceMode(tracer))
         yield

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.tracing.code_positions import Origin
+from peftc.tracing.bytecode import Origin
 
 
 class TraceError(Exception):

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from peftc.concurrency.interrupts import shielded
-from peftc.tracing.code_positions import Occurrence, Origin, position_of, running_stack
+from peftc.tracing.bytecode import Occurrence, Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, MutationTracker
 from peftc.tracing.operations import branch
 from peftc.tracing.ragged_loops import Loops
