@@ -21,13 +21,11 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupts:
-    """The SIGINT handler during a change or a patch. It calls the previous handler, now or later.
-
-    `deferrals` counts the open blocks that defer signals, `shields` those whose exit must not be
-    interrupted. Python runs handlers only in the main thread, so other threads are not counted.
-    """
+    """The SIGINT handler during a change or a patch, which calls the previous handler, or defers."""
 
     def __init__(self) -> None:
+        # The open blocks that defer signals, or whose exit must not be interrupted. Only of the main
+        # thread, in which Python runs handlers.
         self.deferrals = self.shields = 0
         self.pending = False
         self.handler: Handler | None = None

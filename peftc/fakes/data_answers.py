@@ -8,7 +8,6 @@ tensors, and each operation on these is repeated on the data.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
@@ -105,7 +104,7 @@ def fake_data_answers() -> Generator[None]:
     Constants answer for themselves. Else a number is 1, a truth value is True, a selection is one
     element.
     """
-    with fake_tensor_errors_unlogged(), _DataAnswers(), _ScalarAnswers(), _answers(True), fake_tensor_patches():
+    with fake_tensor_errors_unlogged(), _DataAnswers(), _ScalarAnswers(), data_answers(True), fake_tensor_patches():
         yield
 
 
@@ -120,13 +119,9 @@ def fake_tensor_errors_unlogged() -> Generator[None]:
         log.disabled = before
 
 
-def no_data_answers() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, data questions raise, even within `fake_data_answers`."""
-    return _answers(False)
-
-
 @shielded
-def _answers(enabled: bool) -> Generator[None]:
+def data_answers(enabled: bool) -> Generator[None]:
+    """Inside the block, data questions have answers, or raise, even within `fake_data_answers`."""
     before, _thread.answers = _thread.answers, enabled
     try:
         yield

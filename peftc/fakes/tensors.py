@@ -117,7 +117,7 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return memo[id(module)]
     # FSDP2 puts a class in front, which refuses to be copied.
     sharded: type | tuple[()] = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    cls = next(c for c in type(module).__mro__ if not issubclass(c, sharded))
+    cls: type[nn.Module] = next(c for c in type(module).__mro__ if not issubclass(c, sharded))
     generated = hasattr(cls, "_peftc_kind") or hasattr(cls, "_peftc_over")  # have copy methods that are not needed here
     special = not generated and any(getattr(cls, n, None) is not getattr(nn.Module, n, None) for n in _COPY_METHODS)
     if special and cls is type(module):

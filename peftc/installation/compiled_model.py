@@ -128,10 +128,9 @@ class CompiledModel:
     ) -> nn.Module:
         """Leaves the module with exactly these specs. What stays keeps its parameters.
 
-        Args: `joint`: the plan of all specs together, where it is known. `tasks`: for which `per
-        task` has parameters; those of the model without it. `requires_grad`: what taking out
-        everything restores, by parameter. `values`: of base parameters, to be written. `finish`: a
-        step that may fail. `journal`: of a transaction that this is a part of.
+        Args: `joint`: the plan of all specs together, if known. `tasks`: by default the model's.
+        `requires_grad`: what taking out everything restores. `values`: of base parameters, to be
+        written. `finish`: a step that may fail. `journal`: of a larger transaction.
         """
         if not specs:
             return uninstall(self.module, requires_grad, values, journal)

@@ -229,22 +229,17 @@ class EditedModule(NamedTuple):
     cls: GeneratedClass
     container: nn.Module
 
-    def install(self, record: Installation) -> None:
-        """Replaces the module's own code, also where a hook of the instance calls it."""
-        module, generated = self.module, self.cls
-        vars(module)[CHOICE] = record.choice
-        if generated.cls not in type(module).__mro__:
-            module.__class__ = replace_base(type(module), unpatched_class(generated.base), generated.cls)
-        rebind_forward(module, generated.cls.forward)
-        vars(module)["_modules"][CONTAINER] = self.container
-
 
 def install_edits(
     model: nn.Module, record: Installation, modules: Iterable[EditedModule], shared: nn.Module | None
 ) -> None:
     """Puts edits into a model. `shared`: the forms that several sites share."""
-    for edited in modules:
-        edited.install(record)
+    for module, generated, container in modules:
+        vars(module)[CHOICE] = record.choice
+        if generated.cls not in type(module).__mro__:
+            module.__class__ = replace_base(type(module), unpatched_class(generated.base), generated.cls)
+        rebind_forward(module, generated.cls.forward)
+        vars(module)["_modules"][CONTAINER] = container
     if shared is not None:
         vars(model)["_modules"][SHARED] = shared
     vars(model)[RECORD] = record

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from peftc.diagnostics import PeftcError
 from peftc.forms.module import has_values
 from peftc.forms.sequence_module import Sequence, Where, unknown
 
 CACHES = ("past_key_values", "cache_params")
 STATES = ("state",)  # tensors of a recurrence; a call without a past has none. Seen in: RWKV
 OTHERS = ("mems", "past_buckets_states")  # Seen in: XLNet, Reformer
-
-
-class UnknownCache(Exception):
-    """A cache whose number of tokens is unknown."""
-
-    def __init__(self, name: str, cache: object) -> None:
-        super().__init__(f"the number of tokens in `{name}`, a {type(cache).__name__}, is unknown")
 
 
 def tokens_of(arguments: Mapping[str, Any]) -> Any:
@@ -45,19 +39,20 @@ def cache_of(arguments: dict[str, Any]) -> tuple[str, Any] | None:
     return next(((name, arguments[name]) for name in names if arguments.get(name) is not None), None)
 
 
-def past_of(arguments: dict[str, Any]) -> Any:
+def past_of(arguments: dict[str, Any], error: Callable[[str], PeftcError]) -> Any:
     """The tokens in the cache of a call, or 0; a tensor for caches of a fixed size.
 
-    Returns: None for a recurrent state, which does not count them. Raises: UnknownCache.
+    Returns: None for a recurrent state, which does not count them. Raises: an `error`.
     """
     name, cache = cache_of(arguments) or ("", None)
     if cache is None:
         return 0
-    parts = cast(Iterable[object], cache if isinstance(cache, list | tuple) else (None,))
-    if name in STATES and all(isinstance(part, Tensor) for part in parts):
+    is_list = isinstance(cache, list | tuple)
+    if name in STATES and is_list and all(isinstance(part, Tensor) for part in cast(Iterable[object], cache)):
         return None
+    message = f"the number of tokens in `{name}`, a {type(cache).__name__}, is unknown"
     if name not in CACHES:
-        raise UnknownCache(name, cache)
+        raise error(message)
     if (offset := getattr(cache, "seqlen_offset", None)) is not None:
         return int(offset)
     if hasattr(cache, "get_seq_length"):
@@ -67,7 +62,7 @@ def past_of(arguments: dict[str, Any]) -> Any:
             pass
     if (has_tokens := getattr(cache, "has_previous_state", None)) is not None:
         return None if (has_tokens() if callable(has_tokens) else has_tokens) else 0
-    raise UnknownCache(name, cache)
+    raise error(message)
 
 
 def forward_with_positions(base: type[nn.Module], module: Any, named: dict[str, Any], rest: dict[str, Any]) -> Any:
@@ -93,12 +88,14 @@ def positions_of(arguments: dict[str, Any]) -> Where | None:
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         return None
     count, cache, mask = tokens.shape[1], cache_of(arguments), arguments.get("attention_mask")
-    past = known_past(arguments)
+    past = past_of(arguments, unknown)
+    if past is None:
+        raise unknown("the number of tokens in the recurrent state of this call is unknown", "call without a cache")
     columns = torch.arange(count, device=tokens.device)[None] + past
     if mask is None:
-        ids = arguments.get("position_ids")
-        known = isinstance(ids, Tensor) and ids.ndim == 2 and has_values(ids) and not torch.compiler.is_compiling()
-        if known and bool((ids.diff(dim=1) != 1).any()):
+        ids, compiling = arguments.get("position_ids"), torch.compiler.is_compiling()
+        known = ids if isinstance(ids, Tensor) and ids.ndim == 2 and has_values(ids) and not compiling else None
+        if known is not None and bool((known.diff(dim=1) != 1).any()):
             message = "the position ids are not those of one sequence a row"
             raise unknown(message, "pass an attention mask (batch, tokens)")
         return Where(columns, None if cache is not None else count - 1 - columns)
@@ -111,13 +108,3 @@ def positions_of(arguments: dict[str, Any]) -> Where | None:
     if cache is not None:
         return Where(columns - first, None)
     return Where(columns - first, count - 1 - starts_of(mask.flip(1)) - columns)
-
-
-def known_past(arguments: dict[str, Any]) -> Any:
-    try:
-        past = past_of(arguments)
-    except UnknownCache as error:
-        raise unknown(str(error)) from error
-    if past is None:
-        raise unknown("the number of tokens in the recurrent state of this call is unknown", "call without a cache")
-    return past

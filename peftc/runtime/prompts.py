@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
-from peftc.runtime.positions import UnknownCache, mask_format, past_of, starts_of, tokens_of
+from peftc.runtime.positions import mask_format, past_of, starts_of, tokens_of
 
 POSITIONS = ("position_ids", "cache_position")  # consecutive numbers of tokens
 KINDS = ("token_type_ids", "mm_token_type_ids", "visual_pos_masks")  # a prompt's rows have kind 0: text
@@ -47,7 +47,7 @@ def forward_with_prompt(
     tokens = tokens_of(arguments)
     if not count or tokens is None:  # without tokens the base raises its own error
         return base.forward(module, **arguments)
-    past = known_past(arguments)
+    past = past_of(arguments, refusal)
     if past is None:  # a recurrent state, whose mask is of this call alone
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
@@ -144,23 +144,17 @@ def without_rows(result: Any, count: int, starts: Tensor | None, tokens: int) ->
 # Arguments of the call ---------------------------------------------------------------------------
 
 
-def known_past(arguments: dict[str, Any]) -> Any:
-    try:
-        return past_of(arguments)
-    except UnknownCache as error:
-        raise refusal(str(error)) from error
-
-
 def shift_cached_call(arguments: dict[str, Any], tokens: Tensor, count: int, past: Any) -> dict[str, Any]:
     """The arguments of a call whose cache has `past` tokens of the input. Raises: P419, P428."""
     mask, expected = arguments.get("attention_mask"), past + tokens.shape[1]
     if mask is None:
         # Only the first position shows that `generate` has counted the prompt's rows as tokens.
         positions = arguments.get("position_ids")
-        known = isinstance(positions, Tensor) and has_values(positions) and not torch.compiler.is_compiling()
-        if known and (first := int(positions.reshape(-1)[0])) != past:
-            tokens_in_cache = f"the cache has {past} tokens of the input"
-            raise refusal(f"the first token of the call has position {first}, and {tokens_in_cache}")
+        if isinstance(positions, Tensor) and has_values(positions) and not torch.compiler.is_compiling():
+            first = int(positions.reshape(-1)[0])
+            if first != past:
+                tokens_in_cache = f"the cache has {past} tokens of the input"
+                raise refusal(f"the first token of the call has position {first}, and {tokens_in_cache}")
         return shift_positions(arguments, count)
     if (reason := cannot_prepend({"attention_mask": mask})) is not None:
         raise refusal(reason)

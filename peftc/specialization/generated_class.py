@@ -84,8 +84,7 @@ class GeneratedClass:
 
     A region that is only edited at its boundary has one forward. Another has a variant for each
     call pattern that its Python code can tell apart, traced when it first comes up.
-    Args: `absent`: the children and parameters that are None in all its modules; `entered`: the
-    classes of the children whose code is entered.
+    `absent`: members that are None in all its modules; `entered`: classes whose code is entered.
     """
 
     def __init__(

@@ -2,9 +2,8 @@
 
     for q, k in zip(query.split(lengths.tolist()), key.split(lengths.tolist())): ...
 
-Two iterations are traced. The graph keeps the first, from the `segment` nodes, its loop variables,
-to `end_loop`. The second shows that iterations are independent. After the loop, `collect` is the
-list of what all of them have computed.
+The graph keeps the first iteration, from its variables, `segment` nodes, to `end_loop`. A second
+shows that iterations are independent. `collect` is the list of what all of them have computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tensors that the traced code computes from constants and parameters alone, without its arguments.
 
-Python runs such code on plain tensors. Their calls are recorded, so that nodes can be created for
-them once one of the tensors meets a traced value.
+Python runs such code on plain tensors. Nodes for it are created once one meets a traced value.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Traces the forward of a region, one module of any model, by running it on proxies.
 
-`torch.fx.symbolic_trace` fails on every transformers model. Unlike it, this tracer enters only the
-chosen children, keeps attention as one leaf, reads numbers of modules as attributes, and records
-Python's decisions as guards.
+Unlike `torch.fx.symbolic_trace`, it enters only the chosen children, keeps attention as one leaf,
+reads numbers of modules as attributes, and records Python's decisions as guards.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
+from peftc.fakes.data_answers import data_answers, fake_data_answers, fake_tensor_patches
 from peftc.tracing.bytecode import Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
@@ -171,7 +170,7 @@ class RegionTracer(TracerBase):
         forward = inspect.unwrap(type(root).forward)
         args, kwargs = self.placeholders(inspect.signature(forward), arguments)
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode, whatever the code does
-        with gradients, no_data_answers(), fake_tensor_patches(), instrument_modules(root), patch_libraries(self):
+        with gradients, data_answers(False), fake_tensor_patches(), instrument_modules(root), patch_libraries(self):
             out = forward(root, *args, **kwargs)
             self.graph.output(self.create_arg(out))
         return self.snapshot()
