@@ -21,10 +21,10 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupts:
-    """The SIGINT handler during a change or a patch, which calls the previous handler, or defers."""
+    """The SIGINT handler during a change or a patch. It calls the previous one, now or later."""
 
     def __init__(self) -> None:
-        # The open blocks that defer signals, or whose exit must not be interrupted. Only of the main
+        # Open blocks that defer signals, or whose exit must not be interrupted. Only of the main
         # thread, in which Python runs handlers.
         self.deferrals = self.shields = 0
         self.pending = False

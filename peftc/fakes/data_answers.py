@@ -60,9 +60,7 @@ class ConstantPropagation:
 
     def of(self, value: Any) -> Any:
         data = constant_of(value)
-        if data is None or memory_id(data) in map(memory_id, self.overwritten):
-            return None
-        return data
+        return None if data is None or memory_id(data) in map(memory_id, self.overwritten) else data
 
     def all(self, args: Any) -> bool:
         return all(self.of(t) is not None for t in tensors_in(args))

@@ -66,8 +66,7 @@ def with_stacked_slices(
 ) -> torch.Tensor:
     """A copy of `whole` with new values of some stacked matrices, or of some rows of them.
 
-    Args: `transposed`: the matrices are stored (in, out). `slices`: (index, rows), where None means
-    all rows.
+    `transposed`: they are stored (in, out). `slices`: (index, rows or None for all).
     Shapes: values (rows, in), or (rows,).
     """
     matrices = [matrix.t() if transposed else matrix for matrix in stacked_slices(whole, count).unbind(0)]

@@ -31,14 +31,12 @@ def forward_with_prompt(
     """The forward of `base` with `rows` before the tokens of each example.
 
     The rows stand between an example's padding and its first token, in the cache too. Every token
-    sees them, and positions count them. In calls that continue a cache, masks and positions are
-    shifted by their number.
+    sees them, and positions count them.
 
     Args: `embedding`: the module that embeds ids. `keep`: the result keeps the rows. `context`: how
     many tokens the encoder's states are longer than their mask.
     Shapes: rows (len, d), or (batch, len, d).
-    Raises: P419 for masks that cannot be extended, and for caches without the rows; P428 for an
-    example whose first token is behind padding in a cache.
+    Raises: P419 for masks and caches that cannot have rows; P428 for padding before them.
     """
     arguments = {**named, **rest}
     if context:

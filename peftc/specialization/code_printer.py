@@ -21,8 +21,7 @@ from peftc.rewriting.boundary import base_call
 from peftc.rewriting.edits import EQUATIONS
 from peftc.rewriting.in_place_writes import REPLACES
 from peftc.runtime import untraced
-from peftc.specialization.code_layout import indented, wrapped
-from peftc.specialization.expressions import INFIX, PREFIX, Expressions
+from peftc.specialization.expressions import INFIX, PREFIX, Expressions, indented, wrapped
 from peftc.specialization.names import GlobalNames, LocalNames, unpacked_count, variable_of
 from peftc.tracing.in_place import AUGMENTED
 from peftc.tracing.operations import branch, collect, end_loop, enter_context, exit_context, new_version, segment

@@ -23,8 +23,8 @@ from peftc.rewriting.container import own_children, own_length
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.insert import Inserter
 from peftc.specialization.call_paths import CallPaths, CallTraces
-from peftc.specialization.code_layout import call_arguments, conjunction, dispatched, function
 from peftc.specialization.code_printer import OtherPath, function_body
+from peftc.specialization.expressions import call_arguments, conjunction, dispatched, function
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
 from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments

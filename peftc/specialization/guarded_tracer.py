@@ -282,10 +282,8 @@ class InputSizes:
             by_element = op_of(tensor) in (Op.ADD, Op.SUB, Op.MUL, Op.DIV) and is_tensor(tensor.args[0])
             return op_of(tensor) is Op.CAST or (by_element and not is_tensor(tensor.args[1]))
         module = self.root.get_submodule(str(tensor.target))
-        last = at == tensor.meta["example"].ndim - 1
-        return isinstance(module, nn.Dropout | nn.Identity | nn.LayerNorm) or (
-            isinstance(module, nn.Linear) and not last
-        )
+        same_shape = isinstance(module, nn.Dropout | nn.Identity | nn.LayerNorm)
+        return same_shape or (isinstance(module, nn.Linear) and at != tensor.meta["example"].ndim - 1)
 
     def node(self, target: Any, args: tuple[Any, ...], like: Any) -> fx.Node:
         node = self.create(target, args)

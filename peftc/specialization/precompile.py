@@ -27,10 +27,7 @@ STATIC_LENGTH = 32  # of static caches: more tokens than the sample has
 def precompile(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
     """Runs ordinary calls: with and without mask and cache, and the next token.
 
-    Of layers with the same code only one runs, so the time does not depend on depth. Each call
-    makes a variant for evaluation and one for training. A model whose own code branches on values
-    cannot be run so: its variants are made when calls come up.
-
+    Of layers with the same code only one runs, so the time does not depend on depth.
     Raises: P409 for an edited model whose plain call fails.
     """
     fake = fake_copy(model, whole=True).eval()
@@ -38,7 +35,7 @@ def precompile(model: nn.Module, sample: Mapping[str, Any] | None = None) -> Non
     try:
         inputs, out = run_on_sample(fake, sample, lambda inputs: run(fake, lambda: fake(**inputs), reached))
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return
+        return  # the model's own code branches on values: variants are made when calls come up
     except PeftcError:
         raise
     except Exception as error:  # whatever the model's own code raises

@@ -27,7 +27,6 @@ from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
 from peftc.tracing.tracer_base import TracerBase, patch_attribute
 
-NUMBERS = (bool, int, float)
 CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, bool)
 
 
@@ -46,7 +45,9 @@ class RegionTracer(TracerBase):
         if type(value) is bool and name != "training":
             self.attribute_guards[owner, name] = value
             return value
-        return attribute_proxy(value, f"{owner}.{name}".lstrip("."), self) if type(value) in NUMBERS else value
+        return (
+            attribute_proxy(value, f"{owner}.{name}".lstrip("."), self) if type(value) in (bool, int, float) else value
+        )
 
     def guard_implementation(self, call: fx.Node) -> None:
         """Guards which attention implementation runs, as only some return attention weights."""
