@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from peftc.concurrency.context import CHOICE
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -213,3 +214,20 @@ def _view(name: str) -> Any:
 
 VIEW = types.ModuleType("peftc.installation.completeness.view", "Whether models have all of their edits, for dynamo.")
 vars(VIEW)["__getattr__"] = _view
+
+
+def checked_call(under: Any) -> Callable[..., Any]:
+    """The `__call__` of a compiled model, whose class overlays `under`."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, COMPLETENESS):  # a bound method, such as `torch.compile` keeps, may outlive the edits
+            return type(self).__call__(self, *args, **kwargs)
+        if is_dynamo_compiling():
+            completeness = self.peftc_completeness
+            if not getattr(VIEW, completeness.attribute):
+                check_complete_number(completeness.number)
+        else:
+            check_complete(self)
+        return under.__call__(self, *args, **kwargs)
+
+    return __call__

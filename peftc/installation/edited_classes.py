@@ -16,19 +16,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from peftc.concurrency.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.installation.completeness import (
-    COMPLETENESS,
-    ORIGINALS,
-    VIEW,
-    Completeness,
-    check_complete,
-    check_complete_number,
-    edited_modules,
-)
+from peftc.installation.completeness import COMPLETENESS, ORIGINALS, Completeness, checked_call, edited_modules
 from peftc.installation.record import RECORD, Installation, installation_of, is_installed
 from peftc.modules.instance_forward import rebind_forward, replace_base, unpatched_class
 from peftc.rewriting.container import CONTAINER, SHARED
@@ -114,7 +105,7 @@ def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, roo
     if saves:
         members |= {"state_dict": _state_dict, "save_pretrained": _save_pretrained}
     if root:
-        members |= {"__call__": _call(cls), "__setstate__": _setstate(cls)}
+        members |= {"__call__": checked_call(cls), "__setstate__": _setstate(cls)}
     return _classes.setdefault(key, cast("type[nn.Module]", type(cls.__name__, (cls,), members)))
 
 
@@ -144,21 +135,6 @@ def _blank(under: Any, names: tuple[str, ...], saves: bool, root: bool = False, 
     if derived is not None:
         cls = replace_base(derived, top_overlay(derived) or cls, cls)
     return cls.__new__(cls)
-
-
-def _call(under: Any) -> Callable[..., Any]:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(self, COMPLETENESS):  # a bound method, such as `torch.compile` keeps, may outlive the edits
-            return type(self).__call__(self, *args, **kwargs)
-        if is_dynamo_compiling():
-            completeness = self.peftc_completeness
-            if not getattr(VIEW, completeness.attribute):
-                check_complete_number(completeness.number)
-        else:
-            check_complete(self)
-        return under.__call__(self, *args, **kwargs)
-
-    return __call__
 
 
 def _setstate(under: Any) -> Callable[..., None]:

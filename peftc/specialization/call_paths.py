@@ -63,8 +63,7 @@ class CallTraces:
     ) -> None:
         self.base, self.inline, self.signature = base, inline, signature
         self.module, self.arguments, self.likely = module, arguments, likely
-        parameters = signature.parameters.values()
-        self.var_keyword = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+        self.var_keyword = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
         self.given_keywords: Mapping[str, Any] = arguments.get(self.var_keyword, {})
         self.constants = constant_arguments(signature, arguments)
         self.passthrough = frozenset[str]()  # known, as `keywords`, once the first path has been traced

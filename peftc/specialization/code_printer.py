@@ -72,8 +72,7 @@ class GraphPrinter:
         self.expressions = Expressions(names, signature)
         self.texts = self.expressions.texts
         self.loops = loops_of(graph)
-        nodes = list(graph.nodes)
-        self.straight = 1 + max((i for i, n in enumerate(nodes) if n.target is branch), default=-1)
+        self.straight = 1 + max((i for i, n in enumerate(graph.nodes) if n.target is branch), default=-1)
         reserved = {*names.values, *self.computed.values()}
         self.locals = LocalNames(graph, signature, reserved, self.texts, not self.loops and not self.straight)
         self.pending: list[fx.Node] = []  # printed, to be nested into a later expression

@@ -72,8 +72,7 @@ def run(fake: nn.Module, call: Callable[[], Any], reached: set[str], training: b
     skipped = skip_repeated(fake, layers, code_key)
     with contextlib.ExitStack() as hooks, fake_mode(fake), fake_data_answers(), torch.no_grad(), modes, skipped:
         for layer in layers:
-            hook = layer.register_forward_hook(lambda m, a, o: reached.add(names[id(m)]))
-            hooks.callback(hook.remove)
+            hooks.callback(layer.register_forward_hook(lambda m, a, o: reached.add(names[id(m)])).remove)
         return call()
 
 

@@ -29,12 +29,11 @@ FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linsp
 TAKE_SIZES = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch converts sizes in the arguments to numbers
 CRASH = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
 PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attributes that decisions may rest on
-
-_patching = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 GRADIENT_QUERIES = ("is_grad_enabled",)
 AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
 _ARGUMENTS, _CALL = "_peftc_arguments", "_peftc_call"  # attributes of context managers that a trace makes
+_patching = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
 
 
 def is_gradient_context(node: fx.Node) -> bool:

@@ -75,8 +75,7 @@ class ConcreteProxy(fx.Proxy):
         value = self._value
         if isinstance(value, torch.Tensor):
             return key in value
-        node = self.tracer.record_node(operator.contains, (self, key))
-        return self.tracer.guard(node, "bool", key in value)
+        return self.tracer.guard(self.tracer.record_node(operator.contains, (self, key)), "bool", key in value)
 
     def __hash__(self) -> int:
         return id(self)

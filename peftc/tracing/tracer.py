@@ -172,8 +172,7 @@ class RegionTracer(TracerBase):
         args, kwargs = self.placeholders(inspect.signature(forward), arguments)
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode, whatever the code does
         with gradients, data_answers(False), fake_tensor_patches(), instrument_modules(root), patch_libraries(self):
-            out = forward(root, *args, **kwargs)
-            self.graph.output(self.create_arg(out))
+            self.graph.output(self.create_arg(forward(root, *args, **kwargs)))
         return self.snapshot()
 
     def snapshot(self) -> RegionTrace:
