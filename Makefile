@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
-CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
+CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/adapters/test_saved_refusals.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
 
 .PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial interrupts verify mutants suite docs clean
 
@@ -49,10 +49,10 @@ benchmarks: $(READY)
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.gpu
 
-# The page of forms and recipes, made of the registry and of specs/.
+# The pages that are made of the registry, of specs/ and of docstrings.
 docs: $(READY)
-	mkdir -p docs
 	$(BIN)/python -m tools.forms_page > docs/forms.md
+	$(BIN)/python -m tools.python_api_page > docs/python-api.md
 
 # Every recipe on every model of tests/zoo.py, against its equations: half an hour on one core.
 verify: $(READY)
@@ -70,7 +70,7 @@ interrupts: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run
 
-# What `make test` costs, for the README. Nothing else should run beside it.
+# What `make test` costs, for README.md. Nothing else should run beside it.
 suite: $(READY)
 	$(BIN)/python -m benchmarks.suite
 

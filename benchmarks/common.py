@@ -1,4 +1,4 @@
-"""What the benchmarks of compiled models share: the edit, the machine, and how results are kept."""
+"""Shared by the benchmarks of compiled models: the edit, the machine, and the files of results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ from transformers import LlamaConfig
 RESULTS = Path(__file__).resolve().parent / "results"
 R, ALPHA = 16, 32
 ROLES = ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # the same, as PEFT names them
+MODULES = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+]  # the same Linears by PEFT's names
 SITES = " | ".join(f"layer[*].{role}" for role in ROLES)
 SPEC = f"peft 1\n\nedit all at {SITES} {{ h += lora(x, r={R}, alpha={ALPHA}) }}\n"
 
 
 def llama(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> LlamaConfig:
-    """A LLaMA of a shape."""
+    """A LLaMA of this shape."""
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -39,7 +47,7 @@ def llama(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabul
 
 
 def commit() -> str:
-    """The commit of the checkout; "+" after it where files differ from it."""
+    """The commit of the checkout, with `+` if files differ from it."""
     root = Path(__file__).resolve().parent.parent
     try:
         command = ["git", "describe", "--always", "--dirty=+"]
@@ -65,19 +73,19 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def provenance() -> dict[str, str]:
-    """When a benchmark ran, and on which commit; `+` where something was changed since."""
+    """The date of a benchmark and its commit, with `+` if files differ from it."""
     root = RESULTS.parent.parent
-    asked = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "peftc"]]
-    commit, changed = (
-        subprocess.run(["git", *a], cwd=root, capture_output=True, text=True).stdout.strip() for a in asked
+    commands = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "peftc"]]
+    commit, status = (
+        subprocess.run(["git", *a], cwd=root, capture_output=True, text=True).stdout.strip() for a in commands
     )
-    return {"date": date.today().isoformat(), "commit": commit + ("+" if changed else "")}
+    return {"date": date.today().isoformat(), "commit": commit + ("+" if status else "")}
 
 
 def processor() -> str:
     """The name of the CPU."""
-    found = Path("/proc/cpuinfo")
-    lines = found.read_text().splitlines() if found.exists() else []
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -86,8 +94,8 @@ def save(name: str, results: dict[str, Any], text: str, on: dict[str, Any]) -> N
     """Writes `results/<name>.json` and `.md`, both with the machine."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": on, **results}, indent=1) + "\n")
-    said = ", ".join(f"{key} {value}" for key, value in on.items())
-    (RESULTS / f"{name}.md").write_text(f"{text}\n\nOn: {said}.\n")
+    machine = ", ".join(f"{key} {value}" for key, value in on.items())
+    (RESULTS / f"{name}.md").write_text(f"{text}\n\nOn: {machine}.\n")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

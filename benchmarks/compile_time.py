@@ -2,11 +2,12 @@
 
     python -m benchmarks.compile_time [--repeats 5]
 
-Every measurement is a process of its own, in which nothing was compiled before; imports and the making of the skeleton
-are not measured. CPU time is, so that it matters less what else the machine does: all of it is one thread of Python.
-Contenders take turns, so that a slow minute hits all of them; medians are printed, and beside them the median of later
-compilations in the same processes. Exits with 1 where 80 layers take peftc more than a second, or more than twice as
-long as 8 layers, or where one kind of layer is traced twice.
+Every measurement is a process of its own, in which nothing was compiled before; imports and the
+making of the skeleton are not measured. CPU time is, so that it matters less what else the machine
+does: all of it is one thread of Python. Contenders take turns, so that a slow minute hits all of
+them; medians are printed, and beside them the median of later compilations in the same processes.
+Exits with 1 where 80 layers take peftc more than a second, or more than twice as long as 8 layers,
+or where one kind of layer is traced twice.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import nn
 from benchmarks.common import ALPHA, MODULES, SPEC, R, llama, machine, save, table
 
 LAYERS = (8, 80)
-LATER = 3  # compilations after the first, in the same process
+LATER = 3  # compilations after the first one in a process
 SECONDS, GROWTH = 1.0, 2.0
 
 
@@ -48,19 +49,19 @@ def compile_peftc(model: nn.Module) -> nn.Module:
 def compile_peft(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    found: Any = get_peft_model(
+    peft_model: Any = get_peft_model(
         model,  # pyright: ignore[reportArgumentType]
         LoraConfig(r=R, lora_alpha=ALPHA, target_modules=MODULES),
         low_cpu_mem_usage=True,
     )
-    return found
+    return peft_model
 
 
 CONTENDERS = {"peftc": compile_peftc, "PEFT": compile_peft}
 
 
 def counted_traces() -> Counter[str]:
-    """Counts, from now on, how often a layer of each structure is traced."""
+    """Counts, from now on, the traces of each layer structure."""
     from peftc.observation.sample_forward import structure_key
     from peftc.tracing.tracer import RegionTracer
 
@@ -76,12 +77,14 @@ def counted_traces() -> Counter[str]:
 
 
 def measured(contender: str, layers: int) -> dict[str, Any]:
-    """In a process of its own: seconds of the first and of later compilations, and what was traced in the first."""
+    """In a fresh process: seconds of the first and of later compilations, and the traces of the
+    first.
+    """
     import peft  # noqa: F401
 
     import peftc.compiler  # noqa: F401
 
-    torch.set_num_threads(1)  # threads that wait for work would count as time
+    torch.set_num_threads(1)  # idle threads would add CPU time
     traces = counted_traces()
     seconds: list[float] = []
     first: list[int] = []
@@ -89,10 +92,10 @@ def measured(contender: str, layers: int) -> dict[str, Any]:
         model = skeleton(layers)
         gc.collect()
         start = time.process_time()
-        changed = CONTENDERS[contender](model)
+        compiled = CONTENDERS[contender](model)
         seconds.append(time.process_time() - start)
         first = first or list(traces.values())
-        assert all(p.is_meta for p in changed.parameters())
+        assert all(p.is_meta for p in compiled.parameters())
     return {"first": seconds[0], "later": median(seconds[1:]), "traces": first}
 
 
@@ -118,9 +121,9 @@ def main() -> int:
 
 
 def report(runs: dict[tuple[str, int], list[dict[str, Any]]], repeats: int) -> int:
-    """Prints and keeps the medians; 1 where a limit is passed."""
-    first = {case: median(r["first"] for r in found) for case, found in runs.items()}
-    later = {case: median(r["later"] for r in found) for case, found in runs.items()}
+    """Prints and saves the medians. Returns 1 if a limit is exceeded."""
+    first = {case: median(r["first"] for r in rows) for case, rows in runs.items()}
+    later = {case: median(r["later"] for r in rows) for case, rows in runs.items()}
     rows = [
         [
             contender,
@@ -132,7 +135,7 @@ def report(runs: dict[tuple[str, int], list[dict[str, Any]]], repeats: int) -> i
     shallow, deep = LAYERS
     head = ["", *(f"{when}, {n} layers" for when in ("first", "later") for n in LAYERS), f"first, {deep} : {shallow}"]
     ratio = first["peftc", deep] / first["PEFT", deep]
-    traces = [count for found in runs.values() for r in found for count in r["traces"]]
+    traces = [count for rows in runs.values() for r in rows for count in r["traces"]]
     text = "\n\n".join(
         [
             f"Compiling LoRA (r={R}) on all Linears of LLaMA 70B's shape, on meta; medians of {repeats} processes.",

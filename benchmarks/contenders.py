@@ -1,4 +1,5 @@
-"""One base with LoRA on all Linears, four ways, and the work that is timed: a forward, a train step, one token.
+"""One base with LoRA on all Linears, four ways, and the work that is timed: a forward, a train
+step, one token.
 
 base    the model as it is, frozen
 peftc   compiled by peftc, unmerged
@@ -28,7 +29,7 @@ OTHERS = ("peftc", "PEFT", "merged")
 
 @dataclass(frozen=True)
 class Shape:
-    """A LLaMA, and how much it is given."""
+    """A LLaMA, and its batch."""
 
     name: str
     hidden: int
@@ -54,7 +55,9 @@ class Shape:
 
 
 def contenders(base: nn.Module, adapters: str | None = None) -> dict[str, nn.Module]:
-    """The four, on the same weights; but merged has its own. `adapters`: their dtype, where it is not chosen for them."""
+    """The four models with the same weights (merged has its own). `adapters`: the adapters' dtype,
+    if it is not the library's default.
+    """
     from peft import LoraConfig, get_peft_model
 
     memo = lambda: {id(p): p for p in base.parameters()}  # noqa: E731
@@ -107,7 +110,7 @@ def train(model: nn.Module, shape: Shape) -> Work:
 
 
 def train_and_step(model: nn.Module, shape: Shape) -> Work:
-    """The same, and a step of AdamW where there is something to train."""
+    """The same, and a step of AdamW if anything is trained."""
     run = train(model, shape)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5) if trained else None
@@ -150,7 +153,7 @@ MAKE: Mapping[str, Callable[[nn.Module, Shape], Work]] = dict(
 
 
 def measured(works: Mapping[str, Work], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of each work, taking turns, the first in a round being another one each time."""
+    """Seconds of each work, in alternation; each round starts with another contender."""
     for work in works.values():
         work()
     names = list(works)
@@ -164,17 +167,19 @@ def measured(works: Mapping[str, Work], rounds: int, clock: Callable[[], float])
 
 
 def overheads(seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """What each costs over the base: the median, over the rounds, of its time by that of the base, less one."""
+    """The overhead of each: the median over the rounds of its time divided by the base's, minus
+    one.
+    """
     base = seconds["base"]
     return {name: median(s / b for s, b in zip(seconds[name], base, strict=True)) - 1 for name in OTHERS}
 
 
 def floor(model: nn.Module, shape: Shape, work: str) -> float:
-    """The FLOPs that LoRA must add, by those of the base.
+    """The FLOPs that LoRA must add, relative to the base's.
 
-    A product by a matrix of n entries costs 2n a token forward, and as much again for the gradient of its input; what is
-    trained costs as much once more. Attention: scores and values, 4·d a pair of tokens, both halves of the mask; both its
-    sides have gradients.
+    A product with a matrix of n entries costs 2n FLOPs a token forward, as much again for the
+    gradient of its input, and once more for the gradient of a trained matrix. Attention: scores and
+    values, 4·d for a pair of tokens, with both halves of the mask; both operands have gradients.
     """
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     inner = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in MODULES]
@@ -186,10 +191,10 @@ def floor(model: nn.Module, shape: Shape, work: str) -> float:
 
 
 def line(shape: str, work: str, seconds: Mapping[str, list[float]], least: float) -> list[str]:
-    """A row of the table: the base's median, and what the others cost over it."""
-    found = overheads(seconds)
-    costs = [f"{100 * found[name]:+.1f} %" for name in OTHERS]
-    half = f"{found['peftc'] / found['PEFT']:.2f}" if found["PEFT"] > 0 else "-"
+    """A row of the table: the base's median, and the overheads of the others."""
+    overhead = overheads(seconds)
+    costs = [f"{100 * overhead[name]:+.1f} %" for name in OTHERS]
+    half = f"{overhead['peftc'] / overhead['PEFT']:.2f}" if overhead["PEFT"] > 0 else "-"
     return [shape, work, f"{1e3 * median(seconds['base']):.1f} ms", *costs, half, f"{100 * least:.1f} %"]
 
 

@@ -1,8 +1,11 @@
-"""On which model types peftc works: every type of the installed transformers in six auto mappings, as a tiny random model.
+"""On which model types peftc works: every type of the installed transformers in six auto mappings,
+as a tiny random model.
 
-    python -m benchmarks.coverage [--types a,b] [--mapping causal-lm] [--failed] [--build-only] [--jobs 2]
+    python -m benchmarks.coverage [--types a,b] [--mapping causal-lm] [--failed] [--build-only]
+    [--jobs 2]
 
-Writes benchmarks/results/coverage.json and .md; `--types`, `--mapping` and `--failed` rerun a part and merge it into what is there.
+Writes benchmarks/results/coverage.json and .md; `--types`, `--mapping` and `--failed` rerun a part
+and merge it into what is there.
 """
 
 from __future__ import annotations
@@ -22,15 +25,15 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def main() -> int:
     options = _options()
-    known = read(options.results / "coverage.json")
-    chosen = [p for p in pairs() if _wanted(p, options, known)]
+    previous = read(options.results / "coverage.json")
+    selection = [p for p in pairs() if _wanted(p, options, previous)]
     start = time.perf_counter()
-    rows = dict(_rows(chosen, options))
+    rows = dict(_rows(selection, options))
     print(f"{len(rows)} in {time.perf_counter() - start:.0f} s")
     if options.build_only:
         _print_builds(rows)
         return 0
-    merged = {**known, **rows} if options.types or options.mapping or options.failed else rows
+    merged = {**previous, **rows} if options.types or options.mapping or options.failed else rows
     write(merged, options.results)
     print("\n".join(grouped(rows)))
     for name, value in summary(merged).items():
@@ -54,8 +57,8 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _wanted(pair: Pair, options: argparse.Namespace, known: dict[str, Any]) -> bool:
-    row = known.get(pair.key)
+def _wanted(pair: Pair, options: argparse.Namespace, previous: dict[str, Any]) -> bool:
+    row = previous.get(pair.key)
     if options.failed and row and row.get("ran") and not failed(row):
         return False
     if options.types and pair.type not in options.types:
@@ -63,8 +66,8 @@ def _wanted(pair: Pair, options: argparse.Namespace, known: dict[str, Any]) -> b
     return not options.mapping or pair.mapping == options.mapping
 
 
-def _rows(chosen: list[Pair], options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    jobs = [{"mapping": p.mapping, "type": p.type, "build_only": options.build_only} for p in chosen]
+def _rows(selection: list[Pair], options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    jobs = [{"mapping": p.mapping, "type": p.type, "build_only": options.build_only} for p in selection]
     rows = []
     for job, answer in run(jobs, options.jobs, options.seconds):
         key = f"{job['mapping']}/{job['type']}"
@@ -78,7 +81,8 @@ def _print_builds(rows: dict[str, dict[str, Any]]) -> None:
         if not row.get("ran"):
             print(f"{key}: {row.get('why_not') or row.get('error')}")
     print(
-        f"built {sum(r.get('built', False) for r in rows.values())}, ran {sum(r.get('ran', False) for r in rows.values())}"
+        f"built {sum(r.get('built', False) for r in rows.values())}, "
+        f"ran {sum(r.get('ran', False) for r in rows.values())}"
     )
 
 

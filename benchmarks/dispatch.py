@@ -2,10 +2,11 @@
 
     python -m benchmarks.dispatch [--repeats 31]
 
-Prefixes on every attention and an adapter beside every ffn enter attentions and layers, so both have variants. Each edited
-module is called as the model has called it, with all its variants replaced by a function that does nothing; what such a
-call takes longer than that function alone is the dispatch: the generated `forward`, the conditions in their order, and
-the call. Summed over the modules of a layer. `identity` is what is left of it in a whole call: a layer with a generated
+Prefixes on every attention and an adapter beside every ffn enter attentions and layers, so both
+have variants. Each edited module is called as the model has called it, with all its variants
+replaced by a function that does nothing; what such a call takes longer than that function alone is
+the dispatch: the generated `forward`, the conditions in their order, and the call. Summed over the
+modules of a layer. `identity` is what is left of it in a whole call: a layer with a generated
 forward without edits against the layer as it is.
 
 CPU time, medians; contenders take turns. Exits with 1 where a layer's dispatch takes 5 µs or more.
@@ -67,17 +68,17 @@ def model_of(name: str) -> Any:
 
 
 def patterns(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What a model is asked, by name: the last decoder layer is looked at, or the last layer."""
+    """The call patterns of a model, by name."""
     ids = torch.arange(16).reshape(2, 8)
     both = model.config.is_encoder_decoder
-    given = {"input_ids": ids, **({"decoder_input_ids": ids[:, :3]} if both else {})}
-    yield "training", lambda: model.train()(**given)
-    yield "evaluation", lambda: model.eval()(**given)
+    inputs = {"input_ids": ids, **({"decoder_input_ids": ids[:, :3]} if both else {})}
+    yield "training", lambda: model.train()(**inputs)
+    yield "evaluation", lambda: model.eval()(**inputs)
     if not (both or hasattr(model.config, "num_key_value_heads")):
         return
 
     def decode() -> Any:
-        out = model.eval()(**given, use_cache=True)
+        out = model.eval()(**inputs, use_cache=True)
         encoded = {"encoder_outputs": (out.encoder_last_hidden_state,)} if both else {}
         token = "decoder_input_ids" if both else "input_ids"
         return model(**encoded, **{token: ids[:, :1]}, past_key_values=out.past_key_values)
@@ -89,11 +90,11 @@ def calls_in_last_layer(model: Any, ask: Callable[[], Any]) -> list[Call]:
     """The last call of each edited module in the last layer."""
     regions = [name for name, kind in installation_of(model).regions if kind.inline]
     layer = regions[-1].partition(f".{DEPTH - 1}")[0] + f".{DEPTH - 1}"
-    seen: dict[str, Call] = {}
+    calls: dict[str, Call] = {}
 
     def watching(name: str) -> Callable[..., None]:
         def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[name] = (module, args, kwargs)
+            calls[name] = (module, args, kwargs)
 
         return watch
 
@@ -103,15 +104,15 @@ def calls_in_last_layer(model: Any, ask: Callable[[], Any]) -> list[Call]:
         ask()
     for hook in hooks:
         hook.remove()
-    return list(seen.values())
+    return list(calls.values())
 
 
 def nothing(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """In the place of a variant."""
+    """Replaces a variant."""
 
 
 def emptied(kind: GeneratedClass) -> Callable[..., Any]:
-    """A kind's dispatch, whose variants do nothing."""
+    """A class's dispatch with variants that do nothing."""
     names = {**kind.functions, "unseen": nothing, **{v.name: nothing for v in kind.variants}}
     exec(compile(kind.dispatch_source(), f"<dispatch of {kind.name}>", "exec"), names)
     return names["dispatch"]
@@ -143,17 +144,19 @@ def timed(function: Callable[..., Any], call: Call, calls: int = CALLS) -> float
 
 
 def identity(name: str, repeats: int) -> tuple[float, float]:
-    """µs of a whole call of a layer without a cache, and what it takes longer with a generated forward that changes nothing."""
+    """µs of a whole call of a layer without a cache, and the overhead of a generated forward
+    without edits.
+    """
     model = model_of(name)
     layer = next(m for n, m in model.named_modules() if n.endswith(f".{DEPTH - 1}") and next(m.children(), None))
-    seen: list[Call] = []
-    hook = layer.register_forward_pre_hook(lambda m, a, k: seen.append((m, a, k)), with_kwargs=True)
+    calls: list[Call] = []
+    hook = layer.register_forward_pre_hook(lambda m, a, k: calls.append((m, a, k)), with_kwargs=True)
     with torch.no_grad():
         ids = torch.arange(16).reshape(2, 8)
         both = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
         model(input_ids=ids, **both, **({"use_cache": False} if name != "BERT" else {}))
         hook.remove()
-        base, call = inspect.unwrap(type(layer).forward), seen[-1]
+        base, call = inspect.unwrap(type(layer).forward), calls[-1]
         kind = GeneratedClass(type(layer), frozenset({""}), (), name)
         layer.__class__ = kind.cls
         generated = inspect.unwrap(kind.cls.forward)
@@ -164,16 +167,16 @@ def identity(name: str, repeats: int) -> tuple[float, float]:
 
 def measured(name: str, repeats: int) -> dict[str, Any]:
     model = peftc.compile(SPEC, model_of(name), seed=0)
-    found: dict[str, Any] = {"µs": {}}
+    result: dict[str, Any] = {"µs": {}}
     for pattern, ask in patterns(model):
         calls = calls_in_last_layer(model, ask)
-        found["modules"] = len(calls)
-        found["µs"][pattern] = sum(dispatch(call, repeats) for call in calls)
-    found["variants"] = sum(
+        result["modules"] = len(calls)
+        result["µs"][pattern] = sum(dispatch(call, repeats) for call in calls)
+    result["variants"] = sum(
         len(kind.variants) for kind in {id(k): k for _, k in installation_of(model).regions}.values()
     )
-    found["layer"], found["identity"] = identity(name, repeats)
-    return found
+    result["layer"], result["identity"] = identity(name, repeats)
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:

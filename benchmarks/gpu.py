@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu [--rounds 30] [--shapes 1B,7B]
 
-As `benchmarks.overhead`, for whoever has a CUDA device: the shape of 1B wants 16 GB of memory, that of 7B 60 GB. Adapters
-are in bfloat16, too. Without a device there is a message, and the exit status is 0. `--device cpu --tiny` shows that the
-benchmark itself works, and keeps nothing.
+As `benchmarks.overhead`, for whoever has a CUDA device: the shape of 1B wants 16 GB of memory, that
+of 7B 60 GB. Adapters are in bfloat16, too. Without a device there is a message, and the exit status
+is 0. `--device cpu --tiny` shows that the benchmark itself works, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TINY = (Shape("tiny", 32, 48, 1, 4, 2, 64, batch=2, tokens=8, decoded=3),)
 
 
 def clock(device: str) -> Callable[[], float]:
-    """Seconds, when all that was asked of the device is done."""
+    """Seconds, after the device has finished."""
 
     def read() -> float:
         if device == "cuda":
@@ -40,17 +40,17 @@ def clock(device: str) -> Callable[[], float]:
 
 
 def compiled(model: nn.Module, work: str, backend: str, shape: Shape) -> Work:
-    """A work of a compiled model; one token after the other, with sizes that grow."""
+    """A work of a torch-compiled model; for token-by-token decoding, with dynamic shapes."""
     torch.compiler.reset()
-    made: Any = torch.compile(model, backend=backend, dynamic=True if work == "decode" else None)
-    run = MAKE[work](made, shape)
+    module: Any = torch.compile(model, backend=backend, dynamic=True if work == "decode" else None)
+    run = MAKE[work](module, shape)
     for _ in range(2):
         run()
     return run
 
 
 def row(models: dict[str, nn.Module], work: str, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
-    """One work of all the contenders."""
+    """One work of all contenders."""
     works = {name: compiled(model, work, options.backend, shape) for name, model in models.items()}
     seconds = measured(works, options.rounds, clock(options.device))
     return {"shape": str(shape), "work": work, "seconds": seconds, "floor": floor(models["base"], shape, work)}

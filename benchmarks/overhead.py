@@ -1,11 +1,13 @@
-"""What an unmerged LoRA costs at run time: base, peftc, PEFT and merged, on a small and on a wide LLaMA, on the CPU.
+"""What an unmerged LoRA costs at run time: base, peftc, PEFT and merged, on a small and on a wide
+LLaMA, on the CPU.
 
     python -m benchmarks.overhead [--rounds 15] [--shapes small,wide]
 
-All four take turns in one process, on one thread, and CPU time is measured, so that it matters less what else the machine
-does. Printed and kept under `results/`: the base's median, the median of what the others cost
-over it in the same round, and beside it the least that LoRA could cost: its FLOPs by those of the base. The goal is half
-of PEFT's cost; the exit status is 1 where peftc costs more than PEFT.
+All four take turns in one process, on one thread, and CPU time is measured, so that it matters less
+what else the machine does. Printed and kept under `results/`: the base's median, the median of what
+the others cost over it in the same round, and beside it the least that LoRA could cost: its FLOPs
+by those of the base. The goal is half of PEFT's cost; the exit status is 1 where peftc costs more
+than PEFT.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def medians(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    return {"seconds": {name: median(found) for name, found in seconds.items()}}
+    return {"seconds": {name: median(samples) for name, samples in seconds.items()}}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What planning costs: wall time and peak memory of `peftc plan`, as ratios to the bare `import torch, transformers`.
+"""What planning costs: wall time and peak memory of `peftc plan`, as ratios to the bare `import
+torch, transformers`.
 
     python benchmarks/plan.py [--repeats 5]
 
-Each measurement is a process of its own; the commands take turns, so that a slow minute hits all of them; medians are
-printed. Exits with 1 where planning MAM for BART-large takes more than 2 s over the bare import, or 1 GB.
+Each measurement is a process of its own; the commands take turns, so that a slow minute hits all of
+them; medians are printed. Exits with 1 where planning MAM for BART-large takes more than 2 s over
+the bare import, or 1 GB.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def main() -> int:
     for _ in range(repeats):
         for name, command in commands.items():
             runs[name].append(measure(command))
-    medians = {name: tuple(map(statistics.median, zip(*found, strict=True))) for name, found in runs.items()}
+    medians = {name: tuple(map(statistics.median, zip(*samples, strict=True))) for name, samples in runs.items()}
     wall, memory = medians["bare import"]
     print(f"{'':32}{'wall':>8}{'over bare':>11}{'ratio':>7}{'peak':>10}{'ratio':>7}   (medians of {repeats})")
     for name, (seconds, megabytes) in medians.items():

@@ -2,7 +2,8 @@
 
     python -m benchmarks.suite
 
-CPU time is that of all processes of the run; nothing else should run beside it. Exits with 1 where a test fails, and then keeps nothing.
+CPU time is that of all processes of the run; nothing else should run beside it. Exits with 1 where
+a test fails, and then keeps nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def main() -> int:
 
 
 def cpu_seconds() -> float:
-    """CPU time of the processes that this one started, and that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    """CPU time of the child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python -m benchmarks.training [--only lora,mam] [--steps 40]
 
-The task is that of the demo: which module of the standard library a docstring is from, on MiniLM. A new classifier is trained
-first (`head alone`), then it is frozen and the recipe trains alone: what falls is its own. `s4` cuts twelve layers into groups,
-MiniLM has six: its groups have half as many here. `cross_attention` needs a decoder: MiniLM's weights are both stacks there, its
-cross-attention is new, and the task is to write the docstring's first words. Its ffns have no gate: recipes for those that
-have one are left out. Rates are those of a short run, by the kind of what is trained.
+The task is that of the demo: which module of the standard library a docstring is from, on MiniLM. A
+new classifier is trained first (`head alone`), then it is frozen and the recipe trains alone: what
+falls is its own. `s4` cuts twelve layers into groups, MiniLM has six: its groups have half as many
+here. `cross_attention` needs a decoder: MiniLM's weights are both stacks there, its cross-attention
+is new, and the task is to write the docstring's first words. Its ffns have no gate: recipes for
+those that have one are left out. Rates are those of a short run, by the kind of what is trained.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ OTHERS = (
     "tkinter",
     "typing",
     "urllib",
-)  # the task of SPoT's source
+)  # SPoT's source task
 STEPS, BATCH, TOKENS, HELD_OUT = 60, 16, 32, 200
 HEAD = 'train classifier = [w, b] at "classifier"'
 RATE = 3e-3
 RATES = {
-    # each entry of a small vector moves everything that is made of it
+    # every entry of a small vector changes everything computed from it
     1e-4: ("hypernetwork", "hypernetwork_adaptbert", "hypernetwork_adaptbert_narrow"),
     5e-4: (
         *("cross_attention", "far", "fishmask", "lt_sft", "diff_pruning"),
@@ -81,7 +82,9 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe: losses and accuracies on held-out texts, before and after; entries trained and stored, without the classifier."""
+    """One recipe: losses and accuracies on held-out texts, before and after; entries trained and
+    stored without the classifier.
+    """
 
     recipe: str
     before: float
@@ -101,18 +104,18 @@ def corpus(modules: tuple[str, ...] = MODULES) -> tuple[list[tuple[str, int]], l
 
 
 class Words:
-    """Batches of a model's own inputs."""
+    """Batches in the format of the model."""
 
     def __init__(self, write: bool) -> None:
         self.tokenizer, self.write = AutoTokenizer.from_pretrained(minilm.MODEL_DIR), write
 
     def __call__(self, pairs: list[tuple[str, int]]) -> Batch:
         texts = [text for text, _ in pairs]
-        given = self.tokenizer(texts, padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
+        batch = self.tokenizer(texts, padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
         if not self.write:
-            return {**given, "labels": torch.tensor([label for _, label in pairs])}
-        labels = given["input_ids"][:, :12].clone()
-        return {**given, "labels": labels.masked_fill(labels == self.tokenizer.pad_token_id, -100)}
+            return {**batch, "labels": torch.tensor([label for _, label in pairs])}
+        labels = batch["input_ids"][:, :12].clone()
+        return {**batch, "labels": labels.masked_fill(labels == self.tokenizer.pad_token_id, -100)}
 
 
 def classifier() -> nn.Module:
@@ -130,10 +133,10 @@ def writer() -> nn.Module:
 
 
 def losses(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of the model, and what its edits add to it."""
+    """The model's loss, and the loss terms of its edits."""
     out = model(**batch)
-    given = {name: value for name, value in batch.items() if name != "labels"}
-    return out.loss + 0.1 * sum(peftc.losses(model, inputs=given, logits=out.logits).values())
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return out.loss + 0.1 * sum(peftc.losses(model, inputs=inputs, logits=out.logits).values())
 
 
 @torch.no_grad()
@@ -155,7 +158,7 @@ def rate_of(recipe: str) -> float:
 
 @cache
 def warmed(steps: int) -> nn.Module:
-    """MiniLM below a classifier that has been trained by itself."""
+    """MiniLM with a classifier that was trained alone."""
     model = peftc.compile(f"peft 1\n{HEAD}\n", classifier(), seed=0)
     train(model, ALONE, Words(write=False), corpus()[0], steps)
     peftc.fold(model)
@@ -163,7 +166,7 @@ def warmed(steps: int) -> nn.Module:
 
 
 def prepared(recipe: str, text: str, steps: int) -> nn.Module:
-    """The model that a recipe is for, with the recipe on it."""
+    """The model for a recipe, compiled with it."""
     if recipe == "cross_attention":
         model = writer()
     elif recipe == ALONE:
@@ -176,7 +179,7 @@ def prepared(recipe: str, text: str, steps: int) -> nn.Module:
 
 
 def quantised(model: nn.Module) -> None:
-    """Linears of eight bits, by torchao, which stands apart (see the Makefile)."""
+    """8-bit Linears by torchao, which is installed separately (see the Makefile)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sys.path.append(str(Path(sys.prefix) / "torchao"))
@@ -186,7 +189,7 @@ def quantised(model: nn.Module) -> None:
 
 
 def started(model: nn.Module, recipe: str, words: Words, learn: list[tuple[str, int]], steps: int) -> None:
-    """What comes before training: entries chosen from data, a prompt of another task."""
+    """Preparations before training: calibration, or a prompt from another task."""
     draw = random.Random(2)
     if recipe in ("fishmask", "lt_sft", "far", "sparse_adapter"):
         peftc.calibrate(model, [words(draw.sample(learn, BATCH)) for _ in range(8)], lr=RATE / 20)
@@ -239,14 +242,14 @@ def spec(recipe: str) -> str:
 def measured(recipe: str, steps: int, learn: list[tuple[str, int]], test: list[tuple[str, int]]) -> Row:
     words = Words(write=recipe == "cross_attention")
     model = prepared(recipe, spec(recipe), steps)
-    found = [edit for edit in peftc.plan(spec(recipe), model).edits if edit.name != "classifier"]
+    edits = [edit for edit in peftc.plan(spec(recipe), model).edits if edit.name != "classifier"]
     began = time.perf_counter()
     before, accuracy_before = held_out(model, words, test)
     started(model, recipe, words, learn, steps)
     train(model, recipe, words, learn, steps)
     seconds = time.perf_counter() - began
     after, accuracy = held_out(model, words, test)
-    trained, stored = sum(edit.trained for edit in found), sum(edit.stored for edit in found)
+    trained, stored = sum(edit.trained for edit in edits), sum(edit.stored for edit in edits)
     return Row(recipe, before, after, accuracy_before, accuracy, trained, stored, seconds)
 
 
@@ -257,22 +260,22 @@ def shown(row: Row) -> list[str]:
 
 
 def main(options: list[str] | None = None) -> int:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--only", type=lambda text: text.split(","), default=None)
-    asked.add_argument("--steps", type=int, default=STEPS)
-    asked.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=None)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
         "--keep", action="store_true", help="put the results of some in the place of those that are there"
     )
-    said = asked.parse_args(options)
+    arguments = parser.parse_args(options)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     learn, test = corpus()
     rows: list[Row] = []
-    for recipe in said.only or [ALONE, *sorted(resources.recipes().keys() - {*GATED})]:
-        rows.append(measured(recipe, said.steps, learn, test))
+    for recipe in arguments.only or [ALONE, *sorted(resources.recipes().keys() - {*GATED})]:
+        rows.append(measured(recipe, arguments.steps, learn, test))
         print(" | ".join(shown(rows[-1])), flush=True)
-    if said.keep:
+    if arguments.keep:
         there = {row["recipe"]: Row(**row) for row in json.loads((RESULTS / "training.json").read_text())["rows"]}
         rows = sorted(
             (there | {row.recipe: row for row in rows}).values(), key=lambda row: (row.recipe != ALONE, row.recipe)
@@ -280,9 +283,17 @@ def main(options: list[str] | None = None) -> int:
     fell = [row.recipe for row in rows if row.after < row.before]
     head = ["recipe", "loss", "accuracy", "trained", "stored", "seconds"]
     text = table(head, [shown(row) for row in rows])
-    intro = f"Every recipe on MiniLM, {said.steps} steps of {BATCH} docstrings; the classifier was trained before, and is frozen."
-    if said.only is None or said.keep:
-        save("training", {"steps": said.steps, "rows": [asdict(row) for row in rows]}, f"{intro}\n\n{text}", machine())
+    intro = (
+        f"Every recipe on MiniLM, {arguments.steps} steps of {BATCH} "
+        f"docstrings; the classifier was trained before, and is frozen."
+    )
+    if arguments.only is None or arguments.keep:
+        save(
+            "training",
+            {"steps": arguments.steps, "rows": [asdict(row) for row in rows]},
+            f"{intro}\n\n{text}",
+            machine(),
+        )
     print(f"the loss fell for {len(fell)} of {len(rows)}")
     return 0 if len(fell) == len(rows) else 1
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.verification [--recipes lora,mam] [--models bart,llama] [--layers 2]
 
-Prints a line for each pair that has a finding or a site that is not witnessed, and the counts. A run over all pairs writes
-`results/verification.json` and `.md`.
+Prints a line for each pair that has a finding or a site that is not witnessed, and the counts. A
+run over all pairs writes `results/verification.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (options.recipes and recipe not in options.recipes) or (options.models and name not in options.models):
             continue
         counts["pairs"] += 1
-        if said := verified(recipe, name, options.layers, counts):
-            lines.append(f"{recipe} on {name}: {said}")
+        if message := verified(recipe, name, options.layers, counts):
+            lines.append(f"{recipe} on {name}: {message}")
             print(lines[-1], flush=True)
     counts["seconds of CPU"] = round(time.process_time() - start)
     rows = [[what, f"{count:,}"] for what, count in counts.items()]
@@ -49,22 +49,22 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def verified(recipe: str, name: str, layers: int, counts: Counter[str]) -> str:
-    """What is to be said of a pair."""
+    """The report on a pair, in one line."""
     try:
         model = compiled(recipe, name, layers)
     except peftc.PeftcError as error:
         counts["pairs that do not compile"] += 1
         return str(error.diagnostics[0])
-    found = peftc.verify(model)
-    counts["sites"] += found.sites
-    counts["sites witnessed"] += found.witnessed
-    counts["edits perturbed alone"] += sum(edit.perturbed for edit in found.edits)
-    counts["of these inert"] += sum(edit.inert for edit in found.edits)
-    counts["findings"] += len(found.findings)
-    counts["checks"] += sum(check.outcome == "holds" for check in found.checks)
-    reasons = Counter(one.reason for edit in found.edits for one in edit.not_witnessed)
-    said = [str(diagnostic) for diagnostic in found.diagnostics]
-    return "; ".join([*said, *(f"{count} × {reason}" for reason, count in reasons.items())])
+    report = peftc.verify(model)
+    counts["sites"] += report.sites
+    counts["sites witnessed"] += report.witnessed
+    counts["edits perturbed alone"] += sum(edit.perturbed for edit in report.edits)
+    counts["of these inert"] += sum(edit.inert for edit in report.edits)
+    counts["findings"] += len(report.findings)
+    counts["checks"] += sum(check.outcome == "holds" for check in report.checks)
+    reasons = Counter(one.reason for edit in report.edits for one in edit.not_witnessed)
+    messages = [str(diagnostic) for diagnostic in report.diagnostics]
+    return "; ".join([*messages, *(f"{count} × {reason}" for reason, count in reasons.items())])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""`make demo`: plans MAM for BART-large, then trains, folds, saves and loads an adapter on real MiniLM weights.
+"""`make demo`: plans MAM for BART-large, then trains, folds, saves and loads an adapter on real
+MiniLM weights.
 
 The task: which module of the standard library does a docstring come from? Nothing is downloaded.
 """
@@ -45,7 +46,7 @@ def heading(text: str) -> None:
 
 
 def corpus() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """(docstring, module) pairs to train on and to test with; the module's name is taken out of the text."""
+    """(docstring, module) pairs for training and test, without the module's name in the text."""
     pairs = [(text.replace(name, "it"), label) for label, name in enumerate(MODULES) for text in docstrings(name)[:150]]
     random.Random(0).shuffle(pairs)
     cut = len(pairs) * 3 // 4
@@ -53,12 +54,12 @@ def corpus() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
 
 
 def encode(tokenizer: transformers.PreTrainedTokenizerBase, pairs: list[tuple[str, int]]) -> Batch:
-    made = tokenizer([t for t, _ in pairs], padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
-    return {**made, "labels": torch.tensor([label for _, label in pairs])}
+    batch = tokenizer([t for t, _ in pairs], padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
+    return {**batch, "labels": torch.tensor([label for _, label in pairs])}
 
 
 def fresh() -> nn.Module:
-    """MiniLM's weights below a new classifier, the same at every call."""
+    """MiniLM with a new classifier, the same in every call."""
     torch.manual_seed(0)
     return AutoModelForSequenceClassification.from_pretrained(minilm.MODEL_DIR, num_labels=len(MODULES)).eval()
 
@@ -75,7 +76,7 @@ def accuracy(model: nn.Module, batches: list[Batch]) -> str:
 
 
 def train(model: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, pairs: list[tuple[str, int]]) -> None:
-    """A few dozen steps of AdamW on what the compiled model trains."""
+    """A few dozen steps of AdamW on the trainable parameters of the compiled model."""
     draw = random.Random(1)
     optimizer = torch.optim.AdamW(peftc.parameters(model).values(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, STEPS)
@@ -97,7 +98,7 @@ def difference(one: Tensor, two: Tensor) -> str:
 def main() -> None:
     start = time.perf_counter()
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)  # as fast on a busy machine as on an idle one
+    torch.set_num_threads(1)  # stable timing on a busy machine
     transformers.logging.disable_progress_bar()
 
     heading("plan: MAM for facebook/bart-large (no weights are read)")
@@ -108,7 +109,7 @@ def main() -> None:
     learn, held_out = corpus()
     tests = [encode(tokenizer, held_out[i : i + 64]) for i in range(0, len(held_out), 64)]
     model = fresh()
-    probe = tests[:1]  # differences are looked for in one batch
+    probe = tests[:1]  # compared on one batch
     base = logits(model, probe)
     plan = peftc.plan(SPEC, model)
     peftc.compile(SPEC, model, seed=0)

@@ -1,4 +1,4 @@
-"""Real text that every Python carries: the docstrings of its standard library."""
+"""Real text that comes with Python: the docstrings of its standard library."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def documented(module: str, at_least: int = 40) -> list[tuple[str, str]]:
-    """(name, docstring) of what a module or package defines, read from its source; different docstrings, `at_least` characters each."""
-    found: dict[str, str] = {}
+    """(name, docstring) of the definitions in a module or package, read from its source; distinct
+    docstrings of `at_least` characters.
+    """
+    docstrings: dict[str, str] = {}
     for path in _sources(module):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, _DOCUMENTED) and len(text := ast.get_docstring(node) or "") >= at_least:
-                found[" ".join(text.split())] = module if isinstance(node, ast.Module) else node.name
-    return [(name, text) for text, name in found.items()]
+                docstrings[" ".join(text.split())] = module if isinstance(node, ast.Module) else node.name
+    return [(name, text) for text, name in docstrings.items()]
 
 
 def docstrings(module: str) -> list[str]:
-    """The docstrings alone."""
+    """The docstrings only."""
     return [text for _, text in documented(module)]
 
 

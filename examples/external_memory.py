@@ -1,7 +1,8 @@
-"""Pairs (f(c), y) of a frozen causal LM, in files that are mapped and not read; and kNN-LM, which reads them as it finds them.
+"""Pairs (f(c), y) of a frozen causal LM, in files that are mapped and not read; and kNN-LM, which
+reads them as it finds them.
 
-f(c) is what the head (`model.get_output_embeddings()`) is given for the context c: the last hidden state, after the final norm.
-y is the token that should have come next.
+f(c) is what the head (`model.get_output_embeddings()`) reads for the context c: the last hidden
+state, after the final norm. y is the token that should have come next.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Batch:
     """Inputs, padded on the left, and what should follow each, padded on the right.
 
     Shapes:
-        given, mask: (batch, tokens), mask 1 where there is a token
+        inputs, mask: (batch, tokens), mask 1 where there is a token
         target: (batch, steps), IGNORED where there is none
     """
 
-    given: Tensor
+    inputs: Tensor
     mask: Tensor
     target: Tensor
 
@@ -41,7 +42,8 @@ class Memory:
     Shapes:
         f: (n, d), float32
         y: (n), int32
-    Source: PEMA, Kim et al. 2024, arXiv:2311.08590, Eq. 1; the datastore of kNN-LM, arXiv:1911.00172, Eq. 1.
+    Source: PEMA, Kim et al. 2024, arXiv:2311.08590, Eq. 1; the datastore of kNN-LM,
+    arXiv:1911.00172, Eq. 1.
     """
 
     f: Tensor
@@ -79,7 +81,9 @@ class Memory:
 
 
 class HeadInputs:
-    """While it is entered: what the head of a model was last given, one position a token that it predicts."""
+    """While it is entered: what the head of a model was last given, one position a token that it
+    predicts.
+    """
 
     def __init__(self, model: CausalLM) -> None:
         self.head: nn.Module = model.get_output_embeddings()
@@ -92,75 +96,81 @@ class HeadInputs:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.handle.remove()
 
-    def _keep(self, head: nn.Module, given: tuple[Tensor, ...], logits: Tensor) -> None:
-        self.last = given[0].detach(), logits.detach()
+    def _keep(self, head: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> None:
+        self.last = args[0].detach(), logits.detach()
 
     def take(self) -> tuple[Tensor, Tensor]:
         """(f, head(f)) of the last forward pass, once.
 
-        Raises: RuntimeError where the head has not run since: in assisted decoding, one pass is for several tokens.
+        Raises: RuntimeError where the head has not run since: in assisted decoding, one pass is for
+        several tokens.
         """
         if self.last is None:
             raise RuntimeError(
                 "no forward pass since the last token: one pass a token is needed (no assisted decoding)"
             )
-        taken, self.last = self.last, None
-        return taken
+        last, self.last = self.last, None
+        return last
 
 
-def contexts(model: CausalLM, given: Tensor, mask: Tensor, said: Tensor) -> Tensor:
-    """f of every context of a continuation: result[b, i] is what predicts the token after given[b], said[b, :i].
+def contexts(model: CausalLM, inputs: Tensor, mask: Tensor, continuation: Tensor) -> Tensor:
+    """f of every context of a continuation: result[b, i] predicts the token after inputs[b],
+    continuation[b, :i].
 
     Shapes:
-        given, mask: (batch, tokens), padded on the left
-        said: (batch, steps) -> (batch, steps, d)
-    Raises: ValueError where the model does something to its logits after the head (a cap, a scale): softmax(head(f)) is not its p.
+        inputs, mask: (batch, tokens), padded on the left
+        continuation: (batch, steps) -> (batch, steps, d)
+    Raises: ValueError where the model does something to its logits after the head (a cap, a scale):
+    softmax(head(f)) is not its p.
     """
-    ids = torch.cat([given, said[:, :-1]], dim=1)
-    seen = torch.cat([mask, torch.ones_like(said[:, :-1])], dim=1)
-    with torch.no_grad(), HeadInputs(model) as inputs:
-        positions = (seen.cumsum(1) - 1).clamp(min=0)
-        logits = model(input_ids=ids, attention_mask=seen, position_ids=positions, use_cache=False).logits
-    f, own = inputs.take()
+    ids = torch.cat([inputs, continuation[:, :-1]], dim=1)
+    full_mask = torch.cat([mask, torch.ones_like(continuation[:, :-1])], dim=1)
+    with torch.no_grad(), HeadInputs(model) as head:
+        positions = (full_mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=full_mask, position_ids=positions, use_cache=False).logits
+    f, own = head.take()
     if not torch.equal(own, logits.to(own.dtype)):
         raise ValueError(
             "the model's logits are not its head's output: its probabilities cannot be had from f and the head"
         )
-    return f[:, given.shape[1] - 1 :]
+    return f[:, inputs.shape[1] - 1 :]
 
 
 def collect(model: CausalLM, batches: Iterable[Batch], folder: Path, own: bool = True) -> Memory:
-    """Runs the frozen base over training examples and writes (f(c_i), y_i) for each token y_i of their targets.
+    """Runs the frozen base over training examples and writes (f(c_i), y_i) for each token y_i of
+    their targets.
 
-    `own`: c_i = {c_1, ŵ_1, …, ŵ_(i-1)} with the base's own greedy predictions ŵ (PEMA, section 3.1: its owner never sees a target),
-    up to where the base ends its sentence. Else c_i = {c_1, y_1, …, y_(i-1)}, as in kNN-LM.
+    `own`: c_i = {c_1, ŵ_1, …, ŵ_(i-1)} with the base's own greedy predictions ŵ (PEMA, section 3.1:
+    its owner never sees a target), up to where the base ends its sentence. Else c_i = {c_1, y_1, …,
+    y_(i-1)}, as in kNN-LM.
     """
     return Memory.write(folder, (pairs(model, batch, own) for batch in batches))
 
 
 def pairs(model: CausalLM, batch: Batch, own: bool) -> tuple[Tensor, Tensor]:
     """The pairs of one batch: (n, d) and (n)."""
-    wanted = batch.target != IGNORED
-    said = batch.target.clamp(min=0)
+    valid = batch.target != IGNORED
+    tokens = batch.target.clamp(min=0)
     if own:
-        said = greedy(model, batch.given, batch.mask, batch.target.shape[1])
-        ended = (said == model.generation_config.eos_token_id).long()
-        wanted &= ended.cumsum(1) - ended == 0
-    return contexts(model, batch.given, batch.mask, said)[wanted], batch.target[wanted]
+        tokens = greedy(model, batch.inputs, batch.mask, batch.target.shape[1])
+        ended = (tokens == model.generation_config.eos_token_id).long()
+        valid &= ended.cumsum(1) - ended == 0
+    return contexts(model, batch.inputs, batch.mask, tokens)[valid], batch.target[valid]
 
 
-def greedy(model: CausalLM, given: Tensor, mask: Tensor, steps: int, **how: Any) -> Tensor:
+def greedy(model: CausalLM, inputs: Tensor, mask: Tensor, steps: int, **how: Any) -> Tensor:
     """(batch, steps): what the model says, ends of sentences where it says less."""
     ends = model.generation_config.eos_token_id
     ids = model.generate(
-        input_ids=given, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=ends, **how
+        input_ids=inputs, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=ends, **how
     )
-    return nn.functional.pad(ids[:, given.shape[1] :], (0, steps + given.shape[1] - ids.shape[1]), value=ends)
+    return nn.functional.pad(ids[:, inputs.shape[1] :], (0, steps + inputs.shape[1] - ids.shape[1]), value=ends)
 
 
 @dataclass(frozen=True)
 class NearestNeighbours:
-    """p_kNN(y | c) ∝ Σ over the k pairs (f_j, y_j) nearest to f(c) with y_j = y of exp(-‖f_j - f(c)‖² / T). The search is exact.
+    """p_kNN(y | c) ∝ Σ over the k pairs (f_j, y_j) nearest to f(c) with y_j = y of exp(-‖f_j -
+    f(c)‖² / T). The search is exact.
 
     Shapes: f: (rows, d) -> (rows, tokens of the vocabulary)
     Args:

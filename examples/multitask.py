@@ -1,9 +1,11 @@
-"""Three tasks on one frozen MiniLM, as AdaptBert has them (Agrawal and Qiu, Stanford CS224N): what tasks share, and what each has alone.
+"""Three tasks on one frozen MiniLM, as AdaptBert has them (Agrawal and Qiu, Stanford CS224N): what
+tasks share, and what each has alone.
 
-Tasks, made of the docstrings of the standard library: which module a docstring is from (classification); whether a docstring
-is that of a name (paired text); how much two texts have in common (similarity). Each has a head of its own. LoRA is common to the tasks,
-adapters are `per task`, a hypernetwork makes the adapters of all tasks from one embedding for each. Takes five to eight minutes on two
-cores.
+Tasks, made of the docstrings of the standard library: which module a docstring is from
+(classification); whether a docstring is that of a name (paired text); how much two texts have in
+common (similarity). Each has a head of its own. LoRA is common to the tasks, adapters are `per
+task`, a hypernetwork makes the adapters of all tasks from one embedding for each. Takes five to
+eight minutes on two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ TASKS = ("module", "paired", "similar")
 
 
 class Method(NamedTuple):
-    """Statements of a spec, and the tasks that its `per task` edits have parameters for."""
+    """A spec, and the tasks of its `per task` edits."""
 
     spec: str = ""
     tasks: tuple[str, ...] = ()
@@ -55,7 +57,7 @@ METHODS: Mapping[str, Method] = {
 
 
 class Task(NamedTuple):
-    """Texts, a second text each where they are pairs, and what to say of them."""
+    """Texts, the second texts of pairs, and labels."""
 
     texts: list[str]
     seconds: list[str] | None
@@ -69,25 +71,25 @@ class Task(NamedTuple):
 def tasks() -> dict[str, Task]:
     """All examples of the three tasks, shuffled."""
     draw = random.Random(0)
-    found = [(name, text, label) for label, m in enumerate(MODULES) for name, text in documented(m)[:150]]
-    draw.shuffle(found)
-    texts = [text.replace(MODULES[label], "it") for _, text, label in found]
-    names = [name for name, _, _ in found]
-    hidden = [text.replace(name, "it") for name, text, _ in found]
-    true = torch.tensor([draw.random() < 0.5 for _ in found])
-    others = [hidden[(i + draw.randrange(1, len(found))) % len(found)] for i in range(len(found))]
+    rows = [(name, text, label) for label, m in enumerate(MODULES) for name, text in documented(m)[:150]]
+    draw.shuffle(rows)
+    texts = [text.replace(MODULES[label], "it") for _, text, label in rows]
+    names = [name for name, _, _ in rows]
+    hidden = [text.replace(name, "it") for name, text, _ in rows]
+    true = torch.tensor([draw.random() < 0.5 for _ in rows])
+    others = [hidden[(i + draw.randrange(1, len(rows))) % len(rows)] for i in range(len(rows))]
     seconds = [own if same else other for own, other, same in zip(hidden, others, true, strict=True)]
-    shares = [draw.choice((0.0, 0.25, 0.5, 0.75, 1.0)) for _ in found]
+    shares = [draw.choice((0.0, 0.25, 0.5, 0.75, 1.0)) for _ in rows]
     mixed = [blend(own, other, share, draw) for own, other, share in zip(hidden, others, shares, strict=True)]
     return {
-        "module": Task(texts, None, torch.tensor([label for _, _, label in found])),
+        "module": Task(texts, None, torch.tensor([label for _, _, label in rows])),
         "paired": Task(names, seconds, true.float()),
         "similar": Task(hidden, mixed, torch.tensor(shares)),
     }
 
 
 def blend(one: str, other: str, share: float, draw: random.Random) -> str:
-    """Twelve words, `share` of them from one text and the rest from the other, in their order."""
+    """Twelve words, `share` of them from one text and the rest from the other, in order."""
     mine = round(12 * share)
     return " ".join(excerpt(one, mine, draw) + excerpt(other, 12 - mine, draw))
 
@@ -99,7 +101,9 @@ def excerpt(text: str, count: int, draw: random.Random) -> list[str]:
 
 
 class Sentences(nn.Module):
-    """The mean of MiniLM's last states, and a linear head for each task; of two texts, how they differ and what they agree on."""
+    """The mean of MiniLM's last states, and a linear head for each task; for pairs, the difference
+    and the product.
+    """
 
     def __init__(self, method: Method) -> None:
         super().__init__()
@@ -116,9 +120,9 @@ class Sentences(nn.Module):
             self.tuned = list(peftc.parameters(self.encoder).values())
 
     def states(self, texts: list[str]) -> Tensor:
-        given = self.tokenizer(texts, padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
-        mask = given["attention_mask"][..., None]
-        return (self.encoder(**given).last_hidden_state * mask).sum(1) / mask.sum(1)
+        batch = self.tokenizer(texts, padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
+        mask = batch["attention_mask"][..., None]
+        return (self.encoder(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
 
     def forward(self, task: str, batch: Task) -> Tensor:
         with peftc.task(self.encoder, task) if self.method.tasks else nullcontext():
@@ -136,11 +140,11 @@ LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def score(task: str, said: Tensor, answers: Tensor) -> float:
+def score(task: str, predictions: Tensor, answers: Tensor) -> float:
     """Accuracy, or the correlation with the similarity."""
     if task == "similar":
-        return float(torch.corrcoef(torch.stack([said, answers]))[0, 1])
-    right = said.argmax(-1) == answers if task == "module" else (said > 0) == (answers > 0.5)
+        return float(torch.corrcoef(torch.stack([predictions, answers]))[0, 1])
+    right = predictions.argmax(-1) == answers if task == "module" else (predictions > 0) == (answers > 0.5)
     return float(right.float().mean())
 
 
@@ -164,16 +168,18 @@ def train(model: Sentences, learn: Mapping[str, Task]) -> None:
 @torch.no_grad()
 def scores(model: Sentences, test: Mapping[str, Task]) -> list[float]:
     model.eval()
-    found: list[float] = []
+    scores: list[float] = []
     for name, task in test.items():
         parts = [model(name, task.cut(i, i + 60)) for i in range(0, len(task.texts), 60)]
-        found.append(score(name, torch.cat(parts), task.answers))
-    return found
+        scores.append(score(name, torch.cat(parts), task.answers))
+    return scores
 
 
 @torch.no_grad()
 def in_one_batch(model: Sentences, test: Mapping[str, Task]) -> float:
-    """How far the states of texts of three tasks in one batch are from those of the same texts, a task at a time."""
+    """The difference between the states of a mixed batch of three tasks and those of the same texts
+    one task at a time.
+    """
     model.eval()
     texts = [test[name].texts[0] for name in TASKS]
     with peftc.task(model.encoder, task_ids=TASKS):
@@ -185,25 +191,26 @@ def in_one_batch(model: Sentences, test: Mapping[str, Task]) -> float:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # as fast on a busy machine as on an idle one
+    torch.set_num_threads(1)  # stable timing on a busy machine
     transformers.logging.disable_progress_bar()
     every = tasks()
     test = {name: task.cut(0, HELD_OUT) for name, task in every.items()}
     learn = {name: task.cut(HELD_OUT, None) for name, task in every.items()}
     base = sum(p.numel() for p in Sentences(Method()).encoder.parameters())
     print(
-        f"MiniLM has {base:,} parameters; trained: for one task, stored: beside it for all {len(TASKS)}, both without heads"
+        f"MiniLM has {base:,} parameters; trained: for one task, "
+        f"stored: beside it for all {len(TASKS)}, both without heads"
     )
     print(f"{'':18} {'module':>7} {'paired':>7} {'similar':>8} {'mean':>6} {'trained':>9} {'stored':>9} {'seconds':>8}")
     for name, method in METHODS.items():
         model, began = Sentences(method), time.perf_counter()
         train(model, learn)
-        found = scores(model, test)
+        results = scores(model, test)
         alone = peftc.plan(method.text, model.encoder.config).totals.trained if method.spec else 0
         stored = sum(p.numel() for p in model.tuned)
-        shown = "".join(f"{one:8.3f}" for one in [*found, sum(found) / len(found)])
+        cells = "".join(f"{one:8.3f}" for one in [*results, sum(results) / len(results)])
         seconds = time.perf_counter() - began
-        print(f"{name:18}{shown} {100 * alone / base:8.2f}% {100 * stored / base:8.2f}% {seconds:8.0f}")
+        print(f"{name:18}{cells} {100 * alone / base:8.2f}% {100 * stored / base:8.2f}% {seconds:8.0f}")
         if method.tasks:
             print(f"{'':18} three tasks in one batch: {in_one_batch(model, test):.0e} from one at a time")
 

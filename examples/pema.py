@@ -1,8 +1,11 @@
-"""PEMA end to end on one core, beside kNN-LM and LoRA: docstrings from the imperative ("Return a list.") to the third person ("Returns …").
+"""PEMA end to end on one core, beside kNN-LM and LoRA: docstrings from the imperative ("Return a
+list.") to the third person ("Returns …").
 
-The base, a small LLaMA, is trained first, to repair sentences from docstrings in which words were changed, lost or put in. It never sees
-the task. Its owner runs it once over the task's sentences and hands out what the head was given, with the tokens that were wanted, and a
-copy of the head. Then the base is gone; PEMA trains on the files, comes back to it and generates. Nothing is downloaded.
+The base, a small LLaMA, is trained first, to repair sentences from docstrings in which words were
+changed, lost or put in. It never sees the task. Its owner runs it once over the task's sentences
+and hands out what the head was given, with the tokens that were wanted, and a copy of the head.
+Then the base is gone; PEMA trains on the files, comes back to it and generates. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -50,14 +53,17 @@ RANK, KAPPA, ROWS, SENTENCES = 48, 0.2, 256, 32
 SHARES = [i / 10 for i in range(1, 11)]
 NEAREST = [(8, 1.0), (64, 10.0), (1024, 1.0), (1024, 10.0)]  # k and temperature
 LEGEND = """
-kB while training: frozen weights; trained weights with gradients and Adam's moments; what autograd keeps of one batch (256 pairs, or 32
-sentences of about as many tokens), counted by saved_tensors_hooks. *: the memory has the contexts of right answers, not of the base's own.
+kB while training: frozen weights; trained weights with gradients and Adam's moments; what autograd
+keeps of one batch (256 pairs, or 32 sentences of about as many tokens), counted by
+saved_tensors_hooks. *: the memory has the contexts of right answers, not of the base's own.
 """
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long it trains: steps of the base, epochs over the task, most sentences of it."""
+    """How long to train: steps of the base, epochs over the task, and the maximum number of its
+    sentences.
+    """
 
     base: int = 700
     epochs: int = 20
@@ -66,7 +72,9 @@ class Effort:
 
 @dataclass(frozen=True)
 class Held:
-    """What is held in memory while training, in bytes. The optimizer is Adam: two numbers for every trained one."""
+    """Memory during training, in bytes. The optimizer is Adam: two values for every trained
+    parameter.
+    """
 
     trained: int
     frozen: int
@@ -95,8 +103,8 @@ def small_llama(vocabulary: int) -> LlamaForCausalLM:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean of -log p over the tokens of the targets; the head sees no others."""
-    ids = torch.cat([batch.given, batch.target.clamp(min=0)], dim=1)
+    """The mean of -log p over the target tokens; the head computes no others."""
+    ids = torch.cat([batch.inputs, batch.target.clamp(min=0)], dim=1)
     mask = torch.cat([batch.mask, torch.ones_like(batch.target)], dim=1)
     positions, steps = (mask.cumsum(1) - 1).clamp(min=0), batch.target.shape[1]
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=steps + 1).logits
@@ -123,17 +131,19 @@ def batches(pairs: list[text.Pair], rows: int = SENTENCES) -> list[Batch]:
 
 
 def activations(loss: Callable[[], Tensor], weights: list[Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass of one batch: each storage once, and the weights' own not."""
+    """Bytes that autograd saves for the backward pass of one batch: each storage once, without the
+    weights.
+    """
     own = {weight.untyped_storage().data_ptr() for weight in weights}
-    kept: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss()
-    return sum(size for pointer, size in kept.items() if pointer not in own)
+    return sum(size for pointer, size in storages.items() if pointer not in own)
 
 
 def held(trained: list[nn.Parameter], frozen: Sequence[Tensor], loss: Callable[[], Tensor]) -> Held:
@@ -145,7 +155,7 @@ def size(tensors: Sequence[Tensor]) -> int:
 
 
 def train_pema(memory: Memory, head: Head, effort: Effort) -> tuple[Pema, Held]:
-    """From the files and the copied head: there is no base here."""
+    """Trains from the files and the copied head, without the base."""
     pema = Pema(memory.f.shape[1], RANK)
     first = reconstruct(pema, memory, effort.epochs, ROWS, rate=1e-2)
     last = retrain(pema, head, memory, effort.epochs, KAPPA, ROWS, rate=1e-2)
@@ -155,7 +165,7 @@ def train_pema(memory: Memory, head: Head, effort: Effort) -> tuple[Pema, Held]:
 
 
 def train_lora(model: nn.Module, learn: list[text.Pair], effort: Effort) -> Held:
-    """As many epochs over the same sentences."""
+    """Trains LoRA for as many epochs on the same sentences."""
     peftc.compile(LORA, model, seed=0)
     trained = list(peftc.parameters(model).values())
     every = batches(learn)
@@ -167,7 +177,9 @@ def train_lora(model: nn.Module, learn: list[text.Pair], effort: Effort) -> Held
 
 @dataclass(frozen=True)
 class HeldOut:
-    """f of every token of held-out targets behind the right words, its place in its sentence, and the input's SL: (n, d), (n) × 3."""
+    """f before every token of held-out targets, the token, its position in its sentence, and the
+    input's SL: (n, d), (n) × 3.
+    """
 
     f: Tensor
     y: Tensor
@@ -178,10 +190,10 @@ class HeldOut:
     def of(model: CausalLM, pairs: list[text.Pair]) -> HeldOut:
         rows: list[tuple[Tensor, ...]] = []
         for batch in batches(pairs):
-            wanted = batch.target != IGNORED
-            f = contexts(model, batch.given, batch.mask, batch.target.clamp(min=0))
-            lengths = input_lengths(batch.mask, text.INSTRUCTION)[:, None].expand_as(wanted)
-            rows.append((f[wanted], batch.target[wanted], wanted.nonzero()[:, 1], lengths[wanted]))
+            valid = batch.target != IGNORED
+            f = contexts(model, batch.inputs, batch.mask, batch.target.clamp(min=0))
+            lengths = input_lengths(batch.mask, text.INSTRUCTION)[:, None].expand_as(valid)
+            rows.append((f[valid], batch.target[valid], valid.nonzero()[:, 1], lengths[valid]))
         return HeldOut(*(torch.cat(part) for part in zip(*rows, strict=True)))
 
     @torch.no_grad()
@@ -196,17 +208,19 @@ class HeldOut:
 
 
 def right(pairs: list[text.Pair], answer: Callable[[Batch], Tensor]) -> float:
-    """How many sentences are rewritten without a fault."""
-    found = 0
+    """The share of sentences that are rewritten without a mistake."""
+    correct = 0
     for batch in batches(pairs):
-        wanted = batch.target.masked_fill(batch.target == IGNORED, text.EOS)
-        found += int((answer(batch)[:, : wanted.shape[1]] == wanted).all(1).sum())
-    return found / len(pairs)
+        expected = batch.target.masked_fill(batch.target == IGNORED, text.EOS)
+        correct += int((answer(batch)[:, : expected.shape[1]] == expected).all(1).sum())
+    return correct / len(pairs)
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """A memory's distribution with the base's, in the share that does best on sentences that nothing was trained on."""
+    """The mixture of a memory's distribution and the base's, with the share that is best on
+    validation sentences.
+    """
 
     memory: NextToken
     most: float
@@ -225,12 +239,14 @@ class Mixture:
 
     def answer(self, model: CausalLM, batch: Batch, **how: object) -> Tensor:
         share = self.share(input_lengths(batch.mask, text.INSTRUCTION))
-        return generate(model, batch.given, batch.mask, text.LONGEST + 1, self.memory, share, **how)
+        return generate(model, batch.inputs, batch.mask, text.LONGEST + 1, self.memory, share, **how)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Prints a line a method: parameters, bytes while training, and how it does on the test sentences."""
+    """Prints a line for each method: parameters, memory while training, and results on the test
+    sentences.
+    """
 
     head: Head
     tune: HeldOut
@@ -244,45 +260,47 @@ class Table:
         return Table(head, HeldOut.of(base, tune), HeldOut.of(base, test), test)
 
     def mixture(
-        self, name: str, base: CausalLM, memories: list[NextToken], gradual: bool, used: Held | None
+        self, name: str, base: CausalLM, memories: list[NextToken], gradual: bool, memory: Held | None
     ) -> Mixture:
         best = Mixture.tuned(memories, gradual, self.head, self.tune)
         name += f", λ_max = {best.most}, unrolled" if gradual else f", λ = {best.most}"
         answers = right(self.test, lambda batch: best.answer(base, batch))
-        self.line(name, used, best.perplexity(self.head, self.held_out), answers)
+        self.line(name, memory, best.perplexity(self.head, self.held_out), answers)
         return best
 
-    def model(self, name: str, model: CausalLM, used: Held | None) -> None:
-        answers = right(self.test, lambda batch: said(model, batch))
-        self.line(name, used, HeldOut.of(model, self.test).plain(self.head), answers)
+    def model(self, name: str, model: CausalLM, memory: Held | None) -> None:
+        answers = right(self.test, lambda batch: base_answer(model, batch))
+        self.line(name, memory, HeldOut.of(model, self.test).plain(self.head), answers)
 
-    def line(self, name: str, used: Held | None, perplexity: float, answers: float) -> None:
+    def line(self, name: str, memory: Held | None, perplexity: float, answers: float) -> None:
         sizes = ["–"] * 5
-        if used is not None:
-            thousands = (used.frozen, 4 * used.trained, used.activations, used.total)
-            sizes = [f"{used.trained // 4:,}", *(f"{n / 1e3:,.0f}" for n in thousands)]
+        if memory is not None:
+            thousands = (memory.frozen, 4 * memory.trained, memory.activations, memory.total)
+            sizes = [f"{memory.trained // 4:,}", *(f"{n / 1e3:,.0f}" for n in thousands)]
         print(f"{name:34}" + "".join(f"{entry:>11}" for entry in sizes) + f"{perplexity:11.3f}{answers:11.1%}")
 
 
-def said(model: CausalLM, batch: Batch) -> Tensor:
-    return greedy(model, batch.given, batch.mask, text.LONGEST + 1)
+def base_answer(model: CausalLM, batch: Batch) -> Tensor:
+    return greedy(model, batch.inputs, batch.mask, text.LONGEST + 1)
 
 
 def at_the_papers_size() -> None:
-    """Weights, gradients and moments for the model of the paper's Table 1, with the rank that its authors take; no weights are read."""
+    """Memory of weights, gradients and moments for the model of the paper's Table 1, with the
+    authors' rank; no weights are read.
+    """
     plan = peftc.plan(LORA, "facebook/opt-1.3b")
     d, vocabulary, r = 2048, 50272, 512
     lora = Held(4 * plan.totals.trained, 4 * plan.totals.base, 0)
     pema = Held(4 * 2 * r * d, 4 * (vocabulary * d + r * d), 0)
     print("\nOPT 1.3B in float32, counted without what a batch takes:")
-    for name, used in (("LoRA, r = 8, q and v", lora), ("PEMA, r = 512", pema)):
-        print(f"  {name:21} {used.trained // 4:9,} trained, {used.total / 1e9:.2f} GB while training")
+    for name, memory in (("LoRA, r = 8, q and v", lora), ("PEMA, r = 512", pema)):
+        print(f"  {name:21} {memory.trained // 4:9,} trained, {memory.total / 1e9:.2f} GB while training")
     print(f"  {pema.total / lora.total:.2f} of LoRA's; the paper measures a tenth (Table 1)")
 
 
 def main(effort: Effort | None = None) -> None:
     effort, start = effort or Effort(), time.perf_counter()
-    torch.set_num_threads(1)  # as fast on a busy machine as on an idle one
+    torch.set_num_threads(1)  # stable timing on a busy machine
     torch.manual_seed(0)
     transformers.logging.disable_progress_bar()
     sentences = text.read()
@@ -325,8 +343,8 @@ def main(effort: Effort | None = None) -> None:
         some = text.batch(test[:8])
         answers = best.answer(base, some)
         print(f"without the cache the same: {torch.equal(answers, best.answer(base, some, use_cache=False))}")
-        for (given, _), answer in list(zip(test, answers.tolist(), strict=False))[:4]:
-            print(f"{sentences.written(given)} → {sentences.written(answer)}")
+        for (sentence, _), answer in list(zip(test, answers.tolist(), strict=False))[:4]:
+            print(f"{sentences.written(sentence)} → {sentences.written(answer)}")
     at_the_papers_size()
     print(f"\n{time.perf_counter() - start:.0f} s")
 

@@ -1,20 +1,27 @@
-"""PEMA: an adapter on the head's input, trained on an external memory and a copy of the head alone, mixed in while generating.
+"""PEMA: an adapter on the head's input, trained on an external memory and a copy of the head alone,
+mixed in while generating.
 
-Kim et al. 2024, "PEMA: An Offsite-Tunable Plug-in External Memory Adaptation for Language Models", arXiv:2311.08590.
+Kim et al. 2024, "PEMA: An Offsite-Tunable Plug-in External Memory Adaptation for Language Models",
+arXiv:2311.08590.
 
-There is no `.peft` for it: an edit changes a hidden state, and Eq. 6 mixes two distributions, whose share falls from token to token. No
-edit of the head's input or output is that, so it is a logits processor; and what it trains never sees the base.
+There is no `.peft` for it: an edit changes a hidden state, and Eq. 6 mixes two distributions, whose
+share falls from token to token. No edit of the head's input or output is that, so it is a logits
+processor; and what it trains never sees the base.
 
 Where the authors' code (github.com/agwaBom/PEMA) differs from the paper, this follows the paper:
 
-* f is the input of W_hd, as Eq. 2 has it. The code stores the last layer's output, and copies the final norm along with the head.
+* f is the input of W_hd, as Eq. 2 has it. The code stores the last layer's output, and copies the
+  final norm along with the head.
 * λ is CS² from the first token on. In the code the first token gets λ_max itself.
-* SL is the length of the input, without instruction. The code reads it off the reference answer, which nobody has at inference.
-* Each sentence has its CS. In the code no CS of a batch falls any more as soon as one would reach zero.
+* SL is the length of the input, without instruction. The code reads it off the reference answer,
+  which nobody has at inference.
+* Each sentence has its CS. In the code no CS of a batch falls any more as soon as one would reach
+  zero.
 * No scale and no dropout. The code multiplies A by 1/r and drops a fifth of f.
 
-Two things that the paper leaves open are as in the code: reconstruction trains an A of its own with B_rct, and the joint phase draws
-another and leaves B_rct as it is; losses are means over tokens and features, on which the meaning of κ depends.
+Two things that the paper leaves open are as in the code: reconstruction trains an A of its own with
+B_rct, and the joint phase draws another and leaves B_rct as it is; losses are means over tokens and
+features, on which the meaning of κ depends.
 """
 
 from __future__ import annotations
@@ -70,7 +77,9 @@ class Pema(nn.Module):
 
 @dataclass(frozen=True)
 class Head:
-    """W_hd, frozen: all of the base that training and p_PEMA need. A copy, so that the base can go."""
+    """W_hd, frozen: all of the base that training and p_PEMA need. A copy, so that the base can
+    go.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -92,13 +101,17 @@ def reconstruction_loss(pema: Pema, f: Tensor) -> Tensor:
 
 
 def joint_loss(pema: Pema, head: Head, f: Tensor, y: Tensor, kappa: float) -> Tensor:
-    """L_total = κ L_rct + (1 - κ) L_pd, L_pd = -mean log softmax(W_hd B_pd A f)[y]. Source: Eq. 4 and 5."""
+    """L_total = κ L_rct + (1 - κ) L_pd, L_pd = -mean log softmax(W_hd B_pd A f)[y]. Source: Eq. 4
+    and 5.
+    """
     prediction = nn.functional.cross_entropy(head(pema(f)), y)
     return kappa * reconstruction_loss(pema, f) + (1 - kappa) * prediction
 
 
 def reconstruct(pema: Pema, memory: Memory, epochs: int, rows: int = 256, rate: float = 3e-3) -> float:
-    """The first phase, which trains B_rct, with an A that is then drawn again; the last loss. Source: section 3.3."""
+    """The first phase, which trains B_rct, with an A that is then drawn again; the last loss.
+    Source: section 3.3.
+    """
     optimizer = torch.optim.Adam(pema.only("A", "B_rct"), lr=rate)
     loss = torch.tensor(0.0)
     for epoch in range(epochs):
@@ -114,7 +127,8 @@ def reconstruct(pema: Pema, memory: Memory, epochs: int, rows: int = 256, rate: 
 def retrain(
     pema: Pema, head: Head, memory: Memory, epochs: int, kappa: float = 0.2, rows: int = 256, rate: float = 3e-3
 ) -> float:
-    """The second phase, which trains A and B_pd with B_rct frozen; the last loss. κ = 0.2 is what the authors' script has.
+    """The second phase, which trains A and B_pd with B_rct frozen; the last loss. κ = 0.2 is what
+    the authors' script has.
 
     Source: section 3.3, "joint retraining".
     """
@@ -131,7 +145,9 @@ def retrain(
 
 @dataclass(frozen=True)
 class PemaTokens:
-    """p_PEMA = softmax(W_hd B_pd A f): (rows, d) -> (rows, tokens of the vocabulary). Source: Eq. 2."""
+    """p_PEMA = softmax(W_hd B_pd A f): (rows, d) -> (rows, tokens of the vocabulary). Source: Eq.
+    2.
+    """
 
     pema: Pema
     head: Head
@@ -152,7 +168,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class Unrolling:
-    """Gradual unrolling: CS_0 = λ_max, CS_i = CS_(i-1) - λ_max / SL, λ_i = CS_i²; once CS is zero, it stays.
+    """Gradual unrolling: CS_0 = λ_max, CS_i = CS_(i-1) - λ_max / SL, λ_i = CS_i²; once CS is zero,
+    it stays.
 
     Args:
         lengths: SL, tokens of each input without its instruction: (batch)
@@ -168,22 +185,28 @@ class Unrolling:
 
 
 def input_lengths(mask: Tensor, instruction: int) -> Tensor:
-    """SL: the tokens of each input, (batch, tokens) -> (batch), less those of the instruction that all inputs have. Source: section 4."""
+    """SL: the tokens of each input, (batch, tokens) -> (batch), less those of the instruction that
+    all inputs have. Source: section 4.
+    """
     return (mask.sum(1) - instruction).clamp(min=1)
 
 
 def mix(share: Tensor, memory: Tensor, base: Tensor) -> Tensor:
-    """p = λ p_memory + (1 - λ) p_LM: share: (rows); memory, base: (rows, tokens of the vocabulary). Source: Eq. 6."""
+    """p = λ p_memory + (1 - λ) p_LM: share: (rows); memory, base: (rows, tokens of the vocabulary).
+    Source: Eq. 6.
+    """
     return share[:, None] * memory + (1 - share[:, None]) * base
 
 
 class Interpolation(LogitsProcessor):
-    """Mixes in `generate`: f of the present step comes from the head's own call, so caches, sampling and beams are as they were.
+    """Mixes in `generate`: f of the present step comes from the head's own call, so caches,
+    sampling and beams are as they were.
 
     Args:
         inputs: entered around `generate`
         start: tokens of the input, padding included
-    Raises: RuntimeError where one forward pass is for several tokens (assisted decoding, prompt lookup).
+    Raises: RuntimeError where one forward pass is for several tokens (assisted decoding, prompt
+    lookup).
     """
 
     def __init__(self, inputs: HeadInputs, memory: NextToken, share: Share, start: int) -> None:
@@ -198,9 +221,9 @@ class Interpolation(LogitsProcessor):
 
 
 def generate(
-    model: CausalLM, given: Tensor, mask: Tensor, steps: int, memory: NextToken, share: Share, **how: Any
+    model: CausalLM, inputs: Tensor, mask: Tensor, steps: int, memory: NextToken, share: Share, **how: Any
 ) -> Tensor:
     """(batch, steps): the base with the mixture in place of its own distribution."""
-    with torch.no_grad(), HeadInputs(model) as inputs:
-        mixing = LogitsProcessorList([Interpolation(inputs, memory, share, start=given.shape[1])])
-        return greedy(model, given, mask, steps, logits_processor=mixing, **how)
+    with torch.no_grad(), HeadInputs(model) as head:
+        mixing = LogitsProcessorList([Interpolation(head, memory, share, start=inputs.shape[1])])
+        return greedy(model, inputs, mask, steps, logits_processor=mixing, **how)

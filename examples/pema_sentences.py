@@ -1,4 +1,6 @@
-"""Sentences of docstrings as numbers: text for a base to repair, and the task of examples/pema.py, imperative to third person."""
+"""Sentences of docstrings as numbers: text for a base to repair, and the task of examples/pema.py,
+imperative to third person.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ unittest urllib xml zipfile
 """
 SPECIAL = ("<pad>", "<bos>", "<to>", "<eos>", "<unknown>")
 PAD, BOS, TO, EOS, UNKNOWN = range(5)
-INSTRUCTION = 2  # <bos> before an input and <to> behind it
+INSTRUCTION = 2  # <bos> before an input and <to> after it
 SHORTEST, LONGEST = 3, 12
 
 Pair = tuple[list[int], list[int]]
@@ -30,7 +32,9 @@ Pair = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Sentences:
-    """The vocabulary, running text as numbers, and the pairs of the task, none of which is in the text."""
+    """The vocabulary, running text as token ids, and the task's pairs, which are not in
+    the text.
+    """
 
     words: tuple[str, ...]
     running: list[list[int]]
@@ -38,9 +42,9 @@ class Sentences:
 
     def written(self, numbers: Iterable[int]) -> str:
         """The words up to the end of the sentence."""
-        found = list(numbers)
-        end = found.index(EOS) if EOS in found else len(found)
-        return " ".join(self.words[i] for i in found[:end])
+        words = list(numbers)
+        end = words.index(EOS) if EOS in words else len(words)
+        return " ".join(self.words[i] for i in words[:end])
 
 
 def third_person(verb: str) -> str:
@@ -55,9 +59,11 @@ def tokens(sentence: str) -> list[str]:
 
 
 def read(modules: str = MODULES, size: int = 1500) -> Sentences:
-    """Summary lines that begin with a verb are the task, where some docstring begins with the verb's third person; the rest is text."""
-    found = dict.fromkeys(text for module in modules.split() for text in docstrings(module))
-    parts = [re.split(r"(?<=[.!?])\s+|\n\s*\n", text, maxsplit=1) for text in found]
+    """The task: summary lines that begin with a verb whose third person begins another docstring.
+    The rest is running text.
+    """
+    sentences = dict.fromkeys(text for module in modules.split() for text in docstrings(module))
+    parts = [re.split(r"(?<=[.!?])\s+|\n\s*\n", text, maxsplit=1) for text in sentences]
     summaries = [tokens(summary) for summary, *_ in parts]
     bodies = [tokens(" ".join(rest)) for _, *rest in parts]
     words = SPECIAL + tuple(w for w, _ in Counter(w for line in summaries + bodies for w in line).most_common(size))
@@ -80,9 +86,9 @@ def read(modules: str = MODULES, size: int = 1500) -> Sentences:
 
 def batch(pairs: Iterable[Pair]) -> Batch:
     """<bos> input <to>, padded on the left; target <eos>, padded on the right."""
-    givens, targets = zip(*(([BOS, *given, TO], [*target, EOS]) for given, target in pairs), strict=True)
-    given = _padded([row[::-1] for row in givens], PAD).flip(1)
-    return Batch(given, (given != PAD).long(), _padded(targets, IGNORED))
+    givens, targets = zip(*(([BOS, *source, TO], [*target, EOS]) for source, target in pairs), strict=True)
+    inputs = _padded([row[::-1] for row in givens], PAD).flip(1)
+    return Batch(inputs, (inputs != PAD).long(), _padded(targets, IGNORED))
 
 
 def _padded(rows: Iterable[list[int]], value: int) -> Tensor:
@@ -90,7 +96,9 @@ def _padded(rows: Iterable[list[int]], value: int) -> Tensor:
 
 
 class Repair:
-    """Draws (damaged, whole) pieces of running text; a fifth of them are random words, from which copying is learnt sooner."""
+    """Random (damaged, whole) pieces of running text; a fifth are random words, which speeds up
+    learning to copy.
+    """
 
     def __init__(self, sentences: Sentences, seed: int) -> None:
         self.sentences, self.draw = sentences, random.Random(seed)
@@ -113,14 +121,16 @@ class Repair:
         return line[start : start + n]
 
     def _damaged(self, whole: list[int]) -> list[int]:
-        """Of a hundred words, six are replaced, three are lost, and behind three comes another."""
-        found: list[int] = []
+        """Of a hundred words, six are replaced, three are dropped, and three are followed by an
+        inserted word.
+        """
+        words: list[int] = []
         for word in whole:
             chance = self.draw.random()
             if chance < 0.06:
-                found.append(self._word())
+                words.append(self._word())
             elif chance < 0.09:
                 continue
             else:
-                found += [word, self._word()] if chance < 0.12 else [word]
-        return found
+                words += [word, self._word()] if chance < 0.12 else [word]
+        return words

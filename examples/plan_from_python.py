@@ -1,4 +1,6 @@
-"""Planning from Python: what would a method cost on models of very different size? No weights, no network."""
+"""Planning from Python: what would a method cost on models of very different size? No weights, no
+network.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ def main() -> None:
     for name in ("bert-base-uncased", "gpt2", "facebook/bart-large", "t5-3b", "meta-llama/Meta-Llama-3-70B"):
         plan = peftc.plan(SPEC, name)
         base, stored = plan.totals.base, plan.totals.stored
-        said = ", ".join(f"{e.text}: {'holds' if e.holds else 'fails'}" for e in plan.expectations)
-        print(f"{name:32}{base:18,}{stored:14,}{stored / base:9.3%}  {said}")
+        expectations = ", ".join(f"{e.text}: {'holds' if e.holds else 'fails'}" for e in plan.expectations)
+        print(f"{name:32}{base:18,}{stored:14,}{stored / base:9.3%}  {expectations}")
 
     plan = peftc.plan(LORA, "gpt2")  # its q, k and v are one matrix: the plan says where each lies
     edit = plan.edits[0]

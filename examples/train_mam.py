@@ -1,7 +1,9 @@
-"""Trains MAM on a small BART and generates with it: class names of the standard library into snake_case.
+"""Trains MAM on a small BART and generates with it: class names of the standard library into
+snake_case.
 
-The base is first trained in full, to copy names; it never sees an underscore. Then it is frozen, and the Mix-And-Match adapter
-alone learns to convert. `generate` runs with its cache, greedily and with beams.
+The base is first trained in full, to copy names; it never sees an underscore. Then it is frozen,
+and the Mix-And-Match adapter alone learns to convert. `generate` runs with its cache, greedily and
+with beams.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ NUMBERS = {letter: number for number, letter in enumerate(LETTERS, start=3)}
 def class_names() -> list[str]:
     """Names of 4 to 16 letters, of every class of the standard library."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    found: dict[str, None] = {}
+    classes: dict[str, None] = {}
     for path in sorted(library.rglob("*.py")):
         if not {"test", "tests", "site-packages"} & set(path.parts):
-            found |= dict.fromkeys(
+            classes |= dict.fromkeys(
                 re.findall(r"^ *class ([A-Z][A-Za-z]{3,15})\b", path.read_text("utf-8", "replace"), re.M)
             )
-    names = list(found)
+    names = list(classes)
     random.Random(0).shuffle(names)
     return names
 
@@ -84,8 +86,10 @@ def train(
     model.train()
     for _ in range(steps):
         batch = draw.sample(names, 64)
-        given, labels = encode(batch), encode(map(to, batch))
-        loss = model(input_ids=given, attention_mask=given != PAD, labels=labels.masked_fill(labels == PAD, -100)).loss
+        inputs, labels = encode(batch), encode(map(to, batch))
+        loss = model(
+            input_ids=inputs, attention_mask=inputs != PAD, labels=labels.masked_fill(labels == PAD, -100)
+        ).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -94,8 +98,8 @@ def train(
 
 def written(model: nn.Module, names: list[str], **how: object) -> list[str]:
     model.eval()
-    given = encode(names)
-    rows = model.generate(input_ids=given, attention_mask=given != PAD, max_new_tokens=24, do_sample=False, **how)
+    inputs = encode(names)
+    rows = model.generate(input_ids=inputs, attention_mask=inputs != PAD, max_new_tokens=24, do_sample=False, **how)
     return [decode(row) for row in rows]
 
 

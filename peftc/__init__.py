@@ -1,4 +1,4 @@
-"""peftc: a model-surgery compiler. Parameter-efficient fine-tuning methods, written as equations, compiled onto any model."""
+"""peftc, a model-surgery compiler: fine-tuning methods as equations, compiled onto any model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first asked for: checking a spec does not need torch."""
+    """Imports a public name at its first use, so that checking a spec does not import torch."""
     from importlib import import_module
 
     for home, names in _HOMES.items():

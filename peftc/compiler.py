@@ -34,9 +34,17 @@ from peftc.syntax.parser import parse_text
 
 
 def parse(text: str, path: str = "<text>") -> ast.Spec:
-    """The spec that a text states.
+    """The spec that a text states, as a tree.
 
-    Raises: P0xx, every syntax error of the text.
+    Args:
+        text: a spec, which begins with `peft 1`.
+        path: the name of the text in messages.
+
+    Returns:
+        Frozen nodes, each with its span in the text. Names are not checked: `plan` does that.
+
+    Raises:
+        PeftcError: P0xx, every syntax error of the text.
     """
     return parse_text(text, path)
 
@@ -46,11 +54,15 @@ def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None, trust_re
 
     No weight is read.
 
-    Args: `model`: a module, a config, or a name (hub id, folder, config.json). `sample`: the
-    keyword arguments of one forward, for a model that cannot be fed from its config.
-    `trust_remote_code`: run the code that a configuration brings along, if it does; it never is
-    otherwise.
-    Raises: P501-P510 (the model).
+    Args:
+        model: a module, a configuration, or a name: a hub id, a folder, a config.json.
+        sample: the keyword arguments of one forward, for a model whose inputs cannot be made from
+            its configuration.
+        trust_remote_code: runs the Python files that the configuration names. Without it they
+            never run.
+
+    Raises:
+        PeftcError: P501-P511, for the model.
     """
     return analyse_base(model, sample, trust_remote_code).table
 
@@ -67,14 +79,25 @@ def plan(
 ) -> Plan:
     """What compiling `spec` onto `model` would do: sites, exact parameter counts, foldability.
 
-    No weight is read.
+    No weight is read, and nothing is changed.
 
-    Args: `settings`: parameters of the spec's method to override, as `--set` does. `include`:
-    folders from which `use` may read beside that of the spec (of a text: the working directory), as
-    `--include` does. `tasks`: those of edits `per task` (one without it). `sample`,
-    `trust_remote_code`: as in `sites`.
-    Raises: P0xx syntax, P1xx names and arguments, P2xx sites, P3xx shapes, P5xx the model, P537
-    (tasks).
+    Args:
+        spec: the text of a spec, or the path of a file.
+        model: as in `sites`.
+        settings: parameters of the spec's method to override, as `--set` does.
+        include: folders from which `use` may read, besides that of the spec (of a text: the
+            working directory), as `--include` does.
+        sample: as in `sites`.
+        tasks: the tasks for which edits `per task` have parameters; a single task by default.
+        trust_remote_code: as in `sites`.
+
+    Returns:
+        The plan, with all counts in parameters. An expectation that does not hold is an entry of
+        `expectations`, not an error.
+
+    Raises:
+        PeftcError: P0xx (syntax), P1xx (names and arguments), P2xx (sites), P3xx (shapes), P5xx
+            (the model), P537 (tasks). All errors of a stage are raised together.
     """
     return plan_edits(flat_spec(spec, settings, include), model, sample, tasks, trust_remote_code).plan
 
@@ -102,10 +125,23 @@ def design(
     sample: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Design, ...]:
-    """Each edit along the design dimensions of He et al. 2022 (Table 1), read off its equations:
-    functional form, insertion form, modified representation, composition function.
+    """Each edit along the design dimensions of He et al. 2022, read off its equations.
 
-    Args and Raises: as `plan`.
+    The dimensions are the functional form, the insertion form, the modified representation and the
+    composition function.
+
+    Args:
+        spec: as in `plan`.
+        model: as in `plan`.
+        settings: as in `plan`.
+        include: as in `plan`.
+        sample: as in `plan`.
+        trust_remote_code: as in `plan`.
+
+    Raises:
+        PeftcError: as `plan`.
+
+    Source: He et al. 2022, arXiv:2110.04366, Table 1.
     """
     flat = flat_spec(spec, settings, include)
     site_edits = plan_edits(flat, model, sample, trust_remote_code=trust_remote_code).site_edits
@@ -130,25 +166,36 @@ def compile(
 ) -> nn.Module:
     """Changes `model` in place as `spec` says, and returns it.
 
-    A name is loaded with its weights, a config gets random ones.
-
-    The base is frozen; the parameters of the edits (and those that `train` names) require
+    The base is frozen. The parameters of the edits, and those that `train` names, require
     gradients. The forward of each edited region becomes a generated subclass of its own class;
     everything else of the model stays as it is. `remove(model)` undoes it bit for bit.
 
-    A model may have several specs: the function is that of one spec with the texts of all, in the
+    A model may have several specs. The function is that of one spec with the texts of all, in the
     order of compilation, and what the earlier ones have trained is kept.
 
-    Args: `seed`: of the initial values, which depend on it, the edit, the site and the parameter
-    alone (default: torch's initial seed). `name`: of this spec among those on the model (default:
-    that of its file, else "default"; with a number where that is taken). `tasks`: the names of
-    those for which edits `per task` have parameters; `peftc.task` chooses. `prefix`: put before the
-    names of its edits, as `apply … as` does; the default of `name`, too. `settings`, `include`,
-    `sample`, `trust_remote_code`: as in `plan`. `verify`: run `peftc.verify` on the result, and
-    undo the compilation where it finds something.
-    Raises: as `plan`; P304 for an expectation that does not hold; P412 for names that the model has
-    already, P414 for parameters that another spec trains; P537 for names of tasks that cannot be,
-    P560 for a seed that is none; with `verify`, P601-P611. After an error the model is as it was.
+    Args:
+        spec: as in `plan`.
+        model: a module; or a name, which is loaded with its weights, or a configuration, which
+            gets random ones.
+        seed: of the initial values. They depend on it, the edit, the site and the parameter alone.
+            By default torch's initial seed.
+        name: of this spec among those on the model. By default that of its file, else "default",
+            with a number if that is taken.
+        prefix: put before the names of its edits, as `apply … as` does. Also the default of `name`.
+        settings: as in `plan`.
+        include: as in `plan`.
+        sample: as in `plan`.
+        tasks: the tasks for which edits `per task` have parameters; `peftc.task` chooses one.
+        trust_remote_code: as in `plan`.
+        verify: runs `peftc.verify` on the result, and undoes the compilation if it fails.
+
+    Returns:
+        The model, the same object if it was a module.
+
+    Raises:
+        PeftcError: as `plan`; P304 (an expectation does not hold), P4xx (the rewrite), P412 (names
+            of another spec), P414 (parameters that another spec trains), P537 (tasks), P560 (the
+            seed); with `verify`, P601-P611. After an error the model is as it was.
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
@@ -167,19 +214,24 @@ def compile(
 
 
 def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, Any] | None = None) -> nn.Module:
-    """The base model again: classes, parameters and `requires_grad` as they were before `compile`,
-    bit for bit.
+    """The base model again, bit for bit: its classes, parameters and `requires_grad`.
 
     What `fold` has written into the weights is part of the base from then on, and stays. An edited
-    module that was replaced is gone with its edits; where all specs are taken out, the rest of the
+    module that was replaced is gone with its edits; if all specs are taken out, the rest of the
     model is restored.
 
-    Args: `name`: of one spec to take out; the others stay, with what they have trained. `sample`:
-    as in `compile`.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436
-    where others stay and an edited module was replaced, P529 inside of `disabled`, P546 where there
-    is no room for the values that `train` has changed. After an error, or an interrupt, the model
-    is as it was.
+    Args:
+        model: a compiled model.
+        name: of one spec to take out. The others stay, with what they have trained.
+        sample: as in `compile`.
+
+    Returns:
+        The model, the same object.
+
+    Raises:
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P436 (an edited module was
+            replaced, and other specs stay), P529 (inside of `disabled`), P546 (no room for the
+            values that `train` has changed). After an error or an interrupt the model is as it was.
     """
     active_installation(model, complete=False)
     return CompiledModel(model, sample).remove(name)

@@ -29,7 +29,6 @@ from peftc.specialization.names import GlobalNames
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.tracing.module_calls import forward_signature
-from peftc.tracing.region_trace import RegionTrace
 from peftc.tracing.tracer import RegionTracer
 
 
@@ -37,9 +36,13 @@ from peftc.tracing.tracer import RegionTracer
 class TracedRegion:
     """A layer as an fx graph, which stands for all layers of its type.
 
-    `module`: the dotted name of the layer that was traced. `layers`: all that share the graph.
-    `states`: nodes by the names of hidden states, such as `attn.self.q.h`; a node lists its full
-    names in `node.meta["states"]`.
+    Attributes:
+        module: the dotted name of the layer that was traced.
+        layers: the dotted names of all layers that share the graph.
+        graph: the traced code, down to Linears, norms and activations.
+        states: nodes by the names of hidden states, such as `attn.self.q.h`. A node lists the full
+            names in `node.meta["states"]`.
+        sites: the sites of the layer that was traced.
     """
 
     module: str
@@ -56,12 +59,13 @@ class TracedRegion:
         signature = forward_signature(self.kind.root)
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
-        return function("forward", signature, function_body(graph, GlobalNames(), signature))
+        return function("forward", signature, function_body(graph, GlobalNames(signature.parameters), signature))
 
     def state(self, name: str) -> fx.Node:
         """The node of a hidden state: `h` if the region has one site, `ffn.h`, or a full path.
 
-        Raises: P207 if no state, or more than one, has that name.
+        Raises:
+            PeftcError: P207 (no state has that name, or more than one).
         """
         matches = [key for key in self.states if key.endswith(f".{name}") or f"layer.{key}" == name]
         matches = [name] if name in self.states else matches
@@ -84,9 +88,14 @@ def trace(
 ) -> list[TracedRegion]:
     """The layers of a model as graphs with named hidden states, one graph per layer type.
 
-    Args: `sites`: a selector; limits the layers and the states to those of the sites that it
-        selects. `sample`, `trust_remote_code`: as in `peftc.sites`.
-    Raises: P0xx and P2xx for the selector, P5xx for the model.
+    Args:
+        model: as in `peftc.sites`.
+        sites: a selector; limits the layers and the states to those of the sites that it selects.
+        sample: as in `peftc.sites`.
+        trust_remote_code: as in `peftc.sites`.
+
+    Raises:
+        PeftcError: P0xx and P2xx (the selector), P5xx (the model).
     """
     analysis = analyse_base(model, sample, trust_remote_code)
     table, stacks = analysis.table, analysis.structure.stacks
@@ -115,21 +124,17 @@ def region_of(
     states: dict[str, fx.Node] = {}
     for site in sites:
         layer_step = next(i for i, (name, _) in enumerate(site.steps) if name == "layer")
-        inner = site.steps[layer_step + 1 :]
-        prefix = [name if index is None else f"{name}[{index}]" for name, index in inner]
+        prefix = [name if index is None else f"{name}[{index}]" for name, index in site.steps[layer_step + 1 :]]
         for name, state in site.states.items():
             if state.activation is not None:
-                node = attention_operand(node_of(state, module, site, kind.traced), state.activation.node, kind)
+                node = node_of(state, module, site, kind.traced)
+                role = state.activation.node.partition(".")[2]
+                attention = attention_at(node, kind.layer) if role in ("q", "k", "v") else None
+                if attention is not None:  # the node that feeds the attention call
+                    node = {"q": attention.q, "k": attention.k, "v": attention.v}[role]
                 states[".".join([*prefix, name])] = node
                 node.meta["states"] = [*node.meta.get("states", ()), f"{site.path}.{name}"]
     return TracedRegion(module, layers, kind.traced.graph, states, sites, kind, analysis)
-
-
-def attention_operand(node: fx.Node, place: str, kind: LayerType) -> fx.Node:
-    """For q, k and v, the node that feeds the attention call; any other node as it is."""
-    name = place.partition(".")[2]
-    attention = attention_at(node, kind.layer) if name in ("q", "k", "v") else None
-    return node if attention is None else {"q": attention.q, "k": attention.k, "v": attention.v}[name]
 
 
 def parse_selector(text: str) -> ast.Selector:
@@ -144,8 +149,15 @@ def rewrite(
     """A copy of a region's graph with the equations of `edits` written into it.
 
     Parameters of the edits are calls of `peftc.<edit>.<site>.<form>` in the graph.
-    Args: `settings`, `include`: as in `peftc.plan`.
-    Raises: as `peftc.plan`; P210 if no edit has a site in the region.
+
+    Args:
+        region: from `peftc.trace`.
+        edits: a spec, as in `peftc.plan`.
+        settings: as in `peftc.plan`.
+        include: as in `peftc.plan`.
+
+    Raises:
+        PeftcError: as `peftc.plan`; P210 (no edit has a site in the region).
     """
     analysis = region.analysis
     result = make_plan(flat_spec(edits, settings, include), analysis.table)
@@ -155,16 +167,12 @@ def rewrite(
         raise PeftcError(Diagnostic("P210", f"no edit has a site in `{region.module}`", notes=(f"edits: {names}",)))
     weights = {s.weight.module for use in uses for s in use.site.states.values() if s.weight is not None}
     entered = {name[len(region.module) + 1 :] for name in weights}
-    traced = retrace(region.kind, entered, analysis)
+    # A new trace, which also enters the leaves whose weights are edited.
+    tracer = RegionTracer(lambda name: name in entered or has_parts(region.kind.root, name))
+    with analysis.structure.mode:
+        traced = tracer.trace_region(region.kind.root, fake_copy(region.kind.arguments, analysis.structure.mode))
     inserter, region_edits = Inserter(traced), LayerRegions(region.kind, region.module, {}).layer_edits(uses)
     inserter.lookup.resolve(region_edits)
     for edit in region_edits:
         inserter.insert(edit)
     return traced.graph
-
-
-def retrace(kind: LayerType, entered: set[str], analysis: Analysis) -> RegionTrace:
-    """A new trace of a layer that also enters these leaves."""
-    tracer = RegionTracer(lambda name: name in entered or has_parts(kind.root, name))
-    with analysis.structure.mode:
-        return tracer.trace_region(kind.root, fake_copy(kind.arguments, analysis.structure.mode))

@@ -1,4 +1,6 @@
-"""No test needs the network: the hub is switched off before anything can ask for it. And golden files."""
+"""Fixtures, golden files, and the switch that keeps tests off the network: the hub is disabled
+before any import can use it.
+"""
 
 import gc
 import os
@@ -11,13 +13,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import analyses
+from tests import analysis_cache
 from tests.matrix import FULL
 
-# The folders of tests about what is done to models, and not about how these are read.
+# Folders whose subject is editing, not analysis: their tests share analyses.
 READ_ONCE = ("adapters", "compatibility", "folding", "laws", "specs_on_models", "tasks", "training", "verification")
 
-# In CI a failure must be the fault of the change: every run draws the same examples. Elsewhere each run looks for new ones.
+# In CI a failure must be the fault of the change: every run draws the same examples. Elsewhere each
+# run looks for new ones.
 settings.register_profile("ci", derandomize=True, database=None)
 if os.environ.get("CI", "").lower() == "true":
     settings.load_profile("ci")
@@ -46,22 +49,23 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """What holds of an edited model holds with variants that are made ahead of time, and with those that a call makes: an eighth of the tests
-    have the first ones to begin with, the others the second ones alone. In the full run all have the first, and always those
-    marked `ahead_of_time`. Fixtures of a whole module are in the case that asks for them first.
+    """Chooses when variants are traced: ahead of time, or by the call that needs them. The laws
+    hold in both modes: an eighth of the tests run with variants traced ahead of time, the others
+    without. In the full run, and for tests marked `ahead_of_time`, they are always traced ahead. A
+    module-wide fixture is built in the mode of the first test that uses it.
     """
     ahead = FULL or item.get_closest_marker("ahead_of_time") or crc32(item.nodeid.encode()) % 8 == 0
     with pytest.MonkeyPatch.context() as patch:
         if not ahead:
             patch.setattr("peftc.installation.reinstall.warm", lambda model, sample=None: None)
         if not FULL and item.path.relative_to(item.config.rootpath).parts[1] in READ_ONCE:
-            patch.setattr("peftc.installation.compiled_model.analyse", analyses.analyse)
+            patch.setattr("peftc.installation.compiled_model.analyse", analysis_cache.analyse)
         return (yield)
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny models: more threads only wait for each other."""
+    """The models are tiny: more threads only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -70,7 +74,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Compares a text with the file of that name in the `golden` folder beside the test."""
+    """Compares a text with the golden file of that name in the test's `golden` folder."""
 
     def compare(name: str, text: str) -> None:
         path = Path(str(request.path)).parent / "golden" / name

@@ -1,4 +1,4 @@
-"""A model of layers that are called one after the other."""
+"""A model of layers in sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Layers(nn.Module):
-    """`layers.i`, each called with the result of the one before: (batch, tokens, d), or whatever they take."""
+    """`layers.i`, each called with the output of the previous one."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Processes that are ended at a chosen operation on files."""
+"""Child processes that kill themselves at a given file operation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import peftc
 
 KILLED = -signal.SIGKILL
-REFUSED = 40  # how a process ends after an error with a code that was expected
+REFUSED = 40  # the exit code after an expected PeftcError
 _EVENTS = (
     "open",
     "os.chmod",
@@ -31,7 +31,9 @@ _EVENTS = (
 
 
 def fork(action: Callable[[], object], code: str = "") -> int:
-    """The id of a process that does something and ends: with `REFUSED` after an error of this code, with more after any other."""
+    """Runs an action in a forked process, and returns its id. Exit code: `REFUSED` after an error
+    with this diagnostic code, higher after any other error.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
@@ -49,12 +51,14 @@ def fork(action: Callable[[], object], code: str = "") -> int:
 
 
 def end_of(process: int) -> int:
-    """Waits for a process; its exit code, or less than zero for a signal."""
+    """Waits for a process. Its exit code; negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def killed_at(n: int, folder: Path, action: Callable[[], object]) -> int:
-    """Does something in a process that kills itself before its n-th operation on files; how that ended."""
+    """Runs an action in a process that kills itself before its n-th file operation. Returns its
+    exit code.
+    """
     count = 0
 
     def audit(event: str, args: tuple[Any, ...]) -> None:

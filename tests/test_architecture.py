@@ -1,4 +1,6 @@
-"""The shape of the package: imports flow one way, what needs no torch imports none, packages only re-export."""
+"""The architecture of the package: imports flow one way, packages that need no torch import none,
+`__init__` files only re-export.
+"""
 
 import ast
 import subprocess
@@ -64,12 +66,12 @@ def name_of(path: Path) -> str:
 
 
 def stage(module: str) -> str:
-    found = [s for s in STAGES if module == s or (s != "peftc" and module.startswith(f"{s}."))]
-    return max(found, key=len)
+    stages = [s for s in STAGES if module == s or (s != "peftc" and module.startswith(f"{s}."))]
+    return max(stages, key=len)
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Modules of peftc that a file imports, anywhere in it."""
+    """The modules of peftc that a file imports, anywhere in it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -83,7 +85,7 @@ MODULES = {name_of(path) for path in FILES}
 
 
 def torch_free() -> list[str]:
-    # In forms, the files named for modules hold torch modules; the rows name them as text.
+    # In forms, files `*_module.py` contain torch modules; the rows name them as text.
     return sorted(m for m in MODULES if stage(m) in TORCH_FREE and not m.endswith(("_module", "forms.module")))
 
 
@@ -96,12 +98,12 @@ def test_imports_flow_one_way(path: Path) -> None:
             assert STAGES.index(there) <= STAGES.index(here), f"{name_of(path)} ({here}) imports {module} ({there})"
 
 
-def test_stages_are_all_there_are() -> None:
+def test_stages_are_complete() -> None:
     assert {stage(m) for m in MODULES} <= set(STAGES)
 
 
 def test_no_module_is_in_a_cycle() -> None:
-    """Modules in the order of their imports; what is left over is in a cycle, or imports one."""
+    """A topological sort of imports: modules left over are in a cycle, or import one."""
     imports = {name_of(path): set(imported(ast.parse(path.read_text(encoding="utf-8")))) & MODULES for path in FILES}
     imports = {module: others - {module} for module, others in imports.items() if module != "peftc"}
     while ready := {module for module, others in imports.items() if not others & imports.keys()}:
@@ -150,7 +152,9 @@ ANALYSIS = ("peftc.tracing", "peftc.observation", "peftc.recognition", "peftc.ex
 
 @pytest.mark.parametrize("path", VERIFICATION, ids=name_of)
 def test_verification_shares_no_code_with_the_rewriter(path: Path) -> None:
-    """Of what rewrites and runs edits, verification reads the record of an installation, and calls what users call."""
+    """Of the packages that rewrite and run edits, verification imports only the record of an
+    installation and public functions.
+    """
     public = set(peftc.__all__)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not node.module:
@@ -165,8 +169,10 @@ def test_verification_shares_no_code_with_the_rewriter(path: Path) -> None:
         assert not node.module.startswith(ANALYSIS), node.module
 
 
-def test_no_room_hides_a_public_function() -> None:
-    """`import peftc.x` sets the attribute `x` of the package: a public function of that name would be gone."""
+def test_no_package_hides_a_public_function() -> None:
+    """`import peftc.x` sets the attribute `x` of the package, which would replace a public function
+    `x`.
+    """
     assert not {name_of(path).split(".")[1] for path in FILES if len(path.relative_to(ROOT).parts) > 2} & set(
         peftc.__all__
     )

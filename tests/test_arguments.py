@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind, as Python lets anyone give them: a diagnostic, and a model as it was."""
+"""Arguments of wrong types or values: a diagnostic, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ MORE = "peft 1\nedit f at layer[*].ffn { h *= vector() }"
 
 @cache
 def model_of(name: str) -> Any:
-    """One model for all tests: none of them changes it."""
+    """One model for all tests; none changes it."""
     tasks = ["a", "b"] if name == "tasks" else None
     return peftc.compile(f"peft 1\nedit e at layer[*].ffn {EDITS[name]}", zoo.build("bert"), seed=0, tasks=tasks)
 
 
-def given(model: Any) -> dict[str, torch.Tensor]:
+def model_inputs(model: Any) -> dict[str, torch.Tensor]:
     return zoo.inputs("bert", model, labels=True)
 
 
 def run(model: Any, **how: Any) -> torch.Tensor:
     with torch.no_grad(), peftc.task(model, **how):
-        return model(**given(model)).logits
+        return model(**model_inputs(model)).logits
 
 
 def refused(model: Any, code: str, call: Callable[[Any], object]) -> None:
@@ -69,7 +69,7 @@ def test_tasks_are_names_or_numbers_in_a_tensor_or_a_list() -> None:
 
 
 @pytest.mark.parametrize("case", range(len(TASKS)))
-def test_what_is_no_task(case: int) -> None:
+def test_invalid_tasks(case: int) -> None:
     refused(model_of("tasks"), *TASKS[case])
 
 
@@ -79,7 +79,7 @@ def test_a_model_without_tasks_has_none_to_drop() -> None:
 
 
 def calibrated(**how: Any) -> Callable[[Any], object]:
-    return lambda m: peftc.calibrate(m, **{"data": [given(m)], **how})
+    return lambda m: peftc.calibrate(m, **{"data": [model_inputs(m)], **how})
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,15 @@ def calibrated(**how: Any) -> Callable[[Any], object]:
         *({"lr": lr} for lr in (-1, 0, math.nan, math.inf, "a", None)),
     ],
 )
-def test_what_nothing_can_be_chosen_by(how: Any) -> None:
+def test_arguments_that_select_nothing(how: Any) -> None:
     refused(model_of("sparse"), "P541", calibrated(**how))
 
 
 def routes(**how: Any) -> Callable[[Any], object]:
     def call(model: Any) -> object:
-        return peftc.losses(model, **{"inputs": given(model), "logits": model(**given(model)).logits, **how})
+        return peftc.losses(
+            model, **{"inputs": model_inputs(model), "logits": model(**model_inputs(model)).logits, **how}
+        )
 
     return call
 
@@ -117,18 +119,18 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(CALLS)))
-def test_arguments_of_another_kind(case: int) -> None:
+def test_arguments_of_wrong_types(case: int) -> None:
     name, call = CALLS[case]
     refused(model_of(name), "P545", call)
 
 
 @pytest.mark.parametrize("name", [5, ["x"]])
-def test_what_is_no_name_of_a_spec(name: Any, tmp_path: Path) -> None:
+def test_invalid_names_of_specs(name: Any, tmp_path: Path) -> None:
     refused(model_of("plain"), "P413", lambda m: peftc.save(m, tmp_path / "x", name))
     refused(model_of("plain"), "P413", lambda m: peftc.remove(m, name))
 
 
-def test_routes_are_as_they_were_after_a_forward_that_fails() -> None:
+def test_routes_are_unchanged_after_a_failed_forward() -> None:
     model = model_of("routes")
     peftc.step(model, 1)
     before = [b.clone() for n, b in model.named_buffers() if n.endswith("route")]

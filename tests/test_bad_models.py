@@ -1,11 +1,10 @@
-"""Models that something is wrong with: each is a diagnostic, never a traceback, and never a half-changed model."""
+"""Unsuitable models: each is a diagnostic, never a traceback, and never a half-changed model."""
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +17,14 @@ import peftc
 from peftc.cli.main import main
 from tests import zoo
 from tests.laws.harness import Before
+from tests.refusals import DORA, FFN, NORMS, Q, refused
 
-Q = "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }\n"
-FFN = "peft 1\nedit f at layer[*].ffn { h += adapter(h, r=2, act=gelu) }\n"
-DORA = "peft 1\nedit d at layer[*].attn.q { w = magnitude(w + lowrank(r=2)) }\n"
-NORMS = "peft 1\ntrain n = [w] at layer[*].norm\n"
-
-
-def refused(code: str, function: Callable[[], Any], model: nn.Module | None = None) -> peftc.Diagnostic:
-    """The one diagnostic of a call, after which the model is as it was."""
-    before = None if model is None else Structure(model)
-    with pytest.raises(peftc.PeftcError) as caught:
-        function()
-    assert [d.code for d in caught.value.diagnostics] == [code]
-    if before is not None:
-        before.assert_same()
-    return caught.value.diagnostics[0]
-
-
-class Structure:
-    """Classes, attributes, parameters and flags of a model, of which some may have no values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.found = model, self.now(model)
-
-    def now(self, model: nn.Module) -> Any:
-        parameters = {n: (id(p), p.requires_grad, p.device) for n, p in model.named_parameters()}
-        return parameters, {n: (type(m), frozenset(vars(m))) for n, m in model.named_modules()}
-
-    def assert_same(self) -> None:
-        assert self.now(self.model) == self.found
-
-
-# Without attention ---------------------------------------------------------------------------------------------------
+# Without attention
+# --------------------------------------------------------------------------------------------------
 
 
 class Mixer(nn.Module):
-    """A layer that mixes tokens by a convolution."""
+    """A layer that mixes tokens by convolution."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
@@ -78,10 +48,10 @@ def without_attention() -> Iterator[tuple[str, nn.Module, dict[str, Tensor] | No
 def test_a_model_without_attention_says_so(model: nn.Module, sample: dict[str, Tensor] | None) -> None:
     table = peftc.sites(model, sample=sample)
     assert not any("attn" in site.path for site in table.sites)
-    assert any("no attention" in said or "no transformer layers" in said for said in table.warnings)
+    assert any("no attention" in warning or "no transformer layers" in warning for warning in table.warnings)
     for call in (peftc.plan, peftc.compile):
-        found = refused("P201", lambda call=call: call(Q, model, sample=sample), model)
-        assert any(warning in found.notes for warning in table.warnings)
+        diagnostic = refused("P201", lambda call=call: call(Q, model, sample=sample), model)
+        assert any(warning in diagnostic.notes for warning in table.warnings)
 
 
 def test_sites_on_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +61,8 @@ def test_sites_on_the_command_line_says_so(tmp_path: Path, capsys: pytest.Captur
     assert "has no attention" in capsys.readouterr().err
 
 
-# Not from transformers -----------------------------------------------------------------------------------------------
+# Models that are not from transformers
+# -----------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -104,12 +75,12 @@ class Attention(nn.Module):
         b, n, d = x.shape
         q, k, v = (t.view(b, n, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         if not self.written_out:
-            made = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             future = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
             scores = (q @ k.transpose(-1, -2) / (d // self.heads) ** 0.5).masked_fill(future, float("-inf"))
-            made = scores.softmax(-1) @ v
-        return self.out(made.transpose(1, 2).reshape(b, n, d))
+            output = scores.softmax(-1) @ v
+        return self.out(output.transpose(1, 2).reshape(b, n, d))
 
 
 class Block(nn.Module):
@@ -124,7 +95,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Written by hand: no config, no base class, its own blocks."""
+    """Hand-written: no config, no base class, its own blocks."""
 
     def __init__(self, written_out: bool) -> None:
         super().__init__()
@@ -145,7 +116,7 @@ def by_hand(written_out: bool = False) -> tuple[Transformer, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("written_out", [False, True])
 def test_a_model_written_by_hand_is_compiled(written_out: bool) -> None:
-    """With a sample; its roles are found by dataflow. A second spec needs no sample again."""
+    """With a sample; its roles are inferred. A second spec needs no sample."""
     model, sample = by_hand(written_out)
     before, base = Before.of(model), model(**sample)
     peftc.compile(Q, model, seed=0, sample=sample, name="q")
@@ -170,14 +141,14 @@ def test_a_model_written_by_hand_is_compiled(written_out: bool) -> None:
     before.assert_same(model)
 
 
-def test_a_sample_is_asked_for() -> None:
+def test_a_model_without_config_needs_a_sample() -> None:
     model, _ = by_hand()
-    found = refused("P507", lambda: peftc.compile(Q, model), model)
-    assert "sample=" in str(found.help)
+    diagnostic = refused("P507", lambda: peftc.compile(Q, model), model)
+    assert "sample=" in str(diagnostic.help)
 
 
-def test_a_plain_encoder_works_or_says_what_is_missing() -> None:
-    """torch's own attention is one call into C++: its layers are edited around it."""
+def test_a_torch_encoder_works_or_names_what_is_missing() -> None:
+    """torch's attention is one fused call: its layers are edited around it."""
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     sample = {"src": torch.randn(2, 5, 32)}
@@ -190,8 +161,8 @@ def test_a_plain_encoder_works_or_says_what_is_missing() -> None:
     assert torch.equal(peftc.remove(model)(**sample), base)
     table = peftc.sites(model, sample=sample)
     if not any(site.path.endswith("attn.self.q") for site in table.sites):
-        found = refused("P201", lambda: peftc.compile(Q, model, sample=sample), model)
-        assert found.notes
+        diagnostic = refused("P201", lambda: peftc.compile(Q, model, sample=sample), model)
+        assert diagnostic.notes
 
 
 @pytest.mark.parametrize(
@@ -205,13 +176,13 @@ def test_a_plain_encoder_works_or_says_what_is_missing() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_sample_is_told(sample: Any, code: str) -> None:
+def test_a_wrong_sample_is_refused(sample: Any, code: str) -> None:
     model, _ = by_hand()
     refused(code, lambda: peftc.sites(model, sample=sample), model)
     refused(code, lambda: peftc.compile(Q, model, sample=sample), model)
 
 
-def test_a_model_that_cannot_be_copied_is_told() -> None:
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model, sample = by_hand()
     model.blocks[0].lock = threading.Lock()
     assert "lock" in str(refused("P509", lambda: peftc.compile(Q, model, sample=sample), model))
@@ -222,11 +193,12 @@ def test_an_adapter_is_not_loaded_onto_a_name(tmp_path: Path) -> None:
     refused("P545", lambda: peftc.load(tmp_path, name))
 
 
-# Without weights -----------------------------------------------------------------------------------------------------
+# Without weights
+# --------------------------------------------------------------------------------------------------
 
 
 def on_meta(*modules: str) -> nn.Module:
-    """A model of which these modules have no weights: all of it without any names."""
+    """A model with these modules on the meta device; the whole model if none is named."""
     model = zoo.build("llama")
     for name in modules or ("",):
         model.get_submodule(name).to("meta")
@@ -241,7 +213,7 @@ def test_planning_needs_no_weights(modules: tuple[str, ...]) -> None:
         assert peftc.plan(spec, model) == peftc.plan(spec, there)
 
 
-def test_what_needs_weights_is_refused_without(tmp_path: Path) -> None:
+def test_operations_that_need_weights_are_refused(tmp_path: Path) -> None:
     model = on_meta()
     for spec in (DORA, NORMS, Q + DORA.removeprefix("peft 1")):
         refused("P527", lambda spec=spec: peftc.compile(spec, model), model)
@@ -268,137 +240,3 @@ def test_a_model_loaded_in_part_is_compiled_where_it_has_weights() -> None:
     peftc.remove(model)
     peftc.compile(Q.replace("layer[*]", "layer[0]"), model, seed=0)
     assert {p.device.type for p in peftc.parameters(model).values()} == {"cpu"}
-
-
-# Code of others ------------------------------------------------------------------------------------------------------
-
-CONFIGURATION = """
-from transformers import {config}
-with open({marker!r}, "a") as file:
-    file.write("configuration ")
-
-class OwnConfig({config}):
-    model_type = "somebody-s-own"
-"""
-MODELLING = """
-from transformers import {model}
-from .configuration_own import OwnConfig
-with open({marker!r}, "a") as file:
-    file.write("modelling ")
-
-class OwnForCausalLM({model}):
-    config_class = OwnConfig
-"""
-GENERATION = """
-with open({marker!r}, "a") as file:
-    file.write("generation ")
-
-def generate(model, **kwargs):
-    return "own"
-"""
-
-
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A folder with a model whose code leaves a mark when it runs, and the mark."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    for name in [n for n in sys.modules if n.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
-    folder, marker = tmp_path / f"own_{tmp_path.name}", tmp_path / "ran"
-    zoo.build("llama").save_pretrained(folder)
-    names = {"config": "LlamaConfig", "model": "LlamaForCausalLM", "marker": str(marker)}
-    (folder / "configuration_own.py").write_text(CONFIGURATION.format(**names))
-    (folder / "modeling_own.py").write_text(MODELLING.format(**names))
-    change(folder, model_type="somebody-s-own", architectures=["OwnForCausalLM"])
-    auto = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    change(folder, auto_map=auto)
-    return folder, marker
-
-
-def change(folder: Path, **values: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def test_code_of_a_repository_is_not_run(repository: tuple[Path, Path]) -> None:
-    folder, marker = repository
-    for name in (str(folder), str(folder / "config.json")):
-        for call in (peftc.sites, peftc.trace):
-            found = refused("P504", lambda call=call, name=name: call(name))
-            assert "trust_remote_code=True" in str(found.help)
-            assert "--trust-remote-code" in str(found.help)
-        for both in (peftc.plan, peftc.compile):
-            refused("P504", lambda both=both, name=name: both(Q, name))
-    assert not marker.exists()
-
-
-def test_code_of_a_repository_is_run_where_it_is_trusted(repository: tuple[Path, Path]) -> None:
-    folder, marker = repository
-    table = peftc.sites(folder, trust_remote_code=True)
-    assert set(marker.read_text().split()) == {"configuration", "modelling"}
-    assert [s.path for s in table.sites] == [s.path for s in peftc.sites(zoo.build("llama")).sites]
-    assert table.model_type == "somebody-s-own"
-    assert peftc.plan(Q, str(folder / "config.json"), trust_remote_code=True).totals.trained > 0
-    assert peftc.trace(folder, trust_remote_code=True)
-    model = peftc.compile(Q, folder, seed=0, trust_remote_code=True)
-    assert type(model).__name__ == "OwnForCausalLM"
-    there = zoo.build("llama").state_dict()
-    now = peftc.remove(model).state_dict()
-    assert all(torch.equal(now[k], v) for k, v in there.items())
-
-
-def test_what_a_trusted_repository_generates_by_is_its_own(repository: tuple[Path, Path]) -> None:
-    folder, marker = repository
-    (folder / "custom_generate").mkdir()
-    text = GENERATION.format(marker=str(marker))
-    (folder / "custom_generate" / "generate.py").write_text(text)
-    refused("P504", lambda: peftc.compile(Q, folder))
-    assert not marker.exists()
-    model = peftc.compile(Q, folder, seed=0, trust_remote_code=True)
-    assert "generation" in marker.read_text()
-    assert model.generate(inputs=torch.ones(1, 2, dtype=torch.long)) == "own"
-
-
-def test_the_command_line_asks_before_it_runs_code(
-    repository: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, marker = repository
-    spec = tmp_path / "q.peft"
-    spec.write_text(Q)
-    commands = (["sites"], ["plan", str(spec)], ["compile", str(spec)])
-    for command in commands:
-        assert main([*command, "--model", str(folder)]) == 1
-        assert "P504" in capsys.readouterr().err
-    assert not marker.exists()
-    for command in commands:
-        assert main([*command, "--model", str(folder), "--trust-remote-code"]) == 0
-    assert marker.exists()
-
-
-def test_a_class_that_transformers_has_needs_no_code(repository: tuple[Path, Path]) -> None:
-    """A known type with code beside it is built by transformers' own class, and the code is left alone."""
-    folder, marker = repository
-    change(folder, model_type="llama", architectures=["LlamaForCausalLM"])
-    assert peftc.plan(Q, folder).totals.trained > 0
-    assert isinstance(peftc.compile(Q, folder), transformers.LlamaForCausalLM)
-    change(folder, architectures=["OwnForCausalLM"])
-    refused("P504", lambda: peftc.plan(Q, folder))
-    config = transformers.LlamaConfig.from_pretrained(folder)
-    refused("P504", lambda: peftc.plan(Q, config))
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("breakage", ["raise ValueError('no')", "import nothing_that_there_is", None])
-def test_trusted_code_that_fails_is_told(repository: tuple[Path, Path], breakage: str | None) -> None:
-    folder, _ = repository
-    path = folder / "modeling_own.py"
-    if breakage is None:
-        path.unlink()
-    else:
-        path.write_text(breakage)
-    assert refused("P510", lambda: peftc.plan(Q, folder, trust_remote_code=True)).notes
-
-
-def test_trusting_a_model_without_code_changes_nothing() -> None:
-    assert peftc.plan(Q, "gpt2", trust_remote_code=True) == peftc.plan(Q, "gpt2")

@@ -1,4 +1,4 @@
-"""The benchmarks run, and what they print beside their timings is right."""
+"""The benchmarks run, and the figures besides timings are right."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from benchmarks.contenders import MAKE, WORK, Shape, contenders, floor, measured
 SHAPE = Shape("tiny", 32, 48, 2, 4, 4, 64, batch=2, tokens=8, decoded=3)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers for an old name
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # a deprecation warning from PEFT's use of transformers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of torch.compile
 def test_the_gpu_benchmark_runs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     work = [*WORK][:2]
     options = ["--device", "cpu", "--tiny", "--backend", "eager", "--rounds", "2", "--work", ",".join(work)]
@@ -24,7 +24,7 @@ def test_the_gpu_benchmark_runs_without_a_gpu(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_without_a_cuda_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_cuda_device_the_gpu_benchmark_exits_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 0
     assert "no CUDA device" in capsys.readouterr().out
 
@@ -52,8 +52,8 @@ def test_the_floor_is_what_lora_adds(work: str) -> None:
         with FlopCounterMode(display=False) as counter:
             run()
         counted[name] = counter.get_total_flops()
-    found = (counted["peftc"] - counted["base"]) / counted["base"]
-    assert found == pytest.approx(floor(models["base"], SHAPE, work), rel=0.02)
+    share = (counted["peftc"] - counted["base"]) / counted["base"]
+    assert share == pytest.approx(floor(models["base"], SHAPE, work), rel=0.02)
 
 
 def test_recipes_are_trained_and_counted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,16 +78,16 @@ def test_overheads_are_of_the_same_round() -> None:
     assert overheads(seconds) == {"peftc": 0.5, "PEFT": 1.0, "merged": 0.0}
 
 
-def test_contenders_take_turns() -> None:
+def test_contenders_alternate() -> None:
     order: list[str] = []
     seconds = measured({name: lambda name=name: order.append(name) for name in "abc"}, 3, lambda: 0.0)
     assert order == [*"abc", *"abc", *"bca", *"cab"]
-    assert {name: len(found) for name, found in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+    assert {name: len(samples) for name, samples in seconds.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-def test_no_kind_of_layer_is_traced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_layer_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from peftc.tracing.tracer import RegionTracer
 
-    monkeypatch.setattr(RegionTracer, "trace_region", RegionTracer.trace_region)  # put back afterwards
+    monkeypatch.setattr(RegionTracer, "trace_region", RegionTracer.trace_region)  # restored afterwards
     monkeypatch.setattr(compile_time, "LATER", 1)
     assert compile_time.measured("peftc", 3)["traces"] == [1]

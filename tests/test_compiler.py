@@ -1,4 +1,6 @@
-"""The public functions, where laws over recipes do not reach: names, odd arguments, modules that are no transformers."""
+"""Public functions beyond the laws of recipes: names, odd arguments, modules outside
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import nn
 
 import peftc
 from tests import zoo
-from tests.work import calls
+from tests.call_counts import calls
 
 LORA = "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }\n"
 
@@ -24,22 +26,22 @@ LORA = "peft 1\nedit q at layer[*].attn.q { h += lora(x, r=2) }\n"
 def test_an_edit_may_have_any_name(name: str, tmp_path: Path) -> None:
     spec = f"peft 1\nedit {name} at layer[*].ffn {{ h += adapter(x, r=2) }}\n"
     model = zoo.build("gpt2")
-    given = zoo.inputs("gpt2", model)
-    base = model(**given)[0]
+    inputs = zoo.inputs("gpt2", model)
+    base = model(**inputs)[0]
     peftc.compile(spec, model, seed=0)
-    want = model(**given)[0]
+    want = model(**inputs)[0]
     assert not torch.equal(want, base)
     assert {key.partition("/")[0] for key in peftc.parameters(model)} == {name}
     again = peftc.load(peftc.save(model, tmp_path / "saved"), zoo.build("gpt2"))
-    assert torch.equal(again(**given)[0], want)
-    assert torch.equal(peftc.remove(model)(**given)[0], base)
+    assert torch.equal(again(**inputs)[0], want)
+    assert torch.equal(peftc.remove(model)(**inputs)[0], base)
 
 
 @pytest.mark.parametrize(
     "edit",
     ["attn.cross { h += adapter(c, r=2) }", "attn.cross { h = c }", "attn { q = k }", "attn.cross { k = q }"],
 )
-def test_states_of_other_tokens_do_not_mix(edit: str) -> None:
+def test_states_of_different_tokens_do_not_mix(edit: str) -> None:
     with pytest.raises(peftc.PeftcError, match="P301"):
         peftc.plan(f"peft 1\nedit a at layer[*].{edit}\n", zoo.build("bart"))
 
@@ -59,7 +61,7 @@ def test_a_config_gets_random_weights_and_a_name_its_own() -> None:
         peftc.compile(LORA, "gpt2")
 
 
-def test_arguments_of_other_types_are_told_apart() -> None:
+def test_arguments_of_other_types_have_other_variants() -> None:
     model: Any = None
     for call in (lambda: peftc.compile(LORA, model), lambda: peftc.plan(LORA, model), lambda: peftc.sites(model)):
         with pytest.raises(peftc.PeftcError, match="not a NoneType"):
@@ -116,13 +118,13 @@ def test_settings_from_python_and_as_texts_agree() -> None:
         peftc.plan(spec, "facebook/bart-large", settings={"q": 3})
 
 
-def test_a_post_norm_behind_a_view_is_found() -> None:
+def test_a_post_norm_after_a_view_is_recognised() -> None:
     table = peftc.sites(zoo.build("opt", do_layer_norm_before=False))
     assert "decoder.layer[0].ffn.norm" in {s.path for s in table.sites}
 
 
-def test_the_collector_of_cycles_is_as_it_was() -> None:
-    """Compiling does without it, also where it fails."""
+def test_garbage_collection_is_restored() -> None:
+    """Compiling disables garbage collection, and restores it even after an error."""
     spec = "peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }\n"
     for enabled in (True, False):
         (gc.enable if enabled else gc.disable)()
@@ -137,7 +139,10 @@ def test_the_collector_of_cycles_is_as_it_was() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_twice_the_layers_are_at_most_twice_the_work(device: str) -> None:
-    spec = "peft 1\nedit qv at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2) }\nedit f at layer[*].ffn { h += adapter(x, r=2) }\n"
+    spec = (
+        "peft 1\nedit qv at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2) }\n"
+        "edit f at layer[*].ffn { h += adapter(x, r=2) }\n"
+    )
 
     def work(layers: int) -> int:
         with torch.device(device):

@@ -1,4 +1,4 @@
-"""SIGINT in and around deferrals and shielded blocks, with other handlers installed."""
+"""SIGINT during deferred and shielded blocks, with other signal handlers installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def interrupt() -> None:
 
 @pytest.fixture(autouse=True)
 def default_handler() -> Iterator[None]:
-    """A process that a shell starts in the background has no SIGINT handler."""
+    """A process started in the background by a shell has no SIGINT handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -82,7 +82,7 @@ def test_an_error_of_the_block_is_not_lost() -> None:
     assert isinstance(raised.value.__context__, ValueError)
 
 
-def test_other_threads_have_no_signals() -> None:
+def test_other_threads_are_not_interrupted() -> None:
     states: list[Any] = []
 
     def work() -> None:
@@ -110,7 +110,7 @@ def block(steps: list[str]) -> Generator[None]:
         steps.append("closed")
 
 
-def test_the_end_of_a_shielded_block_is_whole() -> None:
+def test_the_exit_of_a_shielded_block_is_not_interrupted() -> None:
     steps: list[str] = []
     with pytest.raises(KeyboardInterrupt), block(steps):
         steps.append("inside")

@@ -1,4 +1,4 @@
-"""The examples run, on less data and fewer steps than they show."""
+"""The examples run, with less data and fewer steps."""
 
 import ast
 import re
@@ -25,13 +25,13 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleT
 
 
 def numbers(pattern: str, text: str) -> list[float]:
-    return [float(found) for found in re.findall(pattern, text)]
+    return [float(number) for number in re.findall(pattern, text)]
 
 
 def test_docstrings_are_different_and_long_enough(example: Callable[[str], ModuleType]) -> None:
-    found = example("docstrings").docstrings("asyncio")
-    assert len(found) == len(set(found)) > 100
-    assert min(map(len, found)) >= 30
+    texts = example("docstrings").docstrings("asyncio")
+    assert len(texts) == len(set(texts)) > 100
+    assert min(map(len, texts)) >= 30
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
@@ -99,7 +99,7 @@ def test_train_mam(
     names, train = mam.class_names()[:100], mam.train
     monkeypatch.setattr(mam, "HELD_OUT", 20)
     monkeypatch.setattr(mam, "class_names", lambda: names)
-    monkeypatch.setattr(mam, "train", lambda *given, steps, rate: train(*given, steps=2, rate=rate))
+    monkeypatch.setattr(mam, "train", lambda *args, steps, rate: train(*args, steps=2, rate=rate))
     mam.main()
     printed = capsys.readouterr().out
     assert "the same without the cache: True" in printed

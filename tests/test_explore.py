@@ -1,4 +1,4 @@
-"""Layers as graphs, for passes that others write."""
+"""`peftc.trace` and `peftc.rewrite`: layers as graphs, for passes written by users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import zoo
 SPEC = "peft 1\nedit e at layer[*].ffn { h += 4 * adapter(x, r=4, act=relu) }\n"
 
 
-def test_regions_name_their_states() -> None:
+def test_regions_have_their_states() -> None:
     regions = peftc.trace(zoo.build("bart"))
     assert [len(r.layers) for r in regions] == [2, 3]
     decoder = regions[1]
@@ -23,8 +23,10 @@ def test_regions_name_their_states() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon"])
-def test_queries_keys_and_values_are_what_an_attention_takes(name: str) -> None:
-    """Through transformers' interface and as a call of torch's function, whose operands have other places."""
+def test_queries_keys_and_values_are_arguments_of_the_attention(name: str) -> None:
+    """Through transformers' attention interface, and as a call of torch's function, whose arguments
+    have another order.
+    """
     region = peftc.trace(build("causal-lm", name)[0], "layer[*].attn")[0]
     attention = region.state("self.kv")
     operands = [region.state(f"self.{each}") for each in "qkv"]

@@ -1,4 +1,5 @@
-"""SIGINT at each line from the first write to the end of an operation leaves the model as before or as after.
+"""SIGINT at each line from the first write to the end of an operation leaves the model as before or
+as after.
 
 `make interrupts` covers all lines, and operations that consist of these.
 """
@@ -21,8 +22,8 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_an_interrupt_finds_the_model_before_or_after(group: str) -> None:
-    """Of long operations, only the lines that write and those around them."""
+def test_an_interrupt_leaves_the_model_before_or_after(group: str) -> None:
+    """For long operations, only the lines around writes."""
     paths, names = GROUPS[group]
     command = [sys.executable, "-m", "tests.interrupts.run", "--written", "--json", "--paths", paths, *names]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,6 @@
-"""PEMA's parts, on tiny random models: what is stored, what each phase trains, and `generate` against a loop without cache and padding."""
+"""PEMA on tiny random models: the external memory, what each phase trains, and `generate` against a
+loop without cache and padding.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def pema() -> pm.Pema:
     torch.manual_seed(1)
-    made = pm.Pema(32, 4).double()
-    torch.nn.init.normal_(made.B_pd)
-    torch.nn.init.normal_(made.B_rct)
-    return made
+    module = pm.Pema(32, 4).double()
+    torch.nn.init.normal_(module.B_pd)
+    torch.nn.init.normal_(module.B_rct)
+    return module
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +50,16 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 def states(model: Any, ids: list[int]) -> tuple[Tensor, Tensor]:
     """(f, logits) of the last position of one sequence, from the base alone."""
-    given = torch.tensor([ids])
-    f = model.get_decoder()(input_ids=given, use_cache=False).last_hidden_state[0, -1]
-    return f, model(input_ids=given, use_cache=False).logits[0, -1]
+    inputs = torch.tensor([ids])
+    f = model.get_decoder()(input_ids=inputs, use_cache=False).last_hidden_state[0, -1]
+    return f, model(input_ids=inputs, use_cache=False).logits[0, -1]
 
 
 def memory_of(tmp_path: Path, n: int = 50, d: int = 32) -> em.Memory:
     return em.Memory.write(tmp_path, [(torch.randn(n, d), torch.randint(3, zoo.VOCAB, (n,)))])
 
 
-def test_a_memory_is_what_was_written_and_its_files_stay(tmp_path: Path) -> None:
+def test_a_memory_has_the_written_rows_and_keeps_its_files(tmp_path: Path) -> None:
     pieces = [(torch.randn(n, 8), torch.randint(100, (n,))) for n in (3, 1, 7)]
     memory = em.Memory.write(tmp_path / "made", iter(pieces))
     assert torch.equal(memory.f, torch.cat([f for f, _ in pieces]))
@@ -71,37 +73,39 @@ def test_a_memory_is_what_was_written_and_its_files_stay(tmp_path: Path) -> None
 
 
 def test_contexts_are_those_of_each_prefix_alone(model: Any) -> None:
-    given, mask = padded(ROWS)
-    said = torch.randint(3, zoo.VOCAB, (len(ROWS), 4))
+    inputs, mask = padded(ROWS)
+    continuation = torch.randint(3, zoo.VOCAB, (len(ROWS), 4))
     with torch.no_grad():
-        f = em.contexts(model, given, mask, said)
+        f = em.contexts(model, inputs, mask, continuation)
         for b, row in enumerate(ROWS):
             for i in range(4):
-                torch.testing.assert_close(f[b, i], states(model, row + said[b, :i].tolist())[0], rtol=0, atol=1e-10)
+                torch.testing.assert_close(
+                    f[b, i], states(model, row + continuation[b, :i].tolist())[0], rtol=0, atol=1e-10
+                )
 
 
 def test_own_contexts_are_those_of_the_bases_predictions_until_it_ends(model: Any, tmp_path: Path) -> None:
-    given, mask = padded(ROWS)
+    inputs, mask = padded(ROWS)
     target = torch.randint(3, zoo.VOCAB, (len(ROWS), STEPS))
     target[1, 4:] = em.IGNORED
-    free = em.greedy(model, given, mask, STEPS)
+    free = em.greedy(model, inputs, mask, STEPS)
     model.generation_config.eos_token_id = free[0, 2].item()  # the first row ends at its third word at the latest
     f, y = [], []
     with torch.no_grad():
         for b, row in enumerate(ROWS):
             context = list(row)
-            for wanted in target[b][target[b] != em.IGNORED].tolist():
+            for expected in target[b][target[b] != em.IGNORED].tolist():
                 state, logits = states(model, context)
                 f.append(state)
-                y.append(wanted)
+                y.append(expected)
                 context.append(int(logits.argmax()))
                 if context[-1] == model.generation_config.eos_token_id:
                     break
-    memory = em.collect(model, [em.Batch(given, mask, target)], tmp_path)
+    memory = em.collect(model, [em.Batch(inputs, mask, target)], tmp_path)
     assert len(y) < (target != em.IGNORED).sum()
     assert memory.y.tolist() == y
     torch.testing.assert_close(memory.f, torch.stack(f).float())
-    assert len(em.collect(model, [em.Batch(given, mask, target)], tmp_path, own=False)) == 3 * STEPS - 2
+    assert len(em.collect(model, [em.Batch(inputs, mask, target)], tmp_path, own=False)) == 3 * STEPS - 2
 
 
 def test_a_base_that_caps_its_logits_is_refused() -> None:
@@ -115,9 +119,9 @@ def test_a_base_that_caps_its_logits_is_refused() -> None:
         head_dim=8,
         final_logit_softcapping=0.1,
     )
-    given, mask = padded([[3, 4, 5]])
+    inputs, mask = padded([[3, 4, 5]])
     with pytest.raises(ValueError, match="logits are not its head's output"):
-        em.contexts(transformers.Gemma2ForCausalLM(config), given, mask, torch.tensor([[6, 7]]))
+        em.contexts(transformers.Gemma2ForCausalLM(config), inputs, mask, torch.tensor([[6, 7]]))
 
 
 def test_the_head_is_a_copy_that_gives_the_same_logits(model: Any) -> None:
@@ -137,7 +141,7 @@ def test_each_phase_trains_its_own_and_nothing_else(tmp_path: Path) -> None:
     second = {name: p.detach().clone() for name, p in pema.named_parameters()}
     assert torch.equal(second["B_pd"], first["B_pd"])
     assert not torch.equal(second["B_rct"], first["B_rct"])
-    assert (second["A"] - first["A"]).abs().max() > 0.05  # drawn again: training for so long moves it by less
+    assert (second["A"] - first["A"]).abs().max() > 0.05  # reinitialised: so few steps change it less than that
     pm.retrain(pema, head, memory, epochs=2, rows=16)
     assert torch.equal(pema.B_rct, second["B_rct"])
     assert not torch.equal(pema.A, second["A"])
@@ -194,7 +198,7 @@ def test_a_mixture_is_a_distribution_between_its_two() -> None:
     assert torch.equal(p[3], one[3])
 
 
-def test_neighbours_against_sums_written_out(tmp_path: Path) -> None:
+def test_neighbours_equal_explicit_sums(tmp_path: Path) -> None:
     memory = memory_of(tmp_path, n=30, d=8)
     f = torch.randn(3, 8)
     p = em.NearestNeighbours(memory, zoo.VOCAB, k=5, temperature=4.0)(f)
@@ -208,42 +212,42 @@ def test_neighbours_against_sums_written_out(tmp_path: Path) -> None:
 
 
 def by_hand(model: Any, pema: pm.Pema, row: list[int], most: float, instruction: int) -> list[int]:
-    """One sentence alone, no cache, no padding: Eq. 2 and 6 and section 4, written out."""
-    head, said, cs = model.get_output_embeddings(), [], most
+    """One sentence without cache and padding: Eq. 2 and 6 and section 4, written out."""
+    head, tokens, cs = model.get_output_embeddings(), [], most
     for _ in range(STEPS):
-        f, logits = states(model, row + said)
+        f, logits = states(model, row + tokens)
         p = cs**2 * (head.weight @ (pema.B_pd @ (pema.A @ f))).softmax(-1) + (1 - cs**2) * logits.softmax(-1)
-        said.append(int(p.argmax()))
-        if said[-1] == zoo.EOS:
+        tokens.append(int(p.argmax()))
+        if tokens[-1] == zoo.EOS:
             break
         cs = max(cs - most / (len(row) - instruction), 0.0)
-    return said + [zoo.EOS] * (STEPS - len(said))
+    return tokens + [zoo.EOS] * (STEPS - len(tokens))
 
 
 @pytest.mark.parametrize("how", [{}, {"use_cache": False}])
 def test_generating_is_a_loop_written_by_hand(model: Any, pema: pm.Pema, how: dict[str, Any]) -> None:
-    given, mask = padded(ROWS)
+    inputs, mask = padded(ROWS)
     share = pm.Unrolling(pm.input_lengths(mask, instruction=1), most=0.9)
     mixed = pm.PemaTokens(pema, pm.Head.copied(model))
-    got = pm.generate(model, given, mask, STEPS, mixed, share, **how).tolist()
+    got = pm.generate(model, inputs, mask, STEPS, mixed, share, **how).tolist()
     with torch.no_grad():
         assert got == [by_hand(model, pema, row, 0.9, instruction=1) for row in ROWS]
-    assert got != em.greedy(model, given, mask, STEPS).tolist()
-    assert got != pm.generate(model, given, mask, STEPS, mixed, pm.Constant(0.81)).tolist()  # λ does fall
-    assert pm.generate(model, given, mask, STEPS, mixed, pm.Constant(0.0)).equal(em.greedy(model, given, mask, STEPS))
+    assert got != em.greedy(model, inputs, mask, STEPS).tolist()
+    assert got != pm.generate(model, inputs, mask, STEPS, mixed, pm.Constant(0.81)).tolist()  # λ does fall
+    assert pm.generate(model, inputs, mask, STEPS, mixed, pm.Constant(0.0)).equal(em.greedy(model, inputs, mask, STEPS))
     assert not model.get_output_embeddings()._forward_hooks
 
 
 @torch.no_grad()
 def test_beams_are_scored_by_the_mixture(model: Any, pema: pm.Pema) -> None:
-    given, mask = padded(ROWS)
+    inputs, mask = padded(ROWS)
     head = pm.Head.copied(model)
     pema_tokens = pm.PemaTokens(pema, head)
     share = pm.Unrolling(pm.input_lengths(mask, instruction=0), most=0.9)
-    with em.HeadInputs(model) as inputs:
-        mixing = pm.Interpolation(inputs, pema_tokens, share, start=given.shape[1])
+    with em.HeadInputs(model) as head_inputs:
+        mixing = pm.Interpolation(head_inputs, pema_tokens, share, start=inputs.shape[1])
         out = model.generate(
-            input_ids=given,
+            input_ids=inputs,
             attention_mask=mask,
             max_new_tokens=STEPS,
             min_new_tokens=STEPS,
@@ -255,34 +259,36 @@ def test_beams_are_scored_by_the_mixture(model: Any, pema: pm.Pema) -> None:
             return_dict_in_generate=True,
             output_scores=True,
         )
-    said = out.sequences[:, given.shape[1] :]
-    assert zoo.EOS not in said
-    f = em.contexts(model, given, mask, said)
+    continuation = out.sequences[:, inputs.shape[1] :]
+    assert zoo.EOS not in continuation
+    f = em.contexts(model, inputs, mask, continuation)
     total = torch.zeros(len(ROWS)).double()
     for i in range(STEPS):
-        base = head(f[:, i]).index_fill(1, torch.tensor([zoo.EOS]), -torch.inf)  # min_new_tokens has spoken before
+        base = head(f[:, i]).index_fill(
+            1, torch.tensor([zoo.EOS]), -torch.inf
+        )  # min_new_tokens masks the end token first
         p = pm.mix(share(i).double(), pema_tokens(f[:, i]), base.softmax(-1))
-        total += p.gather(1, said[:, i : i + 1])[:, 0].log()
+        total += p.gather(1, continuation[:, i : i + 1])[:, 0].log()
     torch.testing.assert_close(out.sequences_scores.double(), total, rtol=0, atol=1e-5)
-    assert not said.equal(em.greedy(model, given, mask, STEPS))
+    assert not continuation.equal(em.greedy(model, inputs, mask, STEPS))
 
 
-def test_what_was_forbidden_stays_so(model: Any, pema: pm.Pema) -> None:
-    given, mask = padded(ROWS)
+def test_suppressed_tokens_stay_suppressed(model: Any, pema: pm.Pema) -> None:
+    inputs, mask = padded(ROWS)
     mixed = pm.PemaTokens(pema, pm.Head.copied(model))
-    free = pm.generate(model, given, mask, STEPS, mixed, pm.Constant(0.9))
+    free = pm.generate(model, inputs, mask, STEPS, mixed, pm.Constant(0.9))
     word = free[0, 0].item()
-    assert word not in pm.generate(model, given, mask, STEPS, mixed, pm.Constant(0.9), suppress_tokens=[word])
+    assert word not in pm.generate(model, inputs, mask, STEPS, mixed, pm.Constant(0.9), suppress_tokens=[word])
 
 
-def test_one_pass_for_several_tokens_is_refused(model: Any, pema: pm.Pema) -> None:
+def test_assisted_decoding_is_refused(model: Any, pema: pm.Pema) -> None:
     row = [5, 6, 7, 5, 6, 7, 5, 6]
-    given, mask = padded([row])
+    inputs, mask = padded([row])
     mixed = pm.PemaTokens(pema, pm.Head.copied(model))
     with pytest.raises(RuntimeError, match="one pass a token"):
-        pm.generate(model, given, mask, STEPS, mixed, pm.Constant(0.5), prompt_lookup_num_tokens=3)
-    with em.HeadInputs(model) as inputs:
-        model(input_ids=given)
-        inputs.take()
+        pm.generate(model, inputs, mask, STEPS, mixed, pm.Constant(0.5), prompt_lookup_num_tokens=3)
+    with em.HeadInputs(model) as head_inputs:
+        model(input_ids=inputs)
+        head_inputs.take()
         with pytest.raises(RuntimeError, match="one pass a token"):
-            inputs.take()
+            head_inputs.take()

@@ -1,4 +1,6 @@
-"""What the README says in numbers is what `benchmarks/results` says, and every result says when and with what it was measured."""
+"""The figures in README.md and docs/ are those of `benchmarks/results`, and every result has its
+date, commit, machine and versions.
+"""
 
 from __future__ import annotations
 
@@ -10,43 +12,45 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, MODELS, PROMISES = (
+    (ROOT / path).read_text(encoding="utf-8") for path in ("README.md", "docs/models.md", "docs/promises.md")
+)
 
 
 def results(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-def rows(first: str) -> list[list[str]]:
-    """The rows of the README's table whose head, or first row, begins with `first`."""
-    lines = README.splitlines()
+def rows(page: str, first: str) -> list[list[str]]:
+    """The rows of the table of a page whose head, or first row, begins with `first`."""
+    lines = page.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(first))
-    found: list[list[str]] = []
+    cells: list[list[str]] = []
     for line in lines[start:]:
         if not line.startswith("|"):
             break
-        found.append([cell.strip() for cell in line.strip("|").split("|")])
-    return [row for row in found if not row[0].startswith("---")]
+        cells.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [row for row in cells if not row[0].startswith("---")]
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_results_say_when_and_with_what(path: Path) -> None:
+def test_results_have_date_commit_and_versions(path: Path) -> None:
     data = json.loads(path.read_text())
-    told = data.get("machine") or data["versions"]
-    assert {"date", "commit", "torch", "transformers"} <= told.keys()
-    assert all(told[key] for key in ("date", "commit"))
+    provenance = data.get("machine") or data["versions"]
+    assert {"date", "commit", "torch", "transformers"} <= provenance.keys()
+    assert all(provenance[key] for key in ("date", "commit"))
 
 
 def test_the_time_to_compile() -> None:
     seconds = results("compile_time")["seconds"]
-    _, *table = rows("| | 8 layers | 80 layers |")
+    _, *table = rows(PROMISES, "| | 8 layers | 80 layers |")
     for name, row in zip(("peftc", "PEFT"), table, strict=True):
         few, many = (seconds[f"{name} {layers}"]["first"] for layers in (8, 80))
         assert row[1:] == [f"{few:.2f} s", f"{many:.2f} s", f"{many / few:.1f}"]
 
 
 def test_the_overhead() -> None:
-    _, *table = rows("| | | peftc | PEFT | merged |")
+    _, *table = rows(PROMISES, "| | | peftc | PEFT | merged |")
     measured = results("overhead")["results"]
     for one, row in zip(measured, table, strict=True):
         costs = [f"{100 * one['over'][name]:+.0f} %" for name in ("peftc", "PEFT", "merged")]
@@ -60,22 +64,28 @@ def test_the_overhead() -> None:
 def test_the_coverage() -> None:
     summary = results("coverage")["summary"]
     shares = [summary[key].partition("(")[2].rstrip(")") for key in ("a, b, c, e", "d")]
-    assert [row[-1] for row in rows("| LoRA on q and v, a parallel adapter")] == shares
-    assert f"{summary['ran']} models run" in README
+    assert [row[-1] for row in rows(MODELS, "| LoRA on q and v, a parallel adapter")] == shares
+    assert f"{summary['ran']} models run" in MODELS
+    assert f"{summary['ran']} model types of transformers run" in README
 
 
 def test_the_promises() -> None:
     broken = results("adversarial")["results"]
     specs, adapters, kills = (broken[name] for name in ("mutated specs", "malicious adapters", "killed saves"))
     interrupts, mutants = results("interrupts"), results("mutants")
-    assert [row[-1] for row in rows("| Bad input")] == [
-        f"{specs['run']:,} mutated specs, {adapters['run']:,} malicious adapters: {specs['tracebacks'] + adapters['tracebacks']} tracebacks, "
+    assert [row[-1] for row in rows(PROMISES, "| Bad input")] == [
+        f"{specs['run']:,} mutated specs, {adapters['run']:,} malicious "
+        f"adapters: {specs['tracebacks'] + adapters['tracebacks']} tracebacks, "
         f"{specs['hangs'] + adapters['hangs']} hangs",
         f"{kills['run']:,} SIGKILLs, at random and at every boundary: {kills['losses']} losses",
-        f"SIGINT at {interrupts['lines']:,} lines of {len(interrupts['operations'])} operations: {interrupts['between']} in between",
-        f"{mutants['faults']} small faults, one at a time: {mutants['killed']} noticed ({mutants['killed'] / mutants['faults']:.1%})".replace(
-            "%", " %"
+        (
+            f"SIGINT at {interrupts['lines']:,} lines of {len(interrupts['operations'])} "
+            f"operations: {interrupts['between']} in between"
         ),
+        (
+            f"{mutants['faults']} small faults, one at a time: {mutants['killed']} "
+            f"noticed ({mutants['killed'] / mutants['faults']:.1%})"
+        ).replace("%", " %"),
     ]
 
 

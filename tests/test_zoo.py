@@ -29,12 +29,12 @@ def test_the_same_call_gives_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.ALL)
 def test_float64_models_do_not_round_on_the_way(name: str) -> None:
     model = zoo.build(name, torch.float64)
-    given = zoo.inputs(name, model)
-    before = model(**given)[0]
+    inputs = zoo.inputs(name, model)
+    before = model(**inputs)[0]
     embedding = model.get_input_embeddings()
     with torch.no_grad():
         embedding.weight.mul_(1 + 1e-14)
-    drift = (model(**given)[0] - before).abs().max()
+    drift = (model(**inputs)[0] - before).abs().max()
     assert drift < 1e-11
 
 
@@ -42,17 +42,17 @@ def test_float64_models_do_not_round_on_the_way(name: str) -> None:
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_padding_masks_example_i_by_i_tokens(name: str, padding: zoo.Padding) -> None:
     model = zoo.build(name)
-    given = zoo.inputs(name, model, batch=3, padding=padding, labels=zoo.SPECIES[name].labels is not None)
-    assert given["attention_mask"].sum(1).tolist() == [7, 6, 5]
-    assert model(**given)[0].isfinite().all()
+    inputs = zoo.inputs(name, model, batch=3, padding=padding, labels=zoo.SPECIES[name].labels is not None)
+    assert inputs["attention_mask"].sum(1).tolist() == [7, 6, 5]
+    assert model(**inputs)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", zoo.GENERATING)
 def test_generates_as_many_tokens_as_asked(name: str) -> None:
     model = zoo.build(name)
-    given = zoo.inputs(name, model, padding="left")
-    given.pop("decoder_input_ids", None)
-    out = model.generate(**given, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    inputs = zoo.inputs(name, model, padding="left")
+    inputs.pop("decoder_input_ids", None)
+    out = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     start = 1 if model.config.is_encoder_decoder else 7
     assert out.shape == (2, start + 6)
 
@@ -60,10 +60,10 @@ def test_generates_as_many_tokens_as_asked(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_dropout_is_there_when_asked_for(name: str) -> None:
     model = zoo.build(name, dropout=0.3).train()
-    given = zoo.inputs(name, model)
-    assert not torch.equal(model(**given)[0], model(**given)[0])
+    inputs = zoo.inputs(name, model)
+    assert not torch.equal(model(**inputs)[0], model(**inputs)[0])
     still = zoo.build(name).train()
-    assert torch.equal(still(**given)[0], still(**given)[0])
+    assert torch.equal(still(**inputs)[0], still(**inputs)[0])
 
 
 def test_exact_norms_survive_copy_and_pickle() -> None:

@@ -1,7 +1,8 @@
 """Tiny seeded models of every architecture under test, with every parameter away from its default.
 
-A bias that is zero or a norm that is one would hide mistakes, so all parameters are drawn again: matrices with a gain near
-one, biases ~ 0.1·N, norm weights ~ 1 + 0.1·N. No hub, no tokenizer; the same call gives the same bits.
+A bias that is zero or a norm that is one would hide mistakes, so all parameters are drawn again:
+matrices with a gain near one, biases ~ 0.1·N, norm weights ~ 1 + 0.1·N. No hub, no tokenizer; the
+same call gives the same bits.
 
     model = zoo.build("bart", torch.float64)
     out = model(**zoo.inputs("bart", model, padding="left"))
@@ -23,7 +24,7 @@ Padding = Literal["left", "right"]
 
 @dataclass(frozen=True)
 class Species:
-    """A model class with the smallest config that still has everything its architecture has."""
+    """A model class with the smallest config that has every part of its architecture."""
 
     model: str
     config: str
@@ -120,7 +121,7 @@ SPECIES: dict[str, Species] = {
 }
 
 ARCHITECTURES = ("bart", "bert", "roberta", "t5", "gpt2", "llama", "qwen3", "opt")
-FURTHER = ("mixtral", "vit")  # of no law over all edits: experts, and an input that is no text
+FURTHER = ("mixtral", "vit")  # not in the laws over all edits: experts, and images
 ALL = tuple(name for name in SPECIES if name not in FURTHER)
 GENERATING = tuple(name for name in ALL if "bert" not in name)
 
@@ -130,11 +131,11 @@ def config(name: str, *, dropout: float = 0.0, **overrides: Any) -> transformers
     species = SPECIES[name]
     tokens = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     rates = dict.fromkeys(species.dropout, dropout)
-    made = getattr(transformers, species.config)(
+    settings = getattr(transformers, species.config)(
         **{**(tokens if species.input == "ids" else {}), **species.values, **rates, **overrides}
     )
-    made.architectures = [species.model]
-    return made
+    settings.architectures = [species.model]
+    return settings
 
 
 def build(
@@ -142,8 +143,9 @@ def build(
 ) -> nn.Module:
     """A model in eval mode with random parameters.
 
-    In float64, norms and routers that transformers computes in float32 whatever the input are computed in float64:
-    otherwise a difference of 1e-16 comes out as 1e-8 and no law can be stated at 1e-10.
+    In float64, norms and routers that transformers computes in float32 whatever the input are
+    computed in float64: otherwise a difference of 1e-16 comes out as 1e-8 and no law can be stated
+    at 1e-10.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
@@ -160,7 +162,9 @@ def build(
 
 @torch.no_grad()
 def randomise(model: nn.Module, generator: torch.Generator) -> None:
-    """Draws every parameter again (tied ones once): gain ~1 matrices, biases ~0.1·N, norm weights ~1 + 0.1·N."""
+    """Draws every parameter again (tied ones once): gain ~1 matrices, biases ~0.1·N, norm weights
+    ~1 + 0.1·N.
+    """
     seen = set[nn.Parameter]()
     for owner, module in model.named_modules():
         norm = "norm" in type(module).__name__.lower() or "layer_norm" in owner
@@ -189,10 +193,11 @@ def inputs(
     decoder_tokens: int = 5,
     seed: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Token ids (never a special one) and, with `padding`, a mask in which example i lacks i tokens on that side.
+    """Token ids (never a special one) and, with `padding`, a mask in which example i lacks i tokens
+    on that side.
 
-    Encoder-decoder models get `decoder_input_ids` too; drop it (and `labels`) for `generate`. Models of images get images,
-    and neither mask nor tokens.
+    Encoder-decoder models get `decoder_input_ids` too; drop it (and `labels`) for `generate`.
+    Models of images get images, and neither mask nor tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     if SPECIES[name].input == "pixels":
@@ -201,31 +206,31 @@ def inputs(
     def draw(length: int) -> torch.Tensor:
         return torch.randint(EOS + 1, VOCAB, (batch, length), generator=generator)
 
-    made = {"input_ids": draw(tokens)}
+    tensors = {"input_ids": draw(tokens)}
     if padding:
         columns = torch.arange(tokens)
         missing = torch.arange(batch)[:, None]
-        made["attention_mask"] = (columns >= missing if padding == "left" else columns < tokens - missing).long()
-        made["input_ids"] = made["input_ids"].masked_fill(made["attention_mask"] == 0, PAD)
+        tensors["attention_mask"] = (columns >= missing if padding == "left" else columns < tokens - missing).long()
+        tensors["input_ids"] = tensors["input_ids"].masked_fill(tensors["attention_mask"] == 0, PAD)
     encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
     if encoder_decoder:
-        made["decoder_input_ids"] = draw(decoder_tokens)
+        tensors["decoder_input_ids"] = draw(decoder_tokens)
     if labels:
-        made["labels"] = _labels(name, model, made, draw, decoder_tokens if encoder_decoder else tokens)
-    return made
+        tensors["labels"] = _labels(name, model, tensors, draw, decoder_tokens if encoder_decoder else tokens)
+    return tensors
 
 
 def _images(model: nn.Module, batch: int, labels: bool, generator: torch.Generator) -> dict[str, torch.Tensor]:
     config: Any = model.config
     shape = (batch, config.num_channels, config.image_size, config.image_size)
-    made = {"pixel_values": torch.randn(shape, generator=generator, dtype=next(model.parameters()).dtype)}
-    return made | ({"labels": torch.arange(batch) % config.num_labels} if labels else {})
+    images = {"pixel_values": torch.randn(shape, generator=generator, dtype=next(model.parameters()).dtype)}
+    return images | ({"labels": torch.arange(batch) % config.num_labels} if labels else {})
 
 
 def _labels(
     name: str,
     model: nn.Module,
-    made: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
     draw: Callable[[int], torch.Tensor],
     length: int,
 ) -> torch.Tensor:
@@ -233,10 +238,10 @@ def _labels(
     if kind is None:
         raise ValueError(f"{name} has no loss")
     if kind == "class":
-        return made["input_ids"].sum(-1) % model.config.num_labels
+        return inputs["input_ids"].sum(-1) % model.config.num_labels
     drawn = draw(length)
-    if "attention_mask" in made and length == made["attention_mask"].shape[1]:
-        drawn = drawn.masked_fill(made["attention_mask"] == 0, -100)
+    if "attention_mask" in inputs and length == inputs["attention_mask"].shape[1]:
+        drawn = drawn.masked_fill(inputs["attention_mask"] == 0, -100)
     return drawn
 
 
@@ -249,7 +254,7 @@ def _exact_norms(model: nn.Module) -> None:
 
 
 def _exact(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass that stays in the input's precision; found again by name, so that it pickles."""
+    """A subclass that keeps the dtype of the input; registered by name, so that it pickles."""
     name = cls.__name__
     if name not in globals():
         globals()[name] = type(name, (cls,), {"__module__": __name__, "forward": forward})

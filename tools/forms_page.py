@@ -1,4 +1,4 @@
-"""The page of forms and recipes, `docs/forms.md`: made of the rows of the forms and the texts of the recipes.
+"""The page of forms and recipes, `docs/forms.md`, made of the rows of the forms and the recipes.
 
 python -m tools.forms_page > docs/forms.md
 """
@@ -21,32 +21,36 @@ from peftc.syntax.print_expressions import print_expression
 
 HEAD = """# Forms and recipes
 
-This page is made of the registry and of `specs/` by `make docs`; a test compares. `h`, `x` and the other states are those of the
-site at which a form stands. Counts are exact: `peftc plan` prints them for a model.
+A *form* is a function with trained parameters that equations call. A *recipe* is a published method as a file of
+`specs/`. This page is made of both by `make docs`; a test compares. `h`, `x` and the other states are those of the site
+at which a form stands. Counts are exact: `peftc plan` prints them for a model.
 
 ## Equations
 
-| | |
-|---|---|
-{examples}
+What equations have besides forms:
 
+{examples}
 ## Forms
 
-Of each form: what it reads and gives, as shapes (`…` are the batch and the tokens, or queries or keys); what it is before any
-training; whether an edit with it folds (of `w` and `b` always, of hidden states where the form is affine in what it reads, with
-constant coefficients, and the rest of the equation is, too); and what it costs, worked out at a width of {d}, and for {sites} sites
-where these have something in common.
+Of each form:
 
-*Trained* parameters have a gradient; *stored* ones are in the saved adapter. Stored leaves out what forms remember besides, which is
-in the file, too: the places of what has been chosen for `sparse`, `lines`, `sparse_adapter` and `masked`, one int64 for each number
-(for each row or column of `lines`), and which ranks an `svd` has given up.
+- *Shapes*: what it reads and gives (`…` are the batch and the tokens, or queries or keys).
+- *At first*: what it is before any training.
+- *Folds*: whether an edit with it folds. Edits of `w` and `b` always do. Edits of hidden states do where the form is
+  affine in what it reads, with constant coefficients, and the rest of the equation is, too.
+- *Costs*: parameters at a width of {d}, and for {sites} sites where these have something in common.
+
+*Trained* parameters have a gradient; *stored* ones are in the saved adapter. The file also has what forms remember
+besides, which stored leaves out: the places that were selected for `sparse`, `lines`, `sparse_adapter` and `masked`,
+one int64 for each number (for each row or column of `lines`), and which ranks an `svd` has given up.
 """
 
 EXAMPLES = {  # of what equations have besides forms
     "edit e at layer[*].ffn { let g = gate(x)  h = (1 - g) * h + g * adapter(h, r=16) }": (
         "`let` in an edit names a value: it is computed once, and its forms have one set of parameters"
     ),
-    "let down = shared(adapter(r=16))  edit a at layer[*].attn { h += down(h) }  edit f at layer[*].ffn { h += down(h) }": (
+    "let down = shared(adapter(r=16))\nedit a at layer[*].attn { h += down(h) }\n"
+    "edit f at layer[*].ffn { h += down(h) }": (
         "`let … = shared(…)` outside is one set of parameters for all places that call it, which have one shape"
     ),
     "edit e at layer[*].ffn { h += adapter(norm(h + res), r=16) }": (
@@ -56,11 +60,13 @@ EXAMPLES = {  # of what equations have besides forms
         "`head(…)` at `head`: the head as it is without edits, of another value"
     ),
     "edit m at ** { wb += sparse(density=0.5%) }": (
-        "`wb` is each weight and each bias of the modules, as a place of its own; one that several modules are tied to is one, and changes "
-        "in all of them. What is in common to an edit, such as a `density`, is of all of them together; `let s = shared(sparse(…))` is of several "
-        "edits"
+        "`wb` is each weight and each bias of the modules, as a place of its own. One that several modules are tied to "
+        "is one, and changes in all of them. What an edit has in common, such as a `density`, is of all places "
+        "together; `let s = shared(sparse(…))` is of several edits"
     ),
-    "edit cls at head per task { h = linear(x) }": "a head for each task, in the place of the model's own, as wide as that",
+    "edit cls at head per task { h = linear(x) }": (
+        "A head for each task, in the place of the model's own, as wide as that"
+    ),
 }
 
 D, HEADS, SITES = 768, 12, 12
@@ -68,7 +74,9 @@ GIVEN: dict[str, Value] = {"r": 8, "len": 20, "n": 4, "d": 1000, "density": 0.00
 
 
 def examples() -> str:
-    return "\n".join(f"| `{text}` | {said} |" for text, said in EXAMPLES.items())
+    return "\n".join(
+        f"{meaning[0].upper()}{meaning[1:]}:\n\n```peft\n{text}\n```\n" for text, meaning in EXAMPLES.items()
+    )
 
 
 def page() -> str:
@@ -82,7 +90,7 @@ def page() -> str:
 
 def form_section(form: Form) -> str:
     """One form: how it is called, its equation, its arguments, its paper."""
-    lines = [f"### `{form.name}`", "", f"    {signature(form)}", "", f"{form.equation}", ""]
+    lines = [f"### `{form.name}`", "", f"`{signature(form)}`", "", f"{form.equation}", ""]
     lines += ["| argument | | default |", "|---|---|---|", *map(argument_row, form.params), ""]
     facts = {"Shapes": shapes_of(form), "At first": first_of(form), "Folds": folds_of(form), "Costs": costs_of(form)}
     lines += [*(f"- {name}: {fact}" for name, fact in facts.items()), ""]
@@ -98,8 +106,8 @@ def example_args(form: Form) -> Args:
 def said_args(form: Form) -> str:
     """`with r=8`, what an example takes beside the defaults."""
     args = example_args(form)
-    given = [f"{p.name}={args[p.name]}" for p in form.params if args[p.name] != p.default]
-    return f"with {join_names(given)}" if given else ""
+    arguments = [f"{p.name}={args[p.name]}" for p in form.params if args[p.name] != p.default]
+    return f"with {join_names(arguments)}" if arguments else ""
 
 
 def dims_of(source: Shape | None, target: Shape, form: Form) -> Dims:
@@ -111,7 +119,10 @@ def dims_of(source: Shape | None, target: Shape, form: Form) -> Dims:
 
 
 def stands(form: Form, wide: int = D) -> Iterator[tuple[Dims, Shape]]:
-    """Where a form can stand, one place of a kind, and what it gives there; `wide`: features that a map writes."""
+    """Where a form can stand, one place of a kind, and what it gives there.
+
+    `wide`: features that a map writes.
+    """
     heads: list[Shape] = [kind(HEADS, D // HEADS) for kind in (Heads, Rows, KeyValue)]
     weights: list[Shape] = [Weight(wide, D), Vector(D)]
     places: list[tuple[Shape | None, Shape]] = [(None, state) for state in (Tokens(D), *heads, *weights)]
@@ -133,30 +144,30 @@ def mapped(dims: Dims, shape: Shape) -> str:
 
 def shapes_of(form: Form) -> str:
     """What it reads and gives, for each kind of state that it can stand at."""
-    found = list(stands(form, 4 * D)) or list(stands(form))
-    return "; ".join(dict.fromkeys(mapped(*one) for one in found))
+    places = list(stands(form, 4 * D)) or list(stands(form))
+    return "; ".join(dict.fromkeys(mapped(*one) for one in places))
 
 
 def first_of(form: Form) -> str:
     """What it equals before any training, with the defaults or with another argument."""
     if form.passes:
         return "what it reads, where that is the base's own weight"
-    found = form.at_init(example_args(form))
-    if found is not None:
-        return f"{found:g}, so that what it {'multiplies' if found else 'is added to'} stays as it is"
-    with_ = [said for said, args in variants(form) if form.at_init(args) == 0]
+    value = form.at_init(example_args(form))
+    if value is not None:
+        return f"{value:g}, so that what it {'multiplies' if value else 'is added to'} stays as it is"
+    with_ = [text for text, args in variants(form) if form.at_init(args) == 0]
     return "not a constant" + (f"; 0 with {join_names(with_)}" if with_ else "")
 
 
 def folds_of(form: Form) -> str:
-    """Whether its edits fold, with the defaults; the reason why not, and with what argument they do or no longer do."""
+    """Whether its edits fold with the defaults, else why not; and which argument changes that."""
     if all(isinstance(dims.target, Weight | Vector) for dims, _ in stands(form)):
         return "yes, it is a change of the weight"
     reason = form.affine(example_args(form))
     if reason is None:
-        against = [f"not with `{said}`: {why}" for said, args in variants(form) if (why := form.affine(args))]
+        against = [f"not with `{text}`: {why}" for text, args in variants(form) if (why := form.affine(args))]
         return "; ".join(["yes", *against])
-    with_ = [said for said, args in variants(form) if form.affine(args) is None]
+    with_ = [text for text, args in variants(form) if form.affine(args) is None]
     return f"no: {reason}" + (f"; yes with {join_names(with_)}" if with_ else "")
 
 
@@ -184,10 +195,10 @@ def costs_of(form: Form) -> str:
         )
         if count
     ]
-    said = " and ".join(f"{counted(count)} for {who}" for count, who in counts if count.trained or count.stored)
+    costs = " and ".join(f"{counted(count)} for {who}" for count, who in counts if count.trained or count.stored)
     saved = form.collapses(args)
     what = ", ".join(part for part in (said_args(form), mapped(dims, shape)) if part)
-    return f"{what}: {said}" + (f"; saved as `{saved}`" if saved else "")
+    return f"{what}: {costs}" + (f"; saved as `{saved}`" if saved else "")
 
 
 def counted(count: Count) -> str:
@@ -198,12 +209,12 @@ def counted(count: Count) -> str:
 
 def argument_row(param: Param) -> str:
     """`| r | width of the bottleneck; at least 1 | |`"""
-    said = [param.doc]
+    cells = [param.doc]
     if param.choices:
-        said.append(" or ".join(f"`{choice}{'(…)' if param.type == 'call' else ''}`" for choice in param.choices))
+        cells.append(" or ".join(f"`{choice}{'(…)' if param.type == 'call' else ''}`" for choice in param.choices))
     elif param.low is not None or param.high is not None:
-        said.append(interval(param))
-    return f"| `{param.name}` | {'; '.join(said)} | {default_of(param)} |"
+        cells.append(interval(param))
+    return f"| `{param.name}` | {'; '.join(cells)} | {default_of(param)} |"
 
 
 def default_of(param: Param) -> str:

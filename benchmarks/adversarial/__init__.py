@@ -1,1 +1,1 @@
-"""Input made to break peftc: mutated specs, malicious adapters, and saves that are killed."""
+"""Input that tries to break peftc: mutated specs, malicious adapters, and killed saves."""

@@ -1,4 +1,5 @@
-"""Tries to break peftc, and counts: tracebacks (an exception that is no diagnostic, or a P9xx), hangs, losses.
+"""Tries to break peftc, and counts: tracebacks (an exception that is no diagnostic, or a P9xx),
+hangs, losses.
 
     python -m benchmarks.adversarial [--specs 20000] [--kills 150] [--seed 0]
 
@@ -57,14 +58,15 @@ def main() -> int:
 
 def report(results: dict[str, Any]) -> str:
     rows = [
-        [name, *(f"{found[key]:,}" for key in ("run", "accepted", "refused", *BROKEN))]
-        for name, found in results.items()
+        [name, *(f"{counts[key]:,}" for key in ("run", "accepted", "refused", *BROKEN))]
+        for name, counts in results.items()
     ]
     return f"""# Adversarial input
 
-Made by `python -m benchmarks.adversarial` (`make adversarial`); the numbers in full are in `adversarial.json`. *Refused*: with a
-diagnostic. *Tracebacks*: any other exception, or a P9xx. *Hangs*: more than {SECONDS:.0f} s of the processor. *Losses*: a model
-that is not as it was after an error, a message that shows another file, or an adapter that is gone after a kill.
+Made by `python -m benchmarks.adversarial` (`make adversarial`); the numbers in full are in
+`adversarial.json`. *Refused*: with a diagnostic. *Tracebacks*: any other exception, or a P9xx.
+*Hangs*: more than {SECONDS:.0f} s of the processor. *Losses*: a model that is not as it was after an
+error, a message that shows another file, or an adapter that is gone after a kill.
 
 {table(["", "run", "accepted", "refused", *BROKEN], rows)}
 """

@@ -1,4 +1,6 @@
-"""Processes that save and are killed: whatever is there afterwards is one of the adapters, whole, and the next save succeeds."""
+"""Processes killed while they save: the folder then has one of the adapters, complete, and the next
+save succeeds.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,16 @@ SPEC = "peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }"
 
 def adapters(count: int) -> list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
     """Models with the same spec and other parameters."""
-    made = list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]()
+    models = list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]()
     for _ in range(count):
         model = peftc.compile(SPEC, zoo.build("llama"))
         randomise(peftc.parameters(model))
-        made.append((model, {name: p.detach().clone() for name, p in peftc.parameters(model).items()}))
-    return made
+        models.append((model, {name: p.detach().clone() for name, p in peftc.parameters(model).items()}))
+    return models
 
 
 def which(folder: Path, tensors: list[dict[str, torch.Tensor]]) -> int:
-    """The number of the adapter that is in a folder."""
+    """The number of the adapter in a folder."""
     there = read(folder)[1]
     for number, expected in enumerate(tensors):
         if there.keys() == expected.keys() and all(torch.equal(there[name], expected[name]) for name in there):
@@ -43,16 +45,18 @@ def which(folder: Path, tensors: list[dict[str, torch.Tensor]]) -> int:
 
 
 def clean(folder: Path) -> None:
-    named = json.loads((folder / "adapter.json").read_text())["file"]
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == sorted(["adapter.json", named]), f"left behind: {left}"
+    file = json.loads((folder / "adapter.json").read_text())["file"]
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == sorted(["adapter.json", file]), f"left behind: {files}"
 
 
 def run(at_random: int, seed: int, tally: Tally) -> None:
-    """A kill at every boundary of a save into a new folder and over an adapter, then so many at random times."""
+    """A kill at every boundary of a save, into a new folder and over an adapter; then some at
+    random times.
+    """
     draw = random.Random(seed)
-    made = adapters(3)
-    models, tensors = [model for model, _ in made], [values for _, values in made]
+    compiled = adapters(3)
+    models, tensors = [model for model, _ in compiled], [values for _, values in compiled]
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         peftc.save(models[0], root / "old")
@@ -96,7 +100,9 @@ def forever(models: list[torch.nn.Module], folder: Path) -> None:
 def survived(
     folder: Path, then: torch.nn.Module | None, tensors: list[dict[str, torch.Tensor]], was_there: bool
 ) -> None:
-    """One of the adapters is there, or nothing where there was nothing; saving `then` leaves nothing else."""
+    """The folder has one of the adapters, or is empty where it was empty. Saving `then` leaves no
+    other files.
+    """
     if was_there or (folder / "adapter.json").exists():
         which(folder, tensors)
     if then is not None:

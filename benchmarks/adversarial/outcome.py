@@ -1,4 +1,4 @@
-"""What became of one piece of input: a result, a diagnostic, or one of the three things that must not be."""
+"""The outcome of one input: a result, a diagnostic, or a failure (a traceback, a hang, a loss)."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from dataclasses import dataclass, field
 
 from peftc import PeftcError
 
-SECONDS = 30.0  # of the processor, for one piece of input; nearly all take a hundredth
+SECONDS = 30.0  # of CPU for one input; nearly all take a hundredth of it
 
 
 class Hang(BaseException):
-    """More time than `SECONDS`. Nothing in peftc catches it."""
+    """An input takes more than `SECONDS`. Nothing in peftc catches this exception."""
 
 
 @dataclass
 class Tally:
-    """Counts of outcomes, and what is needed to see each failure again."""
+    """Counts of outcomes, and the data to reproduce each failure."""
 
     counts: Counter[str] = field(default_factory=Counter[str])
     codes: Counter[str] = field(default_factory=Counter[str])
     failures: list[str] = field(default_factory=list[str])
 
     def run(self, name: str, action: Callable[[], object]) -> bool:
-        """Whether `action` came to an end as it should: with a result, or with a diagnostic that is no bug of peftc."""
+        """Whether `action` ends in a result, or in a diagnostic that is no bug of peftc."""
         self.counts["run"] += 1
         try:
             _in_time(action)
         except PeftcError as error:
-            found = {diagnostic.code for diagnostic in error.diagnostics}
-            self.codes.update(found)
-            if found and max(found) < "P9":
+            codes = {diagnostic.code for diagnostic in error.diagnostics}
+            self.codes.update(codes)
+            if codes and max(codes) < "P9":
                 self.counts["refused"] += 1
                 return False
             self._fail("tracebacks", name, error)
@@ -62,7 +62,7 @@ def _in_time(action: Callable[[], object]) -> None:
     before = signal.signal(signal.SIGVTALRM, late)
     slow = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, 20 * SECONDS)  # something that waits takes no time of the processor
+    signal.setitimer(signal.ITIMER_REAL, 20 * SECONDS)  # a blocked call uses no CPU time
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

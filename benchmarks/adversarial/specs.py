@@ -1,4 +1,4 @@
-"""Mutated specs: the recipes, cut, spliced, repeated, and with things put in that nobody would write."""
+"""Mutated specs: recipes that are cut, spliced, repeated, and mixed with unlikely text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from benchmarks.adversarial.outcome import Tally
 from peftc import PeftcError
-from peftc.diagnostics.formats import render_github, render_json
-from peftc.diagnostics.render import render_text
+from peftc.diagnostics.render import render_github, render_json, render_text
 from peftc.filesystem import resources
 from peftc.installation.compiled_model import analyse_base, plan_on
 from peftc.semantics import check_file, expand
@@ -226,7 +225,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 
 
 def mutated(draw: random.Random, sources: list[str]) -> str:
-    """A recipe after one to four mutations; one in twenty is a text of nothing but pieces."""
+    """A recipe after one to four mutations; one in twenty is random fragments only."""
     if draw.random() < 0.05:
         return "peft 1\n" + " ".join(draw.choice(THINGS) for _ in range(draw.randrange(1, 60)))
     text = draw.choice(sources)
@@ -236,7 +235,9 @@ def mutated(draw: random.Random, sources: list[str]) -> str:
 
 
 def run(count: int, seed: int, tally: Tally) -> None:
-    """So many specs: parsed, printed, checked, expanded, and planned on a model where they get as far."""
+    """This many specs: parsed, printed, checked, expanded, and planned on a model, as far as each
+    gets.
+    """
     draw, sources = random.Random(seed), texts()
     analysis = analyse_base(zoo.build(MODEL))
     with tempfile.TemporaryDirectory() as folder:
@@ -246,14 +247,14 @@ def run(count: int, seed: int, tally: Tally) -> None:
             try:
                 spec = parse_text(text, str(path))
                 assert parse_text(print_spec(spec)) == spec
-                found = check_file(spec)
+                diagnostics = check_file(spec)
                 tally.counts["parsed"] += 1
             except PeftcError as error:
-                found = list(error.diagnostics)
-            assert all(line.isprintable() for line in render_text(found).split("\n"))
-            render_json(found), render_github(found)
-            if any(error.severity == "error" for error in found):
-                raise PeftcError(found)
+                diagnostics = list(error.diagnostics)
+            assert all(line.isprintable() for line in render_text(diagnostics).split("\n"))
+            render_json(diagnostics), render_github(diagnostics)
+            if any(error.severity == "error" for error in diagnostics):
+                raise PeftcError(diagnostics)
             path.write_text(text, encoding="utf-8")
             flat = expand(read_spec(path))
             tally.counts["expanded"] += 1

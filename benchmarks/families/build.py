@@ -22,12 +22,14 @@ class Unbuildable(Exception):
 
 
 def build(mapping: str, model_type: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
-    """A model in eval mode, in float32, without dropout, and the arguments of one forward. The same call, the same bits.
+    """A model in eval mode, in float32, without dropout, and the arguments of one forward.
+    Deterministic.
 
-    Raises: `Unbuildable` where the shrunken model would still be large; else whatever the model's own code raises.
+    Raises: `Unbuildable` if the shrunken model would still be large; else whatever the model's own
+    code raises.
     """
     pair = pair_of(mapping, model_type)
-    model = made(pair, config_of(pair), seed)
+    model = instantiate(pair, config_of(pair), seed)
     inputs = inputs_for(model, pair, seed + 1)
     if mapping == "image-text-to-text" and "pixel_values" not in inputs and "input_ids" in inputs:
         inputs = with_image(model, inputs, torch.Generator().manual_seed(seed + 2))
@@ -38,22 +40,24 @@ def config_of(pair: Pair) -> PretrainedConfig:
     """The configuration of a type with its default values, made tiny."""
     values = overridden(pair.type, shrunk(defaults_of(pair.type, pair.config_class)))
     if pair.mapping == "causal-lm" and "is_decoder" in values:
-        values["is_decoder"] = True  # what else would decode with an encoder
+        values["is_decoder"] = True  # else an encoder would be a decoder
     config = _part_for(pair.model_class, pair.config_class.from_dict(values))
     config.architectures = [pair.model]
     return config
 
 
 def _part_for(model: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
-    """Some mappings name the text half of a model: then its class takes the inner configuration, as the auto classes do."""
-    wanted = model.config_class
-    if wanted is None or isinstance(config, wanted):
+    """Some mappings name the text part of a model: its class takes the inner configuration, as in
+    the auto classes.
+    """
+    config_class = model.config_class
+    if config_class is None or isinstance(config, config_class):
         return config
     inner = [getattr(config, name, None) for name in config.sub_configs]
-    return next((c for c in inner if isinstance(c, wanted)), config)
+    return next((c for c in inner if isinstance(c, config_class)), config)
 
 
-def made(pair: Pair, config: PretrainedConfig, seed: int) -> nn.Module:
+def instantiate(pair: Pair, config: PretrainedConfig, seed: int) -> nn.Module:
     with torch.device("meta"):
         count = sum(p.numel() for p in pair.model_class(config).parameters())
     if count > MOST_PARAMETERS:
@@ -67,9 +71,11 @@ def made(pair: Pair, config: PretrainedConfig, seed: int) -> nn.Module:
 
 @torch.no_grad()
 def randomise(model: nn.Module, generator: torch.Generator) -> None:
-    """Draws every parameter again: matrices with a gain near one; vectors (biases, norms, decays) near what they were.
+    """Draws every parameter again: matrices with a gain near one; vectors (biases, norms, decays)
+    near what they were.
 
-    A bias of zero or a norm of one would hide mistakes. Buffers are left alone; parameters tied to each other stay so.
+    A bias of zero or a norm of one would hide mistakes. Buffers are left alone; parameters tied to
+    each other stay so.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for parameter in model.parameters():  # each once

@@ -1,7 +1,7 @@
-"""Which layers of a configuration a tiny model keeps: at least two, and one of each kind.
+"""The layers of a configuration that a tiny model keeps: at least two, and one of each kind.
 
-Some configurations name the kind of each layer in lists as long as the stack is deep (`layer_types`), some name layers by
-index (`moe_layers`). Both are cut down to the same layers.
+Some configurations list the kind of every layer (`layer_types`), some list layers by index
+(`moe_layers`). Both are cut down to the same layers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ MOST = 6
 
 
 def shallow(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one configuration (not of those within it) that depend on its depth, for a few of its layers."""
-    found = dict[str, Any]()
+    """The fields of one configuration (not of nested ones) that depend on its depth, for a few of
+    its layers.
+    """
+    fields = dict[str, Any]()
     for name in DEPTHS:
         if isinstance(values.get(name), int) and values[name] > 2:
-            found |= _stack(values, name)
-    return found
+            fields |= _stack(values, name)
+    return fields
 
 
 def _stack(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -51,29 +53,36 @@ def _stack(values: Mapping[str, Any], name: str) -> dict[str, Any]:
         for key, value in values.items()
         if isinstance(value, (list, tuple)) and len(value) == deep and key not in _NOT_LAYERS
     }
-    named = {key: value for key, value in values.items() if key not in per_layer and _is_index_list(key, value, deep)}
+    index_lists = {
+        key: value for key, value in values.items() if key not in per_layer and _is_index_list(key, value, deep)
+    }
     exceptions = {int(i): v for i, v in (values.get("per_layer_config") or {}).items()}
-    if not per_layer and not named and not exceptions:
+    if not per_layer and not index_lists and not exceptions:
         return {name: 4 if _has_period(values) else 2}
-    kept = _kept(deep, {**per_layer, "per_layer_config": [exceptions.get(i) for i in range(deep)]}, named)
-    found = {"per_layer_config": {kept.index(i): v for i, v in exceptions.items() if i in kept}} if exceptions else {}
-    cut = {key: [value[i] for i in kept] for key, value in per_layer.items()}
-    places = {key: [kept.index(i) for i in value if i in kept] for key, value in named.items()}
-    return {name: len(kept), **cut, **places, **found}
+    layers = _layers_of_each_kind(
+        deep, {**per_layer, "per_layer_config": [exceptions.get(i) for i in range(deep)]}, index_lists
+    )
+    per_layer_config = (
+        {"per_layer_config": {layers.index(i): v for i, v in exceptions.items() if i in layers}} if exceptions else {}
+    )
+    cut = {key: [value[i] for i in layers] for key, value in per_layer.items()}
+    places = {key: [layers.index(i) for i in value if i in layers] for key, value in index_lists.items()}
+    return {name: len(layers), **cut, **places, **per_layer_config}
 
 
-def _kept(deep: int, per_layer: Mapping[str, Any], named: Mapping[str, Any]) -> list[int]:
-    # One layer of each kind, where a kind is what all lists say of a layer; then the first ones until there are two.
+def _layers_of_each_kind(deep: int, per_layer: Mapping[str, Any], index_lists: Mapping[str, Any]) -> list[int]:
+    # One layer of each kind (its values in all lists); then the first ones
+    # until there are two.
     kinds = dict[tuple[str, ...], int]()
     for i in range(deep):
-        kind = tuple(str(value[i]) for value in per_layer.values()) + tuple(str(i in v) for v in named.values())
+        kind = tuple(str(value[i]) for value in per_layer.values()) + tuple(str(i in v) for v in index_lists.values())
         kinds.setdefault(kind, i)
-    kept = set(list(kinds.values())[:MOST])
+    layers = set(list(kinds.values())[:MOST])
     for i in range(deep):
-        if len(kept) >= 2:
+        if len(layers) >= 2:
             break
-        kept.add(i)
-    return sorted(kept)
+        layers.add(i)
+    return sorted(layers)
 
 
 def _is_index_list(key: str, value: Any, deep: int) -> bool:

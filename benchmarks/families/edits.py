@@ -1,4 +1,4 @@
-"""The five edits that every model type is tried with."""
+"""The five edits that run on every model type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trial:
-    """An edit: its arms (each a selector and the part of the witness that it needs), its equation, its start."""
+    """An edit: its arms (each a selector and the part of the model that it needs), its equation,
+    and whether it is the identity at initialisation.
+    """
 
     arms: tuple[tuple[str, str], ...]  # (selector, "attn" | "projection" | "ffn" | "layer")
     equation: str

@@ -1,4 +1,4 @@
-"""An exception in one line: what it says and where it was raised."""
+"""An exception in one line: its message and where it was raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONGEST = 240
 
 
 def reason_of(error: BaseException) -> str:
-    """`Type: message (file:line)`; of a diagnostic its code and message, which say where themselves."""
+    """`Type: message (file:line)`; for a diagnostic, its code and message, which name the place."""
     from peftc import PeftcError
 
     if isinstance(error, PeftcError):

@@ -16,22 +16,22 @@ BATCH, TOKENS, DECODER_TOKENS = 2, 8, 6
 
 
 def inputs_for(model: nn.Module, pair: Pair, seed: int) -> dict[str, Any]:
-    """Token ids that mean text (never padding or an image), pixels, or sound."""
+    """Token ids of text (never padding or an image), pixels, or sound."""
     generator = torch.Generator().manual_seed(seed)
     main = model.main_input_name
     config = model.config
     accepted = inspect.signature(model.forward).parameters
     if pair.mapping in ("causal-lm", "image-text-to-text", "masked-lm") and "input_ids" in accepted:
         main = "input_ids"
-    given = {main: (_PERCEIVED[pair.mapping] if main == "inputs" else _MAKERS[main])(config, generator)}
+    inputs = {main: (_PERCEIVED[pair.mapping] if main == "inputs" else _MAKERS[main])(config, generator)}
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
-        given["decoder_input_ids"] = _ids(config, generator, DECODER_TOKENS)
+        inputs["decoder_input_ids"] = _ids(config, generator, DECODER_TOKENS)
     for name in EXTRA.get(pair.type, ()):
         if name in accepted:
-            given[name] = _EXTRAS[name](config, generator)
-    if pair.type in ("idefics", "pi0"):  # several images a text
-        given["pixel_values"] = given["pixel_values"][:, None]
-    return given
+            inputs[name] = _EXTRAS[name](config, generator)
+    if pair.type in ("idefics", "pi0"):  # several images for a text
+        inputs["pixel_values"] = inputs["pixel_values"][:, None]
+    return inputs
 
 
 def _ids(config: Any, generator: torch.Generator, tokens: int = TOKENS) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _boxes(config: Any, generator: torch.Generator) -> torch.Tensor:
 
 
 def _patches(config: Any, generator: torch.Generator) -> torch.Tensor:
-    # Each patch after its row and column.
+    # Each patch with its row and column.
     patches = torch.randn(BATCH, 6, config.vision_config.patch_embed_hidden_size, generator=generator)
     return torch.cat([torch.arange(1.0, 7.0).repeat(BATCH, 1)[..., None].expand(-1, -1, 2), patches], dim=-1)
 
@@ -110,7 +110,7 @@ _EXTRAS: Mapping[str, Callable[[Any, torch.Generator], torch.Tensor]] = {
     "image_embeds_position_mask": _image_places,
     "state": lambda config, generator: torch.randn(BATCH, config.max_state_dim, generator=generator),
 }
-# What a model does not run without, although its text path is asked for.
+# Arguments that a model requires even on its text path.
 EXTRA: Mapping[str, tuple[str, ...]] = {
     "blip": ("pixel_values",),
     "voxtral_realtime": ("input_features",),

@@ -1,6 +1,7 @@
-"""What cannot be made small by the names of fields alone, with the reason of each.
+"""Overrides for configurations that field names alone do not shrink, each with its reason.
 
-A dotted name is a field of a configuration inside; `...` as a value takes the field away, so that its default is used.
+A dotted name is a field of a nested configuration; `...` as a value deletes the field, so that its
+default applies.
 """
 
 from __future__ import annotations
@@ -228,12 +229,12 @@ OVERRIDES: Mapping[str, Override] = {
     "glm4v_moe": Override(_SECTIONS, {"text_config.rope_parameters": {**_M_ROPE, "mrope_section": [1, 1, 0]}}),
 }
 
-# Configurations whose defaults contradict each other, and what they are made with instead.
+# Configurations whose defaults contradict each other, and the values to use instead.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {}
 
 
 def defaults_of(model_type: str, config_class: type[PretrainedConfig]) -> dict[str, Any]:
-    """The fields of a type's configuration as it is when nothing is said."""
+    """The default fields of a type's configuration."""
     return config_class(**DEFAULTS.get(model_type, {})).to_dict()
 
 

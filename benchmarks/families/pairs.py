@@ -1,4 +1,4 @@
-"""Which model types there are: the auto mappings of the installed transformers."""
+"""All model types: the auto mappings of the installed transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ MAPPINGS: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A model type in one auto mapping. `model` is the first class that the mapping names for it."""
+    """A model type in one auto mapping. `model` is the first class that the mapping names for
+    it.
+    """
 
     mapping: str
     type: str

@@ -1,4 +1,6 @@
-"""Jobs in worker processes that stay, each job with a limit of time and memory. What dies or hangs is an answer, too."""
+"""Jobs in persistent worker processes, with limits of time and memory. A crash or a hang is an
+answer, too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ Answer = dict[str, Any]
 
 
 def run(jobs: Iterable[Job], workers: int, seconds: float = SECONDS) -> Iterator[tuple[Job, Answer]]:
-    """The answer of each job, as they come; {"error": …} for one that its worker did not survive."""
+    """The answers of the jobs as they arrive; {"error": …} for a job that killed its worker."""
     waiting, done = queue.SimpleQueue[Job](), queue.SimpleQueue[tuple[Job, Answer]]()
     count = 0
     for job in jobs:
@@ -85,7 +87,9 @@ class _Worker:
 
 
 def serve(answer: Callable[[Job], Answer]) -> None:
-    """A worker's loop: a job a line on stdin, an answer a line on what was stdout; nothing else gets there."""
+    """A worker's loop: one job a line on stdin, one answer a line on the original stdout; nothing
+    else is written there.
+    """
     import resource
 
     limit = GIGABYTES << 30

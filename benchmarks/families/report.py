@@ -1,4 +1,4 @@
-"""The coverage table: JSON with everything, Markdown to read, and failures grouped by what they say."""
+"""The coverage report: JSON with everything, Markdown, and failures grouped by message."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ GOOD = ("pass", "refused")
 
 
 def versions() -> dict[str, str]:
-    known = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
-    return {"date": date.today().isoformat(), "commit": commit(), **known}
+    by_package = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+    return {"date": date.today().isoformat(), "commit": commit(), **by_package}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -39,15 +39,15 @@ def write(rows: Rows, folder: Path) -> None:
 
 
 def failed(row: Row) -> bool:
-    """Whether a type that runs has an edit that is neither right nor rightly refused."""
+    """Whether a type that runs has an edit that neither works nor is rightly refused."""
     return bool(row.get("error")) or any(e["verdict"] not in GOOD for e in row.get("edits", {}).values())
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """Counts; the per cents are of the types that built and ran."""
+    """Counts; percentages are of the types that were built and ran."""
     ran = [r for r in rows.values() if r.get("ran") or r.get("error")]
     attending = [r for r in ran if r.get("attention")]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "pairs": len(rows),
         "types": len({r["type"] for r in rows.values()}),
         "built": sum(bool(r.get("built")) for r in rows.values()),
@@ -56,13 +56,13 @@ def summary(rows: Rows) -> dict[str, Any]:
     }
     for name in TITLES:
         of = attending if name == "d" else ran
-        found[name] = _share([r for r in of if _verdict(r, name) in GOOD], of)
-    found["a, b, c, e"] = _share([r for r in ran if has_sites(r) and all(_verdict(r, n) in GOOD for n in "abce")], ran)
-    return found
+        result[name] = _share([r for r in of if _verdict(r, name) in GOOD], of)
+    result["a, b, c, e"] = _share([r for r in ran if has_sites(r) and all(_verdict(r, n) in GOOD for n in "abce")], ran)
+    return result
 
 
 def has_sites(row: Row) -> bool:
-    """Layers, and those of attention and feed-forward that the witness sees."""
+    """Layers, and those of attention and feed-forward that `observe` sees."""
     sites = row.get("sites") or {}
     attends = any(name.startswith("layer.attn") for name in sites) or not row.get("attention")
     return "layer" in sites and attends
@@ -77,7 +77,7 @@ def _verdict(row: Row, edit: str) -> str:
 
 
 def markdown(rows: Rows) -> Iterator[str]:
-    known = versions()
+    about = versions()
     yield "# Coverage"
     yield ""
     yield (
@@ -85,7 +85,7 @@ def markdown(rows: Rows) -> Iterator[str]:
         "Made by `python -m benchmarks.coverage`; the numbers in full are in `coverage.json`."
     )
     yield ""
-    yield f"{known['date']}, commit {known['commit']}, torch {known['torch']}, transformers {known['transformers']}"
+    yield f"{about['date']}, commit {about['commit']}, torch {about['torch']}, transformers {about['transformers']}"
     yield ""
     yield "| | |"
     yield "|---|---|"
@@ -100,10 +100,14 @@ def markdown(rows: Rows) -> Iterator[str]:
 
 def _explanation() -> Iterator[str]:
     yield (
-        "`ok`: at the start the output is the base's bit for bit (but for the prefix); with drawn parameters it changes, the "
-        "edit's tensors receive finite gradients, decoding with a cache equals decoding without (where it does in the base: to "
-        "1e-4 of the largest logit, or ten times what the base is off by), and after `remove` classes, tensors and output are the base's again. `–`: there is no such sub-layer, says a witness "
-        "that does not use peftc, and the edit is refused with P2xx. (c) leaves out the one of its two sub-layers that is not "
+        "`ok`: at the start the output is the base's bit for bit "
+        "(but for the prefix); with drawn parameters it changes, the "
+        "edit's tensors receive finite gradients, decoding with a "
+        "cache equals decoding without (where it does in the base: to "
+        "1e-4 of the largest logit, or ten times what the base is off by), and after `remove` classes, "
+        "tensors and output are the base's again. `–`: there is no such sub-layer, says a check "
+        "that does not use peftc, and the edit is refused with P2xx. "
+        "(c) leaves out the one of its two sub-layers that is not "
         "there. The per cents of (d) are of the types in which a softmax is multiplied with values."
     )
     yield ""
@@ -145,11 +149,11 @@ def _failures(rows: Rows) -> Iterator[str]:
 
 
 def _reasons(row: Row) -> dict[str, list[str]]:
-    found = defaultdict[str, list[str]](list)
+    reasons = defaultdict[str, list[str]](list)
     for name, edit in row.get("edits", {}).items():
         if edit["verdict"] not in GOOD:
-            found[edit["reason"]].append(name)
-    return found
+            reasons[edit["reason"]].append(name)
+    return reasons
 
 
 def _plain(text: str) -> str:
@@ -165,7 +169,7 @@ def _not_run(rows: Rows) -> Iterator[str]:
 
 
 def grouped(rows: Rows) -> Iterator[str]:
-    """Failures by what they say, the largest group first."""
+    """Failures by message, the largest group first."""
     groups = defaultdict[str, list[str]](list)
     for key, row in rows.items():
         if row.get("error"):
@@ -179,7 +183,7 @@ def grouped(rows: Rows) -> Iterator[str]:
 
 
 def _shape(reason: str) -> str:
-    """A reason without what differs from one type to the next."""
+    """A reason without the details of one type."""
     reason = re.sub(r"matches nothing in [\w.-]+", "matches nothing", reason)
     reason = re.sub(r"the edited \w+", "the edited model", reason)
     reason = re.sub(r"\[[\w.-]+ has no [^]]*\]|\[the model has [^]]*\]", "", reason)

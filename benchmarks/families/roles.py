@@ -1,5 +1,6 @@
-"""Roles that others give to modules by name, held against the sites that dataflow found: transformers' own plan for tensor
-parallelism, and PEFT's table of what LoRA adapts."""
+"""Roles by name from external tables, compared with inferred sites: transformers' tensor-parallel
+plan, and PEFT's default LoRA targets.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-# What a name in a plan says of a Linear. Other names (norms, routers, latent projections) say nothing of a role.
+# The role of a Linear's name in a plan. Other names (norms, routers, latent projections)
+# have none.
 BY_NAME: Mapping[str, tuple[str, ...]] = {
     "q_proj": ("q",),
     "k_proj": ("k",),
@@ -28,27 +30,29 @@ BY_NAME: Mapping[str, tuple[str, ...]] = {
 
 
 def plan_disagreements(model: nn.Module, table: Any) -> list[str]:
-    """What the model's tensor-parallel plan calls otherwise than the sites do, or what no site has: one line a role and name."""
-    found = sites_by_role(table)
+    """Where the model's tensor-parallel plan and the sites disagree, or no site exists: one line
+    for a role and name.
+    """
+    by_role = sites_by_role(table)
     missing = defaultdict[str, list[str]](list)
     for name, roles in sorted(_planned(model)):
         for role in roles:
-            if name not in found[role]:
-                others = sorted(r for r, names in found.items() if name in names)
-                said = f", the sites say {' '.join(others)}" if others else ", no site has it"
-                missing[f"{name.rsplit('.', 1)[-1]} is {role}{said}"].append(name)
+            if name not in by_role[role]:
+                others = sorted(r for r, names in by_role.items() if name in names)
+                disagreement = f", the sites say {' '.join(others)}" if others else ", no site has it"
+                missing[f"{name.rsplit('.', 1)[-1]} is {role}{disagreement}"].append(name)
     return [f"{text} ({len(names)}: {names[0]})" for text, names in missing.items()]
 
 
 def sites_by_role(table: Any) -> Mapping[str, set[str]]:
-    """The modules (or parameters, where a module holds several weights) of the sites of each role."""
-    found = defaultdict[str, set[str]](set)
+    """The modules (or parameters, if a module has several weights) of the sites of each role."""
+    by_role = defaultdict[str, set[str]](set)
     for site in table.sites:
         weight = site.states.get("w")
         if weight is not None and weight.weight is not None:
             ref = weight.weight
-            found[site.steps[-1][0]].add(ref.module if ref.attribute == "weight" else f"{ref.module}.{ref.attribute}")
-    return found
+            by_role[site.steps[-1][0]].add(ref.module if ref.attribute == "weight" else f"{ref.module}.{ref.attribute}")
+    return by_role
 
 
 def _planned(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -65,13 +69,15 @@ def _planned(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def table_disagreements(model: nn.Module, table: Any, targets: list[str] | str) -> list[str]:
-    """Where PEFT's targets of a type and the modules of q and v differ. `targets` as PEFT reads them: ends of names, or a pattern."""
-    found = sites_by_role(table)
-    ours = found["q"] | found["v"]
-    named = [name for name, module in model.named_modules() if isinstance(module, nn.Module) and _hit(name, targets)]
-    theirs = {name for name in named if hasattr(model.get_submodule(name), "weight")}
+    """Where PEFT's targets of a type and the modules of q and v differ. `targets` has PEFT's
+    format: suffixes of names, or a pattern.
+    """
+    by_role = sites_by_role(table)
+    ours = by_role["q"] | by_role["v"]
+    targeted = [name for name, module in model.named_modules() if isinstance(module, nn.Module) and _hit(name, targets)]
+    theirs = {name for name in targeted if hasattr(model.get_submodule(name), "weight")}
     lines = [f"{name} is q or v, PEFT does not adapt it" for name in sorted(ours - theirs)]
-    return lines + [f"{name} is adapted by PEFT, it is {_role(found, name)}" for name in sorted(theirs - ours)]
+    return lines + [f"{name} is adapted by PEFT, it is {_role(by_role, name)}" for name in sorted(theirs - ours)]
 
 
 def _hit(name: str, targets: list[str] | str) -> bool:
@@ -80,5 +86,5 @@ def _hit(name: str, targets: list[str] | str) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def _role(found: Mapping[str, set[str]], name: str) -> str:
-    return " ".join(sorted(role for role, names in found.items() if name in names)) or "at no site"
+def _role(by_role: Mapping[str, set[str]], name: str) -> str:
+    return " ".join(sorted(role for role, names in by_role.items() if name in names)) or "at no site"

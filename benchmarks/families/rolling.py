@@ -1,4 +1,4 @@
-"""Decoding with a cache against decoding without, as `generate` does it."""
+"""Cached against uncached decoding with `generate`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from benchmarks.families.shrink import LAST_FREE
 NEW_TOKENS = 3
 
 
-def apart(model: nn.Module, inputs: Mapping[str, Any]) -> float | str:
-    """The largest relative difference of these logits, or why there is none."""
+def cache_difference(model: nn.Module, inputs: Mapping[str, Any]) -> float | str:
+    """The largest relative difference of the logits, or why there is none."""
     if not getattr(model, "can_generate", lambda: False)():
         return "does not generate"
     try:
@@ -27,14 +27,14 @@ def apart(model: nn.Module, inputs: Mapping[str, Any]) -> float | str:
 
 
 def described(worst: float | str, tolerance: float) -> str:
-    """`equal`, by how much they differ, or why they cannot be compared."""
+    """`equal`, the difference, or why there is none."""
     return worst if isinstance(worst, str) else "equal" if worst < tolerance else f"differs by {worst:.1e}"
 
 
 @torch.no_grad()
 def _logits(model: nn.Module, inputs: Mapping[str, Any], cache: bool) -> list[torch.Tensor]:
-    given = {k: v for k, v in inputs.items() if k not in ("decoder_input_ids", "use_cache")}
-    given = copy.deepcopy(given)  # a `generate` may write into its inputs
+    kwargs = {k: v for k, v in inputs.items() if k not in ("decoder_input_ids", "use_cache")}
+    kwargs = copy.deepcopy(kwargs)  # a `generate` may write into its inputs
     settings = copy.deepcopy(model.generation_config)
     settings.update(
         max_new_tokens=NEW_TOKENS,
@@ -50,12 +50,12 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any], cache: bool) -> list[to
         **_forced,
     )
     torch.manual_seed(0)
-    out = model.generate(**given, generation_config=settings)
+    out = model.generate(**kwargs, generation_config=settings)
     return list(out.logits)
 
 
 def _special(model: nn.Module) -> list[int] | None:
-    """A drawn model may well say an image token, and then ask for its image."""
+    """A random model may generate an image token and then require its image."""
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 0
     return list(range(LAST_FREE, vocabulary)) or None
 

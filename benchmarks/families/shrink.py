@@ -1,7 +1,7 @@
-"""A configuration made tiny by the names of its fields, and those of the configurations inside it.
+"""A configuration made tiny by the names of its fields, nested ones included.
 
-All hidden sizes become 32, so that towers and projections that must fit keep fitting; heads 4 of 8 features; experts 4, of
-which 2 act. Nothing here knows a model: what cannot be made small this way stands in `overrides`.
+All hidden sizes become 32, so that towers and projections that must match still do; 4 heads of 8
+features; 4 experts, 2 active. Nothing here knows a model: exceptions are in `overrides`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,6 @@ Rule = int | Callable[[Any, Mapping[str, Any]], Any]
 def _kv_heads(value: Any, values: Mapping[str, Any]) -> int:
     heads = next((values[n] for n in ("num_attention_heads", "n_head", "n_heads") if values.get(n)), None)
     return HEADS if value == heads else min(value, KV_HEADS)
-
-
-def _scaled(value: int, smallest: int = 8, by: int = 8) -> int:
-    return max(smallest, value // by)
 
 
 _RULES: tuple[tuple[str, Rule], ...] = (
@@ -75,13 +71,15 @@ _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 _TOKEN = re.compile(
     r"(?!num_).*(token_id|token_index|token_idx)$|.*_(bos|eos|pad)_id$|im_(start|end|newline)_id|image_patch_id"
 )
-_ABSENT = {"head_dim": HEAD, "num_experts_per_tok": TOP}  # what some types need although they have no default for it
-_DERIVED = {"out_features", "out_indices", "stage_names"}  # made from the others
+_ABSENT = {"head_dim": HEAD, "num_experts_per_tok": TOP}  # required by some types without a default
+_DERIVED = {"out_features", "out_indices", "stage_names"}  # derived from the others
 _STAGES = ("depths", "hidden_sizes", "embed_dims", "stage_num_blocks", "num_block_repeats")
 
 
 def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration (`to_dict()`), small; token ids stay apart from each other and from text."""
+    """The fields of a configuration (`to_dict()`), small; token ids stay distinct from each other
+    and from text.
+    """
     tokens = _token_ids(values)
     return _shrunk(values, tokens)
 
@@ -97,7 +95,7 @@ def _shrunk(values: Mapping[str, Any], tokens: Mapping[int, int]) -> dict[str, A
 
 
 def _exception(fields: Mapping[str, Any], small: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What one layer has otherwise than the rest, as many times larger or smaller as it was."""
+    """The exceptions of one layer, scaled in proportion."""
     return {name: _in_proportion(value, small.get(name), values.get(name)) for name, value in fields.items()}
 
 
@@ -106,7 +104,9 @@ def _in_proportion(value: Any, small: Any, large: Any) -> Any:
 
 
 def _in_stages(values: Mapping[str, Any], tokens: Mapping[int, int]) -> dict[str, Any]:
-    """Pyramids: channels are divided rather than set, since each stage has its own; image and patches fit the strides."""
+    """Hierarchical models: channels are divided, not set, since each stage has its own; image and
+    patch sizes fit the strides.
+    """
     small = {name: value for name, value in values.items() if name not in _DERIVED}
     for name, value in small.items():
         if name in ("depths", "stage_num_blocks", "num_block_repeats"):
@@ -196,17 +196,19 @@ def _mapped(value: Any, tokens: Mapping[int, int]) -> Any:
 
 
 def _token_ids(values: Mapping[str, Any]) -> dict[int, int]:
-    """Special tokens: what is small stays, the others become the last ids of the vocabulary, in order."""
+    """Special tokens: small ids stay, the others become the last ids of the vocabulary,
+    in order.
+    """
     large = sorted(i for i in set(_tokens_in(values)) if i >= FIRST_FREE)
     return {token: VOCAB - 1 - place for place, token in enumerate(large)}
 
 
 def _tokens_in(values: Mapping[str, Any]) -> list[int]:
-    found = list[int]()
+    tokens = list[int]()
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found += _tokens_in(value)
+            tokens += _tokens_in(value)
         elif isinstance(name, str) and _TOKEN.fullmatch(name):  # (`id2label` has numbers for names)
-            listed = value if isinstance(value, (list, tuple)) else [value]
-            found += [i for i in listed if isinstance(i, int) and not isinstance(i, bool)]
-    return found
+            items = value if isinstance(value, (list, tuple)) else [value]
+            tokens += [i for i in items if isinstance(i, int) and not isinstance(i, bool)]
+    return tokens

@@ -1,4 +1,6 @@
-"""All of a model that an edit could leave changed: classes, attributes of modules, tensors and whether they train."""
+"""Everything of a model that an edit could leave changed: classes, attributes of modules, tensors,
+and `requires_grad`.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,17 @@ def state_of(model: nn.Module) -> State:
 
 
 def difference(before: State, after: State) -> str:
-    """What is not as it was, in a few words; empty where all is."""
-    if changed := _keys(before.classes, after.classes):
-        return f"classes of {changed}"
+    """The first difference in a few words; empty if there is none."""
+    if names := _keys(before.classes, after.classes):
+        return f"classes of {names}"
     if set(before.tensors) != set(after.tensors):
         return f"tensors {sorted(set(before.tensors) ^ set(after.tensors))[:3]}"
-    if changed := _keys(before.trained, after.trained):
-        return f"requires_grad of {changed}"
-    if changed := [n for n, t in before.tensors.items() if not _equal(t, after.tensors[n])]:
-        return f"values of {changed[:3]}"
-    if changed := _keys(before.attributes, after.attributes):
-        return f"attributes of {changed}"
+    if names := _keys(before.trained, after.trained):
+        return f"requires_grad of {names}"
+    if names := [n for n, t in before.tensors.items() if not _equal(t, after.tensors[n])]:
+        return f"values of {names[:3]}"
+    if names := _keys(before.attributes, after.attributes):
+        return f"attributes of {names}"
     return ""
 
 

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.families.worker`: answers the coverage benchmark's jobs; started by `benchmarks.families.pool`."""
+"""`python -m benchmarks.families.worker`: answers the coverage benchmark's jobs; started by
+`benchmarks.families.pool`.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,23 @@ from benchmarks.families.pool import Answer, Job, serve
 
 
 def answer(job: Job) -> Answer:
-    """What is known of one model type: did it build, did it run, and what the checks said."""
+    """The result for one model type: whether it was built, whether it ran, and the checks."""
     start = time.perf_counter()
-    found: dict[str, Any] = {"built": False, "ran": False}
+    result: dict[str, Any] = {"built": False, "ran": False}
     try:
         model, inputs = build(job["mapping"], job["type"])
-        found |= {"built": True, "parameters": sum(p.numel() for p in model.parameters())}
-        found |= {"inputs": sorted(inputs)}
+        result |= {"built": True, "parameters": sum(p.numel() for p in model.parameters())}
+        result |= {"inputs": sorted(inputs)}
         if not finite(run(model, inputs)):
             raise ValueError("the output is not finite")
-        found["ran"] = True
-    except Exception as error:  # whatever a model's code raises is its verdict
-        found["why_not"] = reason_of(error)
-    if found["ran"] and not job.get("build_only"):
+        result["ran"] = True
+    except Exception as error:  # any exception of a model's code is its verdict
+        result["why_not"] = reason_of(error)
+    if result["ran"] and not job.get("build_only"):
         from benchmarks.families.checks import checked
 
-        found |= checked(model, inputs)
-    return found | {"seconds": round(time.perf_counter() - start, 2)}
+        result |= checked(model, inputs)
+    return result | {"seconds": round(time.perf_counter() - start, 2)}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from torch import Tensor, nn
 
 from peftc.adapters.metadata import Base, BaseTensor
+from peftc.adapters.weight_access import dtype_name
 from peftc.adapters.weight_sample import VALUES, Distance, distance, finite, samples
 from peftc.installation.record import Installation, installation_of, is_installed
 from peftc.models import settings
@@ -49,9 +50,7 @@ def describe_base(
         configured=tuple(sorted(settings.not_default(configuration, settings.defaults(model)))),
         tied=facts["tied"],
         tensors={
-            name: BaseTensor(
-                shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), sample=finite(sample.get(name))
-            )
+            name: BaseTensor(shape=tuple(p.shape), dtype=dtype_name(p), sample=finite(sample.get(name)))
             for name, p in every.items()
         },
     )
@@ -67,8 +66,9 @@ def differences(base: Base, model: nn.Module) -> list[str]:
         notes = [f"it was saved for a model of type {base.type}, this is {facts['type']}"]
     else:
         notes = _configuration_differences(base, facts.get("configuration", {}), model)
-    for name, saved, here in _unequal(base.facts, facts["facts"]):
-        if name not in base.configuration:
+    for name in {**base.facts, **facts["facts"]}:
+        saved, here = base.facts.get(name), facts["facts"].get(name)
+        if saved != here and name not in base.configuration:
             notes.append(f"`{name}` of the configuration is {saved} there and {here} here")
     notes += _shape_differences({n: list(t.shape) for n, t in base.tensors.items()}, facts["parameters"])
     if not notes and [list(group) for group in base.tied] != [list(group) for group in facts["tied"]]:
@@ -91,30 +91,22 @@ def _configuration_differences(base: Base, here: Mapping[str, settings.Value], m
     return notes[:_LISTED] + ([f"and {more} more keys of the configuration"] if more > 0 else [])
 
 
-def _unequal(saved: Mapping[str, object], here: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
-    values = ((name, saved.get(name), here.get(name)) for name in {**saved, **here})
-    return (value for value in values if value[1] != value[2])
-
-
 def _shape_differences(saved: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> Iterator[str]:
     missing, added = [n for n in saved if n not in here], [n for n in here if n not in saved]
     reshaped = [n for n in saved if n in here and saved[n] != here[n]]
     if missing:
-        yield f"{_list_parameters(missing)} of the adapter's base {_verb(missing, 'is', 'are')} not here"
+        yield f"{_list_parameters(missing)} of the adapter's base {'are' if len(missing) > 1 else 'is'} not here"
     if added:
-        yield f"{_list_parameters(added)} of this model {_verb(added, 'is', 'are')} not in the adapter's base"
+        yield f"{_list_parameters(added)} of this model {'are' if len(added) > 1 else 'is'} not in the adapter's base"
     if reshaped:
         shapes = f"{saved[reshaped[0]]} there and {here[reshaped[0]]} here"
-        yield f"{_list_parameters(reshaped)} {_verb(reshaped, 'has', 'have')} another shape: the first is {shapes}"
+        subject = f"{_list_parameters(reshaped)} {'have' if len(reshaped) > 1 else 'has'}"
+        yield f"{subject} another shape: the first is {shapes}"
 
 
 def _list_parameters(names: list[str]) -> str:
     first = ", ".join(f"`{name}`" for name in names[:3])
     return f"{len(names)} parameter{'s' * (len(names) > 1)} ({first}{', …' if len(names) > 3 else ''})"
-
-
-def _verb(names: list[str], singular: str, plural: str) -> str:
-    return plural if len(names) > 1 else singular
 
 
 def distance_from(base: Base, model: nn.Module) -> Distance:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -30,21 +30,13 @@ from peftc.syntax.printer import print_spec
 TRAINING_ARGUMENTS = ("reparam", "keep", "intrinsic")  # which an export form does not have
 
 
-@dataclass(frozen=True)
-class Export:
-    """A form that is saved in its export form.
+class Export(NamedTuple):
+    """A form that is saved in its export form."""
 
-    Args:
-        name: of the form in the saved adapter.
-        prefix: of the names of parameters that are not saved.
-        module: the dotted name of the form module.
-        index: of the site among those that share the module.
-    """
-
-    name: str
-    prefix: str
-    module: str
-    index: int
+    name: str  # of the form in the saved adapter
+    prefix: str  # of the names of parameters that are not saved
+    module: str  # the dotted name of the form module
+    position: int  # of the site among those that share the module
 
 
 def stored_tensors(model: nn.Module, record: Installation, name: str | None = None) -> dict[str, Tensor]:
@@ -59,7 +51,7 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     for export in {export.name: export for export in exports}.values():  # sites may be saved together
         module = cast(FormModule, model.get_submodule(export.module))
         with with_note(f"it is of the edit `{export.name.partition('/')[0]}`"):
-            tensors |= {f"{export.name}.{n}": tensor for n, tensor in module.collapsed_at(export.index).items()}
+            tensors |= {f"{export.name}.{n}": tensor for n, tensor in module.collapsed_at(export.position).items()}
     return tensors
 
 
@@ -67,7 +59,6 @@ def stored_spec(spec: ast.Spec) -> str:
     """The spec whose parameters `stored_tensors` are, without expectations.
 
     A `shared` binding is inlined unless its export form has shared parameters, too.
-
     Raises: P528 if shared rows are used twice in one edit.
     """
     inlined = {
@@ -107,9 +98,8 @@ def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
                 continue
             key = names[name].rpartition("/")[2]
             is_own = instance.owner == f"{site_edit.edit}.{instance.key}"
-            exported = replace(
-                instance, form=FORMS[form], owner=f"{site_edit.edit}.{key}" if is_own else instance.owner
-            )
+            exported_owner = f"{site_edit.edit}.{key}" if is_own else instance.owner
+            exported = replace(instance, form=FORMS[form], owner=exported_owner)
             place = f"{shared.partition('/')[0]}/{exported.owner_of(task)}/{key}"
             yield Export(place, f"{shared}.", module, instance.index)
             yield Export(place, f"{name}{suffix}.", module, instance.index)

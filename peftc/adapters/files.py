@@ -14,6 +14,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from peftc.adapters.metadata import METADATA, Adapter, StoredTensor, parse_adapter
+from peftc.adapters.weight_access import dtype_name
 from peftc.adapters.weight_sample import digest_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import check_path, open_regular, read_regular
@@ -24,10 +25,7 @@ _ATTEMPTS = 10  # an adapter may be replaced while it is read
 
 
 def listing(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    return {
-        name: StoredTensor(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-        for name, t in sorted(tensors.items())
-    }
+    return {n: StoredTensor(shape=tuple(t.shape), dtype=dtype_name(t)) for n, t in sorted(tensors.items())}
 
 
 def path_of(directory: str | PathLike[str]) -> Path:
@@ -42,9 +40,7 @@ def read(directory: Path, check: Callable[[Adapter], object] = bool) -> tuple[Ad
     """The description and the tensors (on the CPU) of a saved adapter, which may be replaced
     meanwhile.
 
-    Args:
-        check: called with the description, before its tensors are read.
-
+    Args: `check`: called with the description, before its tensors are read.
     Raises: P026 and P027 (not a regular file, or too large), P520 (a file is missing), P521
         (damaged), P522 (a newer format).
     """
@@ -105,9 +101,8 @@ def size_limit(adapter: Adapter) -> int:
 def listed_tensors(adapter: Adapter) -> dict[str, Tensor]:
     """The listed tensors without values. Raises: P521 for an impossible size."""
     try:
-        return {
-            n: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for n, t in adapter.tensors.items()
-        }
+        listed = adapter.tensors.items()
+        return {n: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for n, t in listed}
     except (RuntimeError, OverflowError, TypeError) as error:
         raise _damaged(f"{METADATA} lists a tensor of an impossible size", f"{error}".partition("\n")[0]) from error
 

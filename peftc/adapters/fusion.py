@@ -40,9 +40,11 @@ def fuse(
     """Loads the adapters that the `fusion` forms of a compiled model mix, one from each directory.
 
     An adapter has the equations of the fusion at the same sites, with `adapter` in place of
-    `fusion`. It is saved with the fusion, and not trained. After an error the model is unchanged.
+    `fusion`. It is saved with the fusion, and not trained.
 
     Args:
+        model: a compiled model.
+        directories: of the saved adapters, in the order in which they are mixed.
         edits: from edits of the model to those of the adapters; by default all with a `fusion`.
         task: the one whose fusions mix them, for edits that are `per task`; by default all tasks.
         sample: as in `compile`.
@@ -53,9 +55,9 @@ def fuse(
         The edits of the model that have adapters now.
 
     Raises:
-        P410 (not compiled), P529 (switched off), P520-P522 (the files), P523 and P524 (another
-        base), P525 (adapters that do not fit), P532 (no such edit), P534 (no such task), P544 (not
-        as many as `n`).
+        PeftcError: P410 (not compiled), P529 (switched off), P520-P522 (the files), P523 and P524
+            (another base), P525 (adapters that do not fit), P532 (no such edit), P534 (no such
+            task), P544 (not as many as `n`). After an error the model is unchanged.
 
     Source: AdapterFusion, Pfeiffer et al. 2021, arXiv:2005.00247.
     """

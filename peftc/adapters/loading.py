@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peftc.adapters.base import differences, distance_from
 from peftc.adapters.files import listed_tensors, path_of, read
 from peftc.adapters.metadata import METADATA, Adapter, Base
-from peftc.adapters.readable_weights import require_values
+from peftc.adapters.weight_access import dtype_name, require_values
 from peftc.adapters.weight_sample import Distance
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
@@ -45,10 +45,11 @@ def load(
     """Compiles a saved adapter onto its base, in place, and returns the model.
 
     The model computes the same function, bit for bit. Parameters have the dtype and device that
-    `compile` chooses for `model`. Nothing that is read is executed. After an error the model is
-    unchanged.
+    `compile` chooses for `model`. Nothing that is read is executed.
 
     Args:
+        directory: with an adapter that `save` wrote.
+        model: the base.
         name: as in `compile`; by default the name of the directory.
         prefix: as in `compile`.
         sample: as in `compile`.
@@ -56,10 +57,14 @@ def load(
             base gives a `PeftcWarning` (P524) with its distance.
         strict: refuses other weights, and quantised weights, which cannot be compared.
 
+    Returns:
+        The model, the same object.
+
     Raises:
-        P412 and P414 (names and parameters of another spec), P520-P522 (the files), P523 (another
-        base), P524 (other weights, if `strict`), P525 (tensors that do not fit), P527 (no weights),
-        P537 (other tasks than the model has).
+        PeftcError: P412 and P414 (names and parameters of another spec), P520-P522 (the files),
+            P523 (another base), P524 (other weights, if `strict`), P525 (tensors that do not fit),
+            P527 (no weights), P537 (other tasks than the model has). After an error the model is
+            unchanged.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
@@ -106,9 +111,8 @@ def notify_forms(model: nn.Module) -> None:
 def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False, strict: bool = False) -> None:
     """Compares a model to the base of an adapter. Warns of other weights (P524) unless expected.
 
-    Raises:
-        P523 (another architecture), P524 (other weights, if `strict`), P527 (no weights), P545
-        (arguments that exclude each other).
+    Raises: P523 (another architecture), P524 (other weights, if `strict`), P527 (no weights), P545
+    (arguments that exclude each other).
     """
     if other_weights and strict:
         message = "`strict` refuses other weights, and `other_weights` expects them"
@@ -154,29 +158,19 @@ def check_tensors(
     notes = [f"{len(missing)} are missing, such as `{missing[0]}`"] if missing else []
     notes += [f"{len(unknown)} are unknown, such as `{unknown[0]}`"] if unknown else []
     shapes = [(n, list(tensor.shape), list(like.shape)) for n, tensor, like in pairs if tensor.shape != like.shape]
-    dtypes = [(n, *map(_dtype, (tensor, like))) for n, tensor, like in pairs if not _is_same_kind(tensor, like)]
+    dtypes = [
+        (n, dtype_name(tensor), dtype_name(like))
+        for n, tensor, like in pairs
+        if tensor.dtype != like.dtype and not (tensor.is_floating_point() and like.is_floating_point())
+    ]
     notes += [f"`{n}` is {actual}, expected {like}" for n, actual, like in (*shapes[:3], *dtypes[:3])]
     if notes:
         raise PeftcError(Diagnostic("P525", message, notes=tuple(notes), help=help_))
-    infinite = [n for n, tensor, _ in pairs if tensor.is_floating_point() and not _is_finite(tensor)]
-    if infinite:
+    # torch has few functions for 8-bit floats
+    floats = [(n, t if t.element_size() > 1 or t.is_meta else t.float()) for n, t, _ in pairs if t.is_floating_point()]
+    if infinite := [n for n, values in floats if not values.is_meta and not values.isfinite().all()]:
         note = f"{len(infinite)} of {len(pairs)} tensors, such as `{infinite[0]}`"
         raise PeftcError(Diagnostic("P561", "the adapter has infinite or NaN values", notes=(note,)))
-
-
-def _is_same_kind(tensor: Tensor, like: Tensor) -> bool:
-    return tensor.dtype == like.dtype or (tensor.is_floating_point() and like.is_floating_point())
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if tensor.is_meta:
-        return True
-    values = tensor if tensor.element_size() > 1 else tensor.float()  # torch has few functions for 8-bit floats
-    return bool(values.isfinite().all())
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def expected_tensors(planned: PlanResult, compiled: CompiledModel) -> Iterator[tuple[str, Tensor]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeInt, ValidationError
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import SEEDS
-from peftc.planning.report.plan import Plan
+from peftc.planning.report.plan import Plan, Record
 
 FORMAT = "1.1"  # 1.0 has its tensors in `adapter.safetensors`, and no key `file`
 FORMATS = ("1.0", FORMAT)
@@ -22,11 +22,7 @@ def tensors_name(sha256: str) -> str:
     return f"adapter-{sha256[:16]}.safetensors"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StoredTensor(_Record):
+class StoredTensor(Record):
     shape: tuple[NonNegativeInt, ...]
     dtype: str  # as torch names it: "float32"
 
@@ -37,7 +33,7 @@ class BaseTensor(StoredTensor):
     sample: tuple[float, ...]
 
 
-class Base(_Record):
+class Base(Record):
     """What identifies the base model. `parameters` counts tied weights once.
 
     From version 2 of the fingerprint on, `configuration` has the keys on which the function of the
@@ -56,7 +52,7 @@ class Base(_Record):
     tensors: dict[str, BaseTensor]
 
 
-class WeightsDigest(_Record):
+class WeightsDigest(Record):
     """sha256 over the samples of the base's weights.
 
     A sample has `values` entries in float64, at equal distances, of each floating-point parameter
@@ -67,7 +63,7 @@ class WeightsDigest(_Record):
     sha256: str
 
 
-class Adapter(_Record):
+class Adapter(Record):
     """An adapter without its tensors.
 
     `spec`: the expanded spec of the saved parameters, in export form and without expectations.
@@ -91,25 +87,6 @@ class Adapter(_Record):
 
 def parse_adapter(text: str) -> Adapter:
     """Raises: P521 for a malformed description, P522 for another format version."""
-    version = _version(text)
-    if version not in FORMATS:
-        raise PeftcError(
-            Diagnostic(
-                "P522",
-                f"the adapter has format {version!r}, and this version of peftc reads {' and '.join(FORMATS)}",
-                help="load it with the version of peftc that saved it",
-            )
-        )
-    try:
-        return Adapter.model_validate_json(text)
-    except ValidationError as error:
-        errors = error.errors()
-        notes = tuple(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in errors[:3])
-        message = f"{METADATA} does not describe an adapter" + (f" ({len(errors)} mistakes)" if len(errors) > 1 else "")
-        raise PeftcError(Diagnostic("P521", message, notes=notes)) from error
-
-
-def _version(text: str) -> str:
     try:
         data: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -117,4 +94,13 @@ def _version(text: str) -> str:
     version = cast(dict[str, Any], data).get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str):
         raise PeftcError(Diagnostic("P521", f"{METADATA} does not describe an adapter: it has no `format_version`"))
-    return version
+    if version not in FORMATS:
+        message = f"the adapter has format {version!r}, and this version of peftc reads {' and '.join(FORMATS)}"
+        raise PeftcError(Diagnostic("P522", message, help="load it with the version of peftc that saved it"))
+    try:
+        return Adapter.model_validate_json(text)
+    except ValidationError as error:
+        errors = error.errors()
+        notes = tuple(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in errors[:3])
+        message = f"{METADATA} does not describe an adapter" + (f" ({len(errors)} mistakes)" if len(errors) > 1 else "")
+        raise PeftcError(Diagnostic("P521", message, notes=notes)) from error

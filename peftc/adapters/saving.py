@@ -12,8 +12,7 @@ from peftc.adapters.base import base_of
 from peftc.adapters.export_form import stored_spec, stored_tensors
 from peftc.adapters.files import listing, path_of
 from peftc.adapters.metadata import Adapter, tensors_name
-from peftc.adapters.readable_weights import require_values
-from peftc.adapters.sharded import elect_writer, whole
+from peftc.adapters.weight_access import elect_writer, require_values, whole
 from peftc.adapters.weight_sample import digest_of
 from peftc.adapters.writing import write
 from peftc.diagnostics import PeftcError
@@ -37,19 +36,23 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     parameters (FSDP2) every process calls this, and rank 0 writes.
 
     Args:
+        model: a compiled model.
         directory: a new or empty one, or one with an adapter, which is replaced.
         name: saves one spec of the model alone; by default all specs are saved as one.
 
+    Returns:
+        The path of the directory.
+
     Raises:
-        P410 (not compiled), P413 (no spec of that name), P526 (cannot be written), P527 (no
-        weights), P528 (prefix without rows), P529 (switched off), P540 (not calibrated), P543 (not
-        pruned), P544 (no adapters to mix).
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P526 (cannot be written), P527
+            (no weights), P528 (prefix without rows), P529 (switched off), P540 (not calibrated),
+            P543 (not pruned), P544 (no adapters to mix).
     """
     target = path_of(directory)
     record = active_installation(model)
     parts = record.selected(name)
     trained = parameters(model, name)
-    require_values(trained)
+    require_values(trained.items())
     for edit in dict.fromkeys(edit for part in parts for edit in part.edits):
         _require_initialized(model, record, edit)
     source = joint_spec(part.spec for part in parts)

@@ -30,9 +30,11 @@ def warm_start(
     """Initializes edits of a compiled model with the values of a saved adapter.
 
     For instance, the prompt of a new task starts as that of another one. The spec of the model
-    stays, and other edits of the adapter are ignored. After an error the model is unchanged.
+    stays, and other edits of the adapter are ignored.
 
     Args:
+        model: a compiled model.
+        directory: with an adapter that `save` wrote.
         edits: from edits of the model to those of the adapter; by default all with the same name.
         task: the task to initialize, of edits that are `per task` in the model only.
         other_weights: as in `load`.
@@ -42,8 +44,9 @@ def warm_start(
         The edits of the model that have new values.
 
     Raises:
-        P410 (not compiled), P529 (switched off), P520-P522 (the files), P523 and P524 (another
-        base), P525 (tensors that do not fit), P532 (no such edit), P534 (no such task).
+        PeftcError: P410 (not compiled), P529 (switched off), P520-P522 (the files), P523 and P524
+            (another base), P525 (tensors that do not fit), P532 (no such edit), P534 (no such
+            task). After an error the model is unchanged.
 
     Source: SPoT, Vu et al. 2021, arXiv:2110.07904.
     """

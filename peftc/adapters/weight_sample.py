@@ -6,13 +6,13 @@ import hashlib
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from peftc.adapters.metadata import BaseTensor, WeightsDigest
-from peftc.adapters.sharded import whole
+from peftc.adapters.weight_access import whole
 from peftc.forms.module import has_values
 
 VALUES = 16  # of each parameter, at equal distances from the first to the last
@@ -21,23 +21,14 @@ _HALF = 2.0**-7  # the largest relative difference between float16 and bfloat16 
 Sample = tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Distance:
-    """The distance of a model's weights from saved samples.
+class Distance(NamedTuple):
+    """The distance of a model's weights from saved samples."""
 
-    Args:
-        changed: parameters with other values.
-        unreadable: parameters that cannot be compared, since they are quantised.
-        compared: the number of parameters that were compared.
-        relative: ‖here − there‖ / ‖there‖ over all samples.
-        farthest: the parameter with the largest relative distance, and this distance.
-    """
-
-    changed: tuple[str, ...]
-    unreadable: tuple[str, ...]
-    compared: int
-    relative: float
-    farthest: tuple[str, float]
+    changed: tuple[str, ...]  # parameters with other values
+    unreadable: tuple[str, ...]  # parameters that cannot be compared, since they are quantised
+    compared: int  # the number of parameters that were compared
+    relative: float  # ‖here − there‖ / ‖there‖ over all samples
+    farthest: tuple[str, float]  # the parameter with the largest relative distance, and this distance
 
 
 def samples(parameters: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Sample | None]:

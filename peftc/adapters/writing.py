@@ -41,10 +41,7 @@ def write(target: Path, tensors: Mapping[str, Tensor], describe: Callable[[str],
 
     At every moment the directory loads as the old or the new adapter, even if the process is
     killed. Files of killed writers are removed afterwards.
-
-    Args:
-        describe: makes the description from the sha256 of the tensors.
-
+    Args: `describe`: makes the description from the sha256 of the tensors.
     Raises: P526 for any other directory, or if the file system refuses; then the directory is
         unchanged.
     """
@@ -67,16 +64,13 @@ def write(target: Path, tensors: Mapping[str, Tensor], describe: Callable[[str],
 
 def _check_target(target: Path) -> None:
     try:
-        if not target.exists() or (target.is_dir() and (_is_adapter(target) or _is_unfinished(target))):
+        is_adapter = {"format_version", "peftc", "sha256"} <= _json(target / METADATA).keys()
+        if not target.exists() or (target.is_dir() and (is_adapter or _is_unfinished(target))):
             return
     except OSError as error:
         raise PeftcError(Diagnostic("P526", f"{target} cannot be read", notes=(f"{error}",))) from error
     kind = "is a directory of other things" if target.is_dir() else "is a file"
     raise PeftcError(Diagnostic("P526", f"{target} {kind}", help="name a new directory, or remove this one"))
-
-
-def _is_adapter(target: Path) -> bool:
-    return {"format_version", "peftc", "sha256"} <= _json(target / METADATA).keys()
 
 
 def _is_unfinished(target: Path) -> bool:

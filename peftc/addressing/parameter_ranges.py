@@ -94,15 +94,9 @@ def numel(entries: Iterable[RowRange | EntryChoice]) -> int:
 
 
 def _union(ranges: Iterable[RowRange]) -> int:
-    spans: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-    for rows in ranges:
-        spans[rows.parameter, rows.width].append((rows.start, rows.stop))
-    return sum(width * _length(intervals) for (_, width), intervals in spans.items())
-
-
-def _length(intervals: list[tuple[int, int]]) -> int:
-    total, end = 0, 0
-    for start, stop in sorted(intervals):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
+    total, ends = 0, defaultdict[tuple[str, int], int](int)  # where the rows end that are counted
+    for rows in sorted(ranges, key=lambda rows: rows.start):
+        key = (rows.parameter, rows.width)
+        total += rows.width * max(0, rows.stop - max(rows.start, ends[key]))
+        ends[key] = max(ends[key], rows.stop)
     return total

@@ -1,4 +1,4 @@
-"""Matches the paths of selectors with the canonical paths of sites.
+"""Matches the paths of selectors with the canonical paths of sites, and shortens lists of paths.
 
 `layer[*].attn.q` matches `encoder.layer[0].attn.self.q` and `decoder.layer[0].attn.cross.q`: the
 written steps appear in order, and the last written step is the last of the site. Steps that may be
@@ -8,7 +8,7 @@ left out are qualifiers: the stack, `self` and `cross`.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from peftc.syntax import ast
 
 BRANCHES = frozenset({"self", "cross"})
 NORM_OWNERS = frozenset({"attn", "ffn", "self", "cross", "q", "k"})
+_NUMBER = re.compile(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.|$)")
 
 
 def show_site_steps(steps: Steps) -> str:
@@ -40,8 +41,7 @@ def stack_steps(names: Sequence[str]) -> int:
 def align(written: Sequence[str], names: Sequence[str], *, whole: bool = True) -> tuple[int, ...] | None:
     """The position in `names` (the steps of a site) of each written step; None without a match.
 
-    Args:
-        whole: False if the written steps need only match the beginning of the site's path.
+    Args: `whole`: False if the written steps need only match the beginning of the site's path.
     """
     norm = whole and bool(written) and written[-1] == "norm"
     stack = stack_steps(names)
@@ -177,3 +177,54 @@ def in_range(index: ast.Index, size: int) -> bool:
 def step_lists(matches: Iterable[Match], written: int) -> tuple[StepList, ...]:
     """The distinct lists that a written step stands for, in model order."""
     return tuple(dict.fromkeys(match.step_list(written) for match in matches))
+
+
+# Lists of paths
+
+
+def index_ranges(numbers: Sequence[int]) -> str:
+    """`[0, 1, 2, 5]` as `0..2, 5`, in the notation of selectors."""
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in ranges)
+
+
+def compress_paths(paths: Sequence[str]) -> list[tuple[str, int]]:
+    """Patterns, each with the number of its paths, in the order of their first path.
+
+    Paths that differ in their first number become one pattern, `model.layers.{0..11}.fc1`; patterns
+    with one parent become one, `….attn.self.{q, v}`.
+    """
+    patterns: dict[tuple[str, str], list[int]] = defaultdict(list)
+    counts = Counter[tuple[str, str]]()
+    for path in paths:
+        match = _NUMBER.search(path)
+        key = (path[: match.start()], path[match.end() :]) if match else (path, "")
+        patterns[key] += [int(match.group())] if match else []
+        counts[key] += 1
+    return _merge_siblings([(_pattern(*key, numbers), counts[key]) for key, numbers in patterns.items()])
+
+
+def _pattern(before: str, after: str, numbers: Sequence[int]) -> str:
+    text = index_ranges(numbers)
+    plain = not numbers or before.endswith("[") or text.isdigit()
+    return f"{before}{text}{after}" if plain else f"{before}{{{text}}}{after}"
+
+
+def _merge_siblings(patterns: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Merges patterns with one parent and count, unless the last word has brackets or quotes."""
+    groups: dict[tuple[str, int, str], list[str]] = defaultdict(list)
+    for text, count in patterns:
+        parent, _, last = text.rpartition(".")
+        alone = count == 1 or not parent or not last.replace("_", "").isalnum()
+        groups[parent, count, text if alone else ""].append(last)
+    return [
+        (text or f"{parent}.{names[0]}", count)
+        if text or len(names) == 1
+        else (f"{parent}.{{{', '.join(names)}}}", count * len(names))
+        for (parent, count, text), names in groups.items()
+    ]

@@ -54,7 +54,9 @@ class StackedSlice:
 class WeightRef:
     """A parameter, or part of one, as `nn.Linear` stores it: (out, in).
 
-    `rows` are rows of the stacked slice where there is one, else of the parameter.
+    Attributes:
+        rows: rows of the stacked slice where there is one, else of the parameter.
+        stacked_slice: which of several stacked matrices it is.
     """
 
     module: str  # dotted name in the model
@@ -75,9 +77,11 @@ INPUT, OUTPUT = "<input>", "<output>"
 class ActivationRef:
     """Where a hidden state is in the traced graph of the layer (or module) `root`.
 
-    `node` names a node of the inlined graph, or is INPUT or OUTPUT: a tensor among the arguments or
-    in the result of the site's own module. `key_path` leads to that tensor: (parameter, *keys) for
-    INPUT, the keys for OUTPUT. An empty path means the first tensor.
+    Attributes:
+        node: the name of a node of the inlined graph; or INPUT or OUTPUT for a tensor among the
+            arguments or in the result of the site's own module.
+        key_path: leads to that tensor: (parameter, *keys) for INPUT, the keys for OUTPUT. An empty
+            path means the first tensor.
     """
 
     node: str
@@ -89,6 +93,16 @@ class ActivationRef:
 
 @dataclass(frozen=True)
 class State:
+    """A hidden state, or a weight, at a site.
+
+    Attributes:
+        name: h, x, c, q, k, v, kv, z, res, w or b.
+        shape: of the state; `str` of it is what plans print.
+        activation: its place in the traced graph, for an activation.
+        weight: its place among the parameters, for w and b.
+        linear: the path of the site whose Linear computes it, possibly followed by dropout.
+    """
+
     name: str  # h x c q k v kv z res w b
     shape: Shape
     activation: ActivationRef | None = None  # activations
@@ -98,7 +112,13 @@ class State:
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the model that an edit can name, e.g. `decoder.layer[3].attn.cross.q`."""
+    """A place in the model that an edit can name, e.g. `decoder.layer[3].attn.cross.q`.
+
+    Attributes:
+        path: the canonical name of the site.
+        kind: sites of one kind have the same graph.
+        states: the hidden states and weights at the site, by name.
+    """
 
     path: str
     steps: Steps  # the parts of the path as (name, index or None)
@@ -123,8 +143,12 @@ class Site:
 class ModuleInfo:
     """Any module of the model, for globs, `**` and `train`.
 
-    `input` and `output` are the features of the first tensor among its arguments and in its result;
-    None where a forward does not call it exactly once, or the tensor has no features.
+    Attributes:
+        type: its class.
+        input: the features of the first tensor among its arguments; None where a forward does not
+            call it exactly once, or the tensor has no features.
+        output: the same of its result.
+        output_path: as `ActivationRef.key_path`.
     """
 
     name: str  # dotted
@@ -139,7 +163,12 @@ class ModuleInfo:
 
 @dataclass(frozen=True)
 class UntracedModule:
-    """A module whose code cannot be traced: there are no sites in it."""
+    """A module whose code cannot be traced: there are no sites in it.
+
+    Attributes:
+        type: its class.
+        reason: why it cannot be traced.
+    """
 
     module: str  # dotted name in the model
     type: str
@@ -150,7 +179,18 @@ class UntracedModule:
 
 @dataclass(frozen=True)
 class SiteTable:
-    """What the planner knows of a model. Plain data: no tensors, no modules, no torch."""
+    """What the planner knows of a model. Plain data: no tensors, no modules, no torch.
+
+    Attributes:
+        model_id: the name of the model.
+        model_type: transformers' model type, or the class of a plain module.
+        d_model: the width of the residual stream, in features.
+        fingerprint: of the architecture, not of the values.
+        fingerprint_version: of the way in which the fingerprint is computed.
+        modules: every module with its parameters.
+        warnings: what could not be observed.
+        untraced: the modules in which there are no sites, with the reasons.
+    """
 
     model_id: str
     model_type: str

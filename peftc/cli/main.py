@@ -15,15 +15,14 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from peftc import __version__
-from peftc.cli.spec_files import Unusable, format_diff, read, spec_files, write
+from peftc.cli.spec_files import Unusable, display_path, format_diff, parse_file, read, spec_files, write
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.codes import CODES
-from peftc.diagnostics.formats import render_github, render_json
-from peftc.diagnostics.render import render_text, wants_color
+from peftc.diagnostics.render import render_github, render_json, render_text, wants_color
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.semantics.checks.spec_file import check_file
 from peftc.semantics.expand import expand
-from peftc.semantics.settings import parse_settings
+from peftc.semantics.spec_argument import parse_settings
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 
@@ -60,19 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         if os.environ.get("PEFTC_TRACEBACK"):
             raise
-        report_error(PeftcError(bug_report(error)), output_format)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        note = f"in {last.name}, line {last.lineno} of {last.filename}"
+        help_ = "please report it, with the command, the spec and what PEFTC_TRACEBACK=1 shows"
+        bug = Diagnostic("P900", f"this is a bug in peftc: {summary}", notes=(note,), help=help_)
+        report_error(PeftcError(bug), output_format)
         return 2
-
-
-def bug_report(error: Exception) -> Diagnostic:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return Diagnostic(
-        "P900",
-        f"this is a bug in peftc: {summary}",
-        notes=(f"in {last.name}, line {last.lineno} of {last.filename}",),
-        help="please report it, with the command, the spec and what PEFTC_TRACEBACK=1 shows",
-    )
 
 
 def script() -> int:
@@ -194,7 +187,7 @@ def run_check(args: argparse.Namespace) -> int:
     files = spec_files(args.paths)
     for path in files:
         try:
-            diagnostics += check_file(parse_text(read(path), display_path(path)), args.include)
+            diagnostics += check_file(parse_file(path), args.include)
         except PeftcError as error:
             diagnostics += error.diagnostics
     diagnostics = list(dict.fromkeys(diagnostics))  # several specs may use one file
@@ -233,13 +226,8 @@ def run_fmt(args: argparse.Namespace) -> int:
     return code
 
 
-def display_path(path: str) -> str:
-    return "<stdin>" if path == "-" else path
-
-
 def run_expand(args: argparse.Namespace) -> int:
-    spec = parse_text(read(args.spec), display_path(args.spec))
-    sys.stdout.write(print_spec(expand(spec, parse_settings(args.set), args.include)))
+    sys.stdout.write(print_spec(expand(parse_file(args.spec), parse_settings(args.set), args.include)))
     return 0
 
 
@@ -249,9 +237,8 @@ def run_explain(args: argparse.Namespace) -> int:
         return 0
     code = args.code.upper()
     if code not in CODES:
-        raise Unusable(
-            f"there is no code {args.code}; {did_you_mean(code, CODES) or '`peftc explain` lists all codes'}"
-        )
+        help_ = did_you_mean(code, CODES) or "`peftc explain` lists all codes"
+        raise Unusable(f"there is no code {args.code}; {help_}")
     print(f"{code}: {CODES[code].title}\n\n{CODES[code].explanation.rstrip()}")
     return 0
 

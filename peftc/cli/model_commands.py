@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import re
 import sys
+import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
+from torch import nn
 
-from peftc.cli.output import compile_skeleton
-from peftc.cli.spec_files import read
+from peftc.cli.spec_files import parse_file
 from peftc.compiler import compile, plan_edits, sites
-from peftc.diagnostics import Diagnostic
-from peftc.diagnostics.formats import render_json
-from peftc.diagnostics.render import render_text, wants_color
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.render import render_json, render_text, wants_color
+from peftc.fakes.tensors import fake_mode
+from peftc.filesystem.bounded_read import printable_path
 from peftc.filesystem.output_folder import write_folder
+from peftc.forms.module import checked_seed
+from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
+from peftc.installation.record import InstalledSpec, installation_of
+from peftc.installation.task_names import require_tasks, task_names
 from peftc.models.load import load_or_initialize
 from peftc.models.resolve import resolve
-from peftc.planning.report.plan import render_plan
+from peftc.planning.planner import PlanResult
+from peftc.planning.report.plan import percent, plain_text, render_plan
 from peftc.planning.report.site_tree import render_sites
-from peftc.planning.report.text import plain_text
 from peftc.planning.selection.untraced import reason_lines
+from peftc.recognition.analysis import Analysis
+from peftc.runtime import respecialize
 from peftc.semantics.expand import expand
-from peftc.semantics.settings import parse_settings
+from peftc.semantics.spec_argument import default_name, parse_settings
+from peftc.specialization.generated_class import GeneratedClass, captions
 from peftc.syntax import ast
-from peftc.syntax.parser import parse_text
 from peftc.verification.preparation import duplicate
 from peftc.verification.report import render_verification
 from peftc.verification.verify import verify
@@ -42,7 +53,7 @@ def run_sites(args: Namespace) -> int:
 
 def run_plan(args: Namespace) -> int:
     """Prints the plan; exit 1 if an expectation fails. Raises: P0xx–P3xx (the spec), P5xx."""
-    spec = parse_spec(args)
+    spec = parse_file(args.spec)
     flat = expand(spec, parse_settings(args.set), args.include)
     result = plan_edits(flat, args.model, tasks=args.tasks, trust_remote_code=args.trust_remote_code)
     records_only = bool(result.failed_expectations) and args.output_format == "json" and not args.json
@@ -56,10 +67,10 @@ def run_plan(args: Namespace) -> int:
 
 def run_compile(args: Namespace) -> int:
     """Compiles onto a skeleton, without weights. Raises: as `run_plan`; P304, P4xx."""
-    settings = parse_settings(args.set)
-    result, files = compile_skeleton(
-        parse_spec(args), args.model, args.seed, settings, args.include, args.tasks, args.trust_remote_code
-    )
+    spec = parse_file(args.spec)
+    flat = expand(spec, parse_settings(args.set), args.include)
+    analysis = analyse_base(args.model, trust_remote_code=args.trust_remote_code)
+    result, files = compile_skeleton(flat, default_name(spec), analysis, args.seed, args.tasks)
     show(lambda _: render_plan(result.plan, result.site_edits))
     report(result.warnings, args)
     if args.output is None:
@@ -76,7 +87,7 @@ def run_compile(args: Namespace) -> int:
 
 def run_verify(args: Namespace) -> int:
     """Compiles and verifies; exit 1 on findings. Raises: as `run_compile`; P505, P507, P601."""
-    spec = parse_spec(args)
+    spec = parse_file(args.spec)
     model, weights = load_or_initialize(resolve(args.model, args.trust_remote_code), args.seed)
     base = duplicate(model)
     settings = parse_settings(args.set)
@@ -90,10 +101,6 @@ def run_verify(args: Namespace) -> int:
     if records_only or (args.json and not result.ok):
         report(result.diagnostics, args, to_stdout=records_only)
     return 0 if result.ok else 1
-
-
-def parse_spec(args: Namespace) -> ast.Spec:
-    return parse_text(read(args.spec), "<stdin>" if args.spec == "-" else args.spec)
 
 
 def report(diagnostics: Sequence[Diagnostic], args: Namespace, *, to_stdout: bool = False) -> None:
@@ -114,3 +121,103 @@ def show(make: Callable[[int], RenderableType]) -> None:
         console.print(make(console.width))
     else:
         sys.stdout.write(plain_text(make(console.width), console.width))
+
+
+# What `peftc compile -o DIR` writes: generated forwards, their diffs, plan, spec and README
+
+PLAN, SPEC, README = "plan.json", "spec.peft", "README.md"
+
+
+def compile_skeleton(
+    flat: ast.Spec, name: str, analysis: Analysis, seed: int | None, tasks: Sequence[str] | None
+) -> tuple[PlanResult, dict[str, str]]:
+    """Compiles without weights: the plan, and each file by its name. Raises: as `peftc.compile`."""
+    names = task_names(tasks)
+    result = plan_on(analysis, flat, names)
+    require_tasks(tasks, result)
+    if result.failed_expectations:
+        raise PeftcError(result.failed_expectations)
+    skeleton = analysis.structure.model
+    with fake_mode(skeleton):
+        installed = InstalledSpec(name, flat, result.plan, 0 if seed is None else checked_seed(seed))
+        CompiledModel(skeleton, analysis=analysis).add(installed, result, tasks=names)
+    files = {PLAN: result.plan.model_dump_json(indent=2) + "\n", SPEC: installed.text, README: readme(installed, names)}
+    return result, files | forwards(skeleton)
+
+
+def forwards(model: nn.Module) -> dict[str, str]:
+    """The generated code and its diff from the model's code, for each kind of region."""
+    groups: dict[int, tuple[GeneratedClass, list[str]]] = {}
+    for name, kind in installation_of(model).regions:
+        groups.setdefault(id(kind), (kind, []))[1].append(name)
+    files: dict[str, str] = {}
+    for kind, modules in groups.values():
+        stem = base = "forward_" + snake_case(kind.name)
+        n = 1
+        while f"{stem}.py" in files:
+            n += 1
+            stem = f"{base}_{n}"
+        files[f"{stem}.py"] = forward_file(kind, modules)
+        if difference := forward_diff(kind, f"{stem}.py"):
+            files[f"{stem}.diff"] = difference
+    return files
+
+
+def snake_case(name: str) -> str:
+    """A class's name as part of a file name, safe for any file system."""
+    return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()[:100]
+
+
+def forward_file(kind: GeneratedClass, modules: list[str]) -> str:
+    edits = dict.fromkeys(f"{e.edit} at {e.slug.replace('_', '.')}" for e in kind.edits)
+    listed = modules if len(modules) <= 6 else [*modules[:3], f"… ({len(modules)} in all)", modules[-1]]
+    lines = [f"{kind.name}, as rewritten by peftc.", "", "Edits: " + ", ".join(edits) + ".", "Modules:"]
+    lines += [f"    {m}" for m in listed]
+    lines += ["", "For reading: `peftc.compile` generates this code again from the spec.", ""]
+    escaped = (line.replace("\\", r"\\").replace('"', r"\"") for line in lines)  # none ends the docstring, or its line
+    docstring = '"""' + "\n".join(map(printable_path, escaped)) + '"""'
+    if kind.inline:
+        kind.names.of(respecialize)
+    return "\n".join([docstring, "", *kind.names.lines(), "", "", kind.source, ""])
+
+
+def forward_diff(kind: GeneratedClass, file: str) -> str:
+    """A unified diff from the model's own forward to each variant; empty without its source."""
+    forward = inspect.unwrap(kind.base.forward)
+    try:
+        own = textwrap.dedent(inspect.getsource(forward)).splitlines()
+    except (OSError, TypeError):
+        return ""
+    before = f"{forward.__module__}.{forward.__qualname__}"
+    lines: list[str] = []
+    for caption, variant in zip(captions(kind.variants), kind.variants, strict=True):
+        after = f"{file} {variant.name} ({caption})"
+        lines += difflib.unified_diff(own, variant.source.splitlines(), before, after, lineterm="", n=len(own))
+    return "\n".join(map(printable_path, lines)) + "\n"
+
+
+def readme(installed: InstalledSpec, tasks: Sequence[str]) -> str:
+    plan = installed.plan
+    total, base = plan.totals, plan.totals.base
+    rows = [
+        f"| {e.name} | {len(e.sites)} | {e.trained:,} | {e.stored:,} | {'yes' if e.foldable else 'no'} | {e.reason} |"
+        for e in plan.edits
+    ]
+    return f"""# {Path(plan.spec.path).stem} on {plan.model.id}
+
+{len(plan.edits)} edit{"s" * (len(plan.edits) != 1)} of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by
+peftc. Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the base). Stored:
+{total.stored:,}.
+
+| edit | sites | trained | stored | folds | why |
+|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+    import peftc
+    peftc.compile("{SPEC}", model, seed={installed.seed}{f", tasks={list(tasks)}" if tasks else ""})
+
+* `{SPEC}`: the expanded spec, with every default written out.
+* `{PLAN}`: the plan, with every site.
+* `forward_*.py`: the generated forwards, one file for each kind of region. Each edit stands under its equation.
+* `forward_*.diff`: what they change, as a diff against the model's own forward.
+"""

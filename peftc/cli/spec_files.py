@@ -11,6 +11,8 @@ from pathlib import Path
 from peftc.diagnostics.suggestions import nearest
 from peftc.filesystem.atomic import replace_text
 from peftc.semantics.load import MAX_BYTES, decode, read_text
+from peftc.syntax import ast
+from peftc.syntax.parser import parse_text
 
 
 class Unusable(Exception):
@@ -22,7 +24,9 @@ def spec_files(paths: Iterable[str]) -> list[str]:
     files: list[str] = []
     for path in paths:
         if os.path.isdir(path):
-            below = sorted(str(file) for file in Path(path).rglob("*.peft") if _is_within(file, path))
+            # A symbolic link out of the folder leads to a file that the user did not name.
+            specs = (file for file in Path(path).rglob("*.peft") if file.is_file())
+            below = sorted(str(file) for file in specs if file.resolve().is_relative_to(Path(path).resolve()))
             if not below:
                 raise Unusable(f"there are no .peft files below {path}")
             files += below
@@ -33,23 +37,23 @@ def spec_files(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def _is_within(file: Path, folder: str) -> bool:
-    # A symbolic link out of the folder leads to a file that the user did not name.
-    return file.is_file() and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
-
-
 def read(path: str) -> str:
-    """The text of a spec, `-` for standard input.
-
-    Raises: P024 (not text), P026 (not a regular file), P027 (too large); Unusable if it cannot be
-        read.
-    """
+    """The text of a spec, `-` for standard input. Raises: P024, P026, P027; Unusable."""
     try:
         return decode(sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>") if path == "-" else read_text(path)
     except FileNotFoundError:
         raise Unusable(_missing(path)) from None
     except OSError as error:
         raise Unusable(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_file(path: str) -> ast.Spec:
+    """Raises: as `read`; P0xx."""
+    return parse_text(read(path), display_path(path))
+
+
+def display_path(path: str) -> str:
+    return "<stdin>" if path == "-" else path
 
 
 def _missing(path: str) -> str:

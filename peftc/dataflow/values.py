@@ -44,8 +44,8 @@ def reaches(source: fx.Node, node: fx.Node) -> bool:
 
 
 def value_operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes that the values of `node` are computed from, each once: of a tensor of constants what
-    is written into it, of a part of a cache what the cache was updated with.
+    """The nodes that the values of `node` are computed from, each once: of a tensor of constants
+    what is written into it, of a part of a cache what the cache was updated with.
     """
     if (part := _part(node)) is not None:
         return part

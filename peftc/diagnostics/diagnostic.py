@@ -13,7 +13,12 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Source:
-    """A text and the path that messages show for it."""
+    """A text, and the path that messages show for it.
+
+    Attributes:
+        path: of the file, or a name such as `<text>`.
+        text: all of it.
+    """
 
     path: str
     text: str
@@ -21,7 +26,16 @@ class Source:
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """A half-open range of a text: offsets in characters from 0, lines and columns from 1."""
+    """A half-open range of a text: offsets in characters from 0, lines and columns from 1.
+
+    Attributes:
+        start: the offset of the first character.
+        end: the offset behind the last one.
+        line: of the first character.
+        column: of the first character.
+        end_line: of the end.
+        end_column: of the end.
+    """
 
     start: int
     end: int
@@ -48,10 +62,15 @@ NOWHERE = Span(0, 0, 1, 1, 1, 1)
 class Diagnostic:
     """One error or warning.
 
-    Args:
-        label: text next to the underlined span.
+    Attributes:
+        code: such as "P201"; `peftc explain` says what it means.
+        message: what is wrong.
+        span: the place in the text of `source`.
+        source: the text and its path.
+        label: text beside the underlined span.
         notes: facts about the cause.
         help: what the user can do.
+        severity: "error" or "warning".
     """
 
     code: str
@@ -75,17 +94,14 @@ class Diagnostic:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with line breaks and control characters escaped.
-
-    Messages quote untrusted text, which must not control a terminal or forge lines of a log.
-    """
+    """`text` escaped, on one line: untrusted text must not control a terminal or forge a log."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class PeftcError(Exception):
-    """Invalid input, described by diagnostics. Nothing has been changed."""
+    """Invalid input, described by `diagnostics`. Nothing has been changed."""
 
     def __init__(self, diagnostics: Diagnostic | Iterable[Diagnostic]) -> None:
         records = (diagnostics,) if isinstance(diagnostics, Diagnostic) else tuple(diagnostics)

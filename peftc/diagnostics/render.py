@@ -1,4 +1,4 @@
-"""Diagnostics for people: the message, the source line with the span underlined, and the help.
+"""Diagnostics for people and for programs. For people, the span is underlined in its line:
 
 error[P201]: `layer[*].attn.croos` matches nothing in facebook/bart-large
   --> mam.peft:4:28
@@ -10,11 +10,12 @@ error[P201]: `layer[*].attn.croos` matches nothing in facebook/bart-large
 
 from __future__ import annotations
 
+import json
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import TextIO
+from typing import Any, TextIO
 
 from peftc.diagnostics.diagnostic import Diagnostic, Source, Span, printable
 
@@ -87,3 +88,50 @@ def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
 def _cells(text: str) -> int:
     """The number of terminal columns of `text`."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+# For programs
+
+_PROPERTIES = {"file": "path", "line": "line", "col": "column", "endLine": "end_line", "endColumn": "end_column"}
+
+
+def record(diagnostic: Diagnostic) -> dict[str, Any]:
+    """A diagnostic as JSON data. Positions count from 1, with an exclusive end."""
+    span = diagnostic.span if diagnostic.source else None
+    return {
+        "code": diagnostic.code,
+        "severity": diagnostic.severity,
+        "message": diagnostic.message,
+        "path": diagnostic.source.path if diagnostic.source else None,
+        "line": span.line if span else None,
+        "column": span.column if span else None,
+        "end_line": span.end_line if span else None,
+        "end_column": span.end_column if span else None,
+        "help": diagnostic.help,
+    }
+
+
+def render_json(diagnostics: Iterable[Diagnostic]) -> str:
+    """A JSON list of records."""
+    return json.dumps([record(diagnostic) for diagnostic in diagnostics], indent=2, ensure_ascii=False) + "\n"
+
+
+def render_github(diagnostics: Iterable[Diagnostic]) -> str:
+    """Workflow commands, which GitHub shows next to the lines of a pull request."""
+    return "".join(f"{_command(diagnostic)}\n" for diagnostic in diagnostics)
+
+
+def _command(diagnostic: Diagnostic) -> str:
+    values = record(diagnostic)
+    properties = [
+        f"{name}={_data(str(values[key])).replace(':', '%3A').replace(',', '%2C')}"
+        for name, key in _PROPERTIES.items()
+        if values[key] is not None
+    ]
+    notes = "".join(f"\nnote: {note}" for note in diagnostic.notes)
+    text = diagnostic.message + notes + (f"\nhelp: {diagnostic.help}" if diagnostic.help else "")
+    return f"::{diagnostic.severity} {','.join([*properties, f'title={diagnostic.code}'])}::{_data(text)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

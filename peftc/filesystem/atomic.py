@@ -42,9 +42,7 @@ def flush(*paths: Path) -> None:
 def lock(folder: Path, patience: float | None = None) -> Generator[bool]:
     """Locks a folder without a lock file. Yields False if the file system has no locks.
 
-    Args:
-        patience: seconds to wait for another writer, by default `PATIENCE`.
-
+    Args: `patience`: seconds to wait for another writer, by default `PATIENCE`.
     Raises: TimeoutError.
     """
     if sys.platform == "win32":

@@ -32,9 +32,7 @@ def read_regular(path: str | PathLike[str], limit: int) -> bytes:
 def open_regular(path: str | PathLike[str], limit: int) -> BufferedReader:
     """Opens a regular file. Nothing else is opened, so that no read can block.
 
-    Args:
-        limit: bytes.
-
+    Args: `limit`: bytes.
     Raises: P026 for a directory, a pipe, a socket, a device or an invalid path; P027 for a larger
         file; OSError.
     """

@@ -60,21 +60,11 @@ class FolderChanges:
     modified: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Changes:
-    unchanged: dict[str, str]  # digests of files that are as peftc wrote them
-    removed: tuple[str, ...]
-    modified: tuple[str, ...]
-
-
 def write_folder(target: Path, files: Mapping[str, str], force: bool = False) -> FolderChanges:
     """Writes texts by name into a new or empty folder, or one that it has written before.
 
     If a run is killed, the next run completes it.
-
-    Args:
-        force: overwrite files that the user modified. Files that peftc did not write stay.
-
+    Args: `force`: overwrite files that the user modified. Files that peftc did not write stay.
     Raises: P420 for any other folder or a failure of the file system, P550 for a modified file,
         P551 for a file in the way. Nothing has been changed then.
     """
@@ -88,19 +78,32 @@ def write_folder(target: Path, files: Mapping[str, str], force: bool = False) ->
                 (work / name).write_bytes(content)
             flush(*(work / name for name in files))
             with lock(target) as locked:
-                changes = _changes(target, new, force)
-                _publish(target, work, new, changes)
+                unchanged, removed, modified = _changes(target, new, force)
+                _write_marker(target, work, unchanged, new)  # first: a killed run leaves no unknown file
+                for name in new:
+                    os.replace(work / name, target / name)
+                for name in removed:
+                    (target / name).unlink()
+                _write_marker(target, work, new)
                 for path in list(dead_workspaces(target)) if locked else ():
                     remove_workspace(path, _WORKSPACE_FILES)
     except OSError as error:
         raise PeftcError(Diagnostic("P420", f"{target} cannot be written: {error.strerror or error}")) from error
-    return FolderChanges(target, tuple(sorted(files)), changes.removed, changes.modified)
+    return FolderChanges(target, tuple(sorted(files)), removed, modified)
 
 
-def _changes(target: Path, files: Mapping[str, str], force: bool) -> _Changes:
-    """The changes that lead to `files`, given with their digests. Raises: P420, P550, P551."""
-    marker = _read_marker(target)
-    digests = {name: _digest(target / name) for name in {**marker.files, **marker.pending, **files}}
+def _changes(
+    target: Path, files: Mapping[str, str], force: bool
+) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
+    """The digests of files that are as peftc wrote them, and of files that are not in `files`: which
+    are removed, and which stay as they were modified.
+
+    Args: `files`: digests by name. Raises: P420, P550, P551.
+    """
+    marker, digests = _read_marker(target), dict[str, str | None]()
+    for name in {**marker.files, **marker.pending, **files}:
+        path = target / name
+        digests[name] = hashlib.sha256(path.read_bytes()).hexdigest() if _is_file(path) else None
     unchanged = {name: digest for name, digest in digests.items() if digest and marker.wrote(name, digest)}
     present = [name for name in files if os.path.lexists(target / name) and digests[name] != files[name]]
     own = {*marker.files, *marker.pending}
@@ -116,17 +119,7 @@ def _changes(target: Path, files: Mapping[str, str], force: bool) -> _Changes:
     stale = sorted(name for name in digests if name not in files)
     removed = tuple(name for name in stale if name in unchanged)
     remaining = tuple(name for name in stale if name not in unchanged and os.path.lexists(target / name))
-    return _Changes(unchanged, removed, remaining)
-
-
-def _publish(target: Path, work: Path, new: Mapping[str, str], changes: _Changes) -> None:
-    """The marker lists files before they are moved: a killed run leaves no unknown file."""
-    _write_marker(target, work, changes.unchanged, new)
-    for name in new:
-        os.replace(work / name, target / name)
-    for name in changes.removed:
-        (target / name).unlink()
-    _write_marker(target, work, new)
+    return unchanged, removed, remaining
 
 
 def _write_marker(target: Path, work: Path, files: Mapping[str, str], pending: Mapping[str, str] | None = None) -> None:
@@ -162,7 +155,3 @@ def _refusal(target: Path, problem: str) -> PeftcError:
 def _is_file(path: Path) -> bool:
     """Whether a path is a regular file, not a link to one."""
     return os.path.lexists(path) and stat.S_ISREG(path.lstat().st_mode)
-
-
-def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if _is_file(path) else None

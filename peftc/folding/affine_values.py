@@ -15,6 +15,7 @@ from torch import Tensor
 from peftc.concurrency.interrupts import shielded
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
+from peftc.planning.arithmetic import ARITHMETIC
 from peftc.planning.foldability.affine import NotAffine, show_term
 from peftc.planning.foldability.target import Side, is_linear
 from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
@@ -36,13 +37,17 @@ def fold_terms(
     computed.
 
     Equations of w and b come first, as they do when the model runs; then those of h (or z).
-
     Shapes: weight (out, in), as `nn.Linear` has it, or (d,) of a norm; bias (out,).
     Args: `modules`: by `FormInstance.key`. `side`: that of `fold_target` ("input": the edit changes
     what the Linear reads).
     """
-    if refusal := _refusal([weight, *([] if bias is None else [bias]), *_tensors(modules)]):
-        return refusal
+    own = [weight] if bias is None else [weight, bias]
+    forms = [one for module in modules.values() for one in (module, module.owner_module) if one is not None]
+    trained = [t for form in forms for t in (*form.parameters(), *form.buffers()) if t.is_floating_point()]
+    if not all(map(has_values, (*own, *trained))):
+        return Refusal("the weights are not loaded")
+    if not all(tensor.is_floating_point() for tensor in own):
+        return Refusal("the weight is quantised")
     dtype = sum_dtype(weight.dtype)
     try:
         with torch.no_grad(), eval_mode(modules.values()):
@@ -102,22 +107,16 @@ class Interpreter:
                 if state in self.states:
                     return self.states[state]
                 raise NotAffine(f"`{state}` is not what the Linear reads", term)
-            case FormCall():
-                return self._applied(term)
+            case FormCall(instance=instance, input=source):
+                value = self.like if source is None else self.value(source)
+                if isinstance(value, Affine) and (reason := instance.form.affine(instance.args)) is not None:
+                    raise NotAffine(f"`{show_term(term)}`: {reason}", term)
+                module = self.modules[instance.key]
+                return module.fold(value) if isinstance(value, Affine) else module(value)
             case Arithmetic(left=left, right=right):
                 return arithmetic(term, self.value(left), self.value(right))
             case _:
                 raise NotAffine(f"`{show_term(term)}` is not affine", term)
-
-    def _applied(self, term: FormCall) -> Value:
-        module = self.modules[term.instance.key]
-        value = self.like if term.input is None else self.value(term.input)
-        if isinstance(value, Tensor):
-            return module(value)
-        reason = term.instance.form.affine(term.instance.args)
-        if reason is not None:
-            raise NotAffine(f"`{show_term(term)}`: {reason}", term)
-        return module.fold(value)
 
 
 def reads(term: Term) -> set[str]:
@@ -139,12 +138,9 @@ def arithmetic(term: Arithmetic, left: Value, right: Value) -> Value:
         case "/", Affine(), Tensor():
             return left.scaled(1.0 / right)
         case op, Tensor(), Tensor():
-            return _CONSTANT[op](left, right)
+            return ARITHMETIC[op](left, right)
         case _:
             raise NotAffine(f"`{show_term(term)}` is not affine in the input", term)
-
-
-_CONSTANT = {"+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div}
 
 
 def _fold(
@@ -156,7 +152,12 @@ def _fold(
     weight, bias = cast(Tensor, weights.states["w"]), cast(Tensor | None, weights.states.get("b"))
     if side == "weight":
         return weight, bias
-    hidden = Interpreter(modules, like, _inputs(site_edit, weight, bias, side))
+    states: dict[str, Value] = {"x": Affine.identity(weight.shape[1], weight.dtype, weight.device)}
+    if side == "input":
+        states = {"h": states["x"], "z": states["x"]}
+    else:  # a sub-layer's x is not its Linear's
+        states = {"h": Affine.linear(weight, bias)} | (states if is_linear(site_edit.site) else {})
+    hidden = Interpreter(modules, like, states)
     hidden.run(site_edit, ("h", "z"))
     state = "h" if any(assign.state == "h" for assign in site_edit.assigns) else "z"
     value = hidden.states[state]
@@ -164,24 +165,3 @@ def _fold(
         raise NotAffine(f"`{state}` no longer depends on the input", site_edit.assigns[-1].value)
     value = value.through(weight, bias) if side == "input" else value
     return value.matrix(), value.bias
-
-
-def _inputs(site_edit: SiteEdit, weight: Tensor, bias: Tensor | None, side: Side) -> dict[str, Value]:
-    identity = Affine.identity(weight.shape[1], weight.dtype, weight.device)
-    if side == "input":
-        return {"h": identity, "z": identity}
-    states: dict[str, Value] = {"h": Affine.linear(weight, bias)}
-    return states | {"x": identity} if is_linear(site_edit.site) else states  # a sub-layer's x is not its Linear's
-
-
-def _refusal(tensors: list[Tensor]) -> Refusal | None:
-    if not all(map(has_values, tensors)):
-        return Refusal("the weights are not loaded")
-    if not all(tensor.is_floating_point() for tensor in tensors):
-        return Refusal("the weight is quantised")
-    return None
-
-
-def _tensors(modules: Mapping[str, FormModule]) -> list[Tensor]:
-    both = [one for module in modules.values() for one in (module, module.owner_module) if one is not None]
-    return [t for module in both for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from peftc.forms.module import FormModule
+from peftc.planning.foldability.weight_change import is_number
 from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Term
 
 
@@ -47,12 +48,6 @@ def product(term: Term) -> Bottleneck | None:
         case _:
             pass
     return None
-
-
-def is_number(term: Term) -> bool:
-    return isinstance(term, Constant) or (
-        isinstance(term, FormCall) and term.instance.form.name == "scalar" and not term.instance.tasks
-    )
 
 
 def factor_of(factors: Collection[tuple[str, Term]], modules: Mapping[str, FormModule]) -> Tensor:

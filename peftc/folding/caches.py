@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.weights import NOT_SELECTED, Folding
-from peftc.forms.module import FormModule, Pair
+from peftc.forms.module import Pair
 from peftc.forms.shapes import KeyValue, Tokens
 from peftc.planning import ir
 from peftc.rewriting.positions import selects_positions
@@ -26,11 +26,18 @@ USE = "use_cache"
 
 @dataclass
 class State:
-    """What takes the place of edits that add keys and values, or tokens: the seed of a cache, or
-    embedded tokens.
+    """Takes the place of an edit that adds keys and values, or tokens.
 
-    `seed`: keys and values of each layer, (kv_heads, len, d_head) each. `tokens`: (len, d).
-    `refused`: the edits that stay, with the reasons.
+    Attributes:
+        model: the model, now without the edit.
+        folded: the name of the edit.
+        refused: the edits that stay, with the reasons.
+        seed: keys and values of each layer, for a prefix.
+        tokens: embedded tokens, for a prompt.
+
+    Shapes:
+        seed: (kv_heads, len, d_head), keys and values of each layer
+        tokens: (len, d)
     """
 
     model: nn.Module
@@ -40,7 +47,11 @@ class State:
     tokens: Tensor | None = None
 
     def cache(self, batch: int) -> Cache:
-        """A new cache that begins with the seed. `batch`: rows of the batch times beams."""
+        """A new cache that begins with the seed.
+
+        Args:
+            batch: rows of the batch times beams.
+        """
         cache = DynamicCache(config=cast(Any, self.model).config)
         for layer, pair in enumerate(self.seed):
             key, value = (part.unsqueeze(0).repeat(batch, 1, 1, 1) for part in pair)
@@ -48,16 +59,20 @@ class State:
         return cache
 
     def inputs(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, beams: int = 1) -> dict[str, Any]:
-        """The arguments of `generate` (or of one forward): with them it computes what it computed
-        with the edits.
+        """Arguments of `generate`, or of one forward, that stand in for the edit.
 
         A cache is used up by one call: call this again for the next. With a prompt, `generate`
         receives embeddings, so it returns only the new tokens, and a forward returns the rows of
         the prompt, too. A seed sets `use_cache`, whatever the configuration says: without it,
         transformers would put all tokens into the cache again at each step.
 
-        Args: `beams`: of `generate`, as `num_beams`.
-        Shapes: input_ids and attention_mask (batch, tokens).
+        Args:
+            input_ids: the tokens.
+            attention_mask: 0 for padding; by default there is none.
+            beams: of `generate`, as `num_beams`.
+
+        Shapes:
+            input_ids, attention_mask: (batch, tokens)
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if self.tokens is not None:
@@ -94,7 +109,8 @@ def fold_into_state(
     sites, state = selected[edit], State(model, (edit,), refused)
     with torch.no_grad():
         if _is_prompt(sites[0]):
-            state.tokens = _tokens(sites[0], folding)
+            like = next(model.get_submodule(sites[0].site.module).parameters())
+            state.tokens = torch.cat(_rows(sites[0], folding, like)).detach().clone()
         else:
             state.seed = _seed(sites, folding)
     folding.commit([edit], into_weights=False)
@@ -104,8 +120,9 @@ def fold_into_state(
 def refusal(sites: list[ir.SiteEdit], folding: Folding) -> str | None:
     """Why an edit is no state; None where it is one."""
     for one in sites:
-        value = one.assigns[0].value
-        if len(one.assigns) != 1 or not isinstance(value, ir.Concat) or not _rows_first(value):
+        *rows, own = value.parts if isinstance((value := one.assigns[0].value), ir.Concat) else (value,)
+        is_trained = all(isinstance(row, ir.FormCall) and row.input is None for row in rows)
+        if len(one.assigns) != 1 or not rows or not isinstance(own, ir.Read) or not is_trained:
             return "it does more than to put trained rows before `kv`, or before the tokens"
         if any(instance.tasks for instance in one.instances):
             return "it has parameters for each task"
@@ -117,7 +134,11 @@ def refusal(sites: list[ir.SiteEdit], folding: Folding) -> str | None:
         return None if len(sites) == 1 else "it stands before the tokens of two stacks"
     if getattr(config, "is_encoder_decoder", False):
         return "the caches of an encoder-decoder model are made by its own code"
-    if any(one.site.group.rpartition(".")[2] != "self" for one in sites) or not _all_layers(sites, folding.model):
+    # the sites of all layers, in the order in which a cache numbers them
+    numbers: list[Any] = [getattr(folding.model.get_submodule(p.site.module), "layer_idx", None) for p in sites]
+    count: int = getattr(config, "num_hidden_layers", 0)
+    all_layers = POSITIONS in forward_signature(folding.model).parameters and numbers == list(range(count))
+    if any(one.site.group.rpartition(".")[2] != "self" for one in sites) or not all_layers:
         return "not every layer has one such prefix, in a cache"
     lengths = {sum(int(cast(int, instance.args["len"])) for instance in one.instances) for one in sites}
     if len(lengths) > 1:
@@ -128,30 +149,16 @@ def refusal(sites: list[ir.SiteEdit], folding: Folding) -> str | None:
     return None
 
 
-def _all_layers(sites: list[ir.SiteEdit], model: nn.Module) -> bool:
-    """Whether the sites are those of all layers, in the order in which a cache numbers them."""
-    numbers: list[Any] = [getattr(model.get_submodule(one.site.module), "layer_idx", None) for one in sites]
-    config: Any = getattr(model, "config", None)
-    count: int = getattr(config, "num_hidden_layers", 0)
-    return POSITIONS in forward_signature(model).parameters and numbers == list(range(count))
-
-
-def _rows_first(value: ir.Concat) -> bool:
-    *rows, own = value.parts
-    return isinstance(own, ir.Read) and all(isinstance(r, ir.FormCall) and r.input is None for r in rows)
-
-
 def _is_prompt(site_edit: ir.SiteEdit) -> bool:
     return isinstance(site_edit.assigns[0].value.shape, Tokens)
 
 
-def _modules(site_edit: ir.SiteEdit, folding: Folding) -> list[FormModule]:
-    """The forms of the rows, in the order of the equation."""
+def _rows(site_edit: ir.SiteEdit, folding: Folding, like: Tensor) -> list[Any]:
+    """The rows of the forms, in the order of the equation."""
     value = site_edit.assigns[0].value
     assert isinstance(value, ir.Concat)
-    keys = [part.instance.key for part in value.parts if isinstance(part, ir.FormCall)]
     modules = folding.modules(site_edit)
-    return [modules[key] for key in keys]
+    return [modules[part.instance.key](like) for part in value.parts if isinstance(part, ir.FormCall)]
 
 
 def _seed(sites: list[ir.SiteEdit], folding: Folding) -> list[Pair]:
@@ -161,12 +168,7 @@ def _seed(sites: list[ir.SiteEdit], folding: Folding) -> list[Pair]:
         assert isinstance(shape, KeyValue)
         weight = next(folding.model.get_submodule(one.site.module).parameters())
         like = weight.new_empty(1, shape.kv_heads, 1, shape.d_head)
-        prefixes = [cast(Pair, module(like)) for module in _modules(one, folding)]
+        prefixes: list[Pair] = _rows(one, folding, like)
         key, value = (torch.cat([pair[i][0] for pair in prefixes], 1).detach().clone() for i in (0, 1))
         pairs.append((key, value))
     return pairs
-
-
-def _tokens(site_edit: ir.SiteEdit, folding: Folding) -> Tensor:
-    like = next(folding.model.get_submodule(site_edit.site.module).parameters())
-    return torch.cat([cast(Tensor, module(like)) for module in _modules(site_edit, folding)]).detach().clone()

@@ -54,18 +54,29 @@ def fold(
     `into="state"`: a prefix becomes the seed of a cache, a prompt embedded tokens. The `State` that
     is returned makes the arguments of `generate` with them, and the model is without that edit.
 
-    Args: `only`: the names of the edits to fold, all of which must fold. `name`: of one spec of the
-    model; the edits of others stay. `dequantize`: a quantised weight (torchao) is written out in
-    full and folded into; without it, what would change it is refused. `widen`: a bottleneck that
-    reads `x` beside an ffn without a gate, with the ffn's own activation or none, becomes hidden
-    units of the ffn, r of them (2r without an activation: act(z) − act(−z) = z for relu, gelu and
-    silu); the configuration follows where all ffns grow alike. With `widen` and `only`, what does
-    not fold is reported, not raised. `sample`: as in `compile`.
-    Returns: what was folded, what became of each parameter, and what was refused, with the
-    sub-expression that prevents it.
-    Raises: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529 (switched
-    off), P530 (NaN or infinite entries), P531 and P532 (`only`), P538 (no state), P545 (arguments),
-    P546 (no room for the old weights). After an error, or an interrupt, the model is as it was.
+    Args:
+        model: a compiled model.
+        into: "weights" or "state".
+        only: the names of the edits to fold, all of which must fold.
+        name: of one spec of the model; the edits of others stay.
+        dequantize: a quantised weight (torchao) is written out in full and folded into. Without it,
+            an edit that would change one is refused.
+        widen: a bottleneck that reads `x` beside an ffn without a gate, with the ffn's own
+            activation or none, becomes hidden units of the ffn: r of them, or 2r without an
+            activation, since act(z) − act(−z) = z for relu, gelu and silu. The configuration
+            follows where all ffns grow alike. With `widen` and `only`, what does not fold is
+            reported, not raised.
+        sample: as in `compile`.
+
+    Returns:
+        The edits that were folded, with the entries changed in each parameter, and those refused,
+        with the sub-expression that prevents it. With `into="state"`, the state.
+
+    Raises:
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529
+            (switched off), P530 (NaN or infinite entries), P531 and P532 (`only`), P538 (no state),
+            P545 (arguments), P546 (no room for the old weights). After an error or an interrupt
+            the model is as it was.
     """
     if into not in ("weights", "state"):
         message = f'edits are folded into "weights" or into a "state", not into {into!r}'

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PretrainedConfig
 
-from peftc.addressing.sites import Site, WeightRef
+from peftc.adapters.weight_access import dtype_name
+from peftc.addressing.parameter_ranges import parameter_name
+from peftc.addressing.sites import Site
 from peftc.folding.affine_values import sum_dtype
 from peftc.folding.bottlenecks import NotWider, bottleneck_of, factor_of, is_sum
 from peftc.folding.module_folds import rounded
-from peftc.folding.report import Change, Folded, FoldReport, Refused, dtype_name
+from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.weights import Folding, listed_names
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight
-from peftc.installation.journal import Journal, transaction
+from peftc.installation.journal import transaction
 from peftc.installation.record import installation_of, is_installed
 from peftc.planning.foldability.target import is_linear
 from peftc.planning.ir import SiteEdit
@@ -60,41 +62,26 @@ def fold_and_widen(
 ) -> FoldReport:
     """Folds, widens, and folds what could not be folded before, in one transaction."""
     names = None if only is None else listed_names(only)
-    with transaction() as (journal, deferral), deferral.interruptible():
-        return _fold_and_widen(model, names, name, sample, dequantize, journal)
-
-
-def _fold_and_widen(
-    model: nn.Module,
-    only: tuple[str, ...] | None,
-    name: str | None,
-    sample: Mapping[str, Any] | None,
-    dequantize: bool,
-    journal: Journal,
-) -> FoldReport:
     folded: list[Folded] = []
-    while True:
-        report = Folding(model, only, name, sample, dequantize, journal).run(strict=False)
-        folded += report.folded
-        if not is_installed(model):
-            return FoldReport(tuple(folded), ())
-        rest = None if only is None else tuple(one.edit for one in report.refused if one.edit in only)
-        if rest == ():
-            return FoldReport(tuple(folded), report.refused)
-        names = {spec.name for spec in installation_of(model).specs}
-        own_name = name if name in names else None
-        widened, reasons = Widening(model, rest, own_name, sample, dequantize, journal).widen()
-        if not widened:
-            refused = tuple(
-                Refused(r.edit, f"{r.reason}; not wider: {reasons[r.edit]}" if r.edit in reasons else r.reason)
-                for r in report.refused
-            )
-            return FoldReport(tuple(folded), refused)
-        folded += widened
-        done = {one.edit for one in widened}
-        only = None if rest is None else tuple(edit for edit in rest if edit not in done)
-        if not is_installed(model) or only == ():
-            return FoldReport(tuple(folded), tuple(one for one in report.refused if one.edit not in done))
+    with transaction() as (journal, deferral), deferral.interruptible():
+        while True:
+            report = Folding(model, names, name, sample, dequantize, journal).run(strict=False)
+            folded += report.folded
+            refused = report.refused if is_installed(model) else ()
+            names = None if names is None else tuple(one.edit for one in refused if one.edit in names)
+            if not refused or names == ():
+                return FoldReport(tuple(folded), refused)
+            own_name = name if name in {spec.name for spec in installation_of(model).specs} else None
+            widened, reasons = Widening(model, names, own_name, sample, dequantize, journal).widen()
+            if not widened:
+                notes = {edit: f"; not wider: {reason}" for edit, reason in reasons.items()}
+                refused = tuple(Refused(r.edit, r.reason + notes.get(r.edit, "")) for r in refused)
+                return FoldReport(tuple(folded), refused)
+            folded += widened
+            done = {one.edit for one in widened}
+            names = None if names is None else tuple(edit for edit in names if edit not in done)
+            if not is_installed(model) or names == ():
+                return FoldReport(tuple(folded), tuple(one for one in refused if one.edit not in done))
 
 
 class Widening(Folding):
@@ -161,7 +148,7 @@ class Widening(Folding):
         table = self.analysis.table
         for site in (up, down):
             for ref in (state.weight for state in site.states.values() if state.weight is not None):
-                name = name_of(ref)
+                name = parameter_name(ref)
                 if ref.is_partial or site.calls > 1 or any(name in group for group in (*table.tied, *table.overlaps)):
                     raise NotWider(f"`{name}` is used elsewhere, too")
                 if name in self.trained:
@@ -277,9 +264,7 @@ class ActivationFunction:
     grid: Tensor
     known: dict[fx.Node, Tensor] = field(default_factory=dict[fx.Node, Tensor])
 
-    def value(self, node: Any) -> Any:
-        if not isinstance(node, fx.Node):
-            return node
+    def value(self, node: fx.Node) -> Any:
         if node is self.start:
             return self.grid
         if node not in self.known:
@@ -304,10 +289,6 @@ class ActivationFunction:
             case _:
                 pass
         raise NotWider("something else stands between `up` and `down`")
-
-
-def name_of(ref: WeightRef) -> str:
-    return f"{ref.module}.{ref.attribute}".lstrip(".")
 
 
 def width_of(site: Site) -> int:

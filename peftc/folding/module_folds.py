@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from peftc.adapters.weight_access import dtype_name
 from peftc.addressing.sites import WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.affine_values import Refusal, fold_terms, sum_dtype
-from peftc.folding.report import Change, dtype_name
+from peftc.folding.report import Change
 from peftc.forms.module import FormModule
 from peftc.planning.foldability.target import FoldTarget
 from peftc.planning.ir import SiteEdit
@@ -29,14 +30,6 @@ class Fold:
     position: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class NewValue:
-    """A parameter after folding, in its dtype and layout."""
-
-    value: Tensor
-    change: Change
-
-
 @dataclass(eq=False)
 class CannotFold(Exception):
     """An edit that planning takes for foldable, and that has no parameter to be folded into."""
@@ -45,14 +38,13 @@ class CannotFold(Exception):
     reason: str
 
 
-def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, NewValue]:
-    """The parameters of `module` after all folds into it, by dotted name. Nothing of the model
-    changes.
+def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, tuple[Tensor, Change]]:
+    """The parameters of `module` after all folds into it, by dotted name, in their dtypes and
+    layouts. Nothing of the model changes.
 
     w and b first, as when the model runs; then what is done to the output; what is done to the
     input last and backwards, since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64
     where the weight is) until the end.
-
     Raises: P530 where an entry is NaN or infinite. CannotFold where a bias is needed and the module
     has no place for it.
     """
@@ -60,12 +52,10 @@ def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, N
     ordered = sorted(folds, key=lambda fold: fold.position)
     for fold in ordered:
         _apply(fold, parameters, "weight")
-    for fold in ordered:
-        if fold.target.side == "output":
-            _apply(fold, parameters, "output")
-    for fold in reversed(ordered):
-        if fold.target.side == "input":
-            _apply(fold, parameters, "input")
+    for side, folds_of_side in (("output", ordered), ("input", ordered[::-1])):
+        for fold in folds_of_side:
+            if fold.target.side == side:
+                _apply(fold, parameters, side)
     edits = tuple(dict.fromkeys(fold.site_edit.edit for fold in ordered))
     return dict(parameters.rounded(edits))
 
@@ -114,7 +104,7 @@ class UnroundedParameters:
         self.values["bias"] = self.values["weight"].new_zeros(self.values["weight"].shape[0])
         return WeightRef(self.module, "bias", weight.rows)
 
-    def rounded(self, edits: tuple[str, ...]) -> Iterable[tuple[str, NewValue]]:
+    def rounded(self, edits: tuple[str, ...]) -> Iterator[tuple[str, tuple[Tensor, Change]]]:
         module = self.model.get_submodule(self.module)
         for attribute, value in self.values.items():
             old = getattr(module, attribute)
@@ -128,7 +118,7 @@ class UnroundedParameters:
             if changed or created:
                 survived = entries / changed if changed else 1.0
                 dtype = dtype_name(like)
-                yield name, NewValue(new, Change(name, new.numel(), entries, survived, dtype, created, edits))
+                yield name, (new, Change(name, new.numel(), entries, survived, dtype, created, edits))
 
 
 def rounded(name: str, value: Tensor, dtype: torch.dtype, edits: tuple[str, ...]) -> Tensor:
@@ -136,9 +126,8 @@ def rounded(name: str, value: Tensor, dtype: torch.dtype, edits: tuple[str, ...]
     new = value.to(dtype)
     if not bool(new.isfinite().all()):
         message = f"`{name}` would have NaN or infinite entries in {dtype_name(new)}"
-        raise PeftcError(
-            Diagnostic("P530", message, notes=(f"after folding {', '.join(edits)}", "nothing was written"))
-        )
+        notes = (f"after folding {', '.join(edits)}", "nothing was written")
+        raise PeftcError(Diagnostic("P530", message, notes=notes))
     return new
 
 
@@ -151,9 +140,13 @@ def is_linear(module: nn.Module) -> bool:
 
 def _apply(fold: Fold, parameters: UnroundedParameters, side: str) -> None:
     """Folds the equations of w and b (side "weight"), or those of the hidden state."""
-    part, target = _equations(fold.site_edit, of_weights=side == "weight"), fold.target
-    if not part.assigns:
+    site_edit, target = fold.site_edit, fold.target
+    selected = [(a.state in ("w", "b")) == (side == "weight") for a in site_edit.assigns]
+    if not any(selected):
         return
+    assigns = tuple(a for a, is_selected in zip(site_edit.assigns, selected, strict=True) if is_selected)
+    lets = tuple((sum(selected[:i]), term) for i, term in site_edit.lets)  # after the same equations as before
+    part = replace(site_edit, assigns=assigns, lets=lets)
     bias = parameters.bias(target)
     own = target.weight or bias  # a place of a bias alone has no equation of the weight
     assert own is not None
@@ -165,11 +158,3 @@ def _apply(fold: Fold, parameters: UnroundedParameters, side: str) -> None:
         parameters.write(target.weight, folded[0])
     if folded[1] is not None:
         parameters.write(bias or parameters.create_bias(fold), folded[1])
-
-
-def _equations(site_edit: SiteEdit, of_weights: bool) -> SiteEdit:
-    """The equations of w and b, or the others, each after the same `let`s as before."""
-    selected = [(a.state in ("w", "b")) == of_weights for a in site_edit.assigns]
-    assigns = tuple(a for a, is_selected in zip(site_edit.assigns, selected, strict=True) if is_selected)
-    lets = tuple((sum(selected[:i]), term) for i, term in site_edit.lets)
-    return replace(site_edit, assigns=assigns, lets=lets)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class Change:
     """What became of one parameter of the base.
 
-    `entries`: how many of its `total` differ now. `survived`: the part of the entries with a change
-    that still differ after rounding to the parameter's dtype. `created`: it is a bias that was not
-    there before, a new key of the state dict. `edits`: all that were folded into it; where there
-    are several, the numbers are of all of them together.
+    Attributes:
+        parameter: its dotted name.
+        total: how many entries it has.
+        entries: how many of them differ now.
+        survived: the part of the entries with a change that still differ after rounding to the
+            parameter's dtype.
+        dtype: of the parameter, such as "bfloat16".
+        created: it is a bias that was not there before, a new key of the state dict.
+        edits: all that were folded into it. If there are several, the numbers are of all together.
     """
 
     parameter: str
@@ -29,7 +32,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Folded:
-    """An edit that is in the weights now, at all its sites."""
+    """An edit that is in the weights now, at all its sites.
+
+    Attributes:
+        edit: its name.
+        changes: what became of each parameter.
+    """
 
     edit: str
     changes: tuple[Change, ...]
@@ -37,8 +45,11 @@ class Folded:
 
 @dataclass(frozen=True)
 class Refused:
-    """An edit that stays; `reason` names the sub-expression, the edit or the parameter that
-    prevents it.
+    """An edit that stays.
+
+    Attributes:
+        edit: its name.
+        reason: the sub-expression, the edit or the parameter that prevents it.
     """
 
     edit: str
@@ -47,7 +58,12 @@ class Refused:
 
 @dataclass(frozen=True)
 class FoldReport:
-    """The outcome of `peftc.fold`, in the order of the spec."""
+    """The outcome of `peftc.fold`, in the order of the spec.
+
+    Attributes:
+        folded: the edits that are in the weights now.
+        refused: the edits that go on working, with the reasons.
+    """
 
     folded: tuple[Folded, ...]
     refused: tuple[Refused, ...]
@@ -81,7 +97,3 @@ def _summary(changes: Sequence[Change]) -> str:
         dtypes = " and ".join(dict.fromkeys(c.dtype for c in changes))
         text += f"; {entries / changed:.1%} of the changed entries survived rounding to {dtypes}"
     return text
-
-
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -10,11 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.readable_weights import require_base
+from peftc.adapters.weight_access import dtype_name, require_base
+from peftc.addressing.parameter_ranges import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear
-from peftc.folding.report import Change, Folded, FoldReport, Refused, dtype_name
+from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
@@ -90,7 +91,9 @@ class Folding:
         views, captured = parameter_views(self.model), self.analysis.structure.seen.closure_reads
         reasons: dict[str, str] = {}
         for site_edit in self.record.site_edits:
-            for name in (first.get(n, n) for n in _parameters(self.target(site_edit))):
+            target = self.target(site_edit)
+            for name in (parameter_name(ref) for ref in (target.refs if target else ())):
+                name = first.get(name, name)
                 parameter = self.parameter(name)
                 reader = None if parameter is None else captured.get(storage_id(parameter))
                 reason = self.unwritable_parameter(name)
@@ -106,8 +109,20 @@ class Folding:
 
     def unwritable_parameter(self, name: str) -> str | None:
         """Why nothing can be written into this parameter; None where it can."""
-        dequantize = self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0]))
-        return unwritable(name, self.parameter(name), dequantize)
+        parameter = self.parameter(name)
+        if parameter is None:
+            return f"`{name}` is computed from other parameters"
+        if is_quantised(parameter):
+            if self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0])):
+                return None
+            return f"`{name}` is quantised ({type(parameter.data).__name__}): `dequantize=True` writes it out in full"
+        if not parameter.is_floating_point() or parameter.element_size() < 2:
+            return f"`{name}` is quantised ({dtype_name(parameter)})"
+        if parameter.is_inference() and not torch.is_inference_mode_enabled():
+            return f"`{name}` was made under `torch.inference_mode()`, and is written only there"
+        if type(parameter.data) is not Tensor:
+            return f"`{name}` is a {type(parameter.data).__name__}, not a plain tensor"
+        return None
 
     def target(self, site_edit: SiteEdit) -> FoldTarget | None:
         target = fold_target(site_edit, self.sites)
@@ -123,17 +138,12 @@ class Folding:
         first = {name: group[0] for group in self.analysis.table.shared_modules for name in group}
         for site_edit in self.record.site_edits:
             if site_edit.edit in folded:
-                fold = self.fold(site_edit)
-                ref = fold.target.weight or fold.target.bias
-                assert ref is not None
-                groups[first.get(ref.module, ref.module)].append(fold)
+                target, (region, index) = self.target(site_edit), self.region(site_edit)
+                assert target is not None
+                fold = Fold(site_edit, target, self.modules(site_edit), (-region.count("."), index))
+                module = target.refs[0].module
+                groups[first.get(module, module)].append(fold)
         return groups
-
-    def fold(self, site_edit: SiteEdit) -> Fold:
-        target = self.target(site_edit)
-        assert target is not None
-        region, index = self.region(site_edit)
-        return Fold(site_edit, target, self.modules(site_edit), (-region.count("."), index))
 
     def region(self, site_edit: SiteEdit) -> tuple[str, int]:
         """The region of an edit at a site, and its index among the edits there."""
@@ -163,9 +173,9 @@ class Folding:
                     values = combine(self.model, module, folds)
                 while values:  # none is held longer than it takes to write it
                     name = next(iter(values))
-                    new = values.pop(name)
-                    journal.write(self.model, name, new.value)
-                    changes.append(new.change)
+                    new, change = values.pop(name)
+                    journal.write(self.model, name, new)
+                    changes.append(change)
             created = [change.parameter for change in changes if change.created]
             with deferral.interruptible():
                 self.remove_edits(folded, created, journal)
@@ -212,27 +222,6 @@ def _check_names(only: Iterable[str], known: Collection[str]) -> frozenset[str]:
             help_ = did_you_mean(name, known) or f"the model has {join_names(list(known))}"
             raise PeftcError(Diagnostic("P532", f"the model has no edit `{name}`", help=help_))
     return frozenset(names)
-
-
-def _parameters(target: FoldTarget | None) -> list[str]:
-    refs = (target.weight, target.bias) if target else ()
-    return [f"{ref.module}.{ref.attribute}".lstrip(".") for ref in refs if ref is not None]
-
-
-def unwritable(name: str, parameter: nn.Parameter | None, dequantize: bool) -> str | None:
-    """Why nothing can be written into a parameter; None where it can."""
-    if parameter is None:
-        return f"`{name}` is computed from other parameters"
-    if is_quantised(parameter):
-        reason = f"`{name}` is quantised ({type(parameter.data).__name__}): `dequantize=True` writes it out in full"
-        return None if dequantize else reason
-    if not parameter.is_floating_point() or parameter.element_size() < 2:
-        return f"`{name}` is quantised ({dtype_name(parameter)})"
-    if parameter.is_inference() and not torch.is_inference_mode_enabled():
-        return f"`{name}` was made under `torch.inference_mode()`, and is written only there"
-    if type(parameter.data) is not Tensor:
-        return f"`{name}` is a {type(parameter.data).__name__}, not a plain tensor"
-    return None
 
 
 def without(spec: ast.Spec, folded: Collection[str]) -> ast.Spec | None:

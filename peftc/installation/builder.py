@@ -30,6 +30,7 @@ from peftc.rewriting.edits import Region, RegionEdit, module_name
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
 from peftc.rewriting.positions import SEQUENCE, selects_positions
 from peftc.specialization.generated_class import GeneratedClass
+from peftc.tracing.bytecode import reachable_code
 
 
 class EditedModule(NamedTuple):
@@ -68,7 +69,8 @@ class InstallationBuilder:
         classes: Iterable[GeneratedClass],
     ) -> None:
         self.model, self.installation, self.present = model, installation, present
-        self.classes = {class_key(c.base, c.inline, c.edits, c.absent, c.entered): c for c in classes}
+        unpatched = [c for c in classes if c.code == tuple(map(reachable_code, (c.base, *c.entered)))]
+        self.classes = {class_key(c.base, c.inline, c.edits, c.absent, c.entered): c for c in unpatched}
         self.seeds = {edit: spec.seed for spec in installation.specs for edit in spec.edits}
         self.modules: list[EditedModule] = []
         self.forms: dict[str, FormModule] = {}  # by saved name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from peftc.concurrency.context import CHOICE
 from peftc.modules.memory import storage_id
 from peftc.recognition.analysis import Analysis
 from peftc.rewriting.container import CONTAINER, SHARED
+from peftc.tracing.bytecode import reachable_code
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 TORCH = frozenset(vars(nn.Module()))  # what torch keeps in every module
@@ -41,8 +43,8 @@ class CachedAnalysis:
 
 
 def state_of(model: nn.Module) -> tuple[Any, ...] | None:
-    """All that an analysis depends on: classes, attributes, and tensors without their values; None
-    where it cannot be compared.
+    """All that an analysis depends on: classes with the code they run, attributes, and tensors
+    without their values; None where it cannot be compared.
 
     Objects that several modules share are numbered. Edits are left out.
     """
@@ -59,7 +61,7 @@ def _state(model: nn.Module) -> tuple[Any, ...]:
     def number(thing: object) -> int:
         return numbers.setdefault(id(thing), len(numbers))
 
-    config = getattr(model, "config", None)
+    config, code_of = getattr(model, "config", None), cache(reachable_code)
     state: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), comparable(config)]
     for name, module in model.named_modules(remove_duplicate=False):
         if CONTAINER in (parts := name.split(".")) or parts[0] == SHARED:
@@ -68,7 +70,8 @@ def _state(model: nn.Module) -> tuple[Any, ...]:
         if any(own[key] for key in TORCH if key.endswith(("_hooks", "_called"))):
             raise NotComparable
         attributes = [(key, value) for key, value in own.items() if key not in TORCH and key not in PEFTC]
-        state += [name, number(module), type(module)]
+        generated = getattr(type(module), "_peftc_kind", None)
+        state += [name, number(module), type(module), code_of(type(module) if generated is None else generated.base)]
         state += [(key, number(value) if value is config else comparable(value)) for key, value in attributes]
         for key, tensor in [*own["_parameters"].items(), *own["_buffers"].items()]:
             if tensor is None:

@@ -22,7 +22,7 @@ from peftc.installation.record import Installation, InstalledSpec, installation_
 from peftc.installation.reinstall import Step, reinstall, uninstall
 from peftc.installation.spec_conflicts import refuse_second, with_note
 from peftc.models.resolve import ModelSource, resolve
-from peftc.models.runnable import check_runs, check_sample
+from peftc.models.skeleton import check_runs, check_sample
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult, make_plan
 from peftc.recognition.analysis import Analysis, ModelLike, analyse

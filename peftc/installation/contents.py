@@ -19,19 +19,28 @@ from peftc.modules.offload import refuse_offloaded
 def specs(model: nn.Module) -> dict[str, str]:
     """The specs on a compiled model, by name, in the order of compilation: each expanded, as text.
 
-    Raises: P410 for a model that is not compiled.
+    Args:
+        model: a compiled model.
+
+    Raises:
+        PeftcError: P410 (not compiled).
     """
     return {spec.name: spec.text for spec in installation_of(model).specs}
 
 
 def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parameter]:
-    """What a compiled model trains, by the names under which it is saved:
-    `<edit>/<site>/<form>.<parameter>`.
+    """What a compiled model trains, by the names under which it is saved.
 
-    Parameters of the base that `train` unfroze are named `<edit>/<dotted name>`.
-    Args: `name`: of one spec, for its parameters alone.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P436
-    where an edited module was replaced, P566 (offloaded).
+    The names are `<edit>/<site>/<form>.<parameter>`, and `<edit>/<dotted name>` for parameters of
+    the base that `train` unfroze.
+
+    Args:
+        model: a compiled model.
+        name: of one spec, for its parameters alone.
+
+    Raises:
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P436 (an edited module was
+            replaced), P566 (weights are offloaded).
     """
     record, edits = complete_installation(model), _edits(model, name)
     trained = {f"{saved}.{n}": p for saved, form in _forms(model) for n, p in form.named_parameters()}
@@ -70,8 +79,12 @@ def reload_forms(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class InstalledRegion:
-    """A rewritten module: its dotted name, the graph of each variant of its forward, and the code
-    they became.
+    """A rewritten module.
+
+    Attributes:
+        module: its dotted name.
+        graphs: the graph of each variant of its forward.
+        code: the Python that the graphs became.
     """
 
     module: str
@@ -82,7 +95,11 @@ class InstalledRegion:
 def graphs(model: nn.Module) -> dict[str, InstalledRegion]:
     """The rewritten regions of a compiled model, by dotted name.
 
-    Raises: P410 for a model that is not compiled.
+    Args:
+        model: a compiled model.
+
+    Raises:
+        PeftcError: P410 (not compiled).
     """
     return {
         name: InstalledRegion(name, tuple(v.graph for v in generated.variants), generated.source)

@@ -13,16 +13,23 @@ from peftc.installation.record import Installation
 
 
 def disabled(model: nn.Module, name: str | None = None) -> ChoiceBlock:
-    """Inside the block the model computes what the base computes; parameters of edits are kept.
+    """Inside the block the model computes what the base computes. Parameters of edits are kept.
 
     The block acts in the present context: other threads and coroutines are not in it. To start a
     thread inside of it, use `contextvars.copy_context().run`. `save_pretrained` writes the base;
     `state_dict()`, `named_parameters()` and copies are complete, and copies are not in the block.
 
-    Args: `name`: of one spec; the others go on acting.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P431 for
-    a block that is left in another context, P432 for a base parameter that is trained and whose
-    first value a module would not see, P436 where an edited module was replaced.
+    Args:
+        model: a compiled model.
+        name: of one spec; the others go on acting. By default all are switched off.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P431 (the block is left in
+            another context), P432 (a module would not see the first value of a base parameter that
+            is trained), P436 (an edited module was replaced).
     """
     record = complete_installation(model)
     off = edits_of(record, name)
@@ -33,11 +40,18 @@ def disabled(model: nn.Module, name: str | None = None) -> ChoiceBlock:
 def set_enabled(model: nn.Module, enabled: bool, name: str | None = None) -> nn.Module:
     """Switches the edits of a spec on or off in all contexts, until this is called again.
 
-    Copies keep the switch; saved adapters do not. Inside of a `disabled` block edits are always off.
+    Copies keep the switch; saved adapters do not. Inside of a `disabled` block edits are off.
 
-    Args: `name`: of one spec; all without it.
-    Raises: P410 for a model that is not compiled, P413 where it has no spec of that name, P432 and
-    P436 as `disabled`.
+    Args:
+        model: a compiled model.
+        enabled: whether the edits act.
+        name: of one spec; by default all.
+
+    Returns:
+        The model.
+
+    Raises:
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P432 and P436 as `disabled`.
     """
     record = complete_installation(model)
     off, edits = record.choice.default.off, edits_of(record, name)

@@ -12,7 +12,7 @@ from itertools import chain, count
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.installation.record import Installation, InstalledSpec
-from peftc.semantics.rename import prefix_names
+from peftc.semantics.applied_method import prefix_names
 from peftc.syntax import ast
 
 

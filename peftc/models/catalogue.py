@@ -40,12 +40,12 @@ def find(model_id: str) -> Entry | None:
     return entries.get(model_id) or next((e for e in entries.values() if e.also == model_id), None)
 
 
-def nearest_ids(model_id: str, limit: int = 3) -> list[str]:
-    """The most similar ids, nearest first. The organisation before the slash may be missing."""
+def nearest_ids(model_id: str) -> list[str]:
+    """At most three similar ids, nearest first. The organisation before `/` may be missing."""
     ids: dict[str, str] = {}
     for known in catalogue():
         ids.setdefault(known.lower(), known)
         ids.setdefault(known.lower().rpartition("/")[2], known)
     spellings = (model_id.lower(), model_id.lower().rpartition("/")[2])
-    matches = [ids[m] for s in spellings for m in difflib.get_close_matches(s, ids, n=limit, cutoff=0.7)]
-    return list(dict.fromkeys(matches))[:limit]
+    matches = [ids[m] for s in spellings for m in difflib.get_close_matches(s, ids, n=3, cutoff=0.7)]
+    return list(dict.fromkeys(matches))[:3]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import transformers
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -21,10 +22,7 @@ _LARGEST = 16_000_000  # bytes of a config.json
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a config.json.
-
-    Raises: P026, P027 (no regular file, too large), P503 if the file is not a JSON object.
-    """
+    """The values of a config.json. Raises: P026, P027, P503 if it is not a JSON object."""
     try:
         values = json.loads(read_regular(path, _LARGEST))
     except (OSError, ValueError, RecursionError) as error:
@@ -36,10 +34,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def config_from(values: Mapping[str, Any], name: str) -> PretrainedConfig:
-    """The config with these values. Code from the model's repository is never run.
-
-    Raises: P503 (invalid values), P504 (only the repository's own code knows this model).
-    """
+    """The config, without code of its repository. Raises: P503, P504 (that code is needed)."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise PeftcError(Diagnostic("P503", f"the configuration of {name} has no `model_type`"))
@@ -55,12 +50,9 @@ def config_from(values: Mapping[str, Any], name: str) -> PretrainedConfig:
 
 
 def model_class(config: PretrainedConfig, name: str, head: Head | None = None) -> type[PreTrainedModel]:
-    """The class to build: that of `head`, else the declared architecture, else of an auto class.
-
-    Raises: P503 if transformers has no such class.
-    """
+    """The class of `head`, else the declared one, else that of an auto class. Raises: P503."""
     declared: str | None = next(iter(getattr(config, "architectures", None) or []), None)
-    class_name = declared if declared and head is None else _auto_class(config, head or _likely_head(config))
+    class_name = declared if declared and head is None else _auto_class(config, head)
     with paused_gc():
         cls = getattr(transformers, class_name, None) if class_name else None
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
@@ -86,16 +78,12 @@ def _needs_code(name: str, reason: str) -> Diagnostic:
     )
 
 
-def _likely_head(config: PretrainedConfig) -> Head:
-    if getattr(config, "is_encoder_decoder", False):
-        return "seq2seq-lm"
-    causal = config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return "causal-lm" if causal and not masked else "base"
-
-
-def _auto_class(config: PretrainedConfig, head: Head) -> str | None:
-    """The name of the class that transformers' auto class for `head` would build."""
+def _auto_class(config: PretrainedConfig, head: Head | None) -> str | None:
+    """The name of the class that the auto class for `head`, else a likely one, would build."""
+    if head is None:
+        masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        causal = config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not masked
+        head = "seq2seq-lm" if getattr(config, "is_encoder_decoder", False) else "causal-lm" if causal else "base"
     mappings: dict[Head, tuple[Mapping[Any, Any], ...]] = {
         "base": (),
         "causal-lm": (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,),
@@ -108,3 +96,43 @@ def _auto_class(config: PretrainedConfig, head: Head) -> str | None:
         if names := mapping.get(config.model_type):
             return names if isinstance(names, str) else names[0]
     return None
+
+
+# Code of a repository (`auto_map`), run only with consent
+
+
+def has_code(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration names Python files of its repository."""
+    return isinstance(values.get("auto_map"), dict)
+
+
+def from_code(name: str, path: Path | None) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+    """Runs the code beside `path` (a folder or config.json), or of the hub. Raises: P504, P510."""
+    if path is not None and path.is_file():
+        if path.name != "config.json":
+            message = f"the code of {name} can only be found beside a file named config.json"
+            raise PeftcError(Diagnostic("P504", message, help="give the folder of the model"))
+        path = path.parent
+    repository = name if path is None else str(path)
+    try:
+        with paused_gc():
+            config = cast(PretrainedConfig, AutoConfig.from_pretrained(repository, trust_remote_code=True))
+            return config, class_of(config, name, repository)
+    except PeftcError:
+        raise
+    except Exception as error:  # the repository's code raises anything
+        raise PeftcError(Diagnostic("P510", f"the code of {name} fails", notes=(error_summary(error),))) from error
+
+
+def class_of(config: PretrainedConfig, name: str, repository: str) -> type[PreTrainedModel]:
+    """The declared class, from the repository's code if it has one, else from transformers."""
+    declared: list[str] = list(getattr(config, "architectures", None) or [])
+    auto_map: Mapping[str, Any] = getattr(config, "auto_map", {})
+    references = [ref for key, ref in auto_map.items() if key.startswith("AutoModel") and isinstance(ref, str)]
+    references.sort(key=lambda ref: ref.rpartition(".")[2] not in declared)  # the declared architecture first
+    if not references:
+        return model_class(config, name)
+    cls = cast(object, get_class_from_dynamic_module(references[0], repository))
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise PeftcError(Diagnostic("P503", f"`{references[0]}` of {name} is not a model class of transformers"))
+    return cls

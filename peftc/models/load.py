@@ -12,22 +12,21 @@ from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import check_regular
 from peftc.models.configs import error_summary
-from peftc.models.resolve import ModelSource, resolve
+from peftc.models.resolve import ModelSource
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SUFFIXES = (".json", ".safetensors", ".txt", ".model")  # of files that transformers may open
 
 
-def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model with its weights, in eval mode, in the checkpoint's dtype unless `dtype` is given.
+def load_model(source: ModelSource) -> nn.Module:
+    """The model with its weights, in eval mode and in the checkpoint's dtype.
 
     Its class is the one that planning by the same name uses. A configuration alone gives random
     weights.
-    Raises: P026 (not a regular file), P501–P504 as `resolve`, P505 (weights are missing or not in
-        safetensors), P508 (weights do not fit the configuration).
+    Raises: P026 (not a regular file), P505 (weights are missing or not in safetensors), P508 (they
+        do not fit the configuration).
     """
-    source = name if isinstance(name, ModelSource) else resolve(name)
     if source.module is not None:
         return source.module
     cls = source.model_class
@@ -43,9 +42,7 @@ def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.
     path = str(source.folder) if source.folder else source.id
     try:
         with paused_gc():
-            model = cls.from_pretrained(
-                path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=source.own_code
-            )
+            model = cls.from_pretrained(path, dtype="auto", use_safetensors=True, trust_remote_code=source.own_code)
     except OSError as error:
         raise PeftcError(_no_weights(source, error_summary(error))) from error
     except Exception as error:  # other shapes, a truncated file: each library raises its own
@@ -55,10 +52,7 @@ def load_model(name: str | ModelSource, dtype: torch.dtype | None = None) -> nn.
 
 
 def load_or_initialize(source: ModelSource, seed: int) -> tuple[nn.Module, str]:
-    """The model with its weights or, if there are none, with random ones; and which of the two.
-
-    Raises: as `load_model`, without P505.
-    """
+    """The model, and what weights it has: its own, or random ones in place of P505."""
     try:
         return load_model(source), "its weights"
     except PeftcError as error:

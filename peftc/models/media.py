@@ -1,15 +1,18 @@
-"""Images and sounds in each of the forms in which models take them, small and without content."""
+"""Small images and sounds without content, in each form that models take, and calls with them."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from peftc.models.sample import BATCH, TOKENS, floating_dtype
+from peftc.diagnostics import PeftcError
+from peftc.models.sample import BATCH, TOKENS, floating_dtype, sample_inputs, token_ids
 
 SIDE = 4  # patches along each side of an image that comes as patches
 FRAMES = 32  # of a sound that comes as a spectrogram
@@ -124,14 +127,14 @@ def _patches(channels: int, patch: int, side: int) -> Iterator[InputForm]:
 
 
 def _flattened_patches(config: Any) -> Iterator[InputForm]:
-    """Patches as vectors, each behind its row and column. Seen in: Pix2Struct."""
+    # Patches as vectors, each behind its row and column. Seen in: Pix2Struct.
     width = _integer(config, "patch_embed_hidden_size")
     width = width or (_integer(config, "num_channels") or 3) * (_integer(config, "patch_size") or 16) ** 2
     yield InputForm(torch.ones(BATCH, SIDE * SIDE, 2 + width), {"attention_mask": torch.ones(BATCH, SIDE * SIDE)})
 
 
 def _boxes(config: Any) -> Iterator[InputForm]:
-    """The position of each token on a page. Seen in: LayoutLM."""
+    # The position of each token on a page. Seen in: LayoutLM.
     yield InputForm(torch.zeros(BATCH, TOKENS, 4))
 
 
@@ -168,3 +171,89 @@ MEDIA = (
     Medium("audio", "audio", ("input_features", "input_values", "audio_values"), _sounds, SOUND),
     Medium("text", "layout", ("bbox",), _boxes, ()),
 )
+
+
+# Calls that run the towers of a model, which a sample of text does not reach: the model with an
+# image or a sound in each form; its functions for the features of a medium; each submodule that is
+# a model itself.
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class TowerCall:
+    """One call. `modality`: `vision`, `audio` or `text`."""
+
+    modality: str
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self.function(**self.arguments)
+
+
+def run_on_sample(
+    model: nn.Module, sample: Mapping[str, Any] | None, run: Callable[[Mapping[str, Any]], R]
+) -> tuple[Mapping[str, Any], R]:
+    """Runs on `sample`, else on inputs made for the model, if need be with a medium.
+
+    Raises: what running the plain inputs raises, if none of the others run.
+    """
+    if sample is not None:
+        return sample, run(sample)
+    plain: Mapping[str, Any] = {}
+    try:
+        plain = sample_inputs(model)
+        return plain, run(plain)
+    except Exception as error:
+        if isinstance(error, PeftcError) and error.diagnostics[0].code != "P507":
+            raise
+        for call in _model_calls(model, plain):
+            try:
+                return call.arguments, run(call.arguments)
+            except PeftcError:
+                raise
+            except Exception:  # the model does not take this form either
+                continue
+        raise
+
+
+def tower_calls(
+    model: nn.Module, sample: Mapping[str, Any], has_unreached_layers: Callable[[str], bool]
+) -> Iterator[TowerCall]:
+    """Calls to try, those of the whole model first."""
+    yield from _model_calls(model, sample)
+    for medium in MEDIA:
+        for owner in (model, getattr(model, "base_model", model)):
+            getter = getattr(owner, f"get_{medium.feature}_features", None)
+            if getter is not None:
+                yield from _medium_calls(getter, model, medium, {})
+    for name, tower in model.named_modules():
+        if name and isinstance(tower, PreTrainedModel) and has_unreached_layers(name):
+            yield from _calls_of(tower)
+
+
+def _model_calls(model: nn.Module, sample: Mapping[str, Any]) -> Iterator[TowerCall]:
+    parameters = inspect.signature(model.forward).parameters
+    text = {"input_ids": token_ids()} if "input_ids" in parameters else {}
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+        text["decoder_input_ids"] = token_ids()
+    for medium in MEDIA:
+        yield from _medium_calls(model.forward, model, medium, {**text, **sample})
+
+
+def _medium_calls(
+    function: Callable[..., Any], model: nn.Module, medium: Medium, others: Mapping[str, Any]
+) -> Iterator[TowerCall]:
+    for inputs in medium.inputs(model, inspect.signature(function).parameters):
+        yield TowerCall(medium.modality, function, {**others, **inputs})
+
+
+def _calls_of(tower: PreTrainedModel) -> Iterator[TowerCall]:
+    parameters = inspect.signature(tower.forward).parameters
+    for medium in MEDIA:
+        if medium.is_input_of(tower, next(iter(parameters), None)):
+            for inputs in medium.inputs(tower, parameters, any_name=True):
+                yield TowerCall(medium.modality, tower.forward, inputs)
+    if "input_ids" in parameters:
+        yield TowerCall("text", tower.forward, {"input_ids": token_ids()})

@@ -16,8 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.models import catalogue
 from peftc.models.catalogue import Head
-from peftc.models.configs import config_from, error_summary, model_class, read_values
-from peftc.models.remote_code import class_of, from_code, has_code
+from peftc.models.configs import class_of, config_from, error_summary, from_code, has_code, model_class, read_values
 
 Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
 
@@ -56,7 +55,10 @@ def resolve(
         repository's code), P510 (that code fails).
     """
     if isinstance(model, nn.Module):
-        return _from_module(model)
+        config: Any = getattr(model, "config", None)
+        if not isinstance(config, PretrainedConfig):
+            return ModelSource(type(model).__name__, "module", type(model).__name__, module=model)
+        return ModelSource(config.name_or_path or config.model_type, "module", config.model_type, config, module=model)
     if isinstance(model, PretrainedConfig):
         name = model.name_or_path or model.model_type
         own_code = trust_remote_code and has_code(vars(model))
@@ -72,13 +74,6 @@ def resolve(
         source = Source("--model", name)
         span = Span(0, len(name), 1, 1, 1, len(name) + 1)
         raise PeftcError(replace(d, source=source, span=span) for d in error.diagnostics) from error.__cause__
-
-
-def _from_module(model: nn.Module) -> ModelSource:
-    config = getattr(model, "config", None)
-    if not isinstance(config, PretrainedConfig):
-        return ModelSource(type(model).__name__, "module", type(model).__name__, module=model)
-    return ModelSource(config.name_or_path or config.model_type, "module", config.model_type, config, module=model)
 
 
 def _from_name(name: str, trust_remote_code: bool) -> ModelSource:

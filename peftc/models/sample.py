@@ -15,25 +15,25 @@ from peftc.fakes.tensors import fake_mode
 BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4
 
 
-def sample_inputs(model: nn.Module, *, cache: bool | None = None) -> dict[str, Any]:
+def sample_inputs(model: nn.Module) -> dict[str, Any]:
     """Fake inputs for a skeleton's forward, made from its `main_input_name` and its config.
 
     There is no mask: transformers reads a mask's data, and a fake tensor has none.
-    Args: `cache`: the value of `use_cache`, if the forward has that parameter.
     Raises: P507 if the main input is of an unknown kind; the caller must then give a sample.
     """
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     make = _MAKERS.get(name) if config is not None and isinstance(name, str) else None
     if make is None or not isinstance(name, str):
-        raise PeftcError(_no_sample(model, name))
+        reason = f"its main input is `{name}`" if isinstance(name, str) else "it has no `main_input_name`"
+        notes = (reason, f"known inputs: {', '.join(_MAKERS)}")
+        message = f"no sample input can be made for {type(model).__name__}"
+        raise PeftcError(Diagnostic("P507", message, notes=notes, help="give a sample: `sample={name: tensor}`"))
     parameters = inspect.signature(model.forward).parameters
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with fake_mode(model), torch.device(device):
         inputs: dict[str, Any] = {name: make(config)}
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
             inputs["decoder_input_ids"] = token_ids(DECODER_TOKENS)
-    if cache is not None and "use_cache" in parameters:
-        inputs["use_cache"] = cache
     dtype = floating_dtype(model)
     return {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 
@@ -53,23 +53,9 @@ def _pixels(config: Any) -> torch.Tensor:
     return torch.zeros(BATCH, getattr(vision, "num_channels", 3), height, width)
 
 
-def _spectrogram(config: Any) -> torch.Tensor:
-    return torch.zeros(BATCH, config.num_mel_bins, 2 * config.max_source_positions)  # the encoder halves the length
-
-
 _MAKERS: Mapping[str, Callable[[Any], torch.Tensor]] = {
     "input_ids": lambda config: token_ids(),
     "pixel_values": _pixels,
-    "input_features": _spectrogram,
+    "input_features": lambda config: torch.zeros(BATCH, config.num_mel_bins, 2 * config.max_source_positions),
     "input_values": lambda config: torch.zeros(BATCH, 16_000),
 }
-
-
-def _no_sample(model: nn.Module, name: object) -> Diagnostic:
-    reason = f"its main input is `{name}`" if isinstance(name, str) else "it has no `main_input_name`"
-    return Diagnostic(
-        "P507",
-        f"no sample input can be made for {type(model).__name__}",
-        notes=(reason, f"known inputs: {', '.join(_MAKERS)}"),
-        help="give a sample: `sample={name: tensor}`",
-    )

@@ -20,8 +20,8 @@ Dims = tuple[tuple[int, int], ...]  # (bytes from one to the next, how many), th
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes of a tensor: `block` bytes at `start`, repeated at the steps of `dims`. Two tensors of
-    equal `Memory` have the same entries at the same indices, by `layout`.
+    """The bytes of a tensor: `block` bytes at `start`, repeated at the steps of `dims`. Two tensors
+    of equal `Memory` have the same entries at the same indices, by `layout`.
     """
 
     device: str

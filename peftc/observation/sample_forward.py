@@ -20,15 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from peftc.concurrency.interrupts import shielded
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
-from peftc.models.tower_samples import run_on_sample, tower_calls
+from peftc.models.media import run_on_sample, tower_calls
 from peftc.observation.parameter_uses import ParameterUses
 from peftc.tracing.module_calls import bind_arguments
 
 
 @dataclass
 class ModuleCall:
-    """The calls of one module: how many, and the first tensor that goes in and out; its shape is `()`
-    without one. A path leads to it: (parameter, *keys) in the arguments, keys in the result.
+    """The calls of one module: how many, and the first tensor that goes in and out, of shape `()` if
+    none. A path leads to it: (parameter, *keys) in the arguments, keys in the result.
     """
 
     count: int = 0
@@ -196,8 +196,8 @@ class _Repeats:
 def observe(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, candidates: Collection[str]
 ) -> SampleForward:
-    """Runs the model on `sample`, or on inputs made for it; then towers that this misses. `candidates`
-    are modules that may be layers. Raises: what the first call raises.
+    """Runs the model on `sample`, or on inputs made for it; then towers that this misses.
+    `candidates`: modules that may be layers. Raises: what the first call raises.
     """
     record_of = partial(record_call, model, mode=mode, candidates=candidates)
     inputs, record = run_on_sample(model, sample, lambda inputs: record_of(lambda: model(**inputs)))

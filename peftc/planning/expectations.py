@@ -9,8 +9,7 @@ from typing import Literal
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.arithmetic import ARITHMETIC
-from peftc.planning.counts import percent
-from peftc.planning.report.plan import Plan, PlanEdit, PlanTotals
+from peftc.planning.report.plan import Plan, percent
 from peftc.semantics.checks.expects import check_expect
 from peftc.semantics.constants import numeric_value
 from peftc.semantics.vocabulary import PLAN_COUNTS
@@ -39,19 +38,11 @@ class Quantity:
     unit: Literal["number", "count", "percent", "truth"]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    text: str  # the expectation as the formatter prints it
-    holds: bool
-    failure: Diagnostic | None  # P304
+def evaluate(statement: ast.Expect, plan: Plan) -> tuple[str, Diagnostic | None]:
+    """An expectation as the formatter prints it, and P304 if it does not hold.
 
-
-def evaluate(statement: ast.Expect, plan: Plan) -> Outcome:
-    """Whether an expectation holds.
-
-    Raises:
-        P116: an unknown fact, or units that do not compare. P117: an unknown edit. P120: a division
-        by zero.
+    Raises: P116: an unknown fact, or units that do not compare. P117: an unknown edit. P120: a
+    division by zero.
     """
     if errors := list(check_expect(statement, [edit.name for edit in plan.edits])):
         raise PeftcError(errors)
@@ -59,9 +50,10 @@ def evaluate(statement: ast.Expect, plan: Plan) -> Outcome:
     left = evaluator.value(statement.left)
     holds, text = bool(left.value), print_expression(statement.left)
     if statement.op is not None and statement.right is not None:
-        holds = COMPARISONS[statement.op](*evaluator.comparable(left, evaluator.value(statement.right)))
+        one, other = evaluator.comparable(left, evaluator.value(statement.right))
+        holds = COMPARISONS[statement.op](one.value, other.value)
         text = f"{text} {statement.op} {print_expression(statement.right)}"
-    return Outcome(text, holds, None if holds else _failure(statement, text, left, plan))
+    return text, None if holds else _failure(statement, text, left, plan)
 
 
 class _Evaluator:
@@ -90,40 +82,25 @@ class _Evaluator:
                 edit = self.edits[name]
                 return Quantity(edit.foldable if function == "foldable" else edit.identity, "truth")
             case ast.Name(name):
-                return Quantity(_count(self.totals, name), "count")
+                return Quantity(getattr(self.totals, name), "count")
             case _:
                 raise AssertionError(source)  # refused by check_expect
 
     def _arithmetic(self, source: ast.Binary, op: str, left: Quantity, right: Quantity) -> Quantity:
         if op == "/" and right.value == 0:
             raise PeftcError(Diagnostic("P120", f"`{print_expression(source)}` divides by zero", source.span))
-        units = {left.unit, right.unit}
-        if "percent" in units and len(units) > 1:
-            convert = self._as_parameters if op in "+-" and "count" in units else _as_ratio
-            left, right = convert(left), convert(right)
+        left, right = self.comparable(left, right, as_factor=op in "*/")
         return Quantity(ARITHMETIC[op](left.value, right.value), _unit(op, left, right))
 
-    def comparable(self, left: Quantity, right: Quantity) -> tuple[float, float]:
+    def comparable(self, left: Quantity, right: Quantity, as_factor: bool = False) -> tuple[Quantity, Quantity]:
+        """Both in one unit: a percentage beside a count is of the base, any other is a ratio."""
         units = {left.unit, right.unit}
-        if units == {"count", "percent"}:
-            left, right = self._as_parameters(left), self._as_parameters(right)
-        elif units == {"number", "percent"}:
-            left, right = _as_ratio(left), _as_ratio(right)
-        return left.value, right.value
-
-    def _as_parameters(self, quantity: Quantity) -> Quantity:
-        if quantity.unit != "percent":
-            return quantity
-        return Quantity(quantity.value / 100 * self.totals.base, "count")
-
-
-def _as_ratio(quantity: Quantity) -> Quantity:
-    return Quantity(quantity.value / 100, "number") if quantity.unit == "percent" else quantity
-
-
-def _count(numbers: PlanTotals | PlanEdit, name: str) -> int:
-    count: int = getattr(numbers, name)
-    return count
+        if "percent" not in units or len(units) == 1:
+            return left, right
+        of_base = "count" in units and not as_factor
+        whole, unit = (self.totals.base, "count") if of_base else (1, "number")
+        one, other = (Quantity(q.value / 100 * whole, unit) if q.unit == "percent" else q for q in (left, right))
+        return one, other
 
 
 def _unit(op: str, left: Quantity, right: Quantity) -> Literal["number", "count", "percent"]:
@@ -144,16 +121,13 @@ def _failure(statement: ast.Expect, text: str, left: Quantity, plan: Plan) -> Di
         if isinstance(statement.left, ast.Name) and left.unit == "count":
             label += f", {percent(int(left.value), plan.totals.base)} of the base"
     span = statement.left.span if statement.right is None else statement.left.span.until(statement.right.span)
-    notes = tuple(_notes(statement, plan))
-    return Diagnostic("P304", f"expected `{text}`, which does not hold", span, label=label, notes=notes)
-
-
-def _notes(statement: ast.Expect, plan: Plan) -> list[str]:
+    notes = list[str]()
     match statement.left:
         case ast.Name(name) if name in PLAN_COUNTS and len(plan.edits) > 1:
-            return [f"`{edit.name}` has {_count(edit, name):,}" for edit in plan.edits if _count(edit, name)]
+            notes = [f"`{edit.name}` has {count:,}" for edit in plan.edits if (count := getattr(edit, name))]
         case ast.Call("foldable", (ast.Name(name),)):
-            edits = [edit for edit in plan.edits if edit.name == name and not edit.foldable]
-            return [f"`{name}` does not fold: {edit.reason}" for edit in edits]
+            notes = [f"`{name}` does not fold: {e.reason}" for e in plan.edits if e.name == name and not e.foldable]
         case _:
-            return []
+            pass
+    message = f"expected `{text}`, which does not hold"
+    return Diagnostic("P304", message, span, label=label, notes=tuple(notes))

@@ -1,13 +1,16 @@
-"""The sets of parameters that one edit has at one site, and what they share with other sites."""
+"""The sets of parameters that one edit has at one site, what they share with other sites, and their
+counts.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from peftc.addressing.sites import Site
-from peftc.forms import Args, Dims, Form
-from peftc.planning.ir import FormInstance
+from peftc.forms import Args, Count, Dims, Form
+from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.planning.lowering_context import LoweringContext, features_of, path_spot
 
 
@@ -66,3 +69,17 @@ class FormInstances:
         spots = tuple(path_spot(path, *features) for path in paths)
         dims = replace(instance.dims, sites=len(paths), spots=spots, index=index, depth=self.context.depth(self.site))
         return replace(instance, owner=f"{self.edit}.{instance.key}.{group}", dims=dims, index=index)
+
+
+def count_parameters(site_edits: Iterable[SiteEdit]) -> Count:
+    """Parameters with a gradient, and in the saved adapter. What sites share counts once."""
+    counts: dict[object, Count] = {}
+    for site_edit in site_edits:
+        for instance in site_edit.instances:
+            if instance.has_site_parameters:
+                count = instance.form.count(instance.args, instance.dims)
+                for task, _ in instance.task_suffixes():
+                    counts.setdefault((site_edit.edit, site_edit.site.path, instance.key, task), count)
+            for owner in instance.owners():
+                counts.setdefault(owner, instance.common_count(owner))
+    return Count(sum(count.trained for count in counts.values()), sum(count.stored for count in counts.values()))

@@ -152,24 +152,26 @@ class SiteEdit:
             yield _with_site(self, site)
 
     def reads(self) -> set[str]:
+        return {term.state for term in self.terms() if isinstance(term, Read)}
+
+    def terms(self) -> list[Term]:
+        """All terms of the edit, including those of its lets."""
         roots = [*(assign.value for assign in self.assigns), *(term for _, term in self.lets)]
-        return {term.state for root in roots for term in subterms(root) if isinstance(term, Read)}
+        return [term for root in roots for term in subterms(root)]
 
 
 def subterms(term: Term) -> Iterator[Term]:
     """A term and all terms in it, outermost first."""
     yield term
     match term:
-        case FormCall():
-            children = term.inputs
+        case FormCall(inputs=children) | Concat(parts=children):
+            pass
         case FrozenCall(input=value):
             children = (value,)
         case Arithmetic(left=left, right=right):
             children = (left, right)
-        case Concat(parts=parts):
-            children = parts
-        case _:
-            return
+        case Read() | Constant():
+            children = ()
     for child in children:
         yield from subterms(child)
 

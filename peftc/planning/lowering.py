@@ -21,11 +21,10 @@ WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
 def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit:
     """The typed equations of an edit at one site; `h += f` becomes `h = h + f`.
 
-    Raises:
-        P101, P105: no such form, or not a value. P205: no such state. P301: shapes that do not go
-        together. P303: a misplaced `concat`, or misplaced keys and values. P305: shared parameters
-        of two shapes. P306: a state that is read-only. P307: a frozen module that the site does not
-        have. Also what `bind` and `Form.shape` raise.
+    Raises: P101, P105: no such form, or not a value. P205: no such state. P301: shapes that do not
+    go together. P303: a misplaced `concat`, or misplaced keys and values. P305: shared parameters
+    of two shapes. P306: a state that is read-only. P307: a frozen module that the site does not
+    have. Also what `bind` and `Form.shape` raise.
     """
     instances = FormInstances(edit.name, site, context, context.tasks if edit.per_task else ())
     terms = TermLowering(edit.name, site, context, instances)
@@ -72,19 +71,11 @@ def _assign(equation: ast.Equation, terms: TermLowering) -> Assign:
         read = terms.read(equation.target, equation.target_span)
         value = terms.arithmetic("+" if equation.op == "+=" else "*", read, value, equation.value)
     if isinstance(target.shape, KeyValue) and isinstance(value.shape, KeyValue) and not isinstance(value, Concat):
-        raise error(
-            "P303",
-            "keys and values are changed by `concat` only",
-            equation.value.span,
-            label="not a `concat`",
-            help="write `kv = concat(prefix(…), kv)`; `k` and `v` can be scaled one by one",
-        )
+        message = "keys and values are changed by `concat` only"
+        help_ = "write `kv = concat(prefix(…), kv)`; `k` and `v` can be scaled one by one"
+        raise error("P303", message, equation.value.span, label="not a `concat`", help=help_)
     if value.shape != target.shape:
-        raise error(
-            "P301",
-            f"`{target.name}` of `{terms.site.path}` is {target.shape}, but the value is {value.shape}",
-            equation.value.span,
-            label=f"{value.shape}",
-            notes=(f"`{target.name}` is {target.shape}", f"`{quote(value.source)}` is {value.shape}"),
-        )
+        message = f"`{target.name}` of `{terms.site.path}` is {target.shape}, but the value is {value.shape}"
+        notes = (f"`{target.name}` is {target.shape}", f"`{quote(value.source)}` is {value.shape}")
+        raise error("P301", message, equation.value.span, label=f"{value.shape}", notes=notes)
     return Assign(target.name, value, equation)

@@ -5,40 +5,21 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 from peftc.addressing.sites import Site, SiteTable
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.forms import Dims, Form
 from peftc.forms.registry import Spot
 from peftc.forms.shapes import Shape, Tokens, Vector
 from peftc.planning.ir import SiteEdit
-from peftc.semantics.arguments import BoundArguments, bind
 from peftc.syntax import ast
 
 DEFAULT_TASK = "default"  # of edits `per task` where no tasks are named
 _LAYER_PATH = re.compile(r"(.*?\blayer\[\d+\])\.?(.*)")
-
-
-@dataclass(frozen=True)
-class SharedForm:
-    """`let NAME = shared(form(…))`, outside an edit: one set of parameters for all its calls."""
-
-    let: ast.Let
-    call: ast.Call
-    calls: dict[int, tuple[ast.Call, ast.Call]] = field(
-        default_factory=dict[int, tuple[ast.Call, ast.Call]], compare=False
-    )
-
-    def call_at(self, use: ast.Call) -> ast.Call:
-        """The call of the form with the arguments of one use; the same object each time."""
-        if id(use) not in self.calls:
-            call = replace(self.call, args=use.args, kwargs=(*self.call.kwargs, *use.kwargs), span=use.span)
-            self.calls[id(use)] = (use, call)  # the use is stored, too, so that its id is not reused
-        return self.calls[id(use)][1]
 
 
 class Sharer(NamedTuple):
@@ -53,24 +34,14 @@ class Sharer(NamedTuple):
 
 @dataclass
 class LoweringContext:
-    """One planning run. An equation's arguments are bound once, not at every site.
-
-    `sharers` is known after a first pass over all edits.
-    """
+    """One planning run. `sharers` is known after a first pass over all edits."""
 
     table: SiteTable
     tasks: tuple[str, ...] = (DEFAULT_TASK,)
-    shared: Mapping[str, SharedForm] = field(default_factory=dict[str, SharedForm])
+    shared: Mapping[str, ast.Call] = field(default_factory=dict[str, ast.Call])  # `let NAME = shared(form(…))`
     sharers: Mapping[str, Sequence[Sharer]] = field(default_factory=dict[str, Sequence[Sharer]])  # by owner
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
-    bindings: dict[tuple[int, int], tuple[ast.Call, BoundArguments]] = field(default_factory=dict)
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
-
-    def bound(self, call: ast.Call, form: Form) -> BoundArguments:
-        key = (id(call), id(form))
-        if key not in self.bindings:  # the call is stored, too, so that its id is not reused
-            self.bindings[key] = (call, bind(call, form))
-        return self.bindings[key][1]
 
     def weight_size(self, module: str) -> tuple[int, ...]:
         """The stored size of a module's weight; empty where it has none."""
@@ -103,20 +74,14 @@ class LoweringContext:
         home = next((self._layers[name] for name in prefixes if name in self._layers), sharer.module)
         return path_spot(sharer.path, *sharer.features)._replace(home=home)
 
-    def check_shared_shapes(self, name: str, owner: str, form: Form, dims: Dims, span: ast.Expr) -> None:
+    def check_shared_shapes(self, name: str, owner: str, form: Form, dims: Dims, span: Span) -> None:
         """Raises: P305 if shared parameters need another shape than at their first use."""
         first = self.owners.setdefault(owner, (form, dims.target, dims.input))
         if first != (form, dims.target, dims.input):
-            raise PeftcError(
-                Diagnostic(
-                    "P305",
-                    f"`{name}` is shared by places of different shapes",
-                    span.span,
-                    label=f"here {_mapping(dims.input, dims.target)}",
-                    notes=(f"first used with {_mapping(first[2], first[1])}",),
-                    help="let each shape have its own `shared`",
-                )
-            )
+            message = f"`{name}` is shared by places of different shapes"
+            label, note = f"here {_mapping(dims.input, dims.target)}", f"first used with {_mapping(first[2], first[1])}"
+            help_ = "let each shape have its own `shared`"
+            raise PeftcError(Diagnostic("P305", message, span, label=label, notes=(note,), help=help_))
 
 
 def path_spot(path: str, d_in: int, d_out: int) -> Spot:
@@ -147,10 +112,8 @@ def sharers_of(site_edits: Iterable[SiteEdit], shared: Container[str]) -> dict[s
         for instance in site_edit.instances:
             form, args, dims = instance.form, instance.args, instance.dims
             if instance.owner is not None and (instance.owner in shared or form.common(args) == "edit"):
-                entries = form.entries(args, dims)
-                sharers[instance.owner].append(
-                    Sharer(site_edit.edit, site.path, features_of(dims), entries, site.module)
-                )
+                sharer = Sharer(site_edit.edit, site.path, features_of(dims), form.entries(args, dims), site.module)
+                sharers[instance.owner].append(sharer)
     return dict(sharers)
 
 

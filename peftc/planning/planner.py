@@ -14,13 +14,13 @@ from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.forms import FORMS
 from peftc.planning.assignments import conflicts
-from peftc.planning.counts import count_parameters
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import Foldability, check_foldability
+from peftc.planning.form_instances import count_parameters
 from peftc.planning.identity import is_identity
 from peftc.planning.ir import SiteEdit
 from peftc.planning.lowering import lower_edit, unused
-from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, SharedForm, groups_of, sharers_of
+from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, groups_of, sharers_of
 from peftc.planning.messages import for_sites, plural, with_notes
 from peftc.planning.report.plan import (
     Plan,
@@ -35,7 +35,7 @@ from peftc.planning.report.plan import (
 from peftc.planning.selection.parameter_sites import edits_parameters, other_parameters, parameter_sites
 from peftc.planning.selection.selectors import coverage_warnings, resolve
 from peftc.planning.selection.shared_modules import SharedModules
-from peftc.planning.selection.train import TrainTarget, missing_states, resolve_train
+from peftc.planning.selection.train import TrainTarget, resolve_train
 from peftc.planning.selection.untraced import untraced_in_layers, untraced_warning
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
@@ -143,7 +143,10 @@ class _Planner:
                 continue
             if target := self.attempt(statement, resolve_train, statement, sites, self.table):
                 targets[statement.name] = target
-                self.warn(statement, missing_states(statement, target))
+                present = {name for site in target.sites for name in site.states}
+                for name in (name for name in statement.states if name not in present):
+                    message = f"no site of `{statement.name}` has `{name}`"
+                    self.warn(statement, (Diagnostic("P204", message, statement.span, severity="warning"),))
         return targets
 
     def sites(self, statement: ast.Edit | ast.Train) -> list[Site]:
@@ -159,12 +162,12 @@ class _Planner:
             self.warn(statement, (untraced_warning(selector, untraced),))
         return sites
 
-    def shared_forms(self) -> dict[str, SharedForm]:
-        forms: dict[str, SharedForm] = {}
+    def shared_forms(self) -> dict[str, ast.Call]:
+        forms: dict[str, ast.Call] = {}
         for let in self.spec.statements:
             match let:
                 case ast.Let(name, ast.Call("shared", (ast.Call(function) as call,), ())) if function in FORMS:
-                    forms[name] = SharedForm(let, call)
+                    forms[name] = call
                 case ast.Let(_, ast.Call("shared") as call):
                     help_ = "write `shared(adapter(r=64))`"
                     self.report(let, (Diagnostic("P303", "`shared` takes one form", call.span, help=help_),))
@@ -202,9 +205,9 @@ class _Planner:
         outcomes: list[PlanExpectation] = []
         for statement in self.spec.statements:
             if isinstance(statement, ast.Expect) and (outcome := self.attempt(statement, evaluate, statement, plan)):
-                outcomes.append(PlanExpectation(text=outcome.text, holds=outcome.holds))
-                if outcome.failure:
-                    self.failed_expectations.extend(self.locate(statement, (outcome.failure,)))
+                text, failure = outcome
+                outcomes.append(PlanExpectation(text=text, holds=failure is None))
+                self.failed_expectations.extend(self.locate(statement, filter(None, (failure,))))
         return plan.model_copy(update={"expectations": tuple(outcomes)})
 
     # Diagnostics

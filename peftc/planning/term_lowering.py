@@ -14,6 +14,7 @@ from peftc.planning.arithmetic import ARITHMETIC, combine_shapes
 from peftc.planning.form_instances import FormInstances
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, Term
 from peftc.planning.lowering_context import LoweringContext
+from peftc.semantics.arguments import bind
 from peftc.semantics.constants import numeric_value
 from peftc.semantics.vocabulary import FROZEN_MODULES
 from peftc.syntax import ast
@@ -49,9 +50,8 @@ class TermLowering:
             case ast.Call():
                 return self.call(source)
             case ast.Boolean() | ast.String():
-                raise error(
-                    "P105", f"expected a hidden state or a number, found `{print_expression(source)}`", source.span
-                )
+                message = f"expected a hidden state or a number, found `{print_expression(source)}`"
+                raise error("P105", message, source.span)
 
     def read(self, name: str, span: Span) -> Read:
         state = self.state(name, span)
@@ -60,15 +60,11 @@ class TermLowering:
     def state(self, name: str, span: Span) -> State:
         if (state := self.site.states.get(name)) is not None:
             return state
-        states = list(self.site.states)
-        raise error(
-            "P205",
-            f"`{self.site.path}` has no state `{name}`",
-            span,
-            label="not a state of this site",
-            notes=(f"`{self.site.path}` has {join_names(states)}" if states else f"`{self.site.path}` has no states",),
-            help=_as_weight(name, self.site) or did_you_mean(name, [*states, *self.lets]),
-        )
+        path, states = self.site.path, list(self.site.states)
+        notes = (f"`{path}` has {join_names(states)}" if states else f"`{path}` has no states",)
+        help_ = _as_weight(name, self.site) or did_you_mean(name, [*states, *self.lets])
+        message, label = f"`{path}` has no state `{name}`", "not a state of this site"
+        raise error("P205", message, span, label=label, notes=notes, help=help_)
 
     def arithmetic(self, op: str, left: Term, right: Term, source: ast.Expr) -> Term:
         if op == "/" and isinstance(right, Constant) and right.value == 0:
@@ -77,15 +73,11 @@ class TermLowering:
             return constant(ARITHMETIC[op](left.value, right.value), source)
         shape = combine_shapes(op, left.shape, right.shape)
         if shape is None or isinstance(left, Concat) or isinstance(right, Concat):
-            pair = isinstance(left.shape, KeyValue) or isinstance(right.shape, KeyValue)
-            raise error(
-                "P301",
-                f"`{op}` puts together {left.shape} and {right.shape} at `{self.site.path}`",
-                source.span,
-                label=f"{left.shape} {op} {right.shape}",
-                notes=tuple(f"`{quote(side.source)}` is {side.shape}" for side in (left, right)),
-                help="join keys and values with `concat`" if pair else None,
-            )
+            is_pair = isinstance(left.shape, KeyValue) or isinstance(right.shape, KeyValue)
+            message = f"`{op}` puts together {left.shape} and {right.shape} at `{self.site.path}`"
+            notes = tuple(f"`{quote(side.source)}` is {side.shape}" for side in (left, right))
+            label, help_ = f"{left.shape} {op} {right.shape}", "join keys and values with `concat`" if is_pair else None
+            raise error("P301", message, source.span, label=label, notes=notes, help=help_)
         assert op in ("+", "-", "*", "/")
         return Arithmetic(op, left, right, shape=shape, source=source)
 
@@ -94,7 +86,8 @@ class TermLowering:
         if name == "concat":
             return self.concat(call)
         if (shared := self.context.shared.get(name)) is not None:
-            return self.form_call(shared.call_at(call), FORMS[shared.call.function], owner=name, use=call)
+            bound = replace(shared, args=call.args, kwargs=(*shared.kwargs, *call.kwargs), span=call.span)
+            return self.form_call(bound, FORMS[shared.function], owner=name, use=call)
         if (module := self.site.frozen_modules.get(name)) is not None:
             return self.frozen_call(call, module)
         if (form := FORMS.get(name)) is not None:
@@ -115,13 +108,9 @@ class TermLowering:
                 raise error("P303", "`concat` joins keys and values", part.source.span, label=f"this is {part.shape}")
         reads = [part for part in parts if isinstance(part, Read)]
         if len(reads) != 1 or any(isinstance(part, Concat) for part in parts):
-            raise error(
-                "P303",
-                "`concat` takes rows to add and, exactly once, `kv`",
-                call.span,
-                label=f"`kv` stands here {len(reads)} times" if len(reads) != 1 else "",
-                help="write `kv = concat(prefix(…), kv)`",
-            )
+            message = "`concat` takes rows to add and, exactly once, `kv`"
+            label = f"`kv` stands here {len(reads)} times" if len(reads) != 1 else ""
+            raise error("P303", message, call.span, label=label, help="write `kv = concat(prefix(…), kv)`")
         return Concat(parts, shape=reads[0].shape, source=call)
 
     def _concat_prompt(self, call: ast.Call, parts: tuple[Term, ...]) -> Concat:
@@ -146,13 +135,9 @@ class TermLowering:
         value = self._argument(call.args[0], Tokens(size[-1])) if size else self.term(call.args[0])
         if not isinstance(value.shape, Tokens) or (size and size[-1] != value.shape.d):
             expected = f"[…, {size[-1]}]" if size else "hidden states"
-            raise error(
-                "P301",
-                f"`{call.function}` of `{self.site.path}` reads {expected}, here it has {value.shape}",
-                call.args[0].span,
-                label=f"{value.shape}",
-                notes=(f"`{call.function}` is the module `{module}`",),
-            )
+            message = f"`{call.function}` of `{self.site.path}` reads {expected}, here it has {value.shape}"
+            notes = (f"`{call.function}` is the module `{module}`",)
+            raise error("P301", message, call.args[0].span, label=f"{value.shape}", notes=notes)
         shape = Tokens(size[0], value.shape.of) if len(size) == 2 else value.shape
         return FrozenCall(call.function, module, value, shape=shape, source=call)
 
@@ -166,13 +151,9 @@ class TermLowering:
             self.target = outer
 
     def form_call(self, call: ast.Call, form: Form, owner: str | None = None, use: ast.Call | None = None) -> FormCall:
-        """A call of a form.
-
-        Args:
-            owner: the name of the `shared` through which the form is called at `use`.
-        """
+        """A call of a form. `owner`: the name of the `shared` through which it is called at `use`."""
         use = use or call
-        bound = self.context.bound(call, form)
+        bound = bind(call, form)
         value = None if bound.input is None else self.term(bound.input)
         second = None if bound.second is None else self.term(bound.second)
         assert self.target is not None
@@ -187,7 +168,7 @@ class TermLowering:
         if owner is not None:
             # A form of any shape has parameters for each site, which may use them twice.
             scope = f"{owner} at {self.site.path}" if form.anywhere else owner
-            self.context.check_shared_shapes(owner, scope, form, dims, use)
+            self.context.check_shared_shapes(owner, scope, form, dims, use.span)
         return FormCall(instance, value, second, shape=shape, source=use)
 
     def _illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:

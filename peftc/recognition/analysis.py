@@ -96,7 +96,7 @@ def _warnings(source: ModelSource, sites: tuple[Site, ...], untraced: tuple[Untr
         yield f"{source.id} has no attention: `attn` and the sites below it name nothing"
     for name, module in source.module.named_modules() if source.module is not None else ():
         if (forward := instance_forward(module)) is not None and forward.function is None:
-            yield f"`{name}` has a `forward` of its instance that could not be traced"
+            yield f"`{name}` has a `forward` in its instance that could not be traced"
 
 
 def _positions(model: nn.Module) -> int | None:

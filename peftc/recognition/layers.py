@@ -94,8 +94,8 @@ def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: 
 def _structure_of_layers(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, blocks: list[str], bare: bool = False
 ) -> ModelStructure:
-    """The structure whose layers are some blocks or, where these are stages, what is listed in them.
-    `bare`: blocks without sub-layers are layers, too.
+    """The structure whose layers are some blocks or, where these are stages, what is listed in
+    them. `bare`: blocks without sub-layers are layers, too.
     """
     structure, subs = _structure_of_blocks(model, sample, mode, blocks, bare)
     while (finer := refined(blocks, subs, model)) != blocks:

@@ -1,4 +1,4 @@
-"""Names of stacks of layers: `encoder`, `decoder`, and in models of several media their tower, as in
+"""Names of stacks of layers: `encoder`, `decoder`, and in models of several media their tower:
 `vision.layer[0]`, `text.decoder.layer[0]`, `qformer.layer[0]`.
 """
 

@@ -76,8 +76,8 @@ def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool
 
 
 def mixed_by_linears(body: set[fx.Node], stream: Stream) -> bool:
-    """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d). Tokens are
-    numbered as features are, and what the code does to their layout is done to the numbers.
+    """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d). Tokens
+    are numbered as features are, and what the code does to their layout is done to the numbers.
     """
     # Seen in: MLP-Mixer, whose mixers would be feed-forward networks without it
     layer, numbers = stream.layer, dict[fx.Node, Any]()

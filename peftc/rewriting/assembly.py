@@ -76,10 +76,8 @@ def check_shared_modules(regions: list[Region], structure: ModelStructure) -> No
             shared = by_module.get(first_names.get(name, name))
             if shared is not None:
                 edit, outer = shared.site_edits[0], region.site_edits[0]
-                message = (
-                    f"`{edit.edit}` changes `{name}`, which layers share, "
-                    f"and `{outer.edit}` needs its code inside one of them"
-                )
+                reason = f"and `{outer.edit}` needs its code inside one of them"
+                message = f"`{edit.edit}` changes `{name}`, which layers share, {reason}"
                 help_ = "let both edits name the same layers"
                 raise PeftcError(Diagnostic("P213", message, outer.assigns[0].source.span, help=help_))
 
@@ -109,14 +107,8 @@ def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> N
                 reads = parameter_reads(outer, [relative(parameter, name) for parameter in parameters])
                 runs = is_inside and not in_layer(name) and may_run_children(outer, relative(module, name))
                 if runs or any(read.mode_dependent or (is_inside and read.names_owner) for read in reads):
-                    raise PeftcError(external_read(region, module, name or type(outer).__name__))
-
-
-def external_read(region: Region, module: str, reader: str) -> Diagnostic:
-    return Diagnostic(
-        "P435",
-        f"the code of `{reader}` may read parameters of `{module}` itself",
-        region.site_edits[0].assigns[0].source.span if region.site_edits else None,
-        notes=(f"it may compute with them instead of calling `{module}`, and the edit would have no effect",),
-        help="call the module in all cases, or move that code into the layer",
-    )
+                    message = f"the code of `{name or type(outer).__name__}` may read parameters of `{module}` itself"
+                    span = region.site_edits[0].assigns[0].source.span if region.site_edits else None
+                    note = f"it may compute with them instead of calling `{module}`, and the edit would have no effect"
+                    help_ = "call the module in all cases, or move that code into the layer"
+                    raise PeftcError(Diagnostic("P435", message, span, notes=(note,), help=help_))

@@ -11,7 +11,7 @@ from torch import nn
 
 from peftc.addressing.sites import Slice, WeightRef
 from peftc.diagnostics.diagnostic import printable
-from peftc.forms.shapes import KeyValue, Scalar
+from peftc.forms.shapes import Scalar
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
 from peftc.syntax.printer import print_statement
@@ -57,10 +57,7 @@ class RegionEdit:
     lets: tuple[tuple[int, ir.Term], ...] = ()
 
     @classmethod
-    def of(
-        cls, site_edit: ir.SiteEdit, states: dict[str, RegionState], functions: dict[str, str] | None = None
-    ) -> RegionEdit:
-        p = site_edit
+    def of(cls, p: ir.SiteEdit, states: dict[str, RegionState], functions: dict[str, str] | None = None) -> RegionEdit:
         keys = tuple(instance.key for instance in p.instances)
         return cls(p.edit, slug(p), p.assigns, states, functions or {}, keys, p.lets)
 
@@ -114,15 +111,9 @@ def describe(term: ir.Term) -> object:
             return ("concat", *map(describe, parts))
 
 
-def terms_of(site_edit: ir.SiteEdit) -> list[ir.Term]:
-    """All terms of an edit, including those of its lets."""
-    roots = [a.value for a in site_edit.assigns] + [term for _, term in site_edit.lets]
-    return [term for root in roots for term in ir.subterms(root)]
-
-
 def frozen_modules(site_edit: ir.SiteEdit) -> dict[str, str]:
     """The frozen sub-modules that an edit applies: name to dotted name."""
-    return {t.function: t.module for t in terms_of(site_edit) if isinstance(t, ir.FrozenCall)}
+    return {t.function: t.module for t in site_edit.terms() if isinstance(t, ir.FrozenCall)}
 
 
 def group_by_state(site_edits: Iterable[ir.SiteEdit]) -> list[list[ir.SiteEdit]]:
@@ -146,7 +137,7 @@ def innermost_first(site_edit: ir.SiteEdit) -> int:
 
 def used_states(site_edit: ir.SiteEdit) -> list[str]:
     """The states that an edit reads or writes, and the stream if it needs the batch of examples."""
-    terms = terms_of(site_edit)
+    terms = site_edit.terms()
     reads = [t.state for t in terms if isinstance(t, ir.Read)]
     names = dict.fromkeys([*reads, *(a.state for a in site_edit.assigns)])
     per_example = any(isinstance(t.shape, Scalar) and t.shape.per_example for t in terms)
@@ -176,22 +167,9 @@ def module_name(text: str) -> str:
     return text
 
 
-def kv_heads(term: ir.Term) -> int:
-    assert isinstance(term.shape, KeyValue)
-    return term.shape.kv_heads
-
-
 def contains_state(term: ir.Term) -> bool:
     """Whether a term of keys and values contains the model's own."""
-    match term:
-        case ir.Read():
-            return True
-        case ir.Concat(parts=parts):
-            return any(map(contains_state, parts))
-        case ir.Arithmetic(left=left, right=right):
-            return contains_state(left) or contains_state(right)
-        case _:
-            return False
+    return any(isinstance(part, ir.Read) and part.shape == term.shape for part in ir.subterms(term))
 
 
 def row_count(term: ir.Term) -> int:

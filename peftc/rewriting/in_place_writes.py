@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import fx
 
@@ -14,21 +14,29 @@ COPY = "copy"  # in place of a number, in the origin of a copy
 REPLACES = "replaces"  # in the meta of an edit's node: the state whose value, with all its views, it replaces
 
 
+def closure(start: fx.Node, neighbours: Callable[[fx.Node], list[fx.Node]]) -> list[fx.Node]:
+    """A node and all nodes that are reached from it, each once."""
+    nodes, seen = [start], {start}
+    for node in nodes:  # which grows
+        new = [n for n in dict.fromkeys(neighbours(node)) if n not in seen]
+        seen.update(new)
+        nodes += new
+    return nodes
+
+
 def later_writes(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that write to a value's memory after it was computed, through any alias."""
     value = value_of(node)
     storage = storage_id(value)
     if not storage or not any(WRITES in n.meta for n in node.graph.nodes):
         return
-    seen, todo = {node}, [node]
-    while todo:
-        alias = todo.pop()
-        users = [user for user in alias.users if not is_edit(user)]
-        yield from (user for user in users if writes_to(user, value) and node < user)
-        neighbours = [*users, *([] if is_edit(alias) else alias.all_input_nodes)]
-        aliases = [n for n in neighbours if n not in seen and storage_id(value_of(n)) == storage]
-        seen.update(aliases)
-        todo += aliases
+
+    def aliases(alias: fx.Node) -> list[fx.Node]:
+        neighbours = [*alias.users, *([] if is_edit(alias) else alias.all_input_nodes)]
+        return [n for n in neighbours if storage_id(value_of(n)) == storage and not (n in alias.users and is_edit(n))]
+
+    users = (user for alias in closure(node, aliases) for user in alias.users if not is_edit(user))
+    yield from (user for user in users if writes_to(user, value) and node < user)
 
 
 def copy_operands_of_edits(graph: fx.Graph) -> None:
@@ -57,26 +65,18 @@ def value_of(node: fx.Node) -> object:
     return example(node.meta.get(REPLACES, node))
 
 
-def later_versions(node: fx.Node) -> Iterator[fx.Node]:
+def later_versions(node: fx.Node) -> list[fx.Node]:
     """A node, and those that stand for the same tensor after in-place writes."""
     value = example(node)
-    seen, todo = {node}, [node]
-    while todo:
-        yield (version := todo.pop())
-        after = [u for u in version.users if u not in seen and (writes_to(u, value) or u.target is new_version)]
-        seen.update(after)
-        todo += after
+    return closure(node, lambda n: [u for u in n.users if writes_to(u, value) or u.target is new_version])
 
 
-def earlier_versions(node: fx.Node) -> Iterator[fx.Node]:
+def earlier_versions(node: fx.Node) -> list[fx.Node]:
     """The nodes that stand for the same tensor before in-place writes."""
     storage = storage_id(example(node))
-    seen, todo = {node}, [node]
-    while todo:
-        version = todo.pop()
-        if WRITES not in version.meta and version.target is not new_version:
-            continue
-        before = [n for n in version.all_input_nodes if n not in seen and storage_id(example(n)) == storage]
-        yield from before
-        seen.update(before)
-        todo += before
+
+    def before(version: fx.Node) -> list[fx.Node]:
+        is_version = WRITES in version.meta or version.target is new_version
+        return [n for n in version.all_input_nodes if is_version and storage_id(example(n)) == storage]
+
+    return closure(node, before)[1:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -15,7 +15,9 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.shapes import KeyValue
 from peftc.planning import ir
+from peftc.planning.arithmetic import ARITHMETIC
 from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import AttentionCall, ManualAttention
 from peftc.rewriting.boundary import base_call
@@ -27,7 +29,6 @@ from peftc.rewriting.edits import (
     RegionState,
     contains_state,
     equation_comment,
-    kv_heads,
     row_count,
 )
 from peftc.rewriting.in_place_writes import REPLACES, copy_operands_of_edits, copy_value
@@ -35,18 +36,11 @@ from peftc.rewriting.node_builder import NodeBuilder
 from peftc.rewriting.positions import provide_positions, provides_positions
 from peftc.rewriting.prompts import prepend_tokens, prompted_call
 from peftc.rewriting.stacked_weights import StackedWeight
-from peftc.rewriting.state_lookup import StateLookup
+from peftc.rewriting.states import StateLookup
 from peftc.runtime.layouts import image_to_tokens, tokens_to_image, unflatten_tokens
 from peftc.runtime.parameters import full_precision, stored_as
 from peftc.runtime.prompts import batch_like
 from peftc.tracing.region_trace import RegionTrace
-
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-}
 
 
 class Inserter:
@@ -148,7 +142,7 @@ class EquationInserter(NodeBuilder):
         prepend_tokens(call, [self.term(part) for part in self.assign.value.parts[:-1]], embedding, keep)
 
     def write_argument(self, anchor: Anchor) -> None:
-        call, name = self.attention_call(anchor)
+        call, name = self.inserter.lookup.node_at(anchor), anchor.key[2]
         self.explain(call)
         self.start_before(call)
         for let in self.lets:
@@ -170,7 +164,8 @@ class EquationInserter(NodeBuilder):
         if not isinstance(parts[own], ir.Read):
             message = f"`{self.edit.edit}` can only join rows to the attention here, which the model computes itself"
             raise PeftcError(Diagnostic("P415", message, help="join rows: `kv = concat(prefix(len=l), kv)`"))
-        like = attention.batch_like(kv_heads(self.assign.value))
+        assert isinstance(term.shape, KeyValue)
+        like = attention.batch_like(term.shape.kv_heads)
         for i in [*reversed(range(own)), *range(own + 1, len(parts))]:
             self.start_before(attention.softmax)
             key, value, _, _ = self.key_value(parts[i], None, like)
@@ -208,12 +203,9 @@ class EquationInserter(NodeBuilder):
             if getattr(factor.shape, "per_example", False):  # (batch, 1, 1) times (batch, heads, tokens, d_head)
                 scale = self.method("unsqueeze", scale, 1)
             factors = (scale, scale)
-        function = OPERATORS[term.op]
-        new = [
-            self.function(function, *((x, y) if left_is_pair else (y, x)))
-            for x, y in zip((key, value), factors, strict=True)
-        ]
-        return new[0], new[1], before, after
+        operands = [(x, y) if left_is_pair else (y, x) for x, y in zip((key, value), factors, strict=True)]
+        key, value = (self.function(ARITHMETIC[term.op], *pair) for pair in operands)
+        return key, value, before, after
 
     def write_parameter(self, state: RegionState) -> None:
         """Replaces every read of the parameter (`w` or `b`) by the model's code."""
@@ -256,8 +248,7 @@ class EquationInserter(NodeBuilder):
             return self.read_parameter(state)
         assert state.anchor is not None
         if state.anchor.kind == "argument":
-            call, argument = self.attention_call(state.anchor)
-            return AttentionCall(call).get(argument)
+            return AttentionCall(self.inserter.lookup.node_at(state.anchor)).get(state.anchor.key[2])
         node = self.inserter.latest(self.inserter.lookup.node_of(state, name))
         self.move_after(node)
         if state.overwritten:
@@ -284,10 +275,6 @@ class EquationInserter(NodeBuilder):
         rows = state.weight.rows
         return value if rows is None else self.take_rows(value, rows, 0, state.width)
 
-    def attention_call(self, anchor: Anchor) -> tuple[fx.Node, str]:
-        name = str(anchor.key[2])
-        return self.inserter.lookup.node_at(anchor, name), name
-
     # Terms ---------------------------------------------------------------------------------------
 
     def value(self) -> Any:
@@ -313,14 +300,12 @@ class EquationInserter(NodeBuilder):
                 return self.form_call(term, like=None)
             case ir.FrozenCall(function=function, input=value):
                 argument, name = self.term(value), self.edit.functions[function]
-                if not name:  # the region itself, without its edits
-                    return self.function(base_call, self.inserter.base, argument)
-                return self.module(name, argument)
+                # no name: the region itself, without its edits
+                return self.module(name, argument) if name else self.function(base_call, self.inserter.base, argument)
             case ir.Arithmetic(op="+", left=left, right=ir.FormCall() as form) if self.fuses_sum(form, left):
                 return self.form_call(form, like=None, plus=self.term(left))
             case ir.Arithmetic(op=op, left=left, right=right):
-                operands = self.term(left), self.term(right)
-                return self.function(OPERATORS[op], *operands)
+                return self.function(ARITHMETIC[op], self.term(left), self.term(right))
             case ir.Concat():
                 raise AssertionError("`key_value` and `write_tokens` handle concatenations")
 

@@ -14,7 +14,7 @@ from peftc.planning import ir
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.anchors import Anchor, contains
 from peftc.rewriting.boundary import wrap_base_call
-from peftc.rewriting.edits import Region, RegionEdit, RegionState, terms_of
+from peftc.rewriting.edits import Region, RegionEdit, RegionState
 from peftc.rewriting.prompts import EMBEDS, innermost_with, is_prompt, prompt_regions
 from peftc.runtime.positions import forward_with_positions
 
@@ -47,7 +47,7 @@ def prompt_and_position_errors(
             error = position_error(p, instance, structure, conflicts, sources)
             if error is not None and p.edit not in refused:
                 refused.add(p.edit)
-                span = next(t.source.span for t in terms_of(p) if isinstance(t, ir.FormCall) and t.instance is instance)
+                span = next(t.source.span for t in p.terms() if isinstance(t, ir.FormCall) and t.instance is instance)
                 yield p.edit, replace(error, span=span)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, fx
 from transformers.utils.generic import ModelOutput
 
 from peftc.addressing.sites import Site
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import join_names
 from peftc.forms.shapes import Tokens
 from peftc.observation.token_flow import EMBEDS, SampleRun, TokenFlow, token_flow
@@ -24,14 +23,6 @@ from peftc.runtime.prompts import cannot_prepend, forward_with_prompt
 from peftc.tracing.module_calls import forward_signature
 
 CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
-
-
-class CannotPrepend(Exception):
-    """Why a stack's input cannot have a prompt."""
-
-    def __init__(self, message: str, *notes: str) -> None:
-        super().__init__(message)
-        self.notes = notes
 
 
 def is_prompt(site_edit: ir.SiteEdit) -> bool:
@@ -50,10 +41,7 @@ def prompt_regions(site_edit: ir.SiteEdit, structure: ModelStructure) -> Iterato
     if len(site_edit.assigns) > 1 or site_edit.lets:
         message = f"`{site_edit.edit}` has other equations besides the one that joins tokens"
         raise PeftcError(Diagnostic("P418", message, span, help="write two edits"))
-    try:
-        stack, module = token_stack(site_edit.site, structure)
-    except CannotPrepend as error:
-        raise PeftcError(Diagnostic("P418", str(error), span, notes=error.notes)) from None
+    stack, module = token_stack(site_edit.site, structure, span)
     later = structure.stacks[structure.stacks.index(stack) + 1 :]
     readers = [other for other in later if attends(other)] if not attends(stack) else []
     keys = (relative(site_edit.site.module, module), bool(readers))
@@ -69,11 +57,11 @@ def stack_region(site_edit: ir.SiteEdit, module: str, anchor: Anchor) -> Region:
     return Region(module, frozenset(), [edit], [site_edit])
 
 
-def token_stack(site: Site, structure: ModelStructure) -> tuple[Stack, str]:
+def token_stack(site: Site, structure: ModelStructure, span: Span) -> tuple[Stack, str]:
     """The stack whose tokens a site embeds, and its module that takes them embedded.
 
-    Raises: CannotPrepend where there is none, or where it needs something that a prompt has not:
-    ids, or another argument with a value for each token.
+    Raises: P418 where there is none, or where it needs something that a prompt has not: ids, or
+    another argument with a value for each token.
     """
     takers = [
         (stack, module)
@@ -84,26 +72,24 @@ def token_stack(site: Site, structure: ModelStructure) -> tuple[Stack, str]:
     takers = [(stack, module) for stack, module in takers if module in flow.arguments]
     if not takers:
         message = f"no module takes the tokens of `{site.path}` as `{EMBEDS}`, so no prompt can be joined to them"
-        raise CannotPrepend(message)
+        raise PeftcError(Diagnostic("P418", message, span))
     name = ".".join(step for step, _ in site.steps[:-1])
     own = [(stack, module) for stack, module in takers if stack.name == name]
     stack, module = own[0] if own else max(takers, key=lambda taker: len(taker[1].split(".")) if taker[1] else 0)
     shown = f"`{module}`" if module else "the model"
     if (need := flow.id_dependence.get(module)) is not None:
         message = f"{shown} needs the ids of tokens besides their embeddings, and the tokens of a prompt have none"
-        raise CannotPrepend(message, need)
+        raise PeftcError(Diagnostic("P418", message, span, notes=(need,)))
     if (reason := cannot_prepend(flow.arguments[module])) is not None:
-        raise CannotPrepend(f"{shown} takes other arguments besides the tokens: {reason}")
-    if module and not attends(stack) and (others := other_states(flow.results[module])):
-        raise CannotPrepend(f"{shown} returns more states of tokens than the last one: {join_names(others)}")
+        raise PeftcError(Diagnostic("P418", f"{shown} takes other arguments besides the tokens: {reason}", span))
+    result = flow.results[module]
+    if module and not attends(stack) and isinstance(result, ModelOutput):
+        # results (batch, tokens, features) after the last hidden state
+        named = [(n, v) for n, v in list(result.items())[1:] if isinstance(v, Tensor) and not n.startswith("encoder_")]
+        if others := [name for name, value in named if value.ndim == 3 and value.is_floating_point()]:
+            message = f"{shown} returns more states of tokens than the last one: {join_names(others)}"
+            raise PeftcError(Diagnostic("P418", message, span))
     return stack, module
-
-
-def other_states(result: Any) -> list[str]:
-    """The names of a stack's results (batch, tokens, features) after the last hidden state."""
-    named = list(result.items())[1:] if isinstance(result, ModelOutput) else []
-    states = [(name, value) for name, value in named if isinstance(value, Tensor) and not name.startswith("encoder_")]
-    return [name for name, value in states if value.ndim == 3 and value.is_floating_point()]
 
 
 def token_flow_of(embedding: str, takers: Sequence[tuple[Stack, str]], structure: ModelStructure) -> TokenFlow:
@@ -123,12 +109,9 @@ def attends(stack: Stack) -> bool:
 
 def innermost_with(parameters: tuple[str, ...], inner: str, stack: Stack, structure: ModelStructure) -> str | None:
     """The innermost module around `inner` and a stack whose forward has these parameters."""
-    for name in (*enclosing(inner), ""):
-        if name != inner and contains(name, stack.layers[0]):
-            signature = forward_signature(structure.model.get_submodule(name))
-            if set(parameters) <= set(signature.parameters):
-                return name
-    return None
+    around = (name for name in (*enclosing(inner), "") if name != inner and contains(name, stack.layers[0]))
+    forwards = ((name, forward_signature(structure.model.get_submodule(name)).parameters) for name in around)
+    return next((name for name, own in forwards if set(parameters) <= set(own)), None)
 
 
 def prompted_call(graph: fx.Graph) -> fx.Node:

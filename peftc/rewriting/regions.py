@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Site, State
+from peftc.addressing.sites import INPUT, OUTPUT, Site, State
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
@@ -27,8 +27,8 @@ from peftc.rewriting.edits import (
     written_states,
 )
 from peftc.rewriting.legality.fast_paths import has_fast_path, parents
-from peftc.rewriting.legality.gradients import check_gradients
 from peftc.rewriting.legality.parameter_reads import own_parameters, parameter_reads
+from peftc.rewriting.legality.preconditions import check_gradients
 from peftc.rewriting.states import (
     activation_of,
     aliases_may_diverge,
@@ -121,8 +121,8 @@ class LayerRegions:
         for name in used_states(site_edit):
             state, anchor = state_of(site_edit.site, name), placement.anchors.get(name)
             if state.weight is None and (anchor is None or region != placement.region):
-                reachable = self.reachable_anchors(state, name in written_states(site_edit), region, site_edit.site)
-                anchor = self.cheapest(reachable, state, site_edit.site)[0]
+                nearest = self.nearest_anchor(state, name in written_states(site_edit), region, site_edit.site)
+                anchor = nearest and nearest[0]
             states[name] = self.region_state(state, anchor, region, site_edit.site)
         functions = {f: relative(relative(m, self.layer), region) for f, m in frozen_modules(site_edit).items()}
         return RegionEdit.of(site_edit, states, functions)
@@ -183,25 +183,18 @@ class LayerRegions:
         states = {n: state_of(p.site, n) for p in group for n in used_states(p)}
         writes = {n for p in group for n in written_states(p)}
         functions = {relative(m, self.layer) for p in group for m in frozen_modules(p).values()}
-        excluded = self.partly_edited(group)
-        key = (
-            id(self.kind),
-            excluded,
-            steps_below_layer(group[0].site) or group[0].site.path,
-            *map(tuple, map(sorted, (states, writes, functions))),
-        )
-        if key not in self.memory:
-            self.memory[key] = self.find_region(group[0], states, writes, functions, excluded)
-        return self.memory[key]
-
-    def partly_edited(self, group: list[ir.SiteEdit]) -> frozenset[str]:
-        """The modules that are shared with places where these edits do not apply."""
-        modules = group[0].modules  # all are at one site
+        first = group[0]  # all are at one site
 
         def is_edited(name: str) -> bool:
-            return any(contains(name, module) or contains(module, name) for module in modules)
+            return any(contains(name, module) or contains(module, name) for module in first.modules)
 
-        return frozenset(own for own, names in self.shared.items() if not all(map(is_edited, names)))
+        # modules that are shared with places where these edits do not apply
+        excluded = frozenset(own for own, names in self.shared.items() if not all(map(is_edited, names)))
+        place = steps_below_layer(first.site) or first.site.path
+        key = (id(self.kind), excluded, place, *map(tuple, map(sorted, (states, writes, functions))))
+        if key not in self.memory:
+            self.memory[key] = self.find_region(first, states, writes, functions, excluded)
+        return self.memory[key]
 
     def find_region(
         self,
@@ -256,24 +249,19 @@ class LayerRegions:
                     return None
                 inline |= self.modules_between(region, module)
                 continue
-            reachable = self.reachable_anchors(state, name in writes, region, site)
-            if not reachable:
+            nearest = self.nearest_anchor(state, name in writes, region, site)
+            if nearest is None:
                 return None
-            anchors[name], frames = self.cheapest(reachable, state, site)
-            inline |= frames
+            anchors[name], inline = nearest[0], inline | nearest[1]
         return _Placement(region, inline, anchors)
 
-    def cheapest(
-        self, reachable: list[tuple[Anchor, frozenset[str]]], state: State, site: Site
-    ) -> tuple[Anchor, frozenset[str]]:
-        """The anchor with the fewest modules to enter; definitions come first."""
-        defining, _ = definitions(state, self.layer, site, self.kind)
-        return min(reachable, key=lambda item: (len(item[1]), item[0] not in defining))
-
-    def reachable_anchors(
+    def nearest_anchor(
         self, state: State, write: bool, region: str, site: Site
-    ) -> list[tuple[Anchor, frozenset[str]]]:
-        """The anchors at which `region` can use a state, with the modules to enter."""
+    ) -> tuple[Anchor, frozenset[str]] | None:
+        """The anchor at which `region` can use a state with the fewest modules to enter, and these.
+
+        Of anchors with equally many, one that defines the state.
+        """
         reachable: list[tuple[Anchor, frozenset[str]]] = []
         defining, uses = definitions(state, self.layer, site, self.kind)
         for anchor in state_anchors(state, self.layer, site, self.trace):
@@ -288,7 +276,7 @@ class LayerRegions:
                 frames = self.mutating_modules(region, str(anchor.key[0]))
             if not write or may_write(anchor, frames, node_of(state, self.layer, site, self.trace)):
                 reachable.append((anchor, frames))
-        return reachable
+        return min(reachable, key=lambda item: (len(item[1]), item[0] not in defining), default=None)
 
     def mutating_modules(self, region: str, argument: str) -> frozenset[str]:
         """The modules to enter whose code may write in place to an argument."""
@@ -325,13 +313,11 @@ def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) 
                 inline |= {".".join(inner.split(".")[:i]) for i in range(inner.count(".") + 2)}
             else:
                 activation = activation_of(state)
-                states[name] = RegionState(anchor=boundary_anchor(activation, module), rows=activation.rows)
+                assert activation.node in (INPUT, OUTPUT)
+                if activation.node == OUTPUT:
+                    anchor = Anchor("out", "", activation.key_path)
+                else:
+                    anchor = Anchor("in", "", activation.key_path or tuple(forward_signature(module).parameters)[1:2])
+                states[name] = RegionState(anchor=anchor, rows=activation.rows)
         edits.append(RegionEdit.of(p, states, {f: relative(m, region) for f, m in frozen_modules(p).items()}))
     return Region(region, inline, edits, site_edits)
-
-
-def boundary_anchor(activation: ActivationRef, module: nn.Module) -> Anchor:
-    if activation.node == OUTPUT:
-        return Anchor("out", "", activation.key_path)
-    assert activation.node == INPUT
-    return Anchor("in", "", activation.key_path or (list(forward_signature(module).parameters)[1],))

@@ -20,12 +20,8 @@ class StackedWeight:
     def __init__(self, builder: NodeBuilder, state: RegionState, latest: Callable[[fx.Node], fx.Node]) -> None:
         assert state.weight is not None
         assert state.weight.stacked_slice is not None
-        self.builder, self.width, self.weight, self.slice = (
-            builder,
-            state.width,
-            state.weight,
-            state.weight.stacked_slice,
-        )
+        self.builder, self.width = builder, state.width
+        self.weight, self.slice = state.weight, state.weight.stacked_slice
         name = parameter_name(state.weight)
         self.node = latest(next(n for n in builder.graph.nodes if n.op == "get_attr" and n.target == name))
 

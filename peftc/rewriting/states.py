@@ -1,6 +1,8 @@
-"""The states of a site in the graph of its layer: nodes, anchors, uses."""
+"""The states of a site in the graph of its layer (nodes, anchors, uses), and in the trace of a call."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -8,6 +10,7 @@ from torch import fx
 from peftc.addressing.paths import stack_steps
 from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Site, State
 from peftc.dataflow.nodes import first_input
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.recognition.layers import LayerType
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.site_builder import sub_layer_steps
@@ -17,13 +20,14 @@ from peftc.rewriting.anchors import (
     callers_of,
     calls_of,
     contains,
+    find,
     operand,
     ordinal,
     origin,
     parts,
     relative,
 )
-from peftc.rewriting.edits import STREAM
+from peftc.rewriting.edits import STREAM, RegionEdit, RegionState
 from peftc.rewriting.in_place_writes import earlier_versions, later_versions, later_writes
 from peftc.tracing.code_positions import may_diverge
 from peftc.tracing.region_trace import RegionTrace
@@ -84,7 +88,10 @@ def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[
     boundary = [a for a in aliases if a.module == module and a.kind == ("out" if node.target == module else "in")]
     if boundary and any(n.op == "call_module" and n.target == module for n in trace.graph.nodes):
         return boundary, []
-    sub = sub_layer_of(site, kind)
+    steps = steps_below_layer(site)
+    own = steps[:-1] if steps[-1:] in ((("hidden", None),), (("add", None),)) else steps
+    subs = zip(kind.subs, sub_layer_steps(kind.subs), strict=True)
+    sub = next((sub for sub, path in subs if path == own), None)
     if sub is None:
         return [], []
     if node is sub.add:
@@ -94,12 +101,6 @@ def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[
         return (summand, []) if state.name == "res" else ([], summand)
     readers = {str(n.target) for n in readers_of(state.name, node, sub, kind)}
     return [a for a in aliases if a.kind == "in" and a.module in readers], []
-
-
-def sub_layer_of(site: Site, kind: LayerType) -> SubLayer | None:
-    steps = steps_below_layer(site)
-    own = steps[:-1] if steps[-1:] in ((("hidden", None),), (("add", None),)) else steps
-    return next((sub for sub, path in zip(kind.subs, sub_layer_steps(kind.subs), strict=True) if path == own), None)
 
 
 def readers_of(name: str, node: fx.Node, sub: SubLayer, kind: LayerType) -> list[fx.Node]:
@@ -143,12 +144,9 @@ def may_write(anchor: Anchor, frames: frozenset[str], node: fx.Node) -> bool:
         if not anchor.module:
             return True
         inside = any(contains(anchor.module, user_module(user)) for user in node.users)
-        return not inside and all(is_computed_in(n, anchor.module) for n in earlier_versions(node))
+        earlier = earlier_versions(node)
+        return not inside and all(n.op != "placeholder" and contains(anchor.module, user_module(n)) for n in earlier)
     return node.op != "placeholder"
-
-
-def is_computed_in(node: fx.Node, module: str) -> bool:
-    return node.op != "placeholder" and contains(module, user_module(node))
 
 
 def is_overwritten(anchor: Anchor, region: str, node: fx.Node) -> bool:
@@ -160,3 +158,56 @@ def is_overwritten(anchor: Anchor, region: str, node: fx.Node) -> bool:
 def user_module(node: fx.Node) -> str:
     """The module whose code reads the operands of a node."""
     return str(node.target) if node.op == "call_module" else str(node.meta.get("origin", ("",))[0])
+
+
+class StateLookup:
+    """The nodes of states in one trace.
+
+    The anchors that define a state decide: the `x` of a Linear is its operand, however this call
+    computes it. If this trace has none of them, all aliases have to identify one node.
+    """
+
+    def __init__(self, trace: RegionTrace) -> None:
+        self.trace = trace
+        self.nodes: dict[RegionState, list[fx.Node]] = {}
+
+    def resolve(self, edits: Iterable[RegionEdit]) -> None:
+        """Looks up all states first: an edit may replace what identifies the state of the next."""
+        for name, state in (item for edit in edits for item in edit.states.items()):
+            if state.anchor is not None and state.anchor.kind in ("in", "out", "node") and state not in self.nodes:
+                self.nodes[state] = self.candidates(state, name)
+
+    def candidates(self, state: RegionState, name: str) -> list[fx.Node]:
+        """The nodes of a state: none if not computed, several if its aliases diverged."""
+        assert state.anchor is not None
+        for places in (state.definitions, state.aliases or (state.anchor,)):
+            nodes = [node for anchor in places if (node := find(anchor, self.trace)) is not None]
+            if nodes:
+                return list(dict.fromkeys(nodes if name != STREAM else nodes[:1]))
+        return []
+
+    def node_of(self, state: RegionState, name: str) -> fx.Node:
+        """Raises: P403 where this call computes no such state, or several."""
+        assert state.anchor is not None
+        nodes = self.nodes[state] if state in self.nodes else self.candidates(state, name)
+        if not nodes:
+            raise PeftcError(missing(name, state.anchor))
+        if len(nodes) > 1:
+            message = f"the sample forward has one value `{name}` here, and this call has several"
+            notes = tuple(f"it was {anchor}" for anchor in state.definitions or state.aliases)
+            help_ = "compile with a `sample` that has the arguments of this call"
+            raise PeftcError(Diagnostic("P403", message, notes=notes, help=help_))
+        return nodes[0]
+
+    def node_at(self, anchor: Anchor) -> fx.Node:
+        """The attention call of an `argument`. Raises: P403 where this trace has no such call."""
+        node = find(anchor, self.trace)
+        if node is None:
+            raise PeftcError(missing(anchor.key[2], anchor))
+        return node
+
+
+def missing(name: str, anchor: Anchor) -> Diagnostic:
+    message = f"in this call, the model computes no `{name}` where the sample forward does"
+    help_ = "report the model and the call; the model has not been changed by this call"
+    return Diagnostic("P403", message, notes=(f"looked for {anchor}",), help=help_)

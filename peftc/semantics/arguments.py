@@ -54,7 +54,9 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
             if param.required and len(call.args) <= form.takes_input:
                 message = f"`{form.name}` needs `{param.name}`: {param.doc}"
                 help_ = f"add `{param.name}=…`"
-                errors.append(Diagnostic("P103", message, _name_span(call), help=help_, notes=_signature_note(form)))
+                errors.append(
+                    Diagnostic("P103", message, _name_span(call), help=help_, notes=(f"`{signature(form)}`",))
+                )
     if errors:
         raise PeftcError(errors)
     inputs = call.args if form.takes_input else ()
@@ -82,10 +84,6 @@ def _param(param: Param) -> str:
     default = param.default
     value = str(default).lower() if default is None or isinstance(default, bool) else str(default)
     return param.name if param.required else f"{param.name}={value}"
-
-
-def _signature_note(form: Form) -> tuple[str]:
-    return (f"`{signature(form)}`",)
 
 
 def _name_span(call: ast.Call) -> Span:
@@ -120,7 +118,7 @@ def _unknown(keyword: ast.Keyword, form: Form) -> Diagnostic:
     message = f"`{form.name}` has no argument `{keyword.name}`"
     help_ = did_you_mean(keyword.name, known) or f"it has {join_names(known)}"
     span = keyword.span.first(len(keyword.name))
-    return Diagnostic("P102", message, span, help=help_, notes=_signature_note(form))
+    return Diagnostic("P102", message, span, help=help_, notes=(f"`{signature(form)}`",))
 
 
 def _value(value: ast.Expr, param: Param, form: Form) -> Value:

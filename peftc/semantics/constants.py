@@ -16,18 +16,13 @@ _MAX_VALUE = Decimal(10) ** 300
 
 def numeric_value(number: ast.Number) -> int | float:
     """The value of a literal: `27.4M` is 27400000, `6.8%` is 0.068. Whole numbers are ints."""
-    return _to_python(_decimal(number) * _UNITS[number.unit])
+    return _to_python(Decimal(repr(number.value)) * _UNITS[number.unit])
 
 
 def constant(value: ast.Expr) -> int | float | None:
     """The value of a number with its sign; None for other expressions."""
-    match value:
-        case ast.Number():
-            return numeric_value(value)
-        case ast.Negative(ast.Number() as number):
-            return -numeric_value(number)
-        case _:
-            return None
+    number = _signed(value)
+    return None if number is None else _to_python(number[0] * _UNITS[number[1]])
 
 
 def fold_constants(value: ast.Expr) -> ast.Expr:
@@ -38,10 +33,7 @@ def fold_constants(value: ast.Expr) -> ast.Expr:
 
 
 def fold_operation(value: ast.Expr) -> ast.Expr:
-    """`value` evaluated if it is an operation on numbers, else `value`.
-
-    Raises: PeftcError P120 for a division by zero or a result that is too large.
-    """
+    """`value`, evaluated if it is an operation on numbers. Raises: PeftcError P120."""
     match value:
         case ast.Negative(ast.Negative(ast.Number() as number)):
             return number
@@ -52,7 +44,9 @@ def fold_operation(value: ast.Expr) -> ast.Expr:
     if first is None or second is None:
         return value
     (a, unit_a), (b, unit_b) = first, second
-    is_percentage = _is_percentage(value.op, unit_a, unit_b)
+    # Percentages are added, or scaled by a plain number.
+    percentages = [("%", "%")] if value.op in "+-" else [("%", ""), ("", "%")] if value.op == "*" else [("%", "")]
+    is_percentage = (unit_a, unit_b) in percentages
     if not is_percentage:
         a, b = a * _UNITS[unit_a], b * _UNITS[unit_b]
     with localcontext() as context:
@@ -67,24 +61,13 @@ def fold_operation(value: ast.Expr) -> ast.Expr:
     return ast.Negative(number, span=value.span) if result < 0 else number
 
 
-def _is_percentage(op: str, left: str, right: str) -> bool:
-    """Whether the operation adds percentages, or scales a percentage by a plain number."""
-    units = (left, right)
-    return units == ("%", "%") if op in "+-" else units == ("%", "") or (op == "*" and units == ("", "%"))
-
-
 def _signed(value: ast.Expr) -> tuple[Decimal, str] | None:
-    match value:
-        case ast.Number(_, unit):
-            return _decimal(value), unit
-        case ast.Negative(ast.Number() as number):
-            return -_decimal(number), number.unit
-        case _:
-            return None
-
-
-def _decimal(number: ast.Number) -> Decimal:
-    return Decimal(repr(number.value))
+    """A number with its sign, and its unit; None for other expressions."""
+    number = value.operand if isinstance(value, ast.Negative) else value
+    if not isinstance(number, ast.Number):
+        return None
+    size = Decimal(repr(number.value))
+    return (size if number is value else -size), number.unit
 
 
 def _to_python(value: Decimal) -> int | float:

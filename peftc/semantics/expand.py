@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.semantics.checks.spec import check
+from peftc.semantics.applied_method import prefix_names, restrict
+from peftc.semantics.checks.definitions import bound_twice
+from peftc.semantics.checks.spec import check, with_origin
 from peftc.semantics.load import Folders, Include, folders_of
-from peftc.semantics.name_errors import bound_twice
-from peftc.semantics.rename import prefix_names
-from peftc.semantics.restrict import restrict
 from peftc.semantics.scope import Definition, Scope, ScopeReader, changes_model, check_constant, collect_errors
 from peftc.semantics.substitute import (
     Environment,
@@ -26,7 +25,7 @@ from peftc.semantics.substitute import (
 )
 from peftc.semantics.walk import is_shared, names_in, names_in_statements, values, walk
 from peftc.syntax import ast
-from peftc.syntax.error_context import excerpt
+from peftc.syntax.lexer import excerpt
 from peftc.syntax.print_expressions import print_expression
 from peftc.syntax.printer import print_statement
 
@@ -54,35 +53,21 @@ def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None, inclu
     Raises:
         PeftcError: P1xx, all errors in names, arguments, forms and arithmetic; P0xx in used files.
     """
-    expansion = expand_valid(spec, settings or {}, folders_of(spec, include))
-    diagnostics = expansion.diagnostics
+    expanded, diagnostics = expand_valid(spec, settings or {}, folders_of(spec, include))
     errors = [error for error in diagnostics if error.severity == "error" and error.code not in _ABOUT_MODEL]
     if errors:
         raise PeftcError(errors)
-    return expansion.spec
+    return expanded
 
 
-@dataclass(frozen=True)
-class Expansion:
-    """The part of a spec that can be expanded, and the diagnostics of the whole."""
-
-    spec: ast.Spec
-    diagnostics: list[Diagnostic]
-
-
-def expand_valid(spec: ast.Spec, settings: Environment, folders: Folders) -> Expansion:
-    """As `expand`, but errors do not end it. Errors that follow from others are left out."""
-    method = _only_method(spec)
+def expand_valid(spec: ast.Spec, settings: Environment, folders: Folders) -> tuple[ast.Spec, list[Diagnostic]]:
+    """The part of a spec that can be expanded, and the diagnostics that follow from no other."""
+    methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]
+    method = methods[0] if len(methods) == 1 and not changes_model(spec.statements) else None
     reader = ScopeReader(folders)
     expander = Expander(reader, reader.read(spec, {} if method else settings), settings)
     statements = expander.file(method)
-    return Expansion(_with_statements(spec, statements), [*reader.errors, *expander.diagnostics(statements)])
-
-
-def _only_method(spec: ast.Spec) -> ast.Method | None:
-    """The method of a file that consists of one method."""
-    methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]
-    return methods[0] if len(methods) == 1 and not changes_model(spec.statements) else None
+    return _with_statements(spec, statements), [*reader.errors, *expander.diagnostics(statements)]
 
 
 def _with_statements(spec: ast.Spec, statements: Iterable[ast.Statement]) -> ast.Spec:
@@ -113,13 +98,24 @@ class Expander:
         applied: list[ast.Statement] = []
         if method:
             self._check_settings([param.name for param in method.params], f"method `{method.name}`")
-            applied = self._method(scope.methods[method.name], self._settings, self._settings_note(method))
+            options = [
+                f"--set {param.name}={print_expression(value)}"
+                for param in method.params
+                if (value := self._settings.get(param.name)) is not None
+            ]
+            note = (f"with `{' '.join(options)}`",) if options else ()
+            applied = self._method(scope.methods[method.name], self._settings, note)
             statements = [s for s in spec.statements if isinstance(s, ast.Expect)]
         else:
             self._check_settings(list(scope.constants), "the file")
             statements = [s for s in spec.statements if not isinstance(s, ast.Let)]  # they are in the scope
             if not changes_model(spec.statements):
-                self.errors.append(_empty(spec, list(scope.methods)))
+                message = f"{spec.source.path} changes nothing"
+                help_ = "add an `edit`, e.g. `edit ffn at layer[*].ffn { h += adapter(x, r=64) }`"
+                if scope.methods:
+                    message = f"{spec.source.path} applies none of {join_names(scope.methods)}"
+                    help_ = f"add `apply {next(iter(scope.methods))}()`"
+                self.errors.append(Diagnostic("P119", message, source=spec.source, help=help_))
         expanded = [*self.shared(), *applied, *self._body(statements, scope, scope.constants, ())]
         own = set(map(id, expanded))
         return [*(let for let in self._shared.values() if id(let) not in own), *expanded]
@@ -141,26 +137,17 @@ class Expander:
         """All errors of an expansion, without those that follow from others."""
         invalid = self._invalid | self._reader.invalid
         incomplete = self.errors or self._reader.errors
-        return [
-            *self.errors,
-            *(
-                error
-                for error in check(_with_statements(self._scope.spec, statements))
-                if not (incomplete and error.code in _ABOUT_ALL_STATEMENTS)
-                and (error.code not in _ABOUT_NAMES or invalid.isdisjoint(_QUOTED.findall(error.message)))
-            ),
-        ]
+        errors = check(_with_statements(self._scope.spec, statements))
+        if incomplete:
+            errors = [error for error in errors if error.code not in _ABOUT_ALL_STATEMENTS]
+        quoted = ((error, _QUOTED.findall(error.message)) for error in errors)
+        return self.errors + [e for e, names in quoted if e.code not in _ABOUT_NAMES or invalid.isdisjoint(names)]
 
     def _check_settings(self, known: Sequence[str], owner: str) -> None:
         for name in self._settings:
             if name not in known:
                 help_ = did_you_mean(name, known) or _parameters(known)
                 self.errors.append(Diagnostic("P110", f"--set {name}: {owner} has no parameter `{name}`", help=help_))
-
-    def _settings_note(self, method: ast.Method) -> tuple[str, ...]:
-        values = ((param.name, self._settings.get(param.name)) for param in method.params)
-        options = [f"--set {name}={print_expression(value)}" for name, value in values if value is not None]
-        return (f"with `{' '.join(options)}`",) if options else ()
 
     def _expand_shared(self, scope: Scope, names: Iterable[str]) -> list[ast.Let]:
         """Shared parameters that are not expanded yet. Each is expanded once, for all methods."""
@@ -200,13 +187,16 @@ class Expander:
             errors = len(self.errors)
             with collect_errors(self.errors, scope.spec):
                 match statement:
-                    case ast.Let(_, value) if is_shared(value):
-                        let = replace(statement, value=self._substitute(value, inner))
-                        expanded.append(self._attribute(let, scope, via))
-                    case ast.Let():
+                    case ast.Let(_, value) if not is_shared(value):
                         self._bind(statement, inner, bound)
+                    case ast.Apply():
+                        expanded += self._apply(statement, scope, inner, via)
+                    case ast.Let() | ast.Edit() | ast.Train() | ast.Expect():
+                        statement = self._with_values(statement, inner)
+                        self._spend(_cost(statement), statement.span)
+                        expanded.append(replace(statement, origin=scope.spec.source, via=via))
                     case _:
-                        expanded += self._statement(statement, scope, inner, via)
+                        pass
             self._budget -= len(self.errors) > errors
         return expanded
 
@@ -226,28 +216,18 @@ class Expander:
         self._spend(sum(1 for _ in walk(result)) // _NODES_PER_STATEMENT, value.span)
         return result
 
-    def _statement(
-        self, statement: ast.Statement, scope: Scope, environment: Environment, via: tuple[str, ...]
-    ) -> list[ast.Statement]:
+    def _with_values(self, statement: ast.Statement, environment: Environment) -> ast.Statement:
         match statement:
+            case ast.Let(_, value):
+                return replace(statement, value=self._substitute(value, environment))
             case ast.Edit():
-                statement = replace(statement, body=substitute_body(statement.body, environment))
-            case ast.Train():
-                pass
+                return replace(statement, body=substitute_body(statement.body, environment))
             case ast.Expect(left, _, right):
                 left = substitute_expectation(left, environment)
                 right = None if right is None else substitute_expectation(right, environment)
-                statement = replace(statement, left=left, right=right)
-            case ast.Apply():
-                return self._apply(statement, scope, environment, via)
+                return replace(statement, left=left, right=right)
             case _:
-                return []
-        return [self._attribute(statement, scope, via)]
-
-    def _attribute(self, statement: ast.Statement, scope: Scope, via: tuple[str, ...]) -> ast.Statement:
-        """`statement` with its origin."""
-        self._spend(_cost(statement), statement.span)
-        return replace(statement, origin=scope.spec.source, via=via)
+                return statement
 
     def _spend(self, cost: int, at: Span) -> None:
         """Raises: P120 when the budget is spent. Nested methods can grow exponentially."""
@@ -306,10 +286,7 @@ class Expander:
         try:
             return replace(statement, selector=restrict(statement.selector, at))
         except PeftcError as error:
-            self.errors += [
-                replace(diagnostic, source=statement.origin, notes=(*diagnostic.notes, *statement.via))
-                for diagnostic in error.diagnostics
-            ]
+            self.errors += [with_origin(diagnostic, statement, self._scope.spec) for diagnostic in error.diagnostics]
             return statement
 
 
@@ -321,12 +298,3 @@ def _cost(statement: ast.Statement) -> int:
 
 def _parameters(names: Sequence[str]) -> str:
     return f"it has {join_names(names)}" if names else "it has no parameters"
-
-
-def _empty(spec: ast.Spec, methods: Sequence[str]) -> Diagnostic:
-    if methods:
-        message, help_ = f"{spec.source.path} applies none of {join_names(methods)}", f"add `apply {methods[0]}()`"
-    else:
-        message = f"{spec.source.path} changes nothing"
-        help_ = "add an `edit`, e.g. `edit ffn at layer[*].ffn { h += adapter(x, r=64) }`"
-    return Diagnostic("P119", message, source=spec.source, help=help_)

@@ -21,10 +21,7 @@ Include = Iterable[str | PathLike[str]] | None
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a spec file.
-
-    Raises: PeftcError P024 (not UTF-8), P026 (not a regular file), P027 (too large), OSError.
-    """
+    """The text of a spec file. Raises: PeftcError P024, P026, P027, OSError."""
     return decode(read_regular(path, MAX_BYTES), str(path))
 
 
@@ -44,10 +41,7 @@ def decode(data: bytes, path: str) -> str:
 
 
 def read_spec(path: str | PathLike[str]) -> ast.Spec:
-    """Parses a spec file.
-
-    Raises: PeftcError P024, P026, P027, P0xx, and P112 if the file cannot be read.
-    """
+    """Parses a spec file. Raises: PeftcError P024, P026, P027, P0xx, P112 (it cannot be read)."""
     try:
         text = read_text(Path(path))
     except OSError as error:
@@ -84,10 +78,7 @@ class Folders:
     include: tuple[Path, ...] = ()
 
     def find(self, file: str, folder: Path) -> Path:
-        """The path of `file`, named in a spec in `folder`, with symbolic links resolved.
-
-        Raises: PeftcError P123 outside the allowed folders, P026 if `file` is not a path.
-        """
+        """The real path of `file`, named in a spec in `folder`. Raises: PeftcError P123, P026."""
         check_path(file)
         roots = (*([] if self.own is None else [self.own]), *self.include)
         candidates = [Path(os.path.realpath(base / file)) for base in (folder, *self.include)]
@@ -101,10 +92,7 @@ class Folders:
 
 
 def folders_of(spec: ast.Spec, include: Include) -> Folders:
-    """The folder of a spec (without a file: the working directory) and `include`, if not None.
-
-    Raises: PeftcError P124 if a folder does not exist.
-    """
+    """The folder of a spec, and `include`; none if that is None. Raises: PeftcError P124."""
     if include is None:
         return Folders(None)
     names = [include] if isinstance(include, str | PathLike) else list(include)

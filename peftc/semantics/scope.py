@@ -10,9 +10,8 @@ from pathlib import Path
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.filesystem import resources
-from peftc.semantics.checks.definitions import check_definitions
+from peftc.semantics.checks.definitions import bound_twice, check_definitions
 from peftc.semantics.load import Folders, path_of, read_used_spec
-from peftc.semantics.name_errors import bound_twice
 from peftc.semantics.substitute import Environment, is_constant, substitute
 from peftc.semantics.walk import is_shared
 from peftc.syntax import ast

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.semantics.constants import fold_constants
 from peftc.semantics.expand import expand
 from peftc.semantics.load import Include, read_spec
-from peftc.semantics.settings import settings_from
 from peftc.syntax import ast
-from peftc.syntax.parser import parse_text
+from peftc.syntax.parser import parse_expression, parse_text
 
 SpecLike = str | PathLike[str] | ast.Spec
 Settings = Mapping[str, object]  # of a method's parameters: numbers, booleans, expressions, texts as after `--set`
@@ -39,3 +40,31 @@ def default_name(spec: SpecLike) -> str:
 
 def is_text(spec: str | PathLike[str]) -> bool:
     return isinstance(spec, str) and (not spec or "\n" in spec or spec.lstrip().startswith("peft "))
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, ast.Expr]:
+    """Parses `["r=256", "reparam=mlp(800)"]`. Raises: PeftcError P110; P0xx for a value."""
+    values: dict[str, ast.Expr] = {}
+    errors: list[Diagnostic] = []
+    for setting in settings:
+        name, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
+            errors.append(Diagnostic("P110", f"--set {setting}: expected `name=value`", help="e.g. `--set r=256`"))
+        elif name in values:
+            errors.append(Diagnostic("P110", f"--set {setting}: `{name}` is set twice"))
+        else:
+            try:
+                values[name] = fold_constants(parse_expression(value, f"--set {name}"))
+            except PeftcError as error:
+                errors += error.diagnostics
+    if errors:
+        raise PeftcError(errors)
+    return values
+
+
+def settings_from(values: Mapping[str, object]) -> dict[str, ast.Expr]:
+    """Settings from Python: `{"r": 256, "bias": False, "reparam": "mlp(800)"}`, or expressions."""
+    literals = {name: value for name, value in values.items() if not isinstance(value, ast.Node)}
+    words = {name: str(value).lower() for name, value in literals.items() if value is None or isinstance(value, bool)}
+    parsed = parse_settings(f"{name}={words.get(name, value)}" for name, value in literals.items())
+    return {name: value if isinstance(value, ast.Expr) else parsed[name] for name, value in values.items()}

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import cast
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.semantics.checks.definitions import bound_twice, reserved
 from peftc.semantics.constants import constant, fold_operation, with_span
-from peftc.semantics.name_errors import bound_twice, reserved
 from peftc.semantics.vocabulary import EDIT_FACTS, STATES
 from peftc.semantics.walk import fits, map_children, names_in, walk
 from peftc.syntax import ast
@@ -20,10 +20,7 @@ _MAX_UNFOLDED = 5 * _MAX_SIZE  # before constant folding
 
 
 def substitute(value: ast.Expr, environment: Environment) -> ast.Expr:
-    """`value` with the names in `environment` replaced and operations on numbers folded.
-
-    Raises: PeftcError P120 if arithmetic fails or the result would be too large.
-    """
+    """`value` with names replaced and operations on numbers folded. Raises: PeftcError P120."""
     if fits(value, _MAX_UNFOLDED, _MAX_UNFOLDED, environment):
         result = _substitute(value, environment)
         if fits(result, _MAX_DEPTH, _MAX_SIZE):
@@ -52,10 +49,7 @@ def _substitute(value: ast.Expr, environment: Environment) -> ast.Expr:
 def substitute_body(
     body: tuple[ast.Equation | ast.Let, ...], environment: Environment
 ) -> tuple[ast.Equation | ast.Let, ...]:
-    """The equations of an edit after substitution. A `let` hides outer names.
-
-    Raises: PeftcError with all of P120, P111 (name bound twice) and P121 (name of a state).
-    """
+    """The equations of an edit; a `let` hides outer names. Raises: PeftcError P111, P120, P121."""
     scope, variables, bound = child_environment(environment), set[str](), set[str]()
     lines: list[ast.Equation | ast.Let] = []
     errors: list[Diagnostic] = []

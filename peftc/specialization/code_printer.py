@@ -57,7 +57,7 @@ def function_body(
     others: Mapping[int, OtherPath | Exception] | None = None,
 ) -> list[str]:
     """The lines of a function. Printed twice: local names must differ from all globals in use."""
-    remove_dead(graph)
+    remove_dead(graph, others or {})
     GraphPrinter(graph, names, signature, others).lines()
     return GraphPrinter(graph, names, signature, others).lines()
 
@@ -82,6 +82,7 @@ class GraphPrinter:
     ) -> None:
         self.graph, self.names, self.signature = graph, names, signature
         self.others, self.skip, self.computed = others or {}, skip, computed or {}
+        self.shared = origins_in_use(self.others)
         self.expressions = Expressions(names, signature)
         self.texts = self.expressions.texts
         self.loops = loops_of(graph)
@@ -192,18 +193,18 @@ class GraphPrinter:
         self.locals.read(node, node.args[0])
 
     def assign(self, node: fx.Node, text: str, last: bool = True) -> None:
-        if not node.users:
+        if not node.users and node.meta.get("origin") not in self.shared:
             self.write(node, wrapped(text))
         elif parts := self.unpacked(node):
             self.unpack(parts, text, node, last)
         else:
-            self.texts[node], before = self.locals.bind(node, node, last)
+            self.texts[node], before = self.locals.bind(node, node, text if last else None)
             self.output += before
             self.write(node, wrapped(f"{self.texts[node]} = {text}"))
 
     def unpack(self, parts: list[fx.Node | None], text: str, at: fx.Node, last: bool) -> None:
         for part in filter(None, parts):
-            self.texts[part], before = self.locals.bind(part, at, last)
+            self.texts[part], before = self.locals.bind(part, at, text if last else None)
             self.output += before
         names = ("_" if part is None else self.texts[part] for part in parts)
         self.write(at, wrapped(f"{', '.join(names)} = {text}"))
@@ -225,7 +226,6 @@ class GraphPrinter:
             return [f"if {test}:", f"    {raised(other, self.names)}"]
         graph, others = other
         computed = {n.meta["origin"]: text for n, text in self.texts.items() if "origin" in n.meta}
-        remove_dead(graph)
         printer = GraphPrinter(graph, self.names, self.signature, others, index + 1, computed)
         return [f"if {test}:", *indented(printer.lines())]
 
@@ -290,12 +290,28 @@ def raised(error: Exception, names: GlobalNames) -> str:
     return f"raise {kind.__name__}({str(error)!r})"
 
 
-def remove_dead(graph: fx.Graph) -> None:
-    """Removes unused nodes without side effects."""
-    pure = (getattr, operator.getitem, operator.contains, new_version, *INFIX, *PREFIX)
+def remove_dead(graph: fx.Graph, others: Mapping[int, OtherPath | Exception]) -> None:
+    """Removes nodes without side effects that no path uses.
+
+    What only another path uses is computed where all paths still are one: code may change its
+    operands in place before they part.
+    """
+    for other in others.values():
+        if not isinstance(other, Exception):
+            remove_dead(*other)
+    shared = origins_in_use(others)
+    pure = (getattr, operator.getitem, operator.contains, new_version, *INFIX, *PREFIX, "get")
     for node in reversed(list(graph.nodes)):
-        if not node.users and (node.op == "get_attr" or is_size(node) or node.target in (*pure, "get")):
+        unused = not node.users and node.meta.get("origin") not in shared
+        if unused and (node.op == "get_attr" or is_size(node) or node.target in pure):
             graph.erase_node(node)
+
+
+def origins_in_use(others: Mapping[int, OtherPath | Exception]) -> set[object]:
+    """The origins of the nodes that some of these paths use."""
+    paths = [other for other in others.values() if not isinstance(other, Exception)]
+    own = {n.meta["origin"] for graph, _ in paths for n in graph.nodes if n.users and "origin" in n.meta}
+    return own.union(*(origins_in_use(inner) for _, inner in paths))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from peftc.specialization.call_traces import CallTraces
 from peftc.specialization.code_layout import call_arguments, conjunction, dispatched, function
 from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.derived_classes import replace_base, with_generated_forward
-from peftc.specialization.names import GlobalNames
+from peftc.specialization.names import FIXED_NAMES, GlobalNames
+from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments
 from peftc.tracing.region_trace import RegionTrace
 from peftc.tracing.tracer_base import is_tracing
@@ -42,6 +43,7 @@ def uncompiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     return torch.compiler.disable(function, **options)
 
 
+NUMBERED = ("variant_", "PASSTHROUGH")  # begin the names of other functions and constants of generated code
 _both_modes = ContextVar("both_modes", default=False)
 
 
@@ -116,8 +118,13 @@ class GeneratedClass:
     ) -> None:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
         self.entered = entered
+        self.code = tuple(map(reachable_code, (base, *entered)))  # that its variants are traced from
         self.signature = with_self(inspect.signature(base_forward(base)))
-        self.names = GlobalNames()
+        hiding = [n for n in [*self.signature.parameters][1:] if n in FIXED_NAMES or n.startswith(NUMBERED)]
+        if inline and hiding:
+            message = f"the forward of {name} has a parameter `{hiding[0]}`, which hides what generated code needs"
+            raise PeftcError(Diagnostic("P407", message, help="rename the parameter, or edit a part of the layer"))
+        self.names = GlobalNames(self.signature.parameters)
         self.variants: list[Variant] = []
         self.lock = threading.RLock()
         self._respecialize = uncompiled(self.respecialize, "call")
@@ -259,7 +266,7 @@ class Unedited:
 def with_self(signature: inspect.Signature) -> inspect.Signature:
     """The signature with `self` as its first parameter, as in generated code."""
     first, *others = signature.parameters.values()
-    named = first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    named = "self" not in signature.parameters and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
     return signature.replace(parameters=[first.replace(name="self"), *others]) if named else signature
 
 

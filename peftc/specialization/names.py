@@ -7,6 +7,7 @@ import inspect
 import keyword
 import operator
 import re
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -25,10 +26,20 @@ _TORCH: tuple[tuple[str, Any], ...] = (
 )
 
 
-class GlobalNames:
-    """The names that generated functions use, with the objects behind them."""
+# Generated code uses these names as they are.
+FIXED_NAMES = frozenset(
+    ("self", "torch", "nn", "respecialize", "len", "isinstance", "type", "getattr", "slice", "float", "zip")
+)
 
-    def __init__(self) -> None:
+
+class GlobalNames:
+    """The names that generated functions use, with the objects behind them.
+
+    Args: `parameters`: of the functions, which hide globals of these names.
+    """
+
+    def __init__(self, parameters: Container[str]) -> None:
+        self.parameters = parameters
         self.values: dict[str, Any] = {"torch": torch, "nn": nn, "PASSTHROUGH": runtime.PASSTHROUGH}
         self.imports: dict[str, str] = {"torch": "import torch", "nn": "from torch import nn"}
         self.definitions: dict[str, str] = {}
@@ -43,7 +54,7 @@ class GlobalNames:
             return value.__qualname__
         base = short = value.__qualname__.replace("<", "").replace(">", "").replace(".", "_")
         n = 1
-        while short in self.values and self.values[short] is not value:
+        while short in self.parameters or self.values.get(short, value) is not value:
             n += 1
             short = f"{base}_{n}"
         if short not in self.values:
@@ -155,15 +166,15 @@ class LocalNames:
             self.roots[node] = root
             self.nodes.setdefault(root, set()).add(node)
 
-    def bind(self, node: fx.Node, at: fx.Node, last: bool = True) -> tuple[str, list[str]]:
+    def bind(self, node: fx.Node, at: fx.Node, statement: str | None = None) -> tuple[str, list[str]]:
         """The name for a value assigned at `at`, and lines that first rename another value.
 
-        `last`: no expression that was printed before is still to be written.
+        `statement`: all that is still to be written of what was printed before; None if unknown.
         """
         base = base_name(node)
         before: list[str] = []
-        if last and self.reuse and base in self.nodes and not self._free(base, at):
-            before = self._alias(base, node, at)
+        if statement is not None and self.reuse and base in self.nodes and not self._free(base, at):
+            before = self._alias(base, node, at, set(re.findall(r"\w+", statement)))
         name, n = base, 0
         while not self._free(name, at):
             n += 1
@@ -182,9 +193,10 @@ class LocalNames:
         readers = (user for node in self.nodes[name] for user in node.users)
         return self.reuse and all(self.order[user] <= self.order[at] for user in readers)
 
-    def _alias(self, name: str, node: fx.Node, at: fx.Node) -> list[str]:
+    def _alias(self, name: str, node: fx.Node, at: fx.Node, in_use: set[str]) -> list[str]:
         """Renames a value that is read later, as the model's code does."""
-        other = next((a for a in aliases_of(node, name) if a != name and self._free(a, at)), None)
+        aliases = (a for a in aliases_of(node, name) if a not in (name, *in_use))
+        other = next((a for a in aliases if self._free(a, at)), None)
         held = self.nodes[name]
         if other is None or name in self.fixed or not held or any(self.texts.get(n) != name for n in held):
             return []

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
-from peftc.models.tower_samples import run_on_sample, tower_calls
+from peftc.models.media import run_on_sample, tower_calls
 from peftc.observation.sample_forward import skip_repeated, structure_key
 from peftc.recognition.layer_candidates import repeated_blocks
 from peftc.specialization.generated_class import specializing_both_modes

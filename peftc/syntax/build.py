@@ -5,31 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
+from math import isfinite
 from typing import Any, Literal, cast
 
 from lark import Token
 
-from peftc.diagnostics import Diagnostic, Source
+from peftc.diagnostics import Diagnostic, Source, Span
 from peftc.syntax import ast
-from peftc.syntax.build_expressions import ExpressionBuilder
-from peftc.syntax.build_selectors import SelectorBuilder
 from peftc.syntax.comments import CommentCursor
-from peftc.syntax.lexer import span_of
+from peftc.syntax.lexer import excerpt, span_of
 from peftc.syntax.parse_tree import Parse, child, dotted_name, optional_child, optional_token, span, token, trees
 
 _STATEMENTS = frozenset({"method", "use", "apply", "let", "edit", "train", "expect", "equation"})
+_SELECTORS = ("path", "glob", "union", "difference", "selection")
+_MAX_NUMBER, _MAX_INDEX = 40, 9  # characters
 
 
 class Builder:
     """Builds a `Spec` in the order of the text, since `comments` is a cursor."""
 
     def __init__(self, source: Source, comments: CommentCursor) -> None:
-        self.errors: list[Diagnostic] = []
+        self.errors: list[Diagnostic] = []  # those that the grammar cannot express
         self._source = source
         self._comments = comments
-        self._expressions = ExpressionBuilder(self.errors)
-        self._selectors = SelectorBuilder(self.errors)
-        self.expression = self._expressions.build
 
     def spec(self, item: Parse) -> ast.Spec:
         header, *statements = trees(item)
@@ -39,7 +37,7 @@ class Builder:
         version = token(header, "NUMBER")
         if str(version) != "1":
             message = f"this spec is in version {version} of the language; this peftc reads version 1"
-            self._error("P002", message, version, "write `peft 1`, or update peftc")
+            self._error("P002", message, span_of(version), "write `peft 1`, or update peftc")
         return ast.Spec(
             1,
             tuple(self._statement(statement, first=False) for statement in statements),
@@ -57,6 +55,9 @@ class Builder:
         at = span(item)
         leading = self._comments.leading(at, at.end, first)
         return replace(build(item), leading=leading, trailing=self._comments.trailing(at), span=at)
+
+    def _error(self, code: str, message: str, at: Span, help_: str | None = None) -> None:
+        self.errors.append(Diagnostic(code, message, at, help=help_))
 
     # Blocks
 
@@ -76,19 +77,17 @@ class Builder:
             trailing = last
         elif last is not None:
             comments += (last,)
-        block = self._edit(item, body) if item.data == "edit" else self._method(item, parameters, body)
+        block = (
+            self._edit(item, body) if item.data == "edit" else ast.Method(str(token(item, "NAME")), parameters, body)
+        )
         return replace(block, leading=leading, trailing=trailing, closing=comments, span=span(item))
 
     def _edit(self, item: Parse, body: tuple[Any, ...]) -> ast.Edit:
         name, per_task = child(item, "name"), optional_child(item, "per_task")
-        if per_task is not None and str(token(per_task, "NAME")) != "task":
-            word = token(per_task, "NAME")
-            self._error("P023", f"expected `task` after `per`, found `{word}`", word)
-        selector = self._selector(item)
+        if per_task is not None and (word := token(per_task, "NAME")) != "task":
+            self._error("P023", f"expected `task` after `per`, found `{word}`", span_of(word))
+        selector = self._selector(child(item, *_SELECTORS))
         return ast.Edit(dotted_name(name), selector, body, per_task=per_task is not None, name_span=span(name))
-
-    def _method(self, item: Parse, params: tuple[ast.Param, ...], body: tuple[Any, ...]) -> ast.Method:
-        return ast.Method(str(token(item, "NAME")), params, body)
 
     def _params(self, item: Parse) -> tuple[ast.Param, ...]:
         params: list[ast.Param] = []
@@ -118,7 +117,7 @@ class Builder:
         name = child(item, "name")
         tokens = child(item, "states").children
         states = tuple(str(state) for state in tokens if isinstance(state, Token) and state.type == "NAME")
-        return ast.Train(dotted_name(name), states, self._selector(item), name_span=span(name))
+        return ast.Train(dotted_name(name), states, self._selector(child(item, *_SELECTORS)), name_span=span(name))
 
     def _expect(self, item: Parse) -> ast.Expect:
         left, *right = map(self.expression, trees(item))
@@ -134,22 +133,116 @@ class Builder:
             return ast.Use(str(name), str(file)[1:-1])
         if str(file) != "std":
             help_ = f'`from std`, or from a file: `from "{file}.peft"`'
-            self._error("P022", f"expected `std` or a file in quotes, found `{file}`", file, help_)
+            self._error("P022", f"expected `std` or a file in quotes, found `{file}`", span_of(file), help_)
         return ast.Use(str(name))
 
     def _apply(self, item: Parse) -> ast.Apply:
         arguments, alias = optional_child(item, "arguments"), optional_child(item, "name")
-        args, kwargs = self._expressions.arguments(arguments) if arguments is not None else ((), ())
+        args, kwargs = self._arguments(arguments) if arguments is not None else ((), ())
         for value in args:
             help_ = "write `NAME=value` for each parameter of the method"
-            self.errors.append(Diagnostic("P020", "arguments of a method are named", value.span, help=help_))
-        selector = self._selectors.of_statement(item)
+            self._error("P020", "arguments of a method are named", value.span, help_)
+        at = optional_child(item, *_SELECTORS)
+        selector = None if at is None else self._selector(at)
         return ast.Apply(str(token(item, "NAME")), kwargs, selector, None if alias is None else dotted_name(alias))
 
-    def _selector(self, item: Parse) -> ast.Selector:
-        selector = self._selectors.of_statement(item)
-        assert selector is not None  # by the grammar
-        return selector
+    # Expressions
 
-    def _error(self, code: str, message: str, at: Token, help_: str | None = None) -> None:
-        self.errors.append(Diagnostic(code, message, span_of(at), help=help_))
+    def expression(self, item: Parse) -> ast.Expr:
+        match item.data:
+            case "number":
+                return self._number(token(item, "NUMBER"))
+            case "string":
+                return ast.String(str(token(item, "STRING"))[1:-1], span=span(item))
+            case "boolean":
+                return ast.Boolean(optional_token(item, "TRUE") is not None, span=span(item))
+            case "name":
+                return ast.Name(dotted_name(item), span=span(item))
+            case "group":
+                return self.expression(trees(item)[0])
+            case "negative":
+                return ast.Negative(self.expression(trees(item)[0]), span=span(item))
+            case "call":
+                name, arguments = trees(item)
+                args, kwargs = self._arguments(arguments)
+                return ast.Call(dotted_name(name), args, kwargs, function_span=span(name), span=span(item))
+            case _:
+                left, right = map(self.expression, trees(item))
+                op = cast(Literal["+", "-", "*", "/"], str(token(item, "PLUS", "MINUS", "STAR", "SLASH")))
+                return ast.Binary(op, left, right, span=span(item))
+
+    def _arguments(self, item: Parse) -> tuple[tuple[ast.Expr, ...], tuple[ast.Keyword, ...]]:
+        """Positional arguments, then named ones."""
+        args: list[ast.Expr] = []
+        kwargs: list[ast.Keyword] = []
+        for argument in trees(item):
+            if argument.data == "keyword":
+                value = self.expression(trees(argument)[0])
+                kwargs.append(ast.Keyword(str(token(argument, "NAME")), value, span=span(argument)))
+                continue
+            if kwargs:
+                message = f"positional argument after `{kwargs[-1].name}=`"
+                self._error("P020", message, span(argument), "put it first, or name it")
+            args.append(self.expression(argument))
+        return tuple(args), tuple(kwargs)
+
+    def _number(self, literal: Token) -> ast.Number:
+        text = str(literal)
+        unit = text[-1] if text[-1] in "%KMB" else ""
+        digits = text.removesuffix(unit)
+        value: int | float = 0
+        if len(digits) > _MAX_NUMBER or not isfinite(float(digits)):
+            message = f"the number `{excerpt(text)}` is too large or too long"
+            self._error("P005", message, span_of(literal), f"at most {_MAX_NUMBER} characters, below 1e308")
+        else:
+            value = int(digits) if digits.isdigit() else float(digits)
+        return ast.Number(value, cast(Literal["", "%", "K", "M", "B"], unit), span=span_of(literal))
+
+    # Selectors
+
+    def _selector(self, item: Parse) -> ast.Selector:
+        match item.data:
+            case "path":
+                return ast.Path(tuple(map(self._step, trees(item))), span=span(item))
+            case "glob":
+                pattern = str(token(item, "STRING"))[1:-1]
+                if not pattern.strip():
+                    self._error("P016", "this pattern is empty", span(item), 'e.g. "model.layers.*.mlp"')
+                return ast.Glob(pattern, span=span(item))
+            case "selection":
+                return self._selector(trees(item)[0])
+            case "union":
+                return ast.Union(tuple(map(self._selector, trees(item))), span=span(item))
+            case _:
+                left, right = map(self._selector, trees(item))
+                return ast.Difference(left, right, span=span(item))
+
+    def _step(self, item: Parse) -> ast.Step:
+        indices = optional_child(item, "indices")
+        built = None if indices is None else tuple(map(self._index, trees(indices)))
+        return ast.Step(str(token(item, "NAME", "DOUBLE_STAR")), built, span=span(item))
+
+    def _index(self, item: Parse) -> ast.Index:
+        if optional_token(item, "STAR"):
+            return ast.Index(None, None, span=span(item))
+        ends: list[int | None] = [None]
+        negative = False
+        for part in item.children:
+            assert isinstance(part, Token)
+            if part.type == "DOT_DOT":
+                ends.append(None)
+            elif part.type == "NUMBER":
+                ends[-1] = -self._integer(part) if negative else self._integer(part)
+            negative = part.type == "MINUS"
+        start, stop = ends[0], ends[-1]
+        if start is not None and stop is not None and start > stop and (start < 0) == (stop < 0):
+            self._error("P017", f"the range `{start}..{stop}` is empty", span(item), f"did you mean `{stop}..{start}`?")
+        return ast.Index(start, stop, span=span(item))
+
+    def _integer(self, literal: Token) -> int:
+        text = str(literal)
+        if text.isdigit() and len(text) <= _MAX_INDEX:
+            return int(text)
+        help_ = "layers count from 0, or from the end: `-1` is the last"
+        self._error("P017", f"`{text}` is not an index", span_of(literal), help_)
+        return 0

@@ -1,14 +1,14 @@
-"""The parser's context at an unexpected token, and the rules that turn it into a diagnostic."""
+"""The parser's context at an unexpected token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lark import Token
 
 from peftc.diagnostics import Diagnostic
-from peftc.syntax.lexer import keywords, span_of, spelling
+from peftc.syntax.lexer import excerpt, keywords, span_of, spelling
 
 CLOSING = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}
 ASSIGNMENTS = frozenset({"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"})
@@ -83,11 +83,11 @@ class ErrorContext:
 
     @property
     def unexpected(self) -> str:
-        return describe(self.token)
+        return "the end of the text" if self.type == "$END" else f"`{excerpt(str(self.token))}`"
 
     @property
     def preceding(self) -> str:
-        return describe(self.previous) if self.previous is not None else "the start"
+        return "the start" if self.previous is None else f"`{excerpt(str(self.previous))}`"
 
     @property
     def expected(self) -> str:
@@ -95,41 +95,15 @@ class ErrorContext:
         names = sorted(spelling(terminal) for terminal in self.accepts)
         return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
+    def expectation(self, wanted: str | None = None) -> str:
+        return f"expected {wanted or self.expected}, found {self.unexpected}"
 
-Text = str | Callable[[ErrorContext], str | None]
-
-
-@dataclass(frozen=True)
-class ErrorRule:
-    """A diagnostic for the contexts in which `when` is true."""
-
-    code: str
-    when: Callable[[ErrorContext], bool]
-    examples: tuple[str, ...]
-    message: Text = lambda c: f"expected {c.expected}, found {c.unexpected}"
-    help: Text = lambda c: None
-    label: Text = ""
-    span: Callable[[ErrorContext], Token] = lambda c: c.token
-
-    def diagnostic(self, context: ErrorContext) -> Diagnostic:
-        texts = (self.message, self.help, self.label)
-        message, help_, label = (text if isinstance(text, str) else text(context) for text in texts)
-        return Diagnostic(self.code, message or "", span_of(self.span(context)), help=help_, label=label or "")
-
-
-def describe(token: Token) -> str:
-    """A token in a message."""
-    return "the end of the text" if token.type == "$END" else f"`{excerpt(str(token))}`"
-
-
-def excerpt(text: str, limit: int = 30) -> str:
-    """At most `limit` characters of untrusted text, without line breaks and control characters."""
-    safe = "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text[: limit + 1])
-    return safe if len(text) <= limit else safe[:limit] + "…"
-
-
-def _in_block(brackets: Sequence[tuple[Token, str, Token | None]]) -> bool:
-    return not brackets or brackets[-1][0].type == "LBRACE"
+    def error(
+        self, code: str, message: str, help_: str | None = None, label: str = "", at: Token | None = None
+    ) -> tuple[Diagnostic, Token]:
+        """A diagnostic that underlines `at`, or the unexpected token; and that token."""
+        token = self.token if at is None else at
+        return Diagnostic(code, message, span_of(token), help=help_, label=label), token
 
 
 def error_context(tokens: Sequence[Token], at: int, accepts: frozenset[str], stack: Sequence[object]) -> ErrorContext:
@@ -150,8 +124,9 @@ def error_context(tokens: Sequence[Token], at: int, accepts: frozenset[str], sta
         elif item.type in CLOSING.values():
             _, outer, _ = brackets.pop()
             statement = "" if item.type == "RBRACE" else outer
-        elif item.type in ASSIGNMENTS and isinstance(previous, Token) and _in_block(brackets):
-            statement = "EQUATION"  # `let` and `train` have a tree before their `=`
+        elif item.type in ASSIGNMENTS and isinstance(previous, Token):  # `let` and `train` have a tree before their `=`
+            in_block = not brackets or brackets[-1][0].type == "LBRACE"
+            statement = "EQUATION" if in_block else statement
         previous = item
     blocks = [block for bracket, _, block in brackets if bracket.type == "LBRACE"]
     open_brackets = tuple(bracket for bracket, _, _ in brackets)

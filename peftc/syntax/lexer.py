@@ -10,7 +10,7 @@ from functools import cache
 from lark import Lark, Token
 from lark.lark import PostLex
 
-from peftc.diagnostics import Span
+from peftc.diagnostics import Diagnostic, Span
 from peftc.filesystem import resources
 
 
@@ -110,3 +110,61 @@ def _end(text: str) -> Token:
 def span_of(token: Token) -> Span:
     positions = (token.start_pos, token.end_pos, token.line, token.column, token.end_line, token.end_column)
     return Span(*(position or 0 for position in positions))
+
+
+def excerpt(text: str, limit: int = 30) -> str:
+    """At most `limit` characters of untrusted text, without line breaks and control characters."""
+    safe = "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text[: limit + 1])
+    return safe if len(text) <= limit else safe[:limit] + "…"
+
+
+# Errors within a token: unknown characters, unterminated strings, malformed numbers
+
+# Characters from papers and word processors: the terminal and the text that they stand for.
+_LOOKALIKES = {
+    **dict.fromkeys("×·⊙∗", ("STAR", "*")),
+    **dict.fromkeys("−–—", ("MINUS", "-")),
+    "÷": ("SLASH", "/"),
+    "≤": ("COMPARISON", "<="),
+    "≥": ("COMPARISON", ">="),
+    "≠": ("COMPARISON", "!="),
+    "←": ("EQUAL", "="),
+    "…": ("DOT_DOT", ".."),
+}
+_HELP = {
+    ":": "write a range of layers as `0..5` (both ends included), an argument as `r=8`",
+    ";": "statements and equations need no separator",
+    "'": 'use double quotes: "file.peft"',
+    "“": 'use straight quotes: "file.peft"',
+    "”": 'use straight quotes: "file.peft"',
+    "@": "there is no matrix product; call a form such as `lora(x, r=8)` with its input",
+    "\xa0": "this is a no-break space; write an ordinary one",
+}
+
+
+def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic]]:
+    """The tokens with lexical errors repaired (or removed), and a diagnostic for each."""
+    repaired: list[Token] = []
+    errors: list[Diagnostic] = []
+    for token in tokens:
+        text = str(token)
+        match token.type:
+            case "STRAY":
+                replacement = _LOOKALIKES.get(text)
+                help_ = f"did you mean `{replacement[1]}`?" if replacement else _HELP.get(text[0])
+                error = ("P003", f"unknown character `{excerpt(text)}`", help_)
+                replacement = ("DOT_DOT", "..") if text == ":" else replacement
+            case "OPEN_STRING":
+                error = ("P004", "this string is never closed", 'a string ends on its line with `"`')
+                replacement = ("STRING", f'{text}"')
+            case "BAD_NUMBER":
+                help_ = "a number is digits, at most one point and one of `%`, `K`, `M`, `B`; names begin with a letter"
+                error = ("P005", f"`{excerpt(text)}` is not a number", help_)
+                replacement = ("NUMBER", "1")
+            case _:
+                repaired.append(token)
+                continue
+        code, message, help_ = error
+        errors.append(Diagnostic(code, message, span_of(token), help=help_))
+        repaired += [Token.new_borrow_pos(*replacement, token)] if replacement else []
+    return repaired, errors

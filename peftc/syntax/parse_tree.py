@@ -22,13 +22,13 @@ def trees(item: Parse) -> list[Parse]:
     return [child for child in item.children if isinstance(child, Tree)]
 
 
-def optional_child(item: Parse, rule: str) -> Parse | None:
-    return next((child for child in trees(item) if child.data == rule), None)
+def optional_child(item: Parse, *rules: str) -> Parse | None:
+    return next((child for child in trees(item) if child.data in rules), None)
 
 
-def child(item: Parse, rule: str) -> Parse:
-    """The child of a grammar rule; the grammar guarantees that it exists."""
-    return next(child for child in trees(item) if child.data == rule)
+def child(item: Parse, *rules: str) -> Parse:
+    """The child of one of the grammar rules; the grammar guarantees that it exists."""
+    return next(child for child in trees(item) if child.data in rules)
 
 
 def optional_token(item: Parse, *types: str) -> Token | None:

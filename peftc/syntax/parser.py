@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from lark import Token, Tree
@@ -12,9 +11,8 @@ from peftc.syntax import ast
 from peftc.syntax.build import Builder
 from peftc.syntax.comments import CommentCursor
 from peftc.syntax.error_context import error_context
-from peftc.syntax.error_rules import rule_for
-from peftc.syntax.lexer import lark_parser, span_of, tokenize
-from peftc.syntax.lexical_errors import repair_tokens
+from peftc.syntax.error_rules import syntax_error
+from peftc.syntax.lexer import lark_parser, repair_tokens, span_of, tokenize
 from peftc.syntax.parse_tree import deeper_than, span, trees
 from peftc.syntax.recovery import accepted_terminals, feed, resume
 
@@ -74,7 +72,7 @@ def _parse(source: Source, start: str) -> tuple[Tree[Token], Builder]:
 def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str) -> Tree[Token]:
     """The parse tree, which is complete if `errors` stays empty."""
     parser = lark_parser().parse_interactive(start=start)
-    lexical_errors = sorted(error.span.start for error in errors if error.span)
+    lexical_errors = [error.span.start for error in errors if error.span]
     at = quiet_until = resumptions = 0
     while at < len(tokens):
         state = parser.parser_state
@@ -84,7 +82,9 @@ def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str)
             continue
         state.state_stack, state.value_stack = stacks  # the parser may have reduced before it rejected the token
         accepts = accepted_terminals(parser)
-        if at >= quiet_until and not _is_near_lexical_error(tokens, at, lexical_errors):
+        # A token that was repaired or removed, here or directly before, may be the cause.
+        window = range((tokens[at - 2].start_pos or 0) if at > 1 else 0, (tokens[at].end_pos or 0) + 1)
+        if at >= quiet_until and not any(start in window for start in lexical_errors):
             errors += _diagnose(tokens, at, accepts, state.value_stack, first=not errors)
         quiet_until = at + _QUIET_TOKENS
         resumptions += 1
@@ -104,19 +104,10 @@ def _diagnose(
     Only the `first` error may be the end of the text: a later one follows from the others.
     """
     context = error_context(tokens, at, accepts, stack)
-    rule = rule_for(context)
-    token = rule.span(context)
+    error, token = syntax_error(context)
     at_token = token is context.token
-    if (context.type == "$END" and not first and at_token) or not (token or at_token):
-        return []
-    return [rule.diagnostic(context)]
-
-
-def _is_near_lexical_error(tokens: Sequence[Token], at: int, lexical_errors: Sequence[int]) -> bool:
-    """Whether `tokens[at]` or a token next to it was repaired or removed."""
-    low = (tokens[at - 2].start_pos or 0) if at > 1 else 0
-    first = bisect_left(lexical_errors, low)
-    return first < len(lexical_errors) and lexical_errors[first] <= (tokens[at].end_pos or 0)
+    is_consequence = at_token and context.type == "$END" and not first
+    return [] if is_consequence or not (token or at_token) else [error]
 
 
 def _excess_bracket(tokens: Sequence[Token]) -> Token | None:

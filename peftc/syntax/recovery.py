@@ -49,7 +49,8 @@ def accepted_terminals(parser: InteractiveParser) -> frozenset[str]:
 
 def resume(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:
     """Recovers from the unexpected `tokens[at]`; None if no token is left to continue at."""
-    if tokens[at].type in _STATEMENTS and not _is_balanced(tokens, at):
+    missing_braces = -sum(_BRACES.get(token.type, 0) for token in tokens[at:])  # `}` that is missing before `at`
+    if tokens[at].type in _STATEMENTS and missing_braces > 0:
         return _skip(parser, tokens, at + 1)
     return _repair(parser, tokens, at, accepts) or _skip(parser, tokens, at)
 
@@ -68,7 +69,8 @@ def _repair(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts
             trial = _copy(parser)
             if inserted and not feed(trial, Token.new_borrow_pos(inserted, "", tokens[at])):
                 continue
-            progress = _progress(_copy(trial), tokens, at + skip)
+            probe, window = _copy(trial), tokens[at + skip : at + skip + _LOOKAHEAD]
+            progress = next((number for number, token in enumerate(window) if not feed(probe, token)), len(window))
             score = 2 * progress - skip
             if progress >= min(_MIN_PROGRESS, len(tokens) - at - skip) and score > best_score:
                 best, best_score = Resumption(trial, at + skip), score
@@ -80,12 +82,6 @@ def _insertions(token: Token, accepts: frozenset[str]) -> list[str]:
     spellings = {text: terminal for terminal, text in keywords().items() if terminal in accepts}
     suggestion = spellings.get(nearest(str(token), spellings) or "")
     return sorted(accepts - {"$END"}, key=lambda terminal: (terminal != suggestion, terminal))
-
-
-def _progress(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> int:
-    """The number of following tokens that parse, up to the lookahead."""
-    window = tokens[at : at + _LOOKAHEAD]
-    return next((number for number, token in enumerate(window) if not feed(parser, token)), len(window))
 
 
 def _skip(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> Resumption | None:
@@ -102,11 +98,6 @@ def _skip(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> Resump
                 return Resumption(unwound, at)
         at += 1
     return None
-
-
-def _is_balanced(tokens: Sequence[Token], at: int) -> bool:
-    """Whether the braces from `at` on match, so that a `}` is missing before `at`."""
-    return sum(_BRACES.get(token.type, 0) for token in tokens[at:]) >= 0
 
 
 def _closing_brace(tokens: Sequence[Token], at: int) -> int:

@@ -53,7 +53,7 @@ def position_of(stack: Stack) -> str:
 
 
 def running_stack() -> Stack:
-    """The instructions that `code_position` describes; several of one expression may have one position."""
+    """The instructions of all frames; those of one expression may share their `code_position`."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     frames: list[tuple[int, int]] = []
     while frame is not None:

@@ -47,6 +47,7 @@ def calibrate(
     gradients, modes and `requires_grad` are as before.
 
     Args:
+        model: a compiled model.
         data: batches, each the keyword arguments of a forward.
         loss: a function of the model and a batch; by default the `loss` of the model's result.
         lr: the learning rate of AdamW.
@@ -57,12 +58,12 @@ def calibrate(
         The number of selected entries (rows, columns) by edit.
 
     Raises:
-        P410 (not compiled), P413 (no spec of that name), P529 (switched off), P533 (batches without
-        a task), P541 (nothing to select, or no gradients), P542 (quantised weights).
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P529 (switched off), P533
+            (batches without a task), P541 (nothing to select, or no gradients), P542 (quantised
+            weights).
 
-    Source:
-        Sung et al. 2021, Eq. 3 (fisher); Ansell et al. 2022 (change); Lee et al. 2019 (snip);
-        Vucetic et al. 2022 (rows).
+    Source: Sung et al. 2021, Eq. 3 (fisher); Ansell et al. 2022 (change); Lee et al. 2019 (snip);
+    Vucetic et al. 2022 (rows).
     """
     record = active_installation(model)
     edits = {edit for spec in record.selected(name) for edit in spec.edits}
@@ -162,20 +163,27 @@ def selectors_of(model: nn.Module, record: Installation) -> list[Selector]:
     """All selectors but the random ones; of the current task alone if there is one."""
     selectors: dict[str, Selector] = {}
     for site_edit in record.site_edits:
-        for assign, instance in form_calls(site_edit):
+        calls = list(form_calls(site_edit))
+        row_states = [a.state for a, one in calls if one.form.name == "lines" and one.args["by"] == "row"]
+        for assign, instance in calls:
             for task, suffix in instance.task_suffixes():
                 if not record.task.concerns(task):
                     continue
-                name = selector_name(model, record, site_edit, instance, task, suffix)
-                module = None if name is None else model.get_submodule(name)
-                if name is None or not isinstance(module, SELECTORS) or module.way == "random":
+                owner = instance.owner_of(task)
+                place = f"{site_edit.edit}/{site_edit.site.path}/{instance.key}"
+                names = [f"{record.form_modules[place]}{suffix}"] if instance.has_site_parameters else []
+                names += [shared_name(owner)] if owner is not None else []
+                modules = ((name, model.get_submodule(name)) for name in names)
+                name, module = next(((n, m) for n, m in modules if isinstance(m, SELECTORS)), ("", None))
+                if module is None or module.way == "random":
                     continue
                 selector = selectors.setdefault(name, Selector(site_edit.edit, name, module))
                 weight = site_edit.site.states[assign.state].weight
                 if weight is not None and not isinstance(module, PrunedValues | MaskedSites):
-                    state = ranked_state(site_edit, assign) if isinstance(module, Lines) else assign.state
+                    # Entries of a bias follow the ranks of the rows of the weight.
+                    follows = isinstance(module, Lines) and assign.state == "b" and "w" in row_states
                     selector.weights.append(weight)
-                    selector.scored.append(site_edit.site.states[state].weight or weight)
+                    selector.scored.append(site_edit.site.states["w" if follows else assign.state].weight or weight)
     return list(selectors.values())
 
 
@@ -186,28 +194,6 @@ def form_calls(site_edit: ir.SiteEdit) -> Iterator[tuple[ir.Assign, ir.FormInsta
             if isinstance(term, ir.FormCall) and id(term.instance) not in seen:
                 seen.add(id(term.instance))
                 yield assign, term.instance
-
-
-def ranked_state(site_edit: ir.SiteEdit, assign: ir.Assign) -> str:
-    """The state whose rows are ranked: entries of a bias follow the rows of the weight."""
-    calls = form_calls(site_edit)
-    rows = (a.state for a, one in calls if one.form.name == "lines" and one.args["by"] == "row")
-    return "w" if assign.state == "b" and "w" in rows else assign.state
-
-
-def selector_name(
-    model: nn.Module,
-    record: Installation,
-    site_edit: ir.SiteEdit,
-    instance: ir.FormInstance,
-    task: str | None,
-    suffix: str,
-) -> str | None:
-    owner = instance.owner_of(task)
-    place = f"{site_edit.edit}/{site_edit.site.path}/{instance.key}"
-    names = [f"{record.form_modules[place]}{suffix}"] if instance.has_site_parameters else []
-    names += [shared_name(owner)] if owner is not None else []
-    return next((name for name in names if isinstance(model.get_submodule(name), SELECTORS)), None)
 
 
 @dataclass(frozen=True)
@@ -233,16 +219,12 @@ def key(ref: WeightRef) -> str:
 def differentiable(
     model: nn.Module, leaves: Leaves, training: bool, values: dict[str, Tensor] | None = None
 ) -> Generator[dict[str, Tensor]]:
-    """Yields the leaves with gradients and without pruning, and restores the model afterwards.
-
-    Args:
-        values: receives copies of the leaves, whose values are restored, too.
-    """
+    """Yields the leaves unpruned and with gradients, and restores the model (and `values`)."""
     parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in leaves.base}
     refuse_quantised(parameters, leaves.base)
     dense = {name: module.first().requires_grad_() for name, module in leaves.pruned.items()}
     parameters |= dense
-    if values is not None:
+    if values is not None:  # receives copies, which are restored
         values |= {name: p.detach().clone() for name, p in parameters.items()}
     flags = {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()}
     modes = {n: m.training for n, m in model.named_modules()}
@@ -286,33 +268,31 @@ def backward(loss: Tensor) -> None:
     loss.backward()
 
 
-def gradients(
-    model: nn.Module, parameters: Mapping[str, Tensor], batches: list[Batch], loss: Loss
-) -> Iterator[dict[str, Tensor]]:
+def summed_gradients(
+    model: nn.Module, parameters: Mapping[str, Tensor], batches: list[Batch], loss: Loss, squared: bool = False
+) -> dict[str, Tensor]:
+    total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
     for batch in batches:
         for parameter in parameters.values():
             parameter.grad = None
         backward(loss(model, batch))
-        yield {n: torch.zeros_like(p) if p.grad is None else p.grad.float() for n, p in parameters.items()}
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                total[name] += gradient.square() if squared else gradient
+    return total
 
 
 def fisher(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
     """Σ (∂loss)² over the batches, in evaluation mode."""
     with differentiable(model, leaves, training=False) as parameters:
-        total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
-        for batch_gradients in gradients(model, parameters, batches, loss):
-            for name, gradient in batch_gradients.items():
-                total[name] += gradient.square()
-        return total
+        return summed_gradients(model, parameters, batches, loss, squared=True)
 
 
 def snip(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
     """|θ · Σ ∂loss| over the batches, in evaluation mode."""
     with differentiable(model, leaves, training=False) as parameters:
-        total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
-        for batch_gradients in gradients(model, parameters, batches, loss):
-            for name, gradient in batch_gradients.items():
-                total[name] += gradient
+        total = summed_gradients(model, parameters, batches, loss)
         return {name: (p.detach().float() * total[name]).abs() for name, p in parameters.items()}
 
 

@@ -34,11 +34,15 @@ def step(model: nn.Module, step: int) -> None:
     and is skipped in steps without examples of it.
 
     Args:
-        step: 0 or 1 at first, then one more each time.
+        model: a compiled model.
+        step: the number of the optimizer step: 0 or 1 at first, then one more each time.
 
     Raises:
-        P410 (not compiled), P529 (switched off), P539 (an `svd` has no gradients), P545 (`step` is
-        not a number).
+        PeftcError: P410 (not compiled), P529 (switched off), P539 (an `svd` has no gradients),
+            P545 (`step` is not a number).
+
+    Source: AdaLoRA, Zhang et al. 2023, arXiv:2303.10512; AdaMix, Wang et al. 2022,
+    arXiv:2205.12410.
     """
     record, step = active_installation(model), _step_number(step)
     groups: dict[tuple[str, str | None], list[tuple[str, SVD]]] = {}
@@ -82,20 +86,28 @@ def losses(
 
     - `<edit>.orthogonality` of an `svd`: w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖ (Frobenius), as in
       PEFT.
-    - `<edit>.l0` of a `masked`: penalty · the expected number of nonzero entries (Guo et al. 2021),
-      until `peftc.calibrate` prunes.
-    - `<edit>.identity` of a `fusion`: penalty · Σ ‖I − V‖² (AdapterHub).
+    - `<edit>.l0` of a `masked`: penalty · the expected number of nonzero entries, until
+      `peftc.calibrate` prunes.
+    - `<edit>.identity` of a `fusion`: penalty · Σ ‖I − V‖².
     - `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second
       forward with another route. It needs both arguments.
 
     The terms of an edit are over all sites, and of the current task.
 
     Args:
+        model: a compiled model.
         inputs: the keyword arguments of the forward.
-        logits: its logits (…, classes).
+        logits: its logits.
+
+    Shapes:
+        logits: (…, classes)
+        each term: ()
 
     Raises:
-        P410 (not compiled), P529 (switched off), P545 (other arguments).
+        PeftcError: P410 (not compiled), P529 (switched off), P545 (other arguments).
+
+    Source: PEFT (orthogonality); Guo et al. 2021, arXiv:2012.07463 (l0); AdapterHub (identity);
+    Wang et al. 2022, arXiv:2205.12410, Eq. 5 (consistency).
     """
     record = active_installation(model)
     _check_forward(inputs, logits)
@@ -176,7 +188,10 @@ def consistency(logits: Tensor, others: Tensor) -> Tensor:
 
 
 class StepCallback(TrainerCallback):
-    """Calls `peftc.step` in a Hugging Face `Trainer`, after each step of the optimizer."""
+    """Calls `peftc.step` in a Hugging Face `Trainer`, after each step of the optimizer.
+
+    `Trainer(…, callbacks=[peftc.StepCallback()])`
+    """
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         step(getattr(model, "module", model), state.global_step)

@@ -22,10 +22,15 @@ from peftc.installation.task_names import task_names
 
 
 def tasks(model: nn.Module) -> tuple[str, ...]:
-    """The tasks that a model has parameters for, in the order of their numbers; none without an
-    edit `per task`.
+    """The tasks that a model has parameters for, in the order of their numbers.
 
-    Raises: P410 for a model that is not compiled.
+    Empty without an edit `per task`.
+
+    Args:
+        model: a compiled model.
+
+    Raises:
+        PeftcError: P410 (not compiled).
     """
     return installation_of(model).task.names
 
@@ -33,21 +38,30 @@ def tasks(model: nn.Module) -> tuple[str, ...]:
 def task(
     model: nn.Module, name: str | None = None, *, task_ids: Sequence[str] | Sequence[int] | Tensor | None = None
 ) -> ChoiceBlock:
-    """Inside the block the model works for one task, or for one in each row of a batch. Blocks may
-    stand in each other.
+    """Inside the block the model works for one task, or for one in each row of a batch.
 
-    Rows of several tasks go through the edits of their own tasks in one forward; what is common to
-    the tasks, and the base, is computed for all at once. `generate` may repeat rows (beams). An
-    edit of a weight is one for the whole batch.
+    Rows of several tasks go through the edits of their own tasks in one forward. What the tasks
+    have in common, and the base, is computed for all at once. `generate` may repeat rows (beams).
+    An edit of a weight is one for the whole batch. Blocks may stand in each other.
 
-    The block acts in the present context: other threads and coroutines are not in it. A thread
-    that is to have it is started with `contextvars.copy_context().run`. A copy of the model has no
-    block.
+    The block acts in the present context: other threads and coroutines are not in it. To start a
+    thread inside of it, use `contextvars.copy_context().run`. A copy of the model has no block.
 
-    Args: `name`: of one task. `task_ids`: numbers of tasks (batch,), as `tasks` lists them, or
-    their names; a tensor or a sequence.
-    Raises: P410 (not compiled), P436 (an edited module was replaced), P534 (unknown), P535 (no
-    numbers of tasks, or none and both given), P431 (left elsewhere).
+    Args:
+        model: a compiled model.
+        name: of one task.
+        task_ids: a task for each row of the batch: numbers as `tasks` lists them, or names.
+
+    Shapes:
+        task_ids: (batch,), a tensor or a sequence
+
+    Returns:
+        A context manager.
+
+    Raises:
+        PeftcError: P410 (not compiled), P431 (the block is left in another context), P436 (an
+            edited module was replaced), P534 (unknown task), P535 (`task_ids` are no tasks, or
+            neither or both of `name` and `task_ids` are there).
     """
     record = complete_installation(model)
     if (name is None) == (task_ids is None):
@@ -58,12 +72,20 @@ def task(
 
 
 def set_task(model: nn.Module, name: str | None) -> nn.Module:
-    """Sets the task outside of `peftc.task` blocks; none where `name` is None.
+    """Sets the task outside of `peftc.task` blocks.
 
     It is a property of the model, not of a context: all threads see it, and copies have it. Saved
-    adapters have not.
+    adapters do not.
 
-    Raises: P410 (not compiled), P436 (an edited module was replaced), P534 (unknown).
+    Args:
+        model: a compiled model.
+        name: of the task; None for no task.
+
+    Returns:
+        The model.
+
+    Raises:
+        PeftcError: P410 (not compiled), P436 (an edited module was replaced), P534 (unknown task).
     """
     record = complete_installation(model)
     record.choice.default = replace(record.choice.default, task=None if name is None else record.task.of(name))
@@ -73,10 +95,17 @@ def set_task(model: nn.Module, name: str | None) -> nn.Module:
 def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Module:
     """Gives every edit `per task` parameters for one more task; those of the others stay.
 
-    Args: `like`: the task whose present values the new parameters start with; initial values
-    without it.
-    Raises: P410 (not compiled), P529 (switched off), P534 (`like`), P537 (no name, a task that
-    there is, no edit `per task`). After an error the model is as it was.
+    Args:
+        model: a compiled model.
+        name: of the new task.
+        like: the task at whose present values the new parameters start; by default initial values.
+
+    Returns:
+        The model.
+
+    Raises:
+        PeftcError: P410 (not compiled), P529 (switched off), P534 (unknown `like`), P537 (no name,
+            the name of a task, or no edit `per task`). After an error the model is as it was.
     """
     record = active_installation(model)
     present = record.task.names
@@ -101,8 +130,16 @@ def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Modu
 def drop_task(model: nn.Module, name: str) -> nn.Module:
     """Takes the parameters of a task out of the model; those of the others stay as they are.
 
-    Raises: P410 (not compiled), P529 (switched off), P534 (unknown), P537 for the last one, and
-    where there is none.
+    Args:
+        model: a compiled model.
+        name: of the task.
+
+    Returns:
+        The model.
+
+    Raises:
+        PeftcError: P410 (not compiled), P529 (switched off), P534 (unknown task), P537 (it is the
+            last task, or no edit is `per task`).
     """
     tasks = active_installation(model).task
     if not tasks.names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,16 +14,7 @@ from peftc.diagnostics import PeftcError
 from peftc.folding import fold
 from peftc.installation.disable import disabled
 from peftc.verification.comparison import CallResult, Comparison, CompiledModelError, unavailable_on_error
-from peftc.verification.forward_modes import (
-    EVALUATION,
-    INFERENCE,
-    TRAINING,
-    WITH_DROPOUT,
-    WITH_GRADIENTS,
-    ForwardMode,
-    training_mode,
-)
-from peftc.verification.preparation import Batch
+from peftc.verification.forward_modes import ALL_BUT_EVALUATION, EVALUATION, ForwardMode, training_mode
 from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
 from peftc.verification.reference.outputs import GRADIENT_FACTOR, Difference, first_difference, model_outputs
 from peftc.verification.reference.recorder import Recorder, first_differing_input, first_differing_output
@@ -35,24 +27,25 @@ GRADIENT_FLOOR = {torch.float32: 1e-6, torch.float64: 1e-10}  # relative to the 
 
 @dataclass
 class CheckResults:
+    """`perturbed`: the number of sites by edit, and `inert`: that of those without an effect."""
+
     checks: list[Check] = field(default_factory=list[Check])
     findings: list[Finding] = field(default_factory=list[Finding])
+    perturbed: Counter[str] = field(default_factory=Counter[str])
+    inert: Counter[str] = field(default_factory=Counter[str])
 
-    def holds(self, name: str, detail: str = "") -> None:
-        self.checks.append(Check(name=name, outcome="holds", detail=detail))
+    def add(self, name: str, *findings: Finding, detail: str = "") -> None:
+        """A check that fails if there are findings, else holds."""
+        outcome, detail = ("fails", findings[0].message) if findings else ("holds", detail)
+        self.checks.append(Check(name=name, outcome=outcome, detail=detail))
+        self.findings += findings
 
     def skip(self, name: str, reason: str) -> None:
         self.checks.append(Check(name=name, outcome="not checked", detail=reason))
 
-    def fails(self, name: str, *findings: Finding) -> None:
-        self.checks.append(Check(name=name, outcome="fails", detail=findings[0].message))
-        self.findings += findings
-
     def compare(self, name: str, code: str, context: str, difference: Difference | None) -> None:
-        if difference is None:
-            self.holds(name)
-        else:
-            self.fails(name, Finding(code=code, message=f"{context}: {difference}", size=difference.size))
+        findings = [Finding(code=code, message=f"{context}: {d}", size=d.size) for d in (difference,) if d is not None]
+        self.add(name, *findings)
 
     @contextmanager
     def attempt(self, name: str, code: str) -> Generator[None]:
@@ -62,7 +55,7 @@ class CheckResults:
         except ReferenceUnavailable as reason:
             self.skip(name, str(reason))
         except CompiledModelError as error:
-            self.fails(name, Finding(code=code, message=f"{name}: {error}"))
+            self.add(name, Finding(code=code, message=f"{name}: {error}"))
         except PeftcError as error:
             self.skip(name, f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
 
@@ -70,21 +63,21 @@ class CheckResults:
 # Without edits ------------------------------------------------------------------------------------
 
 
-def check_base(comparison: Comparison, batch: Batch, original: nn.Module | None, results: CheckResults) -> None:
+def check_base(comparison: Comparison, original: nn.Module | None, results: CheckResults) -> None:
     """Disabled and removed edits leave the base, bit for bit."""
     compiled, name = comparison.compiled, "disabled equals the base"
     with torch.no_grad():
-        base = model_outputs(comparison.base(**batch))
+        base = model_outputs(comparison.base(**comparison.batch))
         with results.attempt(name, "P607"), disabled(compiled):
-            with comparison.own_errors(batch, EVALUATION):
-                outputs = model_outputs(compiled(**batch))
+            with comparison.own_errors(EVALUATION):
+                outputs = model_outputs(compiled(**comparison.batch))
             results.compare(name, "P607", "inside `peftc.disabled`", first_difference(base, outputs, 0))
         if original is None:
             return
         name = "removed equals the base"
         with results.attempt(name, "P608"), training_mode(original, False):
             with unavailable_on_error("it does not run: "):
-                outputs = model_outputs(original(**batch))
+                outputs = model_outputs(original(**comparison.batch))
             difference = first_difference(outputs, base, 0) or state_difference(original, comparison.base)
             results.compare(name, "P608", "after `peftc.remove`", difference)
 
@@ -101,7 +94,7 @@ def state_difference(first: nn.Module, second: nn.Module) -> Difference | None:
 # With edits ---------------------------------------------------------------------------------------
 
 
-def check_equations(comparison: Comparison, batch: Batch, results: CheckResults) -> bool:
+def check_equations(comparison: Comparison, results: CheckResults) -> bool:
     """Compares outputs and gradients: at the present parameters, after noise, in every mode."""
     if comparison.unavailable:
         for name in ("outputs", "gradients", "ways of calling"):
@@ -113,45 +106,41 @@ def check_equations(comparison: Comparison, batch: Batch, results: CheckResults)
         comparison.reset()
         with results.attempt(check, "P602"):
             if is_random:
-                comparison.randomize(batch)
-            difference = comparison.output_difference(batch)
+                comparison.randomize()
+            difference = comparison.output_difference()
             if difference is None:
-                results.holds(check)
+                results.add(check)
                 continue
-            results.fails(check, locate_fault(comparison, batch, difference))
+            results.add(check, locate_fault(comparison, difference))
         return False
-    for mode in (WITH_GRADIENTS, TRAINING, WITH_DROPOUT, INFERENCE):
+    for mode in ALL_BUT_EVALUATION:
         with results.attempt(f"{mode.name}: outputs", "P610"):
-            check_mode(comparison, batch, mode, results)
+            check_mode(comparison, mode, results)
         comparison.compiled.zero_grad(set_to_none=True)
     return True
 
 
-def check_mode(comparison: Comparison, batch: Batch, mode: ForwardMode, results: CheckResults) -> None:
+def check_mode(comparison: Comparison, mode: ForwardMode, results: CheckResults) -> None:
     name = f"{mode.name}: outputs"
     if mode.train:
         # A function that is compiled at its first call is not compiled under a torch function mode.
-        with (
-            comparison.selected_task(),
-            training_mode(comparison.compiled, True),
-            torch.no_grad(),
-            comparison.own_errors(batch, mode),
-        ):
-            comparison.compiled(**batch)
-    expected = comparison.run_reference(batch, EVALUATION if mode is INFERENCE else mode)
-    actual = comparison.run_compiled(batch, mode)
+        compiled = comparison.compiled
+        with comparison.selected_task(), training_mode(compiled, True), torch.no_grad(), comparison.own_errors(mode):
+            compiled(**comparison.batch)
+    expected = comparison.run_reference(mode)
+    actual = comparison.run_compiled(mode)
     difference = first_difference(expected.outputs, actual.outputs)
     if difference is None:
-        results.holds(name)
-    elif first_difference(actual.outputs, comparison.run_compiled(batch, mode).outputs) is not None:
+        results.add(name)
+    elif first_difference(actual.outputs, comparison.run_compiled(mode).outputs) is not None:
         results.skip(name, "two calls of the model differ, with the same parameters and inputs")
         return
     else:
         module = edit = site = None
         with suppress(ReferenceUnavailable, CompiledModelError):
-            module, (edit, site) = first_differing_module(comparison, batch, mode)
+            module, (edit, site) = first_differing_module(comparison, mode)
         message, size = f"in {mode.name}: {difference}", difference.size
-        results.fails(name, Finding(code="P610", message=message, edit=edit, site=site, module=module, size=size))
+        results.add(name, Finding(code="P610", message=message, edit=edit, site=site, module=module, size=size))
     if mode.gradients:
         check_gradients(comparison, mode, expected, actual, results)
 
@@ -164,6 +153,7 @@ def check_gradients(
     if expected.gradient_error or actual.gradient_error:
         results.skip(name, expected.gradient_error or actual.gradient_error)
         return
+    findings: list[Finding] = []
     largest = max((value.abs().max().item() for value in expected.gradients.values() if value.numel()), default=0.0)
     for parameter, value in expected.gradients.items():
         difference = first_difference({parameter: value}, {parameter: actual.gradients[parameter]}, GRADIENT_FACTOR)
@@ -171,32 +161,29 @@ def check_gradients(
         if difference is not None and difference.size > 1e-2 * difference.bound / GRADIENT_FACTOR + floor:
             edit, site = [*parameter.split("/"), "", ""][:2]
             message = f"in {mode.name}, the gradient of {difference}"
-            results.fails(name, Finding(code="P603", message=message, edit=edit, site=site, size=difference.size))
+            findings = [Finding(code="P603", message=message, edit=edit, site=site, size=difference.size)]
             break
-    else:
-        results.holds(name, f"{len(expected.gradients)} parameters")
-    name = f"{mode.name}: the base has no gradients"
+    results.add(name, *findings, detail=f"{len(expected.gradients)} parameters")
     edited = {id(p) for p in comparison.parameters.values()}
     parameters = comparison.compiled.named_parameters()
     others = [n for n, p in parameters if id(p) not in edited and p.grad is not None]
-    if others:
-        message = f"`{others[0]}` of the base has a gradient" + (f", and {len(others) - 1} more" if others[1:] else "")
-        results.fails(name, Finding(code="P611", message=message, module=others[0]))
-    else:
-        results.holds(name)
+    more = f", and {len(others) - 1} more" if others[1:] else ""
+    message = f"`{others[0]}` of the base has a gradient{more}" if others else ""
+    findings = [Finding(code="P611", message=message, module=name) for name in others[:1]]
+    results.add(f"{mode.name}: the base has no gradients", *findings)
 
 
-def check_fold(comparison: Comparison, batch: Batch, results: CheckResults) -> None:
+def check_fold(comparison: Comparison, results: CheckResults) -> None:
     """Folded weights compute the same outputs. The last check, since it changes the copy."""
     name = "folded equals unfolded"
     with results.attempt(name, "P609"), comparison.selected_task():
-        before = comparison.run_compiled(batch, EVALUATION).outputs
+        before = comparison.run_compiled(EVALUATION).outputs
         report = fold(comparison.compiled)
         if not report.folded:
             results.skip(name, "no edit folds")
             return
-        with comparison.own_errors(batch, EVALUATION), torch.no_grad():
-            after = model_outputs(comparison.compiled(**batch))
+        with comparison.own_errors(EVALUATION), torch.no_grad():
+            after = model_outputs(comparison.compiled(**comparison.batch))
         edits = ", ".join(f"`{entry.edit}`" for entry in report.folded)
         results.compare(name, "P609", f"after folding {edits}", first_difference(before, after, FOLD_FACTOR))
 
@@ -204,14 +191,19 @@ def check_fold(comparison: Comparison, batch: Batch, results: CheckResults) -> N
 # The location of a fault --------------------------------------------------------------------------
 
 
-def locate_fault(comparison: Comparison, batch: Batch, difference: Difference) -> Finding:
-    """Names the first site whose parameters alone bring the difference about.
-
-    If there is none, names the last edit before the first module whose inputs differ.
-    """
+def locate_fault(comparison: Comparison, difference: Difference) -> Finding:
+    """Names the first edit that alone differs, else the last one before a wrong module input."""
     values = comparison.values()
-    module, key = first_differing_module(comparison, batch, EVALUATION)
-    key = _first_wrong_edit(comparison, batch) or key
+    module, key = first_differing_module(comparison, EVALUATION)
+    comparison.reset()
+    # If the initial values differ already, no perturbation singles out an edit.
+    site_edits = comparison.record.site_edits if comparison.output_difference() is None else ()
+    for site_edit in site_edits:
+        comparison.reset()
+        comparison.perturb(comparison.parameters_of(site_edit))
+        if comparison.output_difference() is not None:
+            key = key_of(site_edit)
+            break
     comparison.reset(values)
     states = [a.state for p in comparison.record.site_edits if key_of(p) == key for a in p.assigns]
     return Finding(
@@ -225,17 +217,15 @@ def locate_fault(comparison: Comparison, batch: Batch, difference: Difference) -
     )
 
 
-def first_differing_module(
-    comparison: Comparison, batch: Batch, mode: ForwardMode
-) -> tuple[str | None, EditKey | tuple[None, None]]:
+def first_differing_module(comparison: Comparison, mode: ForwardMode) -> tuple[str | None, EditKey | tuple[None, None]]:
     """The first module whose inputs differ, and the edit that causes it.
 
     That is an edit of a rewritten module whose outputs differ before, else the last edit that
     acted.
     """
     expected, actual = Recorder(), Recorder()
-    comparison.run_reference(batch, EVALUATION if mode is INFERENCE else mode, expected)
-    comparison.run_compiled(batch, mode, actual)
+    comparison.run_reference(mode, expected)
+    comparison.run_compiled(mode, actual)
     event = first_differing_input(expected.events, actual.events)
     if event is None:
         return None, NOWHERE
@@ -247,15 +237,3 @@ def first_differing_module(
     output = first_differing_output(expected.events, actual.events, set(modules.values()), event)
     keys = [key for key in expected.edit_positions if output is not None and modules.get(key) == output.module]
     return event.module or "the model", keys[-1] if keys else expected.last_edit_before(event) or NOWHERE
-
-
-def _first_wrong_edit(comparison: Comparison, batch: Batch) -> EditKey | None:
-    comparison.reset()
-    if comparison.output_difference(batch) is not None:
-        return None  # the initial values differ already, so no perturbation singles out an edit
-    for site_edit in comparison.record.site_edits:
-        comparison.reset()
-        comparison.perturb(comparison.parameters_of(site_edit))
-        if comparison.output_difference(batch) is not None:
-            return key_of(site_edit)
-    return None

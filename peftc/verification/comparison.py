@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,19 @@ from peftc.planning import ir
 from peftc.training.tasks import task
 from peftc.verification.forward_modes import EVALUATION, ForwardMode, without_checkpointing
 from peftc.verification.preparation import Batch
-from peftc.verification.prompts import Prompts
+from peftc.verification.reference.interpreter import Interpreter
 from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
 from peftc.verification.reference.model import ReferenceModel
 from peftc.verification.reference.outputs import Difference, first_difference, model_outputs, random_projection
 from peftc.verification.reference.recorder import Recorder
 
 NOISE = (0.5, 0.05, 0.005)  # relative to the size of a parameter; smaller where outputs are not finite
+
+STACKS = {  # token ids, embedded tokens and mask of the decoder of an encoder-decoder model, or of any other stack
+    "": ("input_ids", "inputs_embeds", "attention_mask"),
+    "decoder": ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask"),
+}
+PER_TOKEN = ("position_ids", "token_type_ids", "labels", "decoder_position_ids", "cache_position")
 
 
 class CompiledModelError(Exception):
@@ -49,10 +56,7 @@ def unavailable_on_error(context: str = "") -> Generator[None]:
 
 @contextmanager
 def compiled_model_errors(call_base: Callable[[], object]) -> Generator[None]:
-    """An error inside the block is the compiled model's own if the same call of its base succeeds.
-
-    Raises: CompiledModelError, or ReferenceUnavailable by `call_base`.
-    """
+    """An error inside the block is a `CompiledModelError` if the same call of the base succeeds."""
     try:
         yield
     except PROPAGATED:
@@ -81,10 +85,11 @@ class Comparison:
     Args:
         compiled: a copy, free to be changed.
         reference: hooks on a copy of its base.
+        batch: the arguments of every call.
     """
 
-    def __init__(self, compiled: nn.Module, reference: ReferenceModel) -> None:
-        self.compiled, self.reference, self.base = compiled, reference, reference.base
+    def __init__(self, compiled: nn.Module, reference: ReferenceModel, batch: Batch) -> None:
+        self.compiled, self.reference, self.base, self.batch = compiled, reference, reference.base, batch
         self.record = installation_of(compiled)
         trainable = parameters(compiled).items()
         self.parameters = {name: p for name, p in trainable if p.requires_grad and p.is_floating_point()}
@@ -100,35 +105,26 @@ class Comparison:
     def selected_task(self) -> AbstractContextManager[object]:
         return task(self.compiled, self.task) if self.task is not None else nullcontext()
 
-    def run_compiled(self, batch: Batch, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
-        """Calls the compiled model.
-
-        Without a recorder it has no hooks, since hooks may disable fast paths of the model's code.
-
-        Raises: CompiledModelError; ReferenceUnavailable if the base does not run in this mode,
-        either.
-        """
+    def run_compiled(self, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
+        """Calls without hooks if there is no recorder: they may disable fast paths."""
         with ExitStack() as stack:
             stack.enter_context(self.selected_task())
             stack.enter_context(mode.applied_to(self.compiled))
             if recorder is not None:
                 stack.enter_context(recorder.recording(self.compiled, self.module_names))
-            stack.enter_context(self.own_errors(batch, mode))
-            return self._result(model_outputs(self.compiled(**batch)), mode)
+            stack.enter_context(self.own_errors(mode))
+            return self._result(model_outputs(self.compiled(**self.batch)), mode)
 
-    def own_errors(self, batch: Batch, mode: ForwardMode) -> AbstractContextManager[None]:
+    def own_errors(self, mode: ForwardMode) -> AbstractContextManager[None]:
         def call_base() -> None:
             with unavailable_on_error("the model without its edits does not run: "), mode.applied_to(self.base):
-                self.base(**batch)
+                self.base(**self.batch)
 
         return compiled_model_errors(call_base)
 
-    def run_reference(self, batch: Batch, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
-        """Evaluates the spec on the base.
-
-        Raises: ReferenceUnavailable if an equation has no values to read, or the base does not run
-        with hooks.
-        """
+    def run_reference(self, mode: ForwardMode, recorder: Recorder | None = None) -> CallResult:
+        """Evaluates the spec on the base. Raises: ReferenceUnavailable."""
+        mode = EVALUATION if mode.inference else mode  # inference mode is for the compiled model
         with ExitStack() as stack:
             stack.enter_context(self.selected_task())
             stack.callback(self.compiled.eval)
@@ -140,7 +136,7 @@ class Comparison:
             else:
                 stack.enter_context(self.reference.active(recorder.record_edit))
                 stack.enter_context(recorder.recording(self.base, self.module_names))
-            prompts = Prompts(self.base, self.reference.prompts, self.reference.interpreter, batch)
+            prompts = Prompts(self.base, self.reference.prompts, self.reference.interpreter, self.batch)
             with unavailable_on_error():
                 outputs = prompts.without_prompt_rows(model_outputs(self.base(**prompts.arguments)))
             return self._result(outputs, mode)
@@ -160,9 +156,9 @@ class Comparison:
                 result.gradients = {n: torch.zeros_like(p) if g is None else g.clone() for n, p, g in gradients}
         return result
 
-    def output_difference(self, batch: Batch) -> Difference | None:
-        expected = self.run_reference(batch, EVALUATION)
-        return first_difference(expected.outputs, self.run_compiled(batch, EVALUATION).outputs)
+    def output_difference(self) -> Difference | None:
+        expected = self.run_reference(EVALUATION)
+        return first_difference(expected.outputs, self.run_compiled(EVALUATION).outputs)
 
     # Values of parameters -------------------------------------------------------------------------
 
@@ -184,27 +180,80 @@ class Comparison:
             noise = torch.randn(parameter.shape, generator=seeded(f"{seed}{name}"))
             parameter += (scale * noise).to(parameter.device, parameter.dtype)
 
-    def randomize(self, batch: Batch) -> None:
+    def randomize(self) -> None:
         """Perturbs all parameters by the largest noise for which outputs are finite."""
         for size in NOISE:
             self.reset()
             self.perturb(self.parameters, size)
             with suppress(CompiledModelError):  # values may be too large for the model
-                if all(bool(value.isfinite().all()) for value in self.run_compiled(batch, EVALUATION).outputs.values()):
+                if all(bool(value.isfinite().all()) for value in self.run_compiled(EVALUATION).outputs.values()):
                     return
 
     def parameters_of(self, site_edit: ir.SiteEdit) -> list[str]:
         """The parameters that an edit owns at a site, else those that it shares."""
         prefix = f"{site_edit.edit}/{site_edit.site.path}/"
-        owned = [name for name in self.parameters if name.startswith(prefix) and self._is_of_task(name)]
+        other_tasks = [f".tasks.{other}." for other in self.record.task.names if self.task not in (None, other)]
+        owned = [n for n in self.parameters if n.startswith(prefix) and not any(task in n for task in other_tasks)]
         owners = {owner for instance in site_edit.instances for owner in instance.owners()}
         return owned or [name for name in self.parameters if name.count("/") > 1 and name.split("/")[1] in owners]
-
-    def _is_of_task(self, name: str) -> bool:
-        others = [f".tasks.{other}." for other in self.record.task.names if other != self.task]
-        return self.task is None or not any(other in name for other in others)
 
     def edits_sharing(self, site_edit: ir.SiteEdit, names: Collection[str]) -> list[EditKey]:
         """The edit at its site, and all others that use one of these parameters."""
         others = [other for other in self.record.site_edits if set(names) & set(self.parameters_of(other))]
         return [key_of(site_edit), *map(key_of, others)]
+
+
+class Prompts:
+    """Prompts of one call of the base: embedded tokens before those of the input, a longer mask.
+
+    `arguments`: those of the batch, with prompts in front.
+    """
+
+    def __init__(
+        self, base: nn.Module, site_edits: Sequence[ir.SiteEdit], interpreter: Interpreter, batch: Mapping[str, Any]
+    ) -> None:
+        self.base, self.interpreter = base, interpreter
+        self.arguments = dict(batch)
+        self.is_encoder_decoder = bool(getattr(getattr(base, "config", None), "is_encoder_decoder", False))
+        self.prompt_lengths = {"": 0, "decoder": 0}
+        self.lengths = {
+            stack: batch[ids].shape[1] for stack, (ids, _, _) in STACKS.items() if ids in batch and site_edits
+        }
+        for site_edit in site_edits:
+            self._prepend(site_edit)
+
+    def _prepend(self, site_edit: ir.SiteEdit) -> None:
+        stack = "decoder" if self.is_encoder_decoder and site_edit.site.path.startswith("decoder.") else ""
+        ids, embeds, mask = STACKS[stack]
+        visible = self.arguments.get(mask)
+        if len(site_edit.assigns) > 1 or site_edit.lets or any(name in self.arguments for name in PER_TOKEN):
+            raise ReferenceUnavailable("the batch has other arguments per token, which would need rows for the prompt")
+        if isinstance(visible, Tensor) and not bool((visible != 0).all()):
+            raise ReferenceUnavailable("the batch has padding, and a prompt stands before the first token of each row")
+        if embeds not in self.arguments:
+            if ids not in self.arguments:
+                raise ReferenceUnavailable(f"the batch has no `{ids}`")
+            embedding = self.base.get_submodule(site_edit.site.module)
+            self.arguments[embeds] = embedding(self.arguments.pop(ids))
+        value = next(iter(site_edit.assigns)).value
+        assert isinstance(value, ir.Concat)
+        h = self.arguments[embeds]
+        self.interpreter.forget([site_edit.site.path], [id(site_edit)])
+        parts = [part for part in value.parts if not isinstance(part, ir.Read)]
+        rows = [self.interpreter.evaluate(site_edit, part, h).expand(len(h), -1, -1).to(h.dtype) for part in parts]
+        self.prompt_lengths[stack] += (count := sum(part.shape[1] for part in rows))
+        self.arguments[embeds] = torch.cat([*rows, h], 1)
+        if isinstance(visible, Tensor):
+            self.arguments[mask] = torch.cat([visible.new_ones(len(visible), count), visible], 1)
+
+    def without_prompt_rows(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Removes the rows of the prompt, except from outputs of an encoder."""
+        stack = "decoder" if self.is_encoder_decoder else ""
+        count = self.prompt_lengths[stack]
+        length = self.lengths.get(stack, 0) + count
+        return {
+            name: value[:, count:]
+            if count and value.ndim > 1 and value.shape[1] == length and not name.startswith("encoder")
+            else value
+            for name, value in outputs.items()
+        }

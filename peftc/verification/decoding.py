@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peftc.concurrency.interrupts import shielded
 from peftc.planning import ir
@@ -23,31 +23,32 @@ INPUTS = ("input_ids", "attention_mask", "inputs_embeds")
 Logits = tuple[Tensor, ...]  # of each new token
 
 
-def check_decoding(comparison: Comparison, batch: Batch, results: CheckResults) -> None:
+def check_decoding(comparison: Comparison, results: CheckResults) -> None:
     """Decodes a few tokens.
 
     A form that reads all tokens of a call is another function with a cache: where the equations
     differ, the model may, too.
     """
     name = "decoding with a cache equals decoding without"
-    if not generates(comparison.base, batch):
+    can_generate = getattr(comparison.base, "can_generate", None)
+    if can_generate is None or not can_generate() or not isinstance(comparison.batch.get("input_ids"), Tensor):
         results.skip(name, "the model does not generate from this batch")
         return
     with comparison.selected_task(), EVALUATION.applied_to(comparison.compiled), results.attempt(name, "P610"):
-        cached, plain = (decode_compiled(comparison, batch, cache) for cache in (True, False))
+        cached, plain = (decode_compiled(comparison, cache) for cache in (True, False))
         difference = logits_difference(plain, cached)
         if comparison.unavailable or comparison.reference.prompts:
             if difference is not None and reads_all_tokens(comparison):
                 reason = "a form reads all tokens of a call, and the spec does not define its value with a cache"
                 results.skip(name, reason)
-            elif difference is not None and base_depends_on_cache(comparison, batch):
+            elif difference is not None and logits_difference(*(decode_base(comparison, c) for c in (False, True))):
                 results.skip(name, "the model without its edits computes something else with a cache")
             else:
                 results.compare(name, "P610", "decoding with a cache", difference)
             return
-        fault = logits_difference(decode_reference(comparison, batch, cache=True), cached)
+        fault = logits_difference(decode_reference(comparison, cache=True), cached)
         if fault is None and difference is not None:
-            fault = logits_difference(decode_reference(comparison, batch, cache=False), plain)
+            fault = logits_difference(decode_reference(comparison, cache=False), plain)
             name = f"{name}, except for forms that read all tokens of a call"
         results.compare(name, "P610", "in decoding", fault)
 
@@ -59,29 +60,19 @@ def reads_all_tokens(comparison: Comparison) -> bool:
     return any(getattr(term.shape, "per_example", False) for term in terms)
 
 
-def base_depends_on_cache(comparison: Comparison, batch: Batch) -> bool:
-    plain, cached = (decode_base(comparison, batch, cache) for cache in (False, True))
-    return logits_difference(plain, cached) is not None
-
-
-def decode_reference(comparison: Comparison, batch: Batch, cache: bool) -> Logits:
+def decode_reference(comparison: Comparison, cache: bool) -> Logits:
     with EVALUATION.applied_to(comparison.base), comparison.reference.active():
-        return decode_base(comparison, batch, cache)
+        return decode_base(comparison, cache)
 
 
-def decode_compiled(comparison: Comparison, batch: Batch, cache: bool) -> Logits:
-    with compiled_model_errors(lambda: decode_base(comparison, batch, cache)):
-        return decode(comparison.compiled, batch, cache)
+def decode_compiled(comparison: Comparison, cache: bool) -> Logits:
+    with compiled_model_errors(lambda: decode_base(comparison, cache)):
+        return decode(comparison.compiled, comparison.batch, cache)
 
 
-def decode_base(comparison: Comparison, batch: Batch, cache: bool) -> Logits:
+def decode_base(comparison: Comparison, cache: bool) -> Logits:
     with unavailable_on_error("the model does not generate in this way: "):
-        return decode(comparison.base, batch, cache)
-
-
-def generates(model: nn.Module, batch: Batch) -> bool:
-    can_generate: Any = getattr(model, "can_generate", lambda: False)
-    return bool(can_generate()) and isinstance(batch.get("input_ids"), Tensor)
+        return decode(comparison.base, comparison.batch, cache)
 
 
 @torch.no_grad()

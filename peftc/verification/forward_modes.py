@@ -52,6 +52,7 @@ WITH_GRADIENTS = ForwardMode("eval, with gradients", gradients=True)
 TRAINING = ForwardMode("train, dropout 0", train=True, gradients=True)
 WITH_DROPOUT = ForwardMode("train, dropout as a factor", train=True, scale=True)
 INFERENCE = ForwardMode("inference_mode", inference=True)
+ALL_BUT_EVALUATION = (WITH_GRADIENTS, TRAINING, WITH_DROPOUT, INFERENCE)
 
 
 class Deterministic(TorchFunctionMode):

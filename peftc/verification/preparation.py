@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.forms.module import has_values
 from peftc.installation.contents import states
+from peftc.models.media import run_on_sample
 from peftc.models.sample import sample_inputs
-from peftc.models.tower_samples import run_on_sample
 from peftc.training.calibration import calibrate
 from peftc.training.tasks import task, tasks
 from peftc.verification.forward_modes import training_mode
@@ -56,12 +56,6 @@ def without_autocast() -> Generator[None]:
         yield
 
 
-def require_numbers(parameters: Mapping[str, Tensor]) -> None:
-    """Raises: P601 for parameters with NaN entries, which make any two results equal."""
-    if names := [name for name, value in parameters.items() if bool(value.isnan().any())]:
-        raise PeftcError(Diagnostic("P601", f"`{names[0]}` has NaN entries: nothing can be compared"))
-
-
 def require_runnable(base: nn.Module, batch: Batch) -> None:
     """Raises: P509 if a model does not run on a batch, or returns nothing but NaN."""
     try:
@@ -79,57 +73,36 @@ def require_runnable(base: nn.Module, batch: Batch) -> None:
 
 
 def sample_batch(model: nn.Module, sample: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The sample that the model was compiled with, else random inputs in the shapes of the tracer's
-    sample.
-
-    Raises: P507 for a model whose inputs are not known.
-    """
+    """`sample`, else random inputs like those of the tracer. Raises: P507 for unknown inputs."""
     if sample is not None:
         return dict(sample)
     fake = fake_copy(model)
     generator = torch.Generator().manual_seed(0)
-    with suppress(PeftcError):  # P507: the model may need an image or a sound
-        batch = {name: _random_like(value, model, generator) for name, value in sample_inputs(fake).items()}
-        if _runs(model, batch):
-            return batch
-    with fake_mode(fake):
-        inputs, _ = run_on_sample(fake, None, lambda arguments: fake(**arguments))
-    # Integers that came with an image, such as placeholder tokens and sizes, stay.
-    return {
-        name: _random_like(value, model, generator) if _is_random(value) else value for name, value in inputs.items()
-    }
-
-
-def _is_random(value: Any) -> bool:
-    return isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_floating_point())
-
-
-def _runs(model: nn.Module, batch: Batch) -> bool:
     try:
+        batch = {name: _random_like(value, model, generator) for name, value in sample_inputs(fake).items()}
         with torch.no_grad():
             model(**batch)
+        return batch
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception:  # the model's own code may raise anything
-        return False
-    return True
+    except Exception:  # P507, or what the model's own code raises: it may need an image or a sound
+        pass
+    with fake_mode(fake):
+        inputs, _ = run_on_sample(fake, None, lambda arguments: fake(**arguments))
+    return {name: _random_like(value, model, generator) for name, value in inputs.items()}
 
 
 def _random_like(value: Any, model: nn.Module, generator: torch.Generator) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.is_floating_point():
+    if isinstance(value, Tensor) and value.is_floating_point():
         return torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
-    return torch.randint(*_token_range(model), value.shape, generator=generator).to(value.device)
-
-
-def _token_range(model: nn.Module) -> tuple[int, int]:
-    """Token ids without special tokens, most of which have the smallest ids."""
+    if not isinstance(value, FakeTensor):  # integers that came with an image, such as placeholder tokens and sizes
+        return value
+    # Token ids without special tokens, most of which have the smallest ids.
     count = next(filter(None, map(_vocabulary_size, model.modules())), 2)
     config: Any = getattr(model, "config", None)
     special = (getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "mask"))
-    last = max((id for id in special if isinstance(id, int) and id < count // 2), default=0)
-    return (last + 1, count) if last + 1 < count else (0, count)
+    first = 1 + max((id for id in special if isinstance(id, int) and id < count // 2), default=0)
+    return torch.randint(first if first < count else 0, count, value.shape, generator=generator).to(value.device)
 
 
 def _vocabulary_size(module: nn.Module) -> int | None:
@@ -149,7 +122,16 @@ def fill_forms(model: nn.Module, batch: Batch) -> None:
         with task(model, name) if name is not None else nullcontext():
             code = _training_refusal(model, batch)
             if code == UNSELECTED:
-                _calibrate(model, batch)
+                try:
+                    calibrate(model, [batch], loss=_loss)
+                except (PeftcError, MemoryError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:  # the model's own code may raise anything
+                    kind = type(model).__name__
+                    message = f"a selection needs gradients, and this {kind} does not train on the batch"
+                    raise PeftcError(
+                        Diagnostic("P509", message, notes=(f"{type(error).__name__}: {error}",))
+                    ) from error
             elif code == UNFILLED:
                 _fill_states(model)
 
@@ -165,18 +147,8 @@ def _training_refusal(model: nn.Module, batch: Batch) -> str | None:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # the model does not run in training mode, which the checks report
-        return None
+        pass
     return None
-
-
-def _calibrate(model: nn.Module, batch: Batch) -> None:
-    try:
-        calibrate(model, [batch], loss=_loss)
-    except (PeftcError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # the model's own code may raise anything
-        message = f"a selection needs gradients, and this {type(model).__name__} does not train on the batch"
-        raise PeftcError(Diagnostic("P509", message, notes=(f"{type(error).__name__}: {error}",))) from error
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:

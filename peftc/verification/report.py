@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peftc.diagnostics import Diagnostic
-from peftc.planning.report.text import plain_text
+from peftc.planning.report.plan import plain_text
 
 Outcome = Literal["holds", "fails", "not checked"]
 
@@ -21,19 +21,28 @@ class _Record(BaseModel):
 
 
 class NotWitnessed(_Record):
-    """A site whose equation could not be evaluated on the base, and the reason."""
+    """A site whose equation could not be evaluated on the base.
+
+    Attributes:
+        site: its path.
+        reason: why.
+    """
 
     site: str
     reason: str
 
 
 class VerifiedEdit(_Record):
-    """One edit and the number of its sites.
+    """One edit, and what was checked at how many of its sites.
 
-    `witnessed`: sites whose equations were evaluated on the base. `perturbed`: those whose
-    parameters were changed alone.
-    `inert`: those of them whose parameters have no effect at present, for instance because no
-    entries are selected yet.
+    Attributes:
+        name: of the edit.
+        sites: how many it has.
+        witnessed: sites whose equations were evaluated on the base.
+        perturbed: sites whose parameters were changed alone.
+        inert: those of them whose parameters have no effect at present, for instance because no
+            entries are selected yet.
+        not_witnessed: the other sites, with the reasons.
     """
 
     name: str
@@ -45,7 +54,13 @@ class VerifiedEdit(_Record):
 
 
 class Check(_Record):
-    """A property of the whole model. `detail`: a difference, a count, or why it is not checked."""
+    """A property of the whole model.
+
+    Attributes:
+        name: the property.
+        outcome: "holds", "fails" or "not checked".
+        detail: a difference, a count, or why it is not checked.
+    """
 
     name: str
     outcome: Outcome
@@ -53,7 +68,17 @@ class Check(_Record):
 
 
 class Finding(_Record):
-    """A property that does not hold, with the place and the absolute size of a difference."""
+    """A property that does not hold.
+
+    Attributes:
+        code: P602-P611.
+        message: the property and the difference.
+        edit: the edit concerned, if it is one.
+        site: the path of the site.
+        state: the hidden state at the site.
+        module: the dotted name of the module in whose inputs it was first seen.
+        size: the largest absolute difference.
+    """
 
     code: str
     message: str
@@ -64,12 +89,24 @@ class Finding(_Record):
     size: float | None = None
 
     def diagnostic(self) -> Diagnostic:
+        """The finding as a diagnostic."""
         notes = [f"edit `{self.edit}` at `{self.site}`, state `{self.state}`"] if self.edit else []
         notes += [f"first seen in the inputs of `{self.module}`"] if self.module else []
         return Diagnostic(self.code, self.message, notes=tuple(notes))
 
 
 class Verification(_Record):
+    """The outcome of `peftc.verify`.
+
+    Attributes:
+        model: the name of the model.
+        weights: where they come from.
+        batch: the shapes of the inputs, by name.
+        edits: what was checked at the sites of each edit.
+        checks: the properties of the whole model.
+        findings: the faults; empty if all is well.
+    """
+
     format_version: Literal["1.0"] = "1.0"
     model: str
     weights: str
@@ -80,6 +117,7 @@ class Verification(_Record):
 
     @property
     def ok(self) -> bool:
+        """Whether nothing was found."""
         return not self.findings
 
     @property
@@ -89,21 +127,19 @@ class Verification(_Record):
 
     @property
     def sites(self) -> int:
+        """The number of sites of all edits."""
         return sum(edit.sites for edit in self.edits)
 
     @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
+        """The findings as diagnostics."""
         return tuple(finding.diagnostic() for finding in self.findings)
 
     def __str__(self) -> str:
-        return verification_text(self)
+        return plain_text(render_verification(self), 80)
 
 
 STYLE = {"holds": "green", "fails": "bold red", "not checked": "yellow"}
-
-
-def verification_text(verification: Verification, width: int = 80) -> str:
-    return plain_text(render_verification(verification), width)
 
 
 def render_verification(verification: Verification) -> RenderableType:

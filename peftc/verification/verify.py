@@ -14,26 +14,17 @@ from peftc.compiler import sites as sites_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.contents import parameters
 from peftc.installation.record import installation_of, is_installed
-from peftc.models.runnable import check_sample
-from peftc.verification.attention_roles import check_roles
+from peftc.models.skeleton import check_sample
 from peftc.verification.checks import CheckResults, check_base, check_equations, check_fold
 from peftc.verification.comparison import Comparison
 from peftc.verification.decoding import check_decoding
 from peftc.verification.forward_modes import EVALUATION
-from peftc.verification.perturbation import PerturbationCounts, check_perturbations
-from peftc.verification.preparation import (
-    Batch,
-    duplicate,
-    fill_forms,
-    require_numbers,
-    require_runnable,
-    sample_batch,
-    without_autocast,
-)
+from peftc.verification.preparation import duplicate, fill_forms, require_runnable, sample_batch, without_autocast
 from peftc.verification.reference.interpreter import FormModules
 from peftc.verification.reference.locations import ReferenceUnavailable, key_of
 from peftc.verification.reference.model import ReferenceModel
 from peftc.verification.report import NotWitnessed, Verification, VerifiedEdit
+from peftc.verification.site_checks import check_perturbations, check_roles
 
 Sites = Literal["sample", "all"]
 
@@ -54,8 +45,10 @@ def verify(
     bit; folded, it must equal itself. The model is not touched.
 
     Args:
+        model: a compiled model.
         batch: arguments of one forward; by default those of the compilation, or random ones.
-        sites: those perturbed alone: "all", or the first, a middle and the last of each kind.
+        sites: those perturbed alone: "all", or "sample" for the first, a middle and the last of
+            each kind.
         base: the model before it was compiled, to compare the model without its edits.
         weights: the origin of the weights, for the report.
 
@@ -63,8 +56,9 @@ def verify(
         The checks. A fault of the model is not raised: it is one of the `findings`, P602-P611.
 
     Raises:
-        P410 (not compiled), P436 (an edited module was replaced), P507 (no inputs), P509 (the base
-        does not run on the batch), P545 (no batch), P601 (no weights, or it cannot be copied).
+        PeftcError: P410 (not compiled), P436 (an edited module was replaced), P507 (no inputs),
+            P509 (the base does not run on the batch), P545 (no batch), P601 (no weights, or it
+            cannot be copied).
     """
     record = installation_of(model)
     parameters(model)  # raises P436
@@ -80,16 +74,12 @@ def verify(
         compiled = duplicate(model).eval()
         inputs = dict(batch) if batch is not None else sample_batch(compiled, record.sample)
         comparison = prepare(compiled, inputs)
-        counts = run_checks(comparison, inputs, sites == "all", base, results)
-    return summary(comparison, inputs, results, counts, weights)
+        run_checks(comparison, sites == "all", base, results)
+    return summary(comparison, results, weights)
 
 
 def compilation_check(model: nn.Module) -> Callable[[nn.Module], None]:
-    """The last step of a compilation with `verify=True`: it raises the findings, so that the
-    compilation is undone.
-
-    Raises: P601 if the model cannot be copied; the step raises P601-P611.
-    """
+    """The last step of a compilation with `verify=True`: it raises the findings. Raises: P601."""
     base = None if is_installed(model) else duplicate(model)
 
     def check(compiled: nn.Module) -> None:
@@ -100,54 +90,50 @@ def compilation_check(model: nn.Module) -> Callable[[nn.Module], None]:
     return check
 
 
-def prepare(compiled: nn.Module, batch: Batch) -> Comparison:
+def prepare(compiled: nn.Module, batch: dict[str, Any]) -> Comparison:
     """Builds the reference model. Raises: P509 if the base does not run."""
     base = remove(duplicate(compiled))
     require_runnable(base, batch)
     fill_forms(compiled, batch)
     record = installation_of(compiled)
-    require_numbers(parameters(compiled))
+    if names := [name for name, value in parameters(compiled).items() if bool(value.isnan().any())]:
+        raise PeftcError(Diagnostic("P601", f"`{names[0]}` has NaN entries: nothing can be compared"))
     table = {site.path: site for site in sites_of(base, sample=record.sample).sites}
     trained: dict[str, Tensor] = {name: compiled.get_parameter(name) for name in record.trained.values()}
     base.requires_grad_(False)
     reference = ReferenceModel(base, record.site_edits, table, FormModules(compiled, record), trained)
-    return Comparison(compiled, reference)
+    return Comparison(compiled, reference, batch)
 
 
-def run_checks(
-    comparison: Comparison, batch: Batch, all_sites: bool, base: nn.Module | None, results: CheckResults
-) -> PerturbationCounts:
-    check_base(comparison, batch, base, results)
-    find_unreached_sites(comparison, batch)
+def run_checks(comparison: Comparison, all_sites: bool, base: nn.Module | None, results: CheckResults) -> None:
+    check_base(comparison, base, results)
+    find_unreached_sites(comparison)
     are_equal = True
     for task in comparison.tasks:
         comparison.task = task
-        are_equal = check_equations(comparison, batch, results) and are_equal
+        are_equal = check_equations(comparison, results) and are_equal
     comparison.task = comparison.tasks[0]
-    check_roles(comparison, batch, all_sites, results)
+    check_roles(comparison, all_sites, results)
     with results.attempt("far from the present parameters", "P602"):
-        comparison.randomize(batch)
-    counts = check_perturbations(comparison, batch, all_sites, results)
+        comparison.randomize()
+    check_perturbations(comparison, all_sites, results)
     if are_equal or comparison.unavailable:
-        check_decoding(comparison, batch, results)
-        check_fold(comparison, batch, results)
-    return counts
+        check_decoding(comparison, results)
+        check_fold(comparison, results)
 
 
-def find_unreached_sites(comparison: Comparison, batch: Batch) -> None:
-    keys = [key_of(site_edit) for site_edit in comparison.record.site_edits]
+def find_unreached_sites(comparison: Comparison) -> None:
+    reason = "no call of the base reached it"
     try:
-        comparison.run_reference(batch, EVALUATION)
-    except ReferenceUnavailable as reason:
-        comparison.unavailable = dict.fromkeys(keys, str(reason)) | comparison.unavailable
-        return
-    for write in comparison.reference.unreached_writes():
-        comparison.unavailable.setdefault(key_of(write.site_edit), "no call of the base reached it")
+        comparison.run_reference(EVALUATION)
+        site_edits = [write.site_edit for write in comparison.reference.unreached_writes()]
+    except ReferenceUnavailable as error:
+        reason, site_edits = str(error), comparison.record.site_edits
+    for site_edit in site_edits:
+        comparison.unavailable.setdefault(key_of(site_edit), reason)
 
 
-def summary(
-    comparison: Comparison, batch: Batch, results: CheckResults, counts: PerturbationCounts, weights: str
-) -> Verification:
+def summary(comparison: Comparison, results: CheckResults, weights: str) -> Verification:
     record = comparison.record
     sites = Counter(site_edit.edit for site_edit in record.site_edits)
     sites |= {e.name: len(e.sites) for spec in record.specs for e in spec.plan.edits if e.name not in sites}
@@ -159,15 +145,15 @@ def summary(
                 name=name,
                 sites=count,
                 witnessed=count - len(reasons),
-                perturbed=counts.perturbed[name],
-                inert=counts.inert[name],
+                perturbed=results.perturbed[name],
+                inert=results.inert[name],
                 not_witnessed=tuple(NotWitnessed(site=site, reason=reason) for site, reason in reasons),
             )
         )
     return Verification(
         model=record.specs[0].plan.model.id,
         weights=weights,
-        batch={name: tuple(value.shape) for name, value in batch.items() if isinstance(value, Tensor)},
+        batch={name: tuple(value.shape) for name, value in comparison.batch.items() if isinstance(value, Tensor)},
         edits=tuple(edits),
         checks=tuple(results.checks),
         findings=tuple(results.findings),

@@ -1,4 +1,4 @@
-"""AdapterFusion: adapters that were saved, mixed by an attention."""
+"""AdapterFusion: saved adapters, combined by attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def logits(model: Any, name: str = "llama") -> Tensor:
 
 
 def trained(spec: str, to: Path, shift: float = 0.0, name: str = "llama") -> Any:
-    """A saved adapter; `shift` is added to what it adds to the first feature."""
+    """A saved adapter. `shift` is added to the first feature of its output."""
     model = compiled(spec, name)
     randomise(peftc.parameters(model))
     with torch.no_grad():
@@ -61,7 +61,7 @@ def fused(directories: list[Path]) -> Any:
 
 @torch.no_grad()
 def attend(model: Any, scale: float) -> None:
-    """Scores are `scale` times the first feature of what an adapter adds; V is the identity."""
+    """Scores are `scale` times the first feature of each adapter's output; V is the identity."""
     for key, parameter in peftc.parameters(model).items():
         part = key.rpartition(".")[2]
         if part == "query_bias":
@@ -92,8 +92,10 @@ def test_only_the_attention_is_trained_and_all_of_it_is_saved(fused: Any, tmp_pa
     loss = logits_of_training(model).square().mean() + sum(peftc.losses(model).values())
     loss.backward()
     optimizer.step()
-    moved = {key.rpartition(".")[2] for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
-    assert moved == {"query", "query_bias", "key", "value"}
+    trained = {
+        key.rpartition(".")[2] for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+    }
+    assert trained == {"query", "query_bias", "key", "value"}
     peftc.save(model.eval(), tmp_path / "fusion")
     again = peftc.load(tmp_path / "fusion", zoo.build("llama", torch.float64)).eval()
     assert torch.equal(logits(again), logits(model))
@@ -140,7 +142,7 @@ def test_tasks_have_fusions_of_their_own(fused: Any, directories: list[Path]) ->
         assert torch.equal(logits(model), logits(alone))
 
 
-def test_of_other_names_and_of_adapters_that_sites_share(tmp_path: Path) -> None:
+def test_adapters_with_other_names_or_shared_between_sites(tmp_path: Path) -> None:
     shared = "peft 1\nlet f = shared(adapter(r=3))\nedit mine at layer[*].ffn { let s = 2  h = h + s * f(x) }"
     directories = two(tmp_path, shared)
     text = "peft 1\nedit e at layer[*].ffn { h += 2 * fusion(x, n=2, r=3) }"
@@ -169,7 +171,7 @@ def refused(model: Any, directories: Sequence[Path], code: str, message: str, **
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_without_adapters_it_does_nothing_and_is_neither_trained_nor_saved(fused: Any, tmp_path: Path) -> None:
+def test_an_empty_fusion_is_the_identity_and_is_neither_trained_nor_saved(fused: Any, tmp_path: Path) -> None:
     model = compiled(FUSION)
     assert torch.equal(logits(model), logits(zoo.build("llama", torch.float64).eval()))
     with pytest.raises(peftc.PeftcError, match="P544"):
@@ -201,14 +203,14 @@ def test_without_adapters_it_does_nothing_and_is_neither_trained_nor_saved(fused
         (ADAPTER.replace(".ffn {", ".ffn per task {"), "P525", "`ffn` is `per task`"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_changes(
+def test_adapters_that_do_not_fit_are_refused_and_the_model_is_unchanged(
     adapter: str, code: str, message: str, fused: Any, directories: list[Path], tmp_path: Path
 ) -> None:
     peftc.save(compiled(adapter), tmp_path)
     refused(fused, [directories[0], tmp_path], code, message)
 
 
-def test_what_is_not_there_is_refused(fused: Any, directories: list[Path], tmp_path: Path) -> None:
+def test_missing_adapters_are_refused(fused: Any, directories: list[Path], tmp_path: Path) -> None:
     model = fused
     refused(model, directories[:1], "P544", "mixes 2 adapters, but there are 1 directories")
     refused(model, directories, "P532", "the model has no edit `fn`", edits={"fn": "ffn"})

@@ -1,81 +1,35 @@
-"""Adapters at rest: they come back bit for bit, never by halves, and only onto the base they belong to."""
+"""Saved adapters: loaded bit for bit, all or nothing."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 
 import peftc
 from peftc.adapters.metadata import METADATA
 from tests import zoo
-from tests.laws.harness import Before, randomise, values
+from tests.adapters.saved import (
+    DTYPES,
+    PREFIX,
+    SPEC,
+    compiled,
+    description,
+    logits,
+    refused,
+    tensors_of,
+)
+from tests.laws.harness import Before
 from tests.matrix import checkerboard
 
-SPEC = (
-    "let s = shared(lora(r=2))\n"
-    "edit enc.q at layer[*].attn.q { h += lora(x, r=2) }\n"
-    "edit k at layer[*].attn.k { h += s(x) }\n"
-    "edit f at layer[*].ffn { let g = gate(x)  h += g * adapter(h, r=2) }\n"
-    "train n = [w, b] at layer[*].norm\n"
-    "expect stored > 10"
-)
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-PREFIX = "edit p at layer[*].attn { kv = concat(prefix(len=3, reparam=mlp(5)), kv) }"
-
-
-def compiled(name: str, spec: str = SPEC, dtype: torch.dtype = torch.float32, **base: Any) -> nn.Module:
-    model = zoo.build(name, dtype, **base)
-    peftc.compile("peft 1\n" + spec, model, seed=3)
-    randomise(peftc.parameters(model))
-    return model
-
-
-@torch.no_grad()
-def logits(name: str, model: nn.Module) -> torch.Tensor:
-    return model(**zoo.inputs(name, model))[0]
-
-
-def description(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / METADATA).read_text())
-
-
-def describe(folder: Path, **changes: Any) -> None:
-    (folder / METADATA).write_text(json.dumps(description(folder) | changes))
-
-
-def tensors_of(folder: Path) -> Path:
-    """The file of tensors that the description names."""
-    return folder / description(folder)["file"]
-
-
-def retensor(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Other tensors with a description that owns up to them."""
-    save_file(tensors, tensors_of(folder))
-    listed = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in tensors.items()}
-    describe(folder, tensors=listed, sha256=hashlib.sha256(tensors_of(folder).read_bytes()).hexdigest())
-
-
-def refused(folder: Path, model: nn.Module, code: str, **kwargs: Any) -> peftc.Diagnostic:
-    """Loading fails with this code and the model is as it was."""
-    before = Before.of(model)
-    with pytest.raises(peftc.PeftcError) as caught:
-        peftc.load(folder, model, **kwargs)
-    before.assert_same(model)
-    (result,) = caught.value.diagnostics
-    assert result.code == code, result
-    return result
-
-
-# There and back ------------------------------------------------------------------------------------------------------
+# Save and load
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "dtype"), checkerboard(("bart", "gpt2", "llama"), DTYPES))
@@ -161,7 +115,8 @@ def test_after_a_partial_fold_the_rest_belongs_to_the_folded_base(tmp_path: Path
     torch.testing.assert_close(logits("llama", folded), want)
 
 
-# Prefixes ------------------------------------------------------------------------------------------------------------
+# Prefixes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "shared"), checkerboard(("bart", "t5", "llama"), (False, True)))
@@ -190,7 +145,7 @@ def test_keep_saves_the_network_that_makes_them(tmp_path: Path) -> None:
     assert "p/p.prefix.encoder.self/prefix.embedding" in peftc.parameters(again)
 
 
-def test_one_prefix_collapsed_and_another_kept_beside_it(tmp_path: Path) -> None:
+def test_one_prefix_saved_as_rows_and_one_with_its_mlp(tmp_path: Path) -> None:
     spec = (
         "edit p at decoder.layer[*].attn { kv = concat(prefix(len=2, reparam=mlp(4), keep=true), kv, prefix(len=3)) }\n"
         "edit r at encoder.layer[*].attn { kv = concat(prefix(len=1, reparam=mlp(3), keep=false), kv) }"
@@ -209,7 +164,8 @@ def test_a_shared_prefix_used_twice_in_an_edit_needs_keep(tmp_path: Path) -> Non
     assert not (tmp_path / "a").exists()
 
 
-# Where it is written -------------------------------------------------------------------------------------------------
+# The folder
+# -------------------------------------------------------------------------------------------------
 
 
 def test_an_adapter_replaces_an_adapter_and_leaves_other_files(tmp_path: Path) -> None:
@@ -224,7 +180,7 @@ def test_an_adapter_replaces_an_adapter_and_leaves_other_files(tmp_path: Path) -
 
 @pytest.mark.parametrize("lacks", [None, "format_version", "peftc", "sha256"])
 def test_a_description_of_any_format_is_replaced(lacks: str | None, tmp_path: Path) -> None:
-    """Later formats may have other keys; what says no version, or has no hash, is not ours."""
+    """Later formats may have other keys. A file without a version or a hash is not ours."""
     excerpt = {"format_version": "9.0", "peftc": "9.0", "sha256": "0" * 64}
     text = json.dumps({key: value for key, value in excerpt.items() if key != lacks})
     (tmp_path / METADATA).write_text(text)
@@ -292,204 +248,3 @@ def test_parameters_without_values_are_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     with pytest.raises(peftc.PeftcError, match="P410"):
         peftc.save(zoo.build("llama"), tmp_path / "a")
-
-
-# What is not loaded --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return peftc.save(compiled("bert"), tmp_path / "a")
-
-
-def flipped(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("at", [0, 8, 200, -1])
-def test_a_flipped_bit_is_seen(at: int, folder: Path) -> None:
-    flipped(tensors_of(folder), at)
-    assert "sha256" in refused(folder, zoo.build("bert"), "P521").notes[0]
-
-
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_a_truncated_file_is_seen(keep: int, folder: Path) -> None:
-    data = tensors_of(folder).read_bytes()[:keep]
-    tensors_of(folder).write_bytes(data)
-    refused(folder, zoo.build("bert"), "P521")
-    describe(folder, sha256=hashlib.sha256(data).hexdigest())  # even where the description agrees
-    refused(folder, zoo.build("bert"), "P521")
-
-
-def test_a_pickle_is_not_read(folder: Path) -> None:
-    torch.save({"a": torch.zeros(1)}, tensors_of(folder))
-    describe(folder, sha256=hashlib.sha256(tensors_of(folder).read_bytes()).hexdigest())
-    refused(folder, zoo.build("bert"), "P521")
-
-
-DESCRIPTIONS: dict[str, Callable[[str], str]] = {
-    "empty": lambda text: "",
-    "cut": lambda text: text[: len(text) // 2],
-    "list": lambda text: "[]",
-    "deep": lambda text: "[" * 100_000,
-    "not text": lambda text: "\udcff",
-    "no version": lambda text: text.replace('"format_version"', '"version"'),
-    "unknown key": lambda text: text.replace('"seed"', '"speed": 1,\n"seed"'),
-    "unknown key inside": lambda text: text.replace('"facts"', '"fax": 1,\n"facts"'),
-    "missing key": lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "base"}),
-    "wrong type": lambda text: text.replace('"seed": 3', '"seed": "three"'),
-    "a path for a file": lambda text: text.replace('"file": "', '"file": "../'),
-    "an absolute file": lambda text: text.replace('"file": "', '"file": "/tmp/'),
-    "another file": lambda text: text.replace('"file": "adapter-', '"file": "adapter_'),
-    "another sample": lambda text: text.replace('"sample": [', '"sample": [1.5,'),
-    "other plan": lambda text: text.replace('"foldable": true', '"foldable": "perhaps"'),
-}
-
-
-@pytest.mark.parametrize("case", DESCRIPTIONS)
-def test_a_damaged_description_is_refused(case: str, folder: Path) -> None:
-    text = (folder / METADATA).read_text()
-    changed = DESCRIPTIONS[case](text)
-    assert changed != text
-    (folder / METADATA).write_bytes(changed.encode(errors="surrogateescape"))
-    refused(folder, zoo.build("bert"), "P521")
-
-
-@pytest.mark.parametrize("keys", [("base",), ("base", "seed"), ("base", "seed", "plan", "spec")], ids=len)
-def test_all_mistakes_in_a_description_are_counted(keys: tuple[str, ...], folder: Path) -> None:
-    (folder / METADATA).write_text(json.dumps({k: v for k, v in description(folder).items() if k not in keys}))
-    result = refused(folder, zoo.build("bert"), "P521")
-    assert result.message.endswith(f" ({len(keys)} mistakes)" if len(keys) > 1 else "an adapter")
-    assert {note.partition(":")[0] for note in result.notes} <= set(keys)
-    assert len(result.notes) == min(3, len(keys))
-
-
-def test_a_newer_format_is_refused(folder: Path) -> None:
-    describe(folder, format_version="2.0", something_new=1)
-    assert "'2.0'" in refused(folder, zoo.build("bert"), "P522").message
-
-
-@pytest.mark.parametrize("which", [METADATA, "tensors"])
-def test_a_missing_file_is_refused(which: str, folder: Path) -> None:
-    name = METADATA if which == METADATA else tensors_of(folder).name
-    (folder / name).unlink()
-    assert name in refused(folder, zoo.build("bert"), "P520").notes[0]
-
-
-def lost(tensors: dict[str, torch.Tensor]) -> None:
-    tensors.pop("k/s/lora.A")
-
-
-def added(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["k/t/lora.A"] = torch.zeros(2)
-
-
-def turned(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["k/s/lora.A"] = tensors["k/s/lora.A"].T.contiguous()
-
-
-def reshaped_norm(tensors: dict[str, torch.Tensor]) -> None:
-    key = next(k for k in tensors if k.startswith("n/"))
-    tensors[key] = torch.zeros(5)
-
-
-@pytest.mark.parametrize(
-    ("change", "excerpt"),
-    [
-        (lost, "1 are missing, such as `k/s/lora.A`"),
-        (added, "1 are unknown, such as `k/t/lora.A`"),
-        (turned, "`k/s/lora.A` is [32, 2], expected [2, 32]"),
-        (reshaped_norm, "is [5], expected [32]"),
-    ],
-)
-def test_tensors_that_do_not_fit_the_spec(change: Callable[[Any], None], excerpt: str, folder: Path) -> None:
-    tensors = load_file(tensors_of(folder))
-    change(tensors)
-    retensor(folder, tensors)
-    assert excerpt in "\n".join(refused(folder, zoo.build("bert"), "P525").notes)
-
-
-def test_tensors_other_than_those_listed(folder: Path) -> None:
-    listed = description(folder)["tensors"]
-    listed["k/s/lora.A"]["dtype"] = "float16"
-    describe(folder, tensors=listed)
-    assert "float16 [2, 32] listed, float32 [2, 32] there" in refused(folder, zoo.build("bert"), "P521").notes[0]
-
-
-@pytest.mark.parametrize(
-    ("spec", "excerpt"),
-    [
-        ("peft 1\nedit e at layer[*].nothing { h += lora(x, r=2) }", "P20"),
-        ("peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2000) }", "P311"),
-        ("__import__('os').abort()", "P0"),
-    ],
-)
-def test_a_spec_that_cannot_be_planned(spec: str, excerpt: str, folder: Path) -> None:
-    describe(folder, spec=spec)
-    result = refused(folder, zoo.build("bert"), "P525")
-    assert excerpt in result.notes[0]
-
-
-# Other bases ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "excerpt"),
-    [
-        ("bert", {"num_hidden_layers": 2}, "16 parameters (`bert.encoder.layer.2."),
-        ("bert", {"num_hidden_layers": 4}, "16 parameters (`bert.encoder.layer.3."),
-        ("bert", {"intermediate_size": 40}, "[48, 32] there and [40, 32] here"),
-        ("bert", {"num_attention_heads": 2}, "`num_attention_heads` of the configuration is 4 there and 2 here"),
-        ("bert", {"hidden_act": "relu"}, "`hidden_act` of the configuration is gelu there and relu here"),
-        ("bert", {"tie_word_embeddings": False}, "other parameters are tied"),
-        ("roberta", {}, "it was saved for a model of type bert, this is roberta"),
-    ],
-)
-def test_another_base_is_refused_with_what_differs(name: str, change: Any, excerpt: str, folder: Path) -> None:
-    result = refused(folder, zoo.build(name, **change), "P523")
-    assert excerpt in "\n".join(result.notes), result
-    assert "bert" in result.message
-
-
-def test_values_that_train_replaces_may_differ(folder: Path) -> None:
-    """A head that was trained is saved with the adapter: it may be a fresh one where the adapter is loaded."""
-    model = zoo.build("bert")
-    with torch.no_grad():
-        model.get_submodule("bert.encoder.layer.1.output.LayerNorm").weight.add_(1.0)
-    peftc.load(folder, model)
-    key = "n/bert.encoder.layer.1.output.LayerNorm.weight"
-    assert torch.equal(peftc.parameters(model)[key], load_file(tensors_of(folder))[key])
-
-
-def test_a_base_without_weights_is_refused(folder: Path) -> None:
-    refused_meta = zoo.build("bert").to("meta")
-    with pytest.raises(peftc.PeftcError, match="P527"):
-        peftc.load(folder, refused_meta)
-
-
-def test_a_model_with_an_edit_of_that_name_is_refused(folder: Path) -> None:
-    model = compiled("bert")
-    parameters = values(peftc.parameters(model))
-    with pytest.raises(peftc.PeftcError, match="P412"):
-        peftc.load(folder, model)
-    assert all(torch.equal(v, parameters[k]) for k, v in peftc.parameters(model).items())
-
-
-def test_a_failure_while_loading_leaves_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peftc.adapters import loading
-
-    model = zoo.build("bert")
-    before = Before.of(model)
-
-    def short(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
-        result = peftc.parameters(model, name)
-        result["k/missing"] = nn.Parameter(torch.zeros(1))
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loading, "parameters", short)
-        with pytest.raises(KeyError):
-            peftc.load(folder, model)
-    before.assert_same(model)

@@ -1,4 +1,4 @@
-"""Edits that begin with what another training has found."""
+"""Warm starts: edits initialised from a saved adapter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("spec", [PROMPT, GROUP], ids=["prompt", "group"])
-def test_of_the_same_name_or_of_another(spec: str, tmp_path: Path) -> None:
+def test_edits_of_the_same_name_or_of_another(spec: str, tmp_path: Path) -> None:
     first = saved(spec, tmp_path)
     second = compiled(spec, seed=1)
     assert not torch.equal(logits(second), logits(first))
@@ -45,7 +45,7 @@ def test_of_the_same_name_or_of_another(spec: str, tmp_path: Path) -> None:
         spec.replace(f"edit {name}", "edit mine") + "\nedit lora at layer[*].attn.q { h += lora(x, r=2) }", 1
     )
     assert peftc.warm_start(third, tmp_path, edits={"mine": name}) == ("mine",)
-    assert torch.equal(logits(third), logits(first))  # LoRA begins as nothing
+    assert torch.equal(logits(third), logits(first))  # LoRA starts at zero
 
 
 def test_one_task_of_several(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_one_task_of_several(tmp_path: Path) -> None:
         (PROMPT, {"task": "a"}, "P534", "`a`"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_changes(
+def test_adapters_that_do_not_fit_are_refused_and_the_model_is_unchanged(
     spec: str, options: dict[str, Any], code: str, message: str, tmp_path: Path
 ) -> None:
     saved(PROMPT, tmp_path)
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(
     assert all(torch.equal(p, before[key]) for key, p in peftc.parameters(model).items())
 
 
-def test_two_edits_begin_as_one(tmp_path: Path) -> None:
+def test_two_edits_start_from_one_adapter(tmp_path: Path) -> None:
     lora = "edit {} at layer[*].attn.q {{ h += lora(x, r=2) }}"
     first = saved(f"peft 1\n{lora.format('lora')}", tmp_path)
     model = compiled(f"peft 1\n{lora.format('a')}\n{lora.format('b')}", 1)

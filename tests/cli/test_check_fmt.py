@@ -16,7 +16,10 @@ from peftc.filesystem import resources
 
 GOOD = "peft 1\n\nedit ffn at layer[*].ffn { h += adapter(x, r=64) }\n"
 LOOSE = GOOD.replace("h += adapter", "h+=adapter").replace("\n\n", "\n# note\n")
-BAD = "peft 1\nedit prefix at layer[*].attn.croos { kv = concat(prefix(len=30), kv) }\nedit b at layer[*].ffn { h += adaptr(x) }\n"
+BAD = (
+    "peft 1\nedit prefix at layer[*].attn.croos { kv = concat(prefix(len=30), kv) }\n"
+    "edit b at layer[*].ffn { h += adaptr(x) }\n"
+)
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def test_check_for_github(folder: Path, capsys: Out) -> None:
     )
 
 
-def test_warnings_alone_are_no_findings(tmp_path: Path, capsys: Out) -> None:
+def test_warnings_alone_exit_with_0(tmp_path: Path, capsys: Out) -> None:
     (tmp_path / "a.peft").write_text(GOOD + "let r = 3\n")
     assert main(["check", str(tmp_path)]) == 0
     assert "1 warning in 1 file" in capsys.readouterr().out
@@ -112,14 +115,14 @@ def test_a_folder_without_specs_is_wrong_usage(tmp_path: Path) -> None:
     "argv", [[], ["chek"], ["check"], ["check", "a", "--output-format", "xml"], ["fmt", "--check", "--diff", "a"]]
 )
 def test_wrong_usage(argv: list[str], capsys: Out) -> None:
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as excinfo:
         main(argv)
-    assert caught.value.code == 2
+    assert excinfo.value.code == 2
     assert "usage: peftc" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfe", b"peft 1 \x80", b"\x00" * 100, b""])
-def test_check_of_what_is_no_text(data: bytes, tmp_path: Path, capsys: Out) -> None:
+def test_check_of_binary_files(data: bytes, tmp_path: Path, capsys: Out) -> None:
     (tmp_path / "a.peft").write_bytes(data)
     assert main(["check", str(tmp_path), "--output-format", "json"]) == 1
     assert all(record["code"].startswith("P0") for record in json.loads(capsys.readouterr().out))
@@ -183,9 +186,9 @@ def test_explain(capsys: Out) -> None:
 
 
 def test_version(capsys: Out) -> None:
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as excinfo:
         main(["--version"])
-    assert caught.value.code == 0
+    assert excinfo.value.code == 0
     assert capsys.readouterr().out == f"peftc {__version__}\n"
 
 

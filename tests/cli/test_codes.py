@@ -1,4 +1,4 @@
-"""Every code that is raised is explained, and a code means one thing."""
+"""Every diagnostic code has one explanation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PACKAGE = Path(peftc.__file__).parent
 
 def test_every_code_that_is_raised_is_explained() -> None:
     texts = (path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    used = {code for text in texts for code in re.findall(r'"(P\d{3})"', text)}
-    assert used - set(CODES) == set()
+    raised = {code for text in texts for code in re.findall(r'"(P\d{3})"', text)}
+    assert raised - set(CODES) == set()
 
 
 def test_every_code_has_one_section_in_the_file_of_its_hundred() -> None:

@@ -1,12 +1,13 @@
 """Adapters that released versions of peftc have saved, and the models they were saved from.
 
-`saved/<version>.tar.xz` has a folder for each case, as `peftc.save` wrote it. Its `cases.json` names the model of each case, and
-`outputs.safetensors` has what the edited model computed. `specs.json` has the recipes of that version as expanded texts, and their counts on
-`PLANNED`. Nothing here depends on random numbers of a library's constructors: weights
-and inputs are functions of names and positions, so that a later torch or transformers builds the same models.
+`saved/<version>.tar.xz` has a folder for each case, as `peftc.save` wrote it. Its `cases.json`
+names the model of each case, and `outputs.safetensors` has what the edited model computed.
+`specs.json` has the recipes of that version as expanded texts, and their counts on `PLANNED`.
+Nothing here depends on random numbers of a library's constructors: weights and inputs are functions
+of names and positions, so that a later torch or transformers builds the same models.
 
-`python -m tests.compatibility.corpus VERSION` writes the corpus of the version that is installed. It is run once, before a change to what
-is saved, and never over an old corpus.
+`python -m tests.compatibility.corpus VERSION` writes the corpus of the version that is installed.
+It is run once, before a change to what is saved, and never over an old corpus.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SAVED = Path(__file__).parent / "saved"
 VOCABULARY, TOKENS = 29, 7
 PLANNED = ("facebook/bart-large", "meta-llama/Meta-Llama-3-8B")
 
-# Text specs beside the recipes: what an adapter can have that no recipe has.
+# Specs for features that no recipe uses.
 TEXTS: dict[str, tuple[str, str]] = {
     "text-everything": (
         "bart",
@@ -52,7 +53,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     ),
     "text-tasks": (
         "bert",
-        "peft 1\nedit own at layer[*].ffn per task { h += adapter(h, r=2) }\nedit all at layer[*].attn.v { h += lora(x, r=2) }\n",
+        (
+            "peft 1\nedit own at layer[*].ffn per task { h += adapter(h, r=2) }\n"
+            "edit all at layer[*].attn.v { h += lora(x, r=2) }\n"
+        ),
     ),
     "text-prefix": ("llama", "peft 1\nedit p at layer[*].attn { kv = concat(prefix(len=3, reparam=mlp(5)), kv) }\n"),
     "text-prompt": ("gpt2", "peft 1\nedit p at embed { h = concat(prompt(len=3), h) }\n"),
@@ -169,7 +173,7 @@ def inputs() -> dict[str, Tensor]:
 
 @torch.no_grad()
 def output(model: nn.Module, tasks: list[str]) -> Tensor:
-    """The logits of `inputs`; of two tasks, one for each row."""
+    """The logits of `inputs`; with two tasks, one task for each row."""
     batch = inputs()
     if isinstance(model, transformers.PreTrainedModel) and model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = batch["input_ids"].flip(1)
@@ -180,7 +184,7 @@ def output(model: nn.Module, tasks: list[str]) -> Tensor:
 
 
 def totals(text: str, table: SiteTable) -> dict[str, int] | str:
-    """The counts of an expanded spec on a model; the code of the diagnostic where it cannot stand there."""
+    """The counts of an expanded spec on a model, or the code of its diagnostic."""
     try:
         return make_plan(expand(parse_text(text)), table).plan.totals.model_dump()
     except peftc.PeftcError as error:

@@ -1,4 +1,6 @@
-"""What an earlier version saved, this one loads: the same tensors, and the same outputs. Its specs mean what they meant."""
+"""Backward compatibility: adapters saved by earlier versions load with the same tensors and give
+the same outputs, and their specs have the same counts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A fixed sample of model types, one or more of every layout there is, with the checks of the coverage benchmark."""
+"""The checks of the coverage benchmark on a fixed sample of model types, at least one of every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from tests.matrix import some
 
 @dataclass(frozen=True)
 class Family:
-    """`refused`: the edits for which there is no sub-layer, as everybody can read in the model's source; `fails`: those that do
-    not work yet.
+    """`refused`: edits whose sub-layer the model does not have, by its source; `fails`: edits that
+    do not work yet.
     """
 
     key: str
@@ -27,7 +29,8 @@ class Family:
 FAMILIES = (
     Family("causal-lm/gpt2", "fused qkv, split in three; Conv1D"),
     Family("causal-lm/phi3", "fused qkv and gate-up, in slices"),
-    # Its position bias counts from the end of the keys: beside unbiased rows, a key's weight depends on how many follow.
+    # Its position bias counts from the end of the keys: beside unbiased rows, a key's weight
+    # depends on how many follow.
     Family("causal-lm/mpt", "fused qkv, chunk; written-out softmax; ALiBi, counted from the last key", fails="d"),
     Family("causal-lm/gpt_neox", "fused qkv, interleaved heads; attention and ffn in parallel"),
     Family("causal-lm/bloom", "fused qkv, interleaved heads; written-out softmax; the ffn adds its residual itself"),
@@ -87,18 +90,20 @@ FAMILIES = (
 )
 
 
-# The first are those that told of faults which were put into peftc (`make mutants`).
-TELLING = ("causal-lm/bert", "causal-lm/bloom", "masked-lm/funnel", "image-classification/perceiver")
-SAMPLE = [f for f in FAMILIES if f.key in TELLING] + some([f for f in FAMILIES if f.key not in TELLING], 12)
+# The first ones detected mutants that no other type detected (`make mutants`).
+MUTANT_KILLERS = ("causal-lm/bert", "causal-lm/bloom", "masked-lm/funnel", "image-classification/perceiver")
+SAMPLE = [f for f in FAMILIES if f.key in MUTANT_KILLERS] + some(
+    [f for f in FAMILIES if f.key not in MUTANT_KILLERS], 12
+)
 
 
 @pytest.mark.parametrize("family", SAMPLE, ids=lambda family: family.key)
 def test_five_edits(family: Family) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the models' own code
-        found = checked(*build(*family.key.split("/")))
-    verdicts = {name: edit["verdict"] for name, edit in found["edits"].items()}
-    reasons = {name: edit["reason"] for name, edit in found["edits"].items() if edit["verdict"] == "fail"}
+        result = checked(*build(*family.key.split("/")))
+    verdicts = {name: edit["verdict"] for name, edit in result["edits"].items()}
+    reasons = {name: edit["reason"] for name, edit in result["edits"].items() if edit["verdict"] == "fail"}
     assert not {name: reason for name, reason in reasons.items() if name not in family.fails}
     expected = {name: "refused" if name in family.refused else "pass" for name in "abcde"}
     assert verdicts == expected | dict.fromkeys(family.fails, "fail")

@@ -1,4 +1,6 @@
-"""The coverage benchmark itself: what it shrinks, what its witness sees, and that it notices what is wrong."""
+"""The coverage benchmark itself: how it shrinks configurations, what it observes, and that it
+notices broken compilations.
+"""
 
 from __future__ import annotations
 
@@ -13,47 +15,47 @@ from benchmarks.families import build, pairs
 from benchmarks.families import checks as checks_module
 from benchmarks.families.checks import checked
 from benchmarks.families.depth import shallow
+from benchmarks.families.observation import observe
 from benchmarks.families.report import summary
 from benchmarks.families.shrink import FIRST_FREE, LAST_FREE, shrunk
 from benchmarks.families.state import difference, state_of
-from benchmarks.families.witness import witness
 
 
 def test_all_pairs_of_the_six_mappings_are_there() -> None:
-    found = list(pairs())
-    assert len(found) == len({p.key for p in found}) > 400
-    assert {"causal-lm/llama", "seq2seq/bart", "image-classification/vit"} <= {p.key for p in found}
+    families = list(pairs())
+    assert len(families) == len({p.key for p in families}) > 400
+    assert {"causal-lm/llama", "seq2seq/bart", "image-classification/vit"} <= {p.key for p in families}
 
 
 def test_one_layer_of_each_kind_is_kept() -> None:
     kinds = ["sliding", "sliding", "full"] * 4
-    found = shallow({"num_hidden_layers": 12, "layer_types": kinds, "moe_layers": [1, 4], "name": "x" * 12})
-    assert found == {"num_hidden_layers": 3, "layer_types": ["sliding", "sliding", "full"], "moe_layers": [1]}
+    fields = shallow({"num_hidden_layers": 12, "layer_types": kinds, "moe_layers": [1, 4], "name": "x" * 12})
+    assert fields == {"num_hidden_layers": 3, "layer_types": ["sliding", "sliding", "full"], "moe_layers": [1]}
 
 
 def test_a_layer_with_its_own_sizes_keeps_their_proportion() -> None:
     exceptions = {"05": {"head_dim": 512}, "03": {"head_dim": 512}}
     values = {"num_hidden_layers": 6, "head_dim": 256, "hidden_size": 1024, "per_layer_config": exceptions}
-    found = shrunk(values)
-    assert found["head_dim"] == 8
-    assert found["per_layer_config"] == {1: {"head_dim": 16}}
+    config = shrunk(values)
+    assert config["head_dim"] == 8
+    assert config["per_layer_config"] == {1: {"head_dim": 16}}
 
 
-def test_special_tokens_are_apart_from_text_and_from_each_other() -> None:
+def test_special_tokens_differ_from_text_and_from_each_other() -> None:
     tokens = {"pad_token_id": 1, "image_token_id": 151655, "text_config": {"model_type": "x", "eos_token_id": 151643}}
-    found = shrunk({**tokens, "vocab_size": 151936})
-    ids = {found["pad_token_id"], found["image_token_id"], found["text_config"]["eos_token_id"]}
+    config = shrunk({**tokens, "vocab_size": 151936})
+    ids = {config["pad_token_id"], config["image_token_id"], config["text_config"]["eos_token_id"]}
     assert len(ids) == 3
     assert not ids & set(range(FIRST_FREE, LAST_FREE))
-    assert max(ids) < found["vocab_size"]
+    assert max(ids) < config["vocab_size"]
 
 
 def test_the_same_seed_builds_the_same_model() -> None:
-    (one, given), (two, again) = build("causal-lm", "llama"), build("causal-lm", "llama")
+    (one, inputs), (two, again) = build("causal-lm", "llama"), build("causal-lm", "llama")
     other, _ = build("causal-lm", "llama", seed=1)
     assert difference(state_of(one), state_of(two)) == ""
     assert difference(state_of(one), state_of(other)) != ""
-    assert torch.equal(given["input_ids"], again["input_ids"])
+    assert torch.equal(inputs["input_ids"], again["input_ids"])
     assert not one.training
     assert all(bool((p != 0).all()) for n, p in one.named_parameters() if n.endswith("bias"))
 
@@ -67,28 +69,28 @@ def test_the_same_seed_builds_the_same_model() -> None:
         ("masked-lm/fnet", 0, True),
     ],
 )
-def test_the_witness_sees_attention_and_feed_forward(key: str, attending: int, feed_forward: bool) -> None:
-    seen = witness(*build(*key.split("/")))
-    assert len(seen.attending) == attending
-    assert seen.has("ffn") == feed_forward
+def test_attention_and_feed_forward_are_observed(key: str, attending: int, feed_forward: bool) -> None:
+    observations = observe(*build(*key.split("/")))
+    assert len(observations.attending) == attending
+    assert observations.has("ffn") == feed_forward
 
 
 def test_a_router_is_no_attention() -> None:
-    seen = witness(*build("causal-lm", "mixtral"))
-    assert {name.rsplit(".", 1)[-1] for name in seen.attending} == {"self_attn"}
+    observations = observe(*build("causal-lm", "mixtral"))
+    assert {name.rsplit(".", 1)[-1] for name in observations.attending} == {"self_attn"}
 
 
-class TestWhatIsWrongIsNoticed:
-    """Each way to break the promise is a failing verdict with its reason."""
+class TestBrokenCompilations:
+    """Each broken promise gives a failing verdict with its reason."""
 
     @pytest.fixture
     def llama(self) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         return build("causal-lm", "llama")
 
     def verdict(self, llama: tuple[nn.Module, dict[str, torch.Tensor]], edit: str = "a") -> str:
-        found = checked(*llama, edits=edit)["edits"][edit]
-        assert found["verdict"] == "fail"
-        return found["reason"]
+        result = checked(*llama, edits=edit)["edits"][edit]
+        assert result["verdict"] == "fail"
+        return result["reason"]
 
     def test_not_the_identity(self, llama, monkeypatch) -> None:
         self._after_compile(monkeypatch, lambda model: [p.add_(1.0) for p in peftc.parameters(model).values()])
@@ -127,8 +129,8 @@ class TestWhatIsWrongIsNoticed:
 
     def test_compiled_where_there_is_none(self, monkeypatch) -> None:
         monkeypatch.setattr(peftc, "compile", lambda _text, model, **_more: model)
-        found = checked(*build("causal-lm", "mamba"), edits="a")["edits"]["a"]
-        assert found == {"verdict": "fail", "reason": "compiled although there is no such sub-layer"}
+        result = checked(*build("causal-lm", "mamba"), edits="a")["edits"]["a"]
+        assert result == {"verdict": "fail", "reason": "compiled although there is no such sub-layer"}
 
     @staticmethod
     def _after_compile(monkeypatch, act) -> None:
@@ -143,7 +145,7 @@ class TestWhatIsWrongIsNoticed:
         monkeypatch.setattr(peftc, "compile", wrapped)
 
 
-def test_per_cents_are_of_what_ran() -> None:
+def test_percentages_are_of_models_that_ran() -> None:
     good = {key: {"verdict": "pass"} for key in "abcde"}
     rows = {
         "a": {
@@ -165,16 +167,16 @@ def test_per_cents_are_of_what_ran() -> None:
         "c": {"type": "c", "built": False, "ran": False, "why_not": "large"},
         "d": {"type": "d", "built": True, "error": "took longer than 120 s"},
     }
-    found = SimpleNamespace(**{k.replace(" ", "_").replace(",", ""): v for k, v in summary(rows).items()})
-    assert (found.pairs, found.built, found.ran) == (4, 3, 3)
-    assert found.a.startswith("1/3")
-    assert found.d.startswith("1/1")
-    assert found.a_b_c_e.startswith("1/3")
+    totals = SimpleNamespace(**{k.replace(" ", "_").replace(",", ""): v for k, v in summary(rows).items()})
+    assert (totals.pairs, totals.built, totals.ran) == (4, 3, 3)
+    assert totals.a.startswith("1/3")
+    assert totals.d.startswith("1/1")
+    assert totals.a_b_c_e.startswith("1/3")
 
 
 @pytest.mark.parametrize(("name", "projecting"), [("llama", True), ("bert", True), ("xlnet", False)])
 def test_bare_parameters_are_no_projections(name: str, projecting: bool) -> None:
-    """Where q and v are no modules, an edit of them is rightly refused."""
-    seen = witness(*build("causal-lm", name))
-    assert seen.has("attn")
-    assert seen.has("projection") == projecting
+    """Where q and v are parameters, not modules, an edit of them must be refused."""
+    observations = observe(*build("causal-lm", name))
+    assert observations.has("attn")
+    assert observations.has("projection") == projecting

@@ -1,4 +1,4 @@
-"""Tiny models with experts, one of each way to keep them, in float64."""
+"""Tiny mixture-of-experts models in float64, one for each way to store the experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def original(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def fresh(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A copy of a model, and the arguments of one forward."""
+    """A copy of a model, and its inputs."""
     model, inputs = original(name)
     return copy.deepcopy(model), inputs
 
@@ -43,7 +43,7 @@ def logits(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def moved(parameters: dict[str, nn.Parameter], seed: int = 0) -> None:
-    """Every parameter away from where it was."""
+    """Perturbs every parameter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parameters.values():

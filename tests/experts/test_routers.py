@@ -1,4 +1,4 @@
-"""Routers, networks beside the experts, and experts that are modules in a list."""
+"""Routers, networks that run next to the experts, and experts in a `ModuleList`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import peftc
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.fakes.tensors import new_mode
-from peftc.planning.report.site_tree import sites_text
+from peftc.planning.report.plan import plain_text
+from peftc.planning.report.site_tree import render_sites
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer
@@ -37,7 +38,9 @@ def test_the_router_is_found_and_has_one_logit_an_expert(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_edits_of_a_router(name: str) -> None:
-    """Of its logits and of its weight: identity at first, gradients, a fold, and back."""
+    """Edits of the router's logits and of its weight: identity at initialisation, gradients, fold,
+    remove.
+    """
     model, inputs = fresh(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     text = """peft 1
@@ -60,7 +63,7 @@ edit w at layer[*].ffn.router { w += lowrank(r=1) }"""
     ("name", "module"),
     [("qwen2_moe", "shared_expert"), ("deepseek_v3", "shared_experts"), ("llama4_text", "shared_expert")],
 )
-def test_a_network_beside_the_experts_is_shared(name: str, module: str) -> None:
+def test_a_network_next_to_the_experts_is_the_shared_expert(name: str, module: str) -> None:
     model, inputs = fresh(name)
     table = peftc.sites(model, sample=inputs)
     shared = [site for site in table.sites if ".ffn.shared." in site.path]
@@ -103,35 +106,35 @@ edit w at layer[*].ffn.experts[0].up { w += lowrank(r=1) }"""
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_all_experts_are_one_line_of_the_sites() -> None:
+def test_all_experts_are_one_line_in_the_site_tree() -> None:
     model, inputs = original("qwen2_moe")
-    lines = sites_text(peftc.sites(model, sample=inputs), 150).splitlines()
+    lines = plain_text(render_sites(peftc.sites(model, sample=inputs), 150), 150).splitlines()
     (line,) = [line for line in lines if "experts[" in line]
     assert line.split() == ["experts[0..3]", "×", "4", "experts", "18,432"]
     assert sum(line.strip().startswith("down ") for line in lines) == 2  # of the experts, and of the shared one
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-def test_whatever_multiplies_the_experts_does_so_with_the_edited_matrices(implementation: str) -> None:
-    """One whole graph for torch.compile too, where the implementation itself is one."""
+def test_every_experts_implementation_uses_the_edited_matrices(implementation: str) -> None:
+    """Also as one whole graph under torch.compile, if the implementation compiles to one."""
     model, inputs = fresh("mixtral")
     model = model.float()
     with torch.no_grad():
         text = "peft 1\nedit e at layer[*].ffn.experts[*].up | layer[*].ffn.experts[*].down { w += lowrank(r=2) }"
         peftc.compile(text, model, sample=inputs)
         moved(peftc.parameters(model))
-        wanted = logits(model, inputs)
+        expected = logits(model, inputs)
         model.set_experts_implementation(implementation)
-        found = logits(model, inputs)
-        assert torch.allclose(found, wanted, atol=1e-5)
+        actual = logits(model, inputs)
+        assert torch.allclose(actual, expected, atol=1e-5)
         if implementation != "eager":
             compiled = torch.compile(model, backend="eager", fullgraph=True)
-            assert torch.allclose(logits(compiled, inputs), found, atol=1e-6)
+            assert torch.allclose(logits(compiled, inputs), actual, atol=1e-6)
     torch.compiler.reset()
 
 
 class Blocks(nn.Module):
-    """Each half of the features is multiplied by matrices of its own."""
+    """Block-diagonal weights: each half of the features has a matrix of its own. No experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +146,9 @@ class Blocks(nn.Module):
 
 
 class Layer(nn.Module):
-    """`before` the blocks; a Linear there has features enough for a logit each, and chooses none of them."""
+    """`before` the blocks. With a Linear, there are enough features for one logit each, but nothing
+    is routed.
+    """
 
     def __init__(self, before: nn.Module) -> None:
         super().__init__()
@@ -154,7 +159,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("before", [nn.Identity(), nn.Linear(8, 8)])
-def test_matrices_that_nothing_routes_to_are_no_experts(before: nn.Module) -> None:
+def test_block_matrices_without_a_router_are_no_experts(before: nn.Module) -> None:
     root = Layer(before)
     traced = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)})
     (ffn,) = subs = sub_layers(LayerGraph(traced.graph, root))
@@ -167,17 +172,17 @@ class Experts(nn.Module):
         super().__init__()
         self.up, self.down = nn.Parameter(torch.randn(4, hidden, d)), nn.Parameter(torch.randn(4, d, hidden))
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for number in range(4):
-            place, token = torch.where(chosen.T.eq(number))
+            place, token = torch.where(indices.T.eq(number))
             h = torch.relu(functional.linear(x[token], self.up[number]))
             out.index_add_(0, token, functional.linear(h, self.down[number]) * weights[token, place, None])
         return out
 
 
 class Latent(nn.Module):
-    """Experts of a projection of what is routed by, and that is divided by its largest value."""
+    """Experts on a projection of the tokens, divided by its largest value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,12 +191,12 @@ class Latent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, 8)
-        weights, chosen = self.route(tokens).softmax(-1).topk(2, -1)
+        weights, indices = self.route(tokens).softmax(-1).topk(2, -1)
         latent = self.first(tokens)
-        return x + self.last(self.experts(latent / latent.max(), chosen, weights)).view(x.shape)
+        return x + self.last(self.experts(latent / latent.max(), indices, weights)).view(x.shape)
 
 
-def test_the_router_is_what_the_number_of_an_expert_comes_from() -> None:
+def test_the_router_is_the_linear_whose_logits_choose_the_expert() -> None:
     root = Latent()
     traced = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)})
     (ffn,) = subs = sub_layers(LayerGraph(traced.graph, root))

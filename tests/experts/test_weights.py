@@ -1,4 +1,6 @@
-"""Edits of the matrices of single experts, which are pieces of one parameter: the laws that every edit keeps."""
+"""Edits of the matrices of single experts, which are slices of one stacked parameter: the laws that
+hold for every edit.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ def test_identity_gradients_fold_save_and_remove(name: str, tmp_path: Path) -> N
         assert torch.equal(logits(model, inputs), base)
 
     moved(peftc.parameters(model))
-    changed = logits(model, inputs)
-    assert not torch.allclose(changed, base)
-    changed.square().sum().backward()
+    edited = logits(model, inputs)
+    assert not torch.allclose(edited, base)
+    edited.square().sum().backward()
     hit = [p for p in peftc.parameters(model).values() if p.grad is not None and bool(p.grad.any())]
     assert len(hit) > len(peftc.parameters(model)) // 2  # not every expert is sent a token
 
@@ -41,11 +43,11 @@ def test_identity_gradients_fold_save_and_remove(name: str, tmp_path: Path) -> N
     folded, _ = fresh(name)
     peftc.load(tmp_path / "adapter", folded, sample=inputs)
     with torch.no_grad():
-        assert torch.equal(logits(folded, inputs), changed)
+        assert torch.equal(logits(folded, inputs), edited)
     peftc.fold(folded, sample=inputs)
     assert type(folded) is cls
     with torch.no_grad():
-        assert (logits(folded, inputs) - changed).abs().max() < 1e-10
+        assert (logits(folded, inputs) - edited).abs().max() < 1e-10
 
     peftc.remove(model)
     after = model.state_dict()
@@ -54,8 +56,8 @@ def test_identity_gradients_fold_save_and_remove(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "dbrx"])
-def test_the_matrix_of_one_expert_is_what_its_own_forward_multiplies_by(name: str) -> None:
-    """w = 0 at a single role of a single expert silences the tokens of that expert, and no others."""
+def test_an_edit_of_one_expert_changes_only_its_tokens(name: str) -> None:
+    """w = 0 at one role of one expert zeroes that expert's output, and no other's."""
     model, inputs = fresh(name)
     with torch.no_grad():
         base = logits(model, inputs)
@@ -75,8 +77,8 @@ def test_the_matrix_of_one_expert_is_what_its_own_forward_multiplies_by(name: st
         ("llama4_text", "model.layers.0.feed_forward.experts", slice(48, 96)),
     ],
 )
-def test_gate_and_up_are_told_apart(name: str, stored: str, rows: slice) -> None:
-    """A zero `up` is zeros in the rows that the model's own code takes for it."""
+def test_gate_and_up_are_distinguished(name: str, stored: str, rows: slice) -> None:
+    """Setting `up` to zero zeroes the rows that the model's code uses as `up`."""
     edited, inputs = fresh(name)
     peftc.compile("peft 1\nedit e at layer[0].ffn.experts[*].up { w = w * scalar(init=0) }", edited, sample=inputs)
     by_hand, _ = fresh(name)
@@ -113,20 +115,20 @@ def test_a_whole_parameter_is_trained_and_put_back() -> None:
 
 def test_some_rows_of_a_parameter_cannot_be_trained() -> None:
     model, inputs = original("mixtral")
-    with pytest.raises(PeftcError, match="P309") as caught:
+    with pytest.raises(PeftcError, match="P309") as excinfo:
         peftc.plan("peft 1\ntrain t = [w] at layer[*].ffn.experts[*].up", model, sample=inputs)
-    (found, *_) = caught.value.diagnostics
-    assert found.help is not None
-    assert "at layer[*].ffn.experts[*].gate | layer[*].ffn.experts[*].up" in found.help
+    (diagnostic, *_) = excinfo.value.diagnostics
+    assert diagnostic.help is not None
+    assert "at layer[*].ffn.experts[*].gate | layer[*].ffn.experts[*].up" in diagnostic.help
 
 
-def test_a_hidden_state_of_an_expert_is_refused_with_the_form_that_does_it() -> None:
+def test_a_hidden_state_of_an_expert_is_refused_with_an_alternative() -> None:
     model, inputs = original("mixtral")
-    with pytest.raises(PeftcError, match="P205") as caught:
+    with pytest.raises(PeftcError, match="P205") as excinfo:
         peftc.plan("peft 1\nedit e at layer[*].ffn.experts[*].up { h += lora(x, r=2) }", model, sample=inputs)
-    (found, *_) = caught.value.diagnostics
-    assert found.help is not None
-    assert "w += lowrank(" in found.help
+    (diagnostic, *_) = excinfo.value.diagnostics
+    assert diagnostic.help is not None
+    assert "w += lowrank(" in diagnostic.help
 
 
 def test_two_edits_of_one_expert_apply_in_order() -> None:
@@ -154,8 +156,8 @@ def test_directions_and_magnitudes_start_at_the_rows_of_the_base() -> None:
 @pytest.mark.parametrize(
     "equations", ["b += image(w)  w += lowrank(r=2)", "w += lowrank(r=2)  b += image(w)"], ids=["before", "after"]
 )
-def test_a_bias_made_of_a_weight_reads_it_where_it_stands(equations: str) -> None:
-    """As equations apply in order, so does folding: the two agree whichever comes first."""
+def test_a_bias_computed_from_a_weight_respects_the_order(equations: str) -> None:
+    """Equations apply in order, and so does folding: both agree in either order."""
     model, inputs = fresh("gpt_oss")
     base = logits(model, inputs)
     peftc.compile(f"peft 1\nedit e at layer[*].ffn.experts[*].down {{ {equations} }}", model, seed=0)

@@ -1,4 +1,4 @@
-"""Terms and sites by hand, and what an edit computes when nothing is folded."""
+"""Terms and sites built by hand, and the unfolded value of an edit."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def op(symbol: str, left: Term, right: Term) -> Arithmetic:
     return Arithmetic(symbol, left, right, shape=left.shape, source=SOURCE)  # type: ignore[arg-type]
 
 
-def apply(name: str, value: Term | None, target: Shape, key: str | None = None, **given: object) -> FormCall:
+def apply(name: str, value: Term | None, target: Shape, key: str | None = None, **args: object) -> FormCall:
     form = FORMS[name]
     dims = Dims(value.shape if value else None, target, 8)
-    instance = FormInstance(key or name, form, form.fill(given), dims)  # type: ignore[arg-type]
+    instance = FormInstance(key or name, form, form.fill(args), dims)  # type: ignore[arg-type]
     return FormCall(instance, value, shape=target, source=SOURCE)
 
 
@@ -50,7 +50,7 @@ def assign(state: str, value: Term) -> Assign:
 
 
 def site(path: str, d_out: int, d_in: int, *, bias: bool = True, linear: str = "", weight: bool = True) -> Site:
-    """A Linear (with w), or with `weight=False` a site that has hidden states alone."""
+    """A Linear (with w); with `weight=False`, a site with hidden states only."""
     states = {"x": State("x", Tokens(d_in)), "h": State("h", Tokens(d_out), linear=linear)}
     if weight:
         states["w"] = State("w", Weight(d_out, d_in), weight=WeightRef(path, "weight"))
@@ -72,15 +72,15 @@ def instances(term: Term) -> list[FormInstance]:
             return []
 
 
-def placed(where: Site, *assigns: Assign) -> SiteEdit:
-    found = {id(i): i for a in assigns for i in instances(a.value)}
-    return SiteEdit("edit", where, assigns, tuple(found.values()))
+def site_edit(where: Site, *assigns: Assign) -> SiteEdit:
+    by_id = {id(i): i for a in assigns for i in instances(a.value)}
+    return SiteEdit("edit", where, assigns, tuple(by_id.values()))
 
 
 def trained(
     edit: SiteEdit, dtype: torch.dtype = torch.float64, base: Mapping[str, Tensor] | None = None
 ) -> dict[str, FormModule]:
-    """The modules of an edit, with every parameter away from where it started."""
+    """The modules of an edit, with every parameter perturbed."""
     modules: dict[str, FormModule] = {}
     for instance in edit.instances:
         module = build(instance, dtype=dtype).eval()
@@ -122,29 +122,31 @@ def fold(
         return Unfolded(error.reason)
     except PeftcError as error:
         return Unfolded(str(error))
-    new = {name: value.value for name, value in values.items()}
-    survived = values["q.weight"].change.survived if "q.weight" in values else 1.0
+    new = {name: value for name, (value, _) in values.items()}
+    survived = values["q.weight"][1].survived if "q.weight" in values else 1.0
     return Folded(new.get("q.weight", weight), new.get("q.bias", bias), survived)
 
 
 def run(edit: SiteEdit, modules: Mapping[str, FormModule], states: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The states after the edit's equations, computed on plain tensors; `like` decides dtype for forms without input."""
-    known: dict[int, Tensor] = {}
+    """The states after the edit's equations, computed on plain tensors. `like` gives the dtype of
+    forms without input.
+    """
+    values: dict[int, Tensor] = {}
     for equation in edit.assigns:
-        states = states | {equation.state: _value(equation.value, modules, states, known)}
+        states = states | {equation.state: _value(equation.value, modules, states, values)}
     return states
 
 
 def _value(
-    term: Term, modules: Mapping[str, FormModule], states: Mapping[str, Tensor], known: dict[int, Tensor]
+    term: Term, modules: Mapping[str, FormModule], states: Mapping[str, Tensor], values: dict[int, Tensor]
 ) -> Tensor:
-    if id(term) not in known:
-        known[id(term)] = _fresh(term, modules, states, known)
-    return known[id(term)]
+    if id(term) not in values:
+        values[id(term)] = _fresh(term, modules, states, values)
+    return values[id(term)]
 
 
 def _fresh(
-    term: Term, modules: Mapping[str, FormModule], states: Mapping[str, Tensor], known: dict[int, Tensor]
+    term: Term, modules: Mapping[str, FormModule], states: Mapping[str, Tensor], values: dict[int, Tensor]
 ) -> Tensor:
     match term:
         case Read(state=state):
@@ -152,11 +154,11 @@ def _fresh(
         case Constant(value=value):
             return torch.tensor(value, dtype=torch.float64)
         case FormCall(instance=instance, input=value):
-            like = states["like"] if value is None else _value(value, modules, states, known)
+            like = states["like"] if value is None else _value(value, modules, states, values)
             return modules[instance.key](like)
         case Arithmetic(op=symbol, left=left, right=right):
             function = {"+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div}[symbol]
-            return function(_value(left, modules, states, known), _value(right, modules, states, known))
+            return function(_value(left, modules, states, values), _value(right, modules, states, values))
         case _:
             raise AssertionError(term)
 

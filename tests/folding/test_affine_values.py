@@ -1,4 +1,6 @@
-"""A folded edit computes what the edit computed, to 1e-10 in float64; what does not fold is refused by name."""
+"""A folded edit computes what the edit computed, to 1e-10 in float64; what does not fold is refused
+by name.
+"""
 
 import dataclasses
 import math
@@ -10,7 +12,7 @@ from torch.nn.functional import linear
 
 from peftc.folding.affine_values import Refusal, fold_terms
 from peftc.forms.shapes import KeyValue, Tokens, Vector, Weight
-from peftc.planning.foldability.affine import affine_reason, fold_reason
+from peftc.planning.foldability.affine import fold_reason
 from peftc.planning.foldability.target import fold_target
 from peftc.planning.ir import Assign, Concat
 from tests.folding import equations as eq
@@ -59,25 +61,25 @@ OUTPUT_EDITS: dict[str, list[Assign]] = {
 @pytest.mark.parametrize("name", OUTPUT_EDITS)
 def test_an_edit_of_h_folds_into_its_linear(name: str, bias: bool) -> None:
     where = eq.site("layer.attn.q", D_OUT, D_IN, bias=bias)
-    edit = eq.placed(where, *OUTPUT_EDITS[name])
+    edit = eq.site_edit(where, *OUTPUT_EDITS[name])
     assert fold_reason(edit, {where.path: where}) is None
     b = BIAS if bias else None
     modules = eq.trained(edit, base={"w": WEIGHT})
     folded = eq.fold(edit, modules, WEIGHT, b)
     assert isinstance(folded, eq.Folded)
-    weights = eq.placed(where, *[a for a in edit.assigns if a.state == "w"])
-    hidden = eq.placed(where, *[a for a in edit.assigns if a.state == "h"])
+    weights = eq.site_edit(where, *[a for a in edit.assigns if a.state == "w"])
+    hidden = eq.site_edit(where, *[a for a in edit.assigns if a.state == "h"])
     w = eq.run(weights, modules, {"w": WEIGHT, "like": WEIGHT})["w"]
     want = eq.run(hidden, modules, {"x": INPUT, "h": linear(INPUT, w, b), "like": INPUT})["h"]
     assert not torch.allclose(want, linear(INPUT, WEIGHT, b), atol=1e-3)
     torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_what_let_binds_keeps_the_value_it_had() -> None:
-    """`let f = adapter(h)   h += lora(x)   h += f`: f saw the first h."""
+def test_let_binds_the_value_at_its_position() -> None:
+    """`let f = adapter(h) h += lora(x) h += f`: f reads the first h."""
     where = eq.site("layer.attn.q", D_OUT, D_IN)
     after = eq.op("+", eq.read("h", OUT), sequential)
-    edit = eq.placed(where, eq.assign("h", eq.op("+", H, lora)), eq.assign("h", after))
+    edit = eq.site_edit(where, eq.assign("h", eq.op("+", H, lora)), eq.assign("h", after))
     bound = dataclasses.replace(edit, lets=((0, sequential),))
     modules = eq.trained(edit)
     f = modules["adapter"](linear(INPUT, WEIGHT, BIAS))
@@ -99,7 +101,7 @@ INPUT_EDITS = {
 @pytest.mark.parametrize("name", INPUT_EDITS)
 def test_an_edit_of_the_hidden_activation_folds_into_down(name: str, bias: bool) -> None:
     down = eq.site("layer.ffn.down", D_OUT, D_IN, bias=bias)
-    edit = eq.placed(eq.site("layer.ffn.hidden", D_IN, D_IN, weight=False), eq.assign("h", INPUT_EDITS[name]))
+    edit = eq.site_edit(eq.site("layer.ffn.hidden", D_IN, D_IN, weight=False), eq.assign("h", INPUT_EDITS[name]))
     sites = {down.path: down}
     target = fold_target(edit, sites)
     assert not isinstance(target, str)
@@ -114,7 +116,7 @@ def test_an_edit_of_the_hidden_activation_folds_into_down(name: str, bias: bool)
 def test_a_sub_layer_folds_into_the_linear_that_computes_its_h() -> None:
     down = eq.site("layer.ffn.down", D_OUT, D_IN)
     where = eq.site("layer.ffn", D_OUT, D_OUT, weight=False, linear=down.path)
-    edit = eq.placed(where, eq.assign("h", eq.op("+", H, sequential)))
+    edit = eq.site_edit(where, eq.assign("h", eq.op("+", H, sequential)))
     target = fold_target(edit, {down.path: down})
     assert not isinstance(target, str)
     assert (target.side, target.weight) == ("output", down.states["w"].weight)
@@ -124,14 +126,14 @@ def test_a_sub_layer_folds_into_the_linear_that_computes_its_h() -> None:
     want = eq.run(edit, modules, {"h": linear(INPUT, WEIGHT, BIAS), "like": INPUT})["h"]
     torch.testing.assert_close(linear(INPUT, folded.weight, folded.bias), want, rtol=TOLERANCE, atol=TOLERANCE)
     sandwich = eq.site("layer.ffn", D_OUT, D_OUT, weight=False)
-    said = fold_reason(eq.placed(sandwich, *edit.assigns), {down.path: down})
-    assert said == "`h` of `layer.ffn` is not simply the output of `down`"
+    reason = fold_reason(eq.site_edit(sandwich, *edit.assigns), {down.path: down})
+    assert reason == "`h` of `layer.ffn` is not simply the output of `down`"
 
 
 def test_weights_and_biases_of_norms() -> None:
     where = eq.site("layer.norm", 5, 5, weight=False)
     w, b = eq.read("w", Vector(5)), eq.read("b", Vector(5))
-    edit = eq.placed(
+    edit = eq.site_edit(
         where,
         eq.assign("w", eq.op("*", w, eq.apply("vector", None, Vector(5), "gain"))),
         eq.assign("b", eq.op("+", b, eq.apply("vector", None, Vector(5), "shift", init=0))),
@@ -163,11 +165,10 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_what_does_not_fold_is_named(name: str) -> None:
+def test_a_reason_names_the_term_that_does_not_fold(name: str) -> None:
     value, reason = REASONS[name]
     where = eq.site("layer.attn.q", D_OUT, D_IN)
-    edit = eq.placed(where, eq.assign("h", value))
-    assert (affine_reason(value, {"x", "h"}) or "").startswith(reason)
+    edit = eq.site_edit(where, eq.assign("h", value))
     assert (fold_reason(edit, {where.path: where}) or "").startswith(reason)
     if name != "form of a constant":
         folded = eq.fold(edit, eq.trained(edit), WEIGHT, BIAS)
@@ -178,33 +179,33 @@ def test_prefixes_and_states_of_attention_do_not_fold() -> None:
     where = eq.site("layer.attn", D_OUT, D_OUT, weight=False)
     kv = eq.read("kv", KeyValue(2, 3))
     joined = Concat((eq.apply("prefix", None, kv.shape, len=3), kv), shape=kv.shape, source=eq.SOURCE)
-    said = fold_reason(eq.placed(where, eq.assign("kv", joined)), {})
-    assert said == "`concat(prefix(), kv)` adds rows to the keys and values, which no weight holds"
-    q = eq.placed(where, eq.assign("q", eq.op("*", eq.read("h", OUT), eq.number(2))))
+    reason = fold_reason(eq.site_edit(where, eq.assign("kv", joined)), {})
+    assert reason == "`concat(prefix(), kv)` adds rows to the keys and values, which no weight holds"
+    q = eq.site_edit(where, eq.assign("q", eq.op("*", eq.read("h", OUT), eq.number(2))))
     assert fold_reason(q, {}) == "`q` of `layer.attn` is not the output of a Linear"
 
 
 def test_a_parallel_adapter_of_a_sub_layer_does_not_fold() -> None:
     down = eq.site("layer.ffn.down", D_OUT, D_IN)
     where = eq.site("layer.ffn", D_OUT, D_IN, weight=False, linear=down.path)
-    edit = eq.placed(where, eq.assign("h", eq.op("+", H, parallel)))
+    edit = eq.site_edit(where, eq.assign("h", eq.op("+", H, parallel)))
     assert fold_reason(edit, {down.path: down}) == "`x` is not what the Linear reads"
     assert isinstance(eq.fold(edit, eq.trained(edit), WEIGHT, BIAS), eq.Unfolded)
 
 
 def test_tied_weights_are_refused() -> None:
     where = eq.site("head", D_OUT, D_IN)
-    edit = eq.placed(where, *OUTPUT_EDITS["lora"])
-    said = fold_reason(edit, {where.path: where}, [("head.weight", "embed.weight")])
-    assert said == "`head.weight` is tied to `embed.weight`: a fold would change both uses"
+    edit = eq.site_edit(where, *OUTPUT_EDITS["lora"])
+    reason = fold_reason(edit, {where.path: where}, [("head.weight", "embed.weight")])
+    assert reason == "`head.weight` is tied to `embed.weight`: a fold would change both uses"
     assert fold_reason(edit, {where.path: where}, [("other.weight", "embed.weight")]) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_weights_are_summed_wide_and_rounded_once(dtype: torch.dtype) -> None:
+def test_half_precision_weights_are_summed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     where = eq.site("layer.attn.q", 64, 48, bias=False)
     small = eq.apply("lora", eq.read("x", Tokens(48)), Tokens(64), r=2)
-    edit = eq.placed(where, eq.assign("h", eq.op("+", eq.read("h", Tokens(64)), small)))
+    edit = eq.site_edit(where, eq.assign("h", eq.op("+", eq.read("h", Tokens(64)), small)))
     modules = eq.trained(edit, torch.float32)
     modules["lora"].B.data.mul_(0.05)
     weight = normal(64, 48).to(dtype)
@@ -213,8 +214,8 @@ def test_narrow_weights_are_summed_wide_and_rounded_once(dtype: torch.dtype) -> 
     delta = modules["lora"].B.detach() @ modules["lora"].A.detach()
     assert torch.equal(folded.weight, (weight.float() + delta).to(dtype))
     assert not torch.equal(folded.weight, weight + delta.to(dtype))
-    kept = (folded.weight != weight).double().mean().item()
-    assert folded.survived == pytest.approx(kept)
+    changed_share = (folded.weight != weight).double().mean().item()
+    assert folded.survived == pytest.approx(changed_share)
     assert 0 < folded.survived < 1
     assert folded.bias is None
 
@@ -222,37 +223,39 @@ def test_narrow_weights_are_summed_wide_and_rounded_once(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_not_a_number_is_refused(value: float) -> None:
     where = eq.site("layer.attn.q", D_OUT, D_IN)
-    edit = eq.placed(where, *OUTPUT_EDITS["lora"])
+    edit = eq.site_edit(where, *OUTPUT_EDITS["lora"])
     modules = eq.trained(edit)
     modules["lora"].A.data[0, 0] = value
-    refused = eq.fold(edit, modules, WEIGHT, BIAS)
-    assert isinstance(refused, eq.Unfolded)
-    assert "NaN" in refused.reason
-    overflow = eq.fold(eq.placed(where, *OUTPUT_EDITS["ia3"]), _big(), WEIGHT.half(), BIAS.half())
+    folded = eq.fold(edit, modules, WEIGHT, BIAS)
+    assert isinstance(folded, eq.Unfolded)
+    assert "NaN" in folded.reason
+    overflow = eq.fold(eq.site_edit(where, *OUTPUT_EDITS["ia3"]), _big(), WEIGHT.half(), BIAS.half())
     assert isinstance(overflow, eq.Unfolded)
 
 
 def _big() -> dict[str, object]:
-    modules = eq.trained(eq.placed(eq.site("q", D_OUT, D_IN), *OUTPUT_EDITS["ia3"]), torch.float32)
+    modules = eq.trained(eq.site_edit(eq.site("q", D_OUT, D_IN), *OUTPUT_EDITS["ia3"]), torch.float32)
     modules["vector"].scale.data.fill_(1e6)
     return modules  # type: ignore[return-value]
 
 
-def test_weights_that_are_not_there_are_refused() -> None:
+def test_meta_and_quantised_weights_are_refused() -> None:
     where = eq.site("layer.attn.q", D_OUT, D_IN)
-    edit = eq.placed(where, *OUTPUT_EDITS["lora"])
+    edit = eq.site_edit(where, *OUTPUT_EDITS["lora"])
     modules = eq.trained(edit)
     assert eq.fold(edit, modules, WEIGHT.to("meta"), BIAS) == eq.Unfolded("the weights are not loaded")
     quantised = (100 * WEIGHT).to(torch.int8)
     assert fold_terms(edit, modules, quantised, None, "output") == Refusal("the weight is quantised")
 
 
-def test_a_value_keeps_nothing_wide_for_a_wide_hidden_state() -> None:
-    """(IA)³ and low-rank edits of a 28,672-wide hidden state never form a square matrix (that would be 3.3 GB)."""
+def test_no_square_matrix_is_formed_for_a_wide_hidden_state() -> None:
+    """(IA)³ and low-rank edits of a 28,672-wide hidden state never form a square matrix, which
+    would take 3.3 GB.
+    """
     d = 28_672
     z = eq.read("h", Tokens(d))
     value = eq.op("*", eq.op("+", z, eq.apply("lora", z, Tokens(d), r=2)), eq.apply("vector", None, Tokens(d)))
-    edit = eq.placed(eq.site("layer.ffn.hidden", d, d, weight=False), eq.assign("h", value))
+    edit = eq.site_edit(eq.site("layer.ffn.hidden", d, d, weight=False), eq.assign("h", value))
     weight = torch.randn(4, d)
     folded = eq.fold(edit, eq.trained(edit, torch.float32), weight, None)
     assert isinstance(folded, eq.Folded)

@@ -1,4 +1,6 @@
-"""How many entries of the base differ after folding is what the plan says: where entries are chosen, no more than these."""
+"""The number of base entries that a fold changes is the plan's count, or at most that count if
+entries are selected.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edits that have a part of their parameters in common fold together, or not at all."""
+"""Edits that share parameters fold together, or not at all."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ FORMS = [("vera(r=4)", "h += common(x)"), ("sparse(density=0.05, select=random)"
 
 @pytest.mark.parametrize(("form", "equation"), FORMS)
 def test_one_of_two_does_not_fold(form: str, equation: str) -> None:
-    """What is drawn for the widest site, or counted over all sites, would be another in a file without the one that is gone."""
+    """A parameter drawn for the widest site, or counted over all sites, would change if one of the
+    edits were missing from the file.
+    """
     model = peftc.compile(SPEC.format(form=form, equation=equation), zoo.build("llama", torch.float64), seed=0).eval()
     randomise(peftc.parameters(model))
-    given = zoo.inputs("llama", model)
-    want = model(**given).logits
-    with pytest.raises(peftc.PeftcError, match="P531") as caught:
+    inputs = zoo.inputs("llama", model)
+    want = model(**inputs).logits
+    with pytest.raises(peftc.PeftcError, match="P531") as excinfo:
         peftc.fold(model, only=["b"])
-    assert "shares parameters" in str(caught.value)
-    assert torch.equal(model(**given).logits, want)
+    assert "shares parameters" in str(excinfo.value)
+    assert torch.equal(model(**inputs).logits, want)
     assert [folded.edit for folded in peftc.fold(model).folded] == ["a", "b"]
-    close(model(**given).logits, want, "folded")
+    close(model(**inputs).logits, want, "folded")

@@ -1,4 +1,4 @@
-"""Parallel bottlenecks folded into wider ffns: the same function, one model without edits."""
+"""Parallel bottlenecks folded into wider ffns: the same function, without edits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_exact_and_an_ordinary_checkpoint(name: str, tmp_path: Path) -> None:
     close(logits(name, type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()), want, "loaded")
 
 
-def test_another_activation_a_gate_and_what_is_no_sum_stay() -> None:
+def test_edits_with_another_activation_a_gate_or_no_sum_stay() -> None:
     model = compiled("bart", SPEC.format(act="silu"))
     want = logits("bart", model)
     report = peftc.fold(model, widen=True)
@@ -78,11 +78,11 @@ def test_another_activation_a_gate_and_what_is_no_sum_stay() -> None:
     ("other", "blocked"),
     [
         ("edit o at layer[*].ffn.down { h += adapter(h, r=2, act=tanh) }", True),
-        ("edit o at layer[*].ffn { h *= gate(x) }", False),  # after it, of the sum
-        ("train o = [w] at layer[*].ffn.up", False),  # folds first: it is trained, and stays so
+        ("edit o at layer[*].ffn { h *= gate(x) }", False),  # after the ffn, on the sum
+        ("train o = [w] at layer[*].ffn.up", False),  # folds first; its parameter stays trainable
     ],
 )
-def test_beside_what_stays(other: str, blocked: bool) -> None:
+def test_next_to_an_edit_that_stays(other: str, blocked: bool) -> None:
     model = compiled("bert", f"peft 1\nedit e at layer[*].ffn {{ h += adapter(x, r=2, act=gelu) }}\n{other}")
     want = logits("bert", model)
     report = peftc.fold(model, widen=True)
@@ -90,7 +90,7 @@ def test_beside_what_stays(other: str, blocked: bool) -> None:
     close(logits("bert", model), want, "beside")
 
 
-def test_an_edit_before_it_that_is_no_sum() -> None:
+def test_after_an_edit_that_is_no_sum() -> None:
     spec = "peft 1\nedit o at layer[*].ffn { h *= gate(x) }\nedit e at layer[*].ffn { h += adapter(x, r=2, act=gelu) }"
     model = compiled("bert", spec)
     want = logits("bert", model)

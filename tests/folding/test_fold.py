@@ -1,4 +1,6 @@
-"""Folding a whole model: the same function in the base's own classes; what stays goes on working; all or nothing."""
+"""Folding a whole model: the same function in the base's own classes. Edits that do not fold keep
+working.
+"""
 
 from __future__ import annotations
 
@@ -9,72 +11,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import peftc
-from peftc.folding import FoldReport
 from tests import zoo
-from tests.laws.harness import Before, close, randomise
+from tests.folding.compiled import EDITS, LINEAR, MIXED, compiled, logits
+from tests.laws.harness import Before, close
 from tests.matrix import some
 
-EDITS = {  # equations that stand at one place of a layer, so that several of them meet at one Linear
-    "attn.v": (
-        "h += lora(x, r=2)",
-        "h *= vector(init=1)",
-        "h += vector(init=0)",
-        "h += adapter(h, r=2)",
-        "h += adapter(x, r=2, act=none)",
-        "w = magnitude(w + lowrank(r=2))",
-        "w += lowrank(r=2)",
-        "w = magnitude(w)",
-        "h += lora(x, r=2)  w = magnitude(w + lowrank(r=1))",
-    ),
-    "attn.o": ("h += lora(x, r=2)", "h *= vector(init=1)", "h += adapter(h, r=2)", "w = magnitude(w)"),
-    "attn": ("h *= vector(init=1)", "h += adapter(h, r=2, act=none)", "h += adapter(x, r=2)"),
-    "ffn.hidden": ("h *= vector(init=1)", "h += adapter(h, r=2)", "h += lora(h, r=2)"),
-    "ffn.down": ("h += lora(x, r=2)", "h *= vector(init=1)", "h += adapter(x, r=2)", "w = magnitude(w)"),
-    "ffn": ("h *= vector(init=1)", "h += adapter(h, r=2)", "z *= vector(init=1)", "z += lora(z, r=2)"),
-    "ffn.norm": ("w *= vector(init=1)",),
-}
-LINEAR = (
-    "edit a at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2) }\n"
-    "edit b at layer[*].ffn.hidden { h *= vector(init=1) }\n"
-    "edit c at layer[*].attn.k { w = magnitude(w + lowrank(r=2)) }"
-)
-MIXED = "edit p at layer[*].attn { kv = concat(prefix(len=2), kv) }\n" + LINEAR
 
-
-def compiled(name: str, spec: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Before]:
-    """A model compiled with a spec, its parameters away from where they start, and what it was before."""
-    model = zoo.build(name, dtype)
-    before = Before.of(model)
-    peftc.compile("peft 1\n" + spec, model, seed=0)
-    randomise(peftc.parameters(model))
-    return model, before
-
-
-@torch.no_grad()
-def logits(name: str, model: nn.Module) -> torch.Tensor:
-    return model(**zoo.inputs(name, model))[0]
-
-
-def drawn(seed: int) -> str:
-    """A spec of four edits drawn from the table, in any order; no two assign one weight."""
+def random_spec(seed: int) -> str:
+    """A random spec of four edits from the table. No two assign one weight."""
     source = random.Random(seed)
     near = source.choice((("attn.v",), ("attn.o", "attn"), ("ffn.hidden", "ffn.down", "ffn"), tuple(EDITS)))
-    chosen: list[tuple[str, str]] = []
-    while len(chosen) < 4:
+    choices: list[tuple[str, str]] = []
+    while len(choices) < 4:
         place, line = (where := source.choice(near)), source.choice(EDITS[where])
-        if "w = " not in line or not any(p == place and "w = " in other for p, other in chosen):
-            chosen.append((place, line))
-    return "\n".join(f"edit e{i} at layer[*].{place} {{ {line} }}" for i, (place, line) in enumerate(chosen))
+        if "w = " not in line or not any(p == place and "w = " in other for p, other in choices):
+            choices.append((place, line))
+    return "\n".join(f"edit e{i} at layer[*].{place} {{ {line} }}" for i, (place, line) in enumerate(choices))
 
 
 @pytest.mark.parametrize("seed", some(range(24), 3))
-def test_whatever_is_folded_the_function_is_the_same(seed: int) -> None:
-    """Several edits at one Linear, those that fold and those that do not, in any order, all of them or some."""
+def test_folding_keeps_the_function(seed: int) -> None:
+    """Several edits at one Linear, foldable or not, in any order: folding all or some keeps the
+    function.
+    """
     name = ("llama", "gpt2", "bart", "t5")[seed % 4]
-    spec = drawn(seed)
+    spec = random_spec(seed)
     model, _ = compiled(name, spec)
     want = logits(name, model)
     source = random.Random(seed)
@@ -85,7 +48,7 @@ def test_whatever_is_folded_the_function_is_the_same(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
-def test_only_what_acts_last_before_a_linear_folds_into_it_alone(name: str) -> None:
+def test_one_of_several_edits_folds_only_if_it_acts_last(name: str) -> None:
     """Edits at `ffn.hidden` act before those at `ffn`, whatever their order in the spec."""
     spec = "edit e at layer[*].ffn { z += lora(z, r=2) }\nedit f at layer[*].ffn.hidden { h += lora(h, r=2) }"
     model, _ = compiled(name, spec)
@@ -99,8 +62,8 @@ def test_only_what_acts_last_before_a_linear_folds_into_it_alone(name: str) -> N
 
 
 @pytest.mark.parametrize("name", some(["bart", "t5", "gpt2", "llama"], 2))
-def test_what_stays_keeps_working(name: str) -> None:
-    """The same tensors as parameters, trainable; remove gives the folded base."""
+def test_edits_that_stay_keep_working(name: str) -> None:
+    """Edits that stay keep their parameters, trainable. `remove` then gives the folded base."""
     model, before = compiled(name, MIXED)
     parameters = {k: p for k, p in peftc.parameters(model).items() if k.startswith("p/")}
     want = logits(name, model)
@@ -108,33 +71,33 @@ def test_what_stays_keeps_working(name: str) -> None:
     assert [f.edit for f in report.folded] == ["a", "b", "c"]
     assert [r.edit for r in report.refused] == ["p"]
     assert "prefix" in report.refused[0].reason
-    left = peftc.parameters(model)
-    assert list(left) == list(parameters)
-    assert all(left[key] is value for key, value in parameters.items())
+    remaining = peftc.parameters(model)
+    assert list(remaining) == list(parameters)
+    assert all(remaining[key] is value for key, value in parameters.items())
     close(logits(name, model), want)
     assert {k for k, p in model.named_parameters() if p.requires_grad} == {
-        k for k, p in model.named_parameters() if any(p is q for q in left.values())
+        k for k, p in model.named_parameters() if any(p is q for q in remaining.values())
     }
     model(**zoo.inputs(name, model))[0].sum().backward()
-    assert all(p.grad is not None for p in left.values())
+    assert all(p.grad is not None for p in remaining.values())
     peftc.remove(model)
     now = Before.of(model)
     assert now.classes == before.classes
     assert {k: v for k, v in now.requires_grad.items() if k in before.requires_grad} == before.requires_grad
-    changed = {k for k, v in before.state.items() if not torch.equal(v, now.state[k])}
-    assert changed <= {c.parameter for c in report.changes} | {
+    differing = {k for k, v in before.state.items() if not torch.equal(v, now.state[k])}
+    assert differing <= {c.parameter for c in report.changes} | {
         k for k in now.state if k.startswith(("lm_head", "head"))
     }
     base = logits(name, model)
     peftc.compile("peft 1\nedit p at layer[*].attn { kv = concat(prefix(len=2), kv) }", model, seed=0)
     with torch.no_grad():
         for key, p in peftc.parameters(model).items():
-            p.copy_(left[key])
+            p.copy_(remaining[key])
     close(logits(name, model), want)
     assert not torch.equal(base, want)
 
 
-def test_what_is_left_is_what_compiling_it_would_make() -> None:
+def test_a_partial_fold_equals_compiling_the_remaining_edits() -> None:
     model, _ = compiled("bart", MIXED)
     peftc.fold(model)
     other, _ = compiled("bart", "edit p at layer[*].attn { kv = concat(prefix(len=2), kv) }")
@@ -172,7 +135,8 @@ def test_a_folded_model_can_be_compiled_again_copied_and_saved(tmp_path: Any) ->
     assert torch.equal(logits("llama", model), logits("llama", twin))
 
 
-# What is changed -----------------------------------------------------------------------------------------------------
+# Changed entries
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_fused_projection_changes_in_its_rows_alone() -> None:
@@ -188,7 +152,7 @@ def test_a_fused_projection_changes_in_its_rows_alone() -> None:
     assert same == set(before.state) - {change.parameter}
 
 
-def test_a_new_bias_is_said_and_works() -> None:
+def test_a_new_bias_is_reported_and_used() -> None:
     model, before = compiled("llama", "edit e at layer[*].attn.q { h += vector(init=0) }")
     want = logits("llama", model)
     report = peftc.fold(model)
@@ -198,7 +162,7 @@ def test_a_new_bias_is_said_and_works() -> None:
     assert model.get_submodule("model.layers.0.self_attn.q_proj").bias.requires_grad
 
 
-def test_a_new_bias_beside_edits_that_stay() -> None:
+def test_a_new_bias_next_to_edits_that_stay() -> None:
     spec = (
         "edit p at layer[*].attn { kv = concat(prefix(len=2), kv) }\nedit e at layer[*].attn.q { h += vector(init=0) }"
     )
@@ -239,7 +203,7 @@ def test_trained_values_stay() -> None:
     assert model.get_parameter(name).requires_grad
 
 
-def test_nothing_is_folded_into_what_a_train_that_stays_trains() -> None:
+def test_parameters_that_stay_trained_are_not_folded_into() -> None:
     model, _ = compiled("bert", "train n = [b] at layer[*].attn.q\nedit e at layer[*].attn.q { h *= vector(init=1) }")
     with pytest.raises(peftc.PeftcError, match=r"trained by `n`, which stays"):
         peftc.fold(model, only="e")
@@ -264,10 +228,11 @@ def test_shared_parameters_fold_wherever_they_are_used() -> None:
     assert {k.partition("/")[0] for k in peftc.parameters(model)} == {"c"}
 
 
-# Precision -----------------------------------------------------------------------------------------------------------
+# Precision
+# --------------------------------------------------------------------------------------------------
 
 
-def test_what_survives_rounding_is_reported() -> None:
+def test_the_share_that_survives_rounding_is_reported() -> None:
     model = zoo.build("llama", torch.bfloat16)
     peftc.compile("peft 1\n" + LINEAR, model, seed=0)
     with torch.no_grad():
@@ -280,7 +245,7 @@ def test_what_survives_rounding_is_reported() -> None:
 
 
 def test_several_folds_are_rounded_once() -> None:
-    """Two small changes that bfloat16 would drop one by one."""
+    """Two small changes that bfloat16 would round away one by one."""
     spec = "\n".join(f"edit e{i} at layer[*].attn.q {{ w += lowrank(r=2) }}" for i in range(8))
     model = zoo.build("llama", torch.bfloat16)
     peftc.compile("peft 1\n" + spec, model, seed=0)
@@ -297,133 +262,3 @@ def test_several_folds_are_rounded_once() -> None:
     after = model.get_submodule(linear).weight
     assert (after != (before.float() + delta).to(torch.bfloat16)).float().mean() < 0.01
     assert (after != before).float().mean() > 0.05
-
-
-# All or nothing ------------------------------------------------------------------------------------------------------
-
-
-def assert_unchanged(model: nn.Module, before: Before, parameters: dict[str, torch.Tensor]) -> None:
-    before.assert_same(model)
-    assert list(peftc.parameters(model)) == list(parameters)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_not_a_number_is_refused_before_anything_is_written(bad: float) -> None:
-    model, _ = compiled("bart", MIXED)
-    parameters = peftc.parameters(model)
-    with torch.no_grad():
-        next(p for k, p in parameters.items() if k.startswith("c/decoder.layer[2]") and "lowrank" in k).fill_(bad)
-    before = Before.of(model)
-    with pytest.raises(peftc.PeftcError) as caught:
-        peftc.fold(model)
-    (found,) = caught.value.diagnostics
-    assert found.code == "P530"
-    assert "k_proj.weight" in found.message
-    now = Before.of(model)
-    assert now.classes == before.classes
-    for key, value in before.state.items():
-        assert torch.equal(now.state[key].nan_to_num(7.0), value.nan_to_num(7.0))
-
-
-def test_too_large_for_half_precision_is_refused() -> None:
-    model, _ = compiled("llama", "edit e at layer[*].attn.q { h *= vector(init=1) }", torch.float16)
-    with torch.no_grad():
-        next(iter(peftc.parameters(model).values())).fill_(1e6)
-    with pytest.raises(peftc.PeftcError, match="infinite entries in float16"):
-        peftc.fold(model)
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
-def test_a_tied_matrix_is_refused_by_name(name: str) -> None:
-    model, _ = compiled(name, "edit e at head { h += lora(x, r=2) }\nedit f at layer[*].attn.q { h += lora(x, r=2) }")
-    want = logits(name, model)
-    report = peftc.fold(model)
-    assert [f.edit for f in report.folded] == ["f"]
-    assert "tied" in report.refused[0].reason
-    close(logits(name, model), want)
-
-
-def test_weights_that_are_not_loaded_are_refused() -> None:
-    model, _ = compiled("llama", LINEAR)
-    model.get_submodule("model.layers.2").to("meta")
-    with pytest.raises(peftc.PeftcError, match="P527"):
-        peftc.fold(model)
-
-
-def test_a_quantised_weight_stays() -> None:
-    model = zoo.build("llama").requires_grad_(False)
-    peftc.compile("peft 1\n" + LINEAR, model, seed=0)
-    linear = model.get_submodule("model.layers.1.self_attn.k_proj")
-    linear.weight = nn.Parameter((linear.weight * 100).to(torch.int8), requires_grad=False)
-    report = peftc.fold(model)
-    assert [f.edit for f in report.folded] == ["a", "b"]
-    assert "`model.layers.1.self_attn.k_proj.weight` is quantised (int8)" in report.refused[0].reason
-
-
-class NoBias(nn.Linear):
-    """A Linear that never adds its bias."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(input, self.weight)
-
-
-def test_a_bias_is_not_made_where_it_would_not_be_used() -> None:
-    model = zoo.build("llama", torch.float64)
-    model.get_submodule("model.layers.0.self_attn.q_proj").__class__ = NoBias
-    peftc.compile("peft 1\nedit e at layer[*].attn.q { h += vector(init=0) }\n" + LINEAR, model, seed=0)
-    randomise(peftc.parameters(model))
-    want = logits("llama", model)
-    report = peftc.fold(model)
-    close(logits("llama", model), want)
-    reasons = {r.edit: r.reason for r in report.refused}
-    assert "has no bias" in reasons["e"]
-
-
-def test_an_unknown_edit_and_one_that_does_not_fold() -> None:
-    model, _ = compiled("bart", MIXED)
-    before, parameters = Before.of(model), peftc.parameters(model)
-    with pytest.raises(peftc.PeftcError, match=r"P532.*no edit `bb`(.|\n)*did you mean"):
-        peftc.fold(model, only=["bb"])
-    with pytest.raises(peftc.PeftcError, match=r"P531.*`p` does not fold: .*prefix"):
-        peftc.fold(model, only=["a", "p"])
-    assert_unchanged(model, before, parameters)
-
-
-def test_inside_disabled_nothing_is_folded_or_saved(tmp_path: Any) -> None:
-    model, _ = compiled("bart", MIXED)
-    with peftc.disabled(model):
-        with pytest.raises(peftc.PeftcError, match="P529"):
-            peftc.fold(model)
-        with pytest.raises(peftc.PeftcError, match="P529"):
-            peftc.save(model, tmp_path)
-
-
-class Injected(Exception):
-    pass
-
-
-@pytest.mark.parametrize("where", ["warm", "apply", "planned", "prepare"])
-def test_a_failure_in_the_middle_leaves_the_compiled_model(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peftc.installation import builder, compiled_model, reinstall
-
-    spec = MIXED + "\nedit d at layer[*].attn.q { h += vector(init=0) }"
-    model, _ = compiled("llama", spec)
-    before, parameters, want = Before.of(model), peftc.parameters(model), logits("llama", model)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise Injected
-
-    with monkeypatch.context() as patch:
-        match where:
-            case "warm":
-                patch.setattr(reinstall, "warm", fail)
-            case "planned":
-                patch.setattr(compiled_model, "plan_on", fail)
-            case _:
-                patch.setattr(builder.InstallationBuilder, where, fail)
-        with pytest.raises(Injected):
-            peftc.fold(model)
-    assert_unchanged(model, before, parameters)
-    assert torch.equal(logits("llama", model), want)
-    assert isinstance(peftc.fold(model), FoldReport)
-    close(logits("llama", model), want)

@@ -1,4 +1,6 @@
-"""Memory of a fold: an error when it runs out leaves the model as it was, and one weight at a time is held twice."""
+"""Memory of a fold: running out of it leaves the model unchanged, and only one weight at a time
+exists twice.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def assert_same(model: nn.Module, before: dict[str, Any]) -> None:
 
 
 def failing(owner: Any, name: str, count: int, error: BaseException, patch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Lets the call number `count` of a function fail."""
+    """Makes call number `count` of a function fail."""
     original, calls = getattr(owner, name), 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +119,7 @@ edit b at layer[*].ffn { h += adapter(x, r=2, act=relu) }
 
 
 class Failing(TorchDispatchMode):
-    """Lets one of torch's own calls run out of memory, by its number."""
+    """Makes one of torch's own calls, by its number, run out of memory."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -180,7 +182,7 @@ def observed(model: nn.Module) -> torch.Tensor:
 def test_a_fold_that_widens_is_done_or_undone_as_a_whole(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it ends: before, in, or behind the second write."""
+    """Wherever it fails: before, in, or after the second write."""
     model = wider()
     before, want, config = state(model), observed(model), str(model.config)
     places = [
@@ -203,7 +205,7 @@ def test_a_fold_that_widens_is_done_or_undone_as_a_whole(
     assert torch.allclose(observed(model), want, atol=1e-5)
 
 
-def test_a_disk_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = compiled()
     before = state(model)
 
@@ -235,7 +237,13 @@ def kilobytes(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
 
 def model(width, layers):
-    config = LlamaConfig(hidden_size=width, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=8, vocab_size=64)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        vocab_size=64,
+    )
     edited = peftc.compile(SPEC, LlamaForCausalLM(config).to(getattr(torch, sys.argv[1])), seed=0)
     for parameter in peftc.parameters(edited).values():
         parameter.data.normal_(std=0.02)
@@ -259,9 +267,9 @@ LINEARS = " | ".join(
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of memory that begins anew")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_weight_at_a_time_is_held_twice(dtype: str) -> None:
-    """All weights are folded into, and less than three quarters of their memory is needed beside them: with the old and the new values of
-    all at once it would be twice as much.
+def test_one_weight_at_a_time_exists_twice(dtype: str) -> None:
+    """Every weight is folded into, with less than three quarters of their memory as overhead.
+    Holding all old and new values at once would need twice as much.
     """
     spec = f"peft 1\nedit a at {LINEARS} {{ h += lora(x, r=4) }}\n"
     code = f"SPEC = {spec!r}\n{MEASURE}"

@@ -1,4 +1,6 @@
-"""Edits of a base that is stored in few bits (torchao): beside its weights, of what they stand for, and folded into them."""
+"""Edits of a quantised base (torchao): applied on the dequantised weights, and folded into them on
+request.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ import peftc
 from tests import zoo
 from tests.laws.harness import randomise
 
-APART = Path(sys.prefix) / "torchao"  # where `make` installs it: every process that finds it on its path imports it
-if not APART.is_dir():
+TORCHAO = Path(sys.prefix) / "torchao"  # where `make` installs it: every process that finds it on its path imports it
+if not TORCHAO.is_dir():
     pytest.skip("torchao is not installed", allow_module_level=True)
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -29,11 +31,11 @@ EQUATIONS = ("h += lora(x, r=2)", "w = magnitude(w + lowrank(r=2))")
 def _quantised(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sys.path.append(str(APART))
+        sys.path.append(str(TORCHAO))
         try:
             torchao = import_module("torchao.quantization")
         finally:
-            sys.path.remove(str(APART))
+            sys.path.remove(str(TORCHAO))
         model = zoo.build(name, torch.float32).eval()
         torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     return model
@@ -52,8 +54,8 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
-def test_trained_beside_and_folded_on_demand(equation: str) -> None:
-    """Equal to the same edits of a base whose weights are what the quantised ones stand for."""
+def test_trained_on_quantised_weights_and_folded_on_demand(equation: str) -> None:
+    """Equal to the same edits of a base with the dequantised weights."""
     model, plain = quantised(), quantised()
     for module in plain.modules():
         if isinstance(module, torch.nn.Linear):
@@ -78,17 +80,17 @@ def test_trained_beside_and_folded_on_demand(equation: str) -> None:
 
 
 def test_wider_on_demand() -> None:
-    """Weights that become wider are written out in full, and only where that is asked for."""
-    model, given = quantised("bert"), zoo.inputs("bert", _quantised("bert"))
+    """Widened weights are dequantised, and only if that is requested."""
+    model, inputs = quantised("bert"), zoo.inputs("bert", _quantised("bert"))
     peftc.compile("peft 1\nedit e at layer[*].ffn { h += adapter(x, r=3, act=gelu) }", model, seed=0).eval()
     randomise(peftc.parameters(model))
     with torch.no_grad():
-        want = model(**given)[0]
+        want = model(**inputs)[0]
         report = peftc.fold(model, widen=True)
         assert [(one.edit, "`dequantize=True`" in one.reason) for one in report.refused] == [("e", True)]
         report = peftc.fold(model, widen=True, dequantize=True)
         assert [one.edit for one in report.folded] == ["e"]
-        torch.testing.assert_close(model(**given)[0], want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(**inputs)[0], want, rtol=1e-5, atol=1e-5)
     layer: Any = model.get_submodule("bert.encoder.layer.0")
     assert type(layer.intermediate.dense.weight) is type(layer.output.dense.weight) is torch.nn.Parameter
     assert layer.intermediate.dense.weight.dtype == torch.float32
@@ -108,7 +110,7 @@ def test_the_recipe_changes_nothing_at_first_and_is_saved(recipe: str, tmp_path:
         assert torch.equal(logits(peftc.remove(model)), base)
 
 
-def test_what_would_train_the_weight_itself_is_refused() -> None:
+def test_training_a_quantised_weight_is_refused() -> None:
     model = quantised()
     with pytest.raises(peftc.PeftcError, match="P542"):
         peftc.compile("peft 1\ntrain e = [w] at layer[*].attn.q", model)

@@ -1,4 +1,4 @@
-"""One form with arguments at a place, many times over: what the laws of forms are checked on."""
+"""Forms with arguments and shapes: the cases that the laws of forms run on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Case:
     name: str
     target: Shape
     input: Shape | None = None
-    given: Args = field(default_factory=dict)
+    values: Args = field(default_factory=dict)
     d_model: int = 12
     sites: int = 1
 
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def args(self) -> Args:
-        return self.form.fill(self.given)
+        return self.form.fill(self.values)
 
     @property
     def dims(self) -> Dims:
@@ -53,11 +53,11 @@ class Case:
         return self.form.common(self.args) is not None and not self.grouped
 
     def __str__(self) -> str:
-        given = ",".join(f"{k}={v}" for k, v in self.given.items())
-        return f"{self.name}({given}):{self.input}->{self.target}".replace(" ", "")
+        arguments = ",".join(f"{k}={v}" for k, v in self.values.items())
+        return f"{self.name}({arguments}):{self.input}->{self.target}".replace(" ", "")
 
     def like(self, dtype: torch.dtype = torch.float64, batch: int = BATCH) -> Tensor:
-        """Something to call the module with."""
+        """An input for the module."""
         shape = self.input or (Rows(2, 4) if isinstance(self.target, KeyValue) else self.target)
         return torch.randn(size(shape, batch), generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(
             dtype
@@ -192,7 +192,7 @@ def owner(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
     return build_owner(case, dtype=dtype) if case.grouped else build(case, dtype=dtype)
 
 
-def made(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
+def initialised(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
     """Initialised, ready to be called at one site (the last of a group)."""
     module = owner(case, dtype)
     module.initialise(seeded, base(case, dtype))
@@ -212,7 +212,7 @@ def made(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
 
 
 def fill(module: Fusion) -> None:
-    """Gives it adapters."""
+    """Gives a fusion its adapters."""
     for name in module.adapter():
         buffer = module.get_buffer(name)
         buffer.copy_(torch.randn(buffer.shape, generator=seeded(name)))
@@ -220,21 +220,21 @@ def fill(module: Fusion) -> None:
 
 
 def parameters(module: FormModule) -> dict[str, Tensor]:
-    """Those that are its own, and those that it has in common with others."""
+    """Its own parameters, and those it shares with others."""
     common = module.owner_module
     own = dict(module.named_parameters())
     return own if common is None else own | parameters(common)
 
 
 def buffers(module: FormModule) -> dict[str, Tensor]:
-    """What it has beside its parameters, and what it has in common with others."""
+    """Its buffers, and those it shares with others."""
     common = module.owner_module
     return dict(module.named_buffers()) | ({} if common is None else dict(common.named_buffers()))
 
 
 def shaken(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
-    """As after training: no parameter is where it started."""
-    module = made(case, dtype)
+    """As after training: every parameter is perturbed."""
+    module = initialised(case, dtype)
     with torch.no_grad():
         for name, parameter in parameters(module).items():
             parameter.add_(torch.randn(parameter.shape, generator=seeded(name + "!")).to(dtype))
@@ -242,7 +242,7 @@ def shaken(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
 
 
 def alone(case: Case) -> bool:
-    """Whether a form does something where it stands at one site: a mixture of one layer is that layer's state."""
+    """Whether a form does anything at a single site: a mixture of one layer is its state."""
     return case.name != "layer_attention"
 
 

@@ -1,4 +1,6 @@
-"""Parameters shared by several sites: one owner, light members, direct rows at the end."""
+"""Parameters shared by several sites: one owner module, members that hold no parameters, rows after
+export.
+"""
 
 import copy
 import pickle

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, build, build_owner, parameter_dtype
 from peftc.forms.shapes import Tokens
-from tests.forms.cases import CASES, Case, alone, base, buffers, every, made, owner, parameters, seeded, shaken
+from tests.forms.cases import CASES, Case, alone, base, buffers, every, initialised, owner, parameters, seeded, shaken
 from tests.reference import forms as reference
 
 TOLERANCE = 1e-12
@@ -24,18 +24,20 @@ def parts(value: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
 
 
 def alpha(args: Mapping[str, Any]) -> float:
-    """What the product of LoRA's factors is divided by r for: alpha (default r); with rsLoRA it is divided by its root instead."""
+    """LoRA's α: the product of its factors is scaled by α / r, with rsLoRA by α / √r. α defaults to
+    r.
+    """
     value = float(args["r"] if args["alpha"] is None else args["alpha"])
     return value * args["r"] ** 0.5 if args["rslora"] else value
 
 
 def kron_scale(args: Mapping[str, Any]) -> float:
-    """LoKr's alpha / r where the second factor has rank r, alpha where it is whole, 1 without alpha."""
+    """LoKr's scale: α / r if the second factor has rank r, α if it is whole, 1 without α."""
     return 1.0 if args["alpha"] is None else float(args["alpha"]) / (args["r"] or 1)
 
 
 def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
-    """The value by the hand-written reference."""
+    """The value of the hand-written reference."""
     args = case.args
     match case.name:
         case "adapter":
@@ -118,8 +120,8 @@ def test_equals_the_hand_written_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_parameters_are_wide_and_values_have_the_dtype_of_the_input(case: Case, dtype: torch.dtype) -> None:
-    module = made(case, dtype)
+def test_parameters_are_float32_and_values_have_the_dtype_of_the_input(case: Case, dtype: torch.dtype) -> None:
+    module = initialised(case, dtype)
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     assert {p.dtype for p in parameters(module).values()} == {wide}
     assert {part.dtype for part in parts(module(case.like(dtype)))} == {dtype}
@@ -140,10 +142,10 @@ def test_examples_of_a_batch_do_not_see_each_other(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_first_values_depend_on_the_parameter_alone(case: Case) -> None:
-    asked: list[str] = []
+    names: list[str] = []
 
     def generator(name: str) -> torch.Generator:
-        asked.append(name)
+        names.append(name)
         torch.rand(3)
         return seeded(name)
 
@@ -153,8 +155,8 @@ def test_first_values_depend_on_the_parameter_alone(case: Case) -> None:
     assert torch.equal(torch.get_rng_state(), before), "the global generator was used"
     again.initialise(generator, base(case))
     single.initialise(seeded, base(case, torch.float32))
-    drawn = [name for name, _ in first.named_parameters()] if case.name != "magnitude" else []
-    assert sorted(asked) == sorted(drawn)
+    names_drawn = [name for name, _ in first.named_parameters()] if case.name != "magnitude" else []
+    assert sorted(names) == sorted(names_drawn)
     for name, value in first.named_parameters():
         assert torch.equal(value, again.get_parameter(name))
         torch.testing.assert_close(value.float(), single.get_parameter(name), rtol=1e-6, atol=0)
@@ -168,16 +170,16 @@ def test_construction_leaves_the_global_generator_alone(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "low", "high"),
+    ("args", "name", "low", "high"),
     [
         ({"init": "bert"}, "down", 0.019, 0.021),
-        ({"init": "houlsby"}, "up", 0.0085, 0.0092),  # N(0, 0.01) cut at two deviations: 0.88 of the deviation
+        ({"init": "houlsby"}, "up", 0.0085, 0.0092),  # N(0, 0.01) truncated at two deviations: 0.88 of the deviation
         ({"init": "lora"}, "down", 0.98 / 3**0.5 / 300**0.5, 1.02 / 3**0.5 / 300**0.5),  # U(±1/√d)
         ({"init": "lora"}, "up", 0.0, 0.0),
     ],
 )
-def test_deviation_of_first_values(given: dict[str, object], name: str, low: float, high: float) -> None:
-    module = made(Case("adapter", Tokens(300), Tokens(300), {"r": 200, **given}))  # type: ignore[dict-item]
+def test_deviation_of_first_values(args: dict[str, object], name: str, low: float, high: float) -> None:
+    module = initialised(Case("adapter", Tokens(300), Tokens(300), {"r": 200, **args}))  # type: ignore[dict-item]
     assert low <= float(module.get_parameter(name).detach().std()) <= high
 
 
@@ -185,8 +187,8 @@ NORMED = every(lambda c: c.name in ("ladder", "hyper") or bool(c.args.get("norm_
 
 
 @pytest.mark.parametrize("case", NORMED, ids=str)
-def test_layer_norms_begin_without_a_scale_and_a_shift(case: Case) -> None:
-    norms = {name: p for name, p in parameters(made(case)).items() if "norm" in name}
+def test_layer_norms_start_at_weight_1_and_bias_0(case: Case) -> None:
+    norms = {name: p for name, p in parameters(initialised(case)).items() if "norm" in name}
     assert norms
     for name, parameter in norms.items():
         assert torch.equal(parameter, torch.full_like(parameter, "weight" in name)), name
@@ -230,8 +232,8 @@ def test_copies_and_pickles(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_without_storage(case: Case) -> None:
     with FakeTensorMode():
-        fake = parts(made(case, torch.bfloat16)(torch.empty(case.like().shape, dtype=torch.bfloat16)))
-    real = parts(made(case)(case.like()))
+        fake = parts(initialised(case, torch.bfloat16)(torch.empty(case.like().shape, dtype=torch.bfloat16)))
+    real = parts(initialised(case)(case.like()))
     assert [part.shape for part in fake] == [part.shape for part in real]
     build_owner(case, dtype=torch.float32, device="meta").initialise(seeded, base(case))
 
@@ -258,7 +260,7 @@ def test_autocast(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_repr_says_what_it_is() -> None:
-    module: FormModule = made(CASES[0])
+    module: FormModule = initialised(CASES[0])
     assert "r=4" in repr(module)
     assert "down: (4, 12)" in repr(module)
 

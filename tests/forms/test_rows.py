@@ -1,4 +1,4 @@
-"""What the rows promise: counts, shapes, values at initialisation, affinity; and what they refuse."""
+"""What a form's row promises: counts, shapes, initial value, affinity, and refusals."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from peftc.forms.lora import scale
 from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import build
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
-from tests.forms.cases import BATCH, CASES, Case, alone, every, made, owner, parameters, shaken, size
+from tests.forms.cases import BATCH, CASES, Case, alone, every, initialised, owner, parameters, shaken, size
 
 NUMERICAL = 1e-12
 PASSING: list[tuple[str, Args]] = [
@@ -48,13 +48,13 @@ def test_trained_count_is_the_number_of_entries(case: Case) -> None:
 def test_stored_count_is_what_is_left_after_collapsing(case: Case) -> None:
     count = case.form.count(case.args, case.dims)
     if case.form.collapses(case.args) is not None and case.in_part:
-        sites = made(case).owner_module
+        sites = initialised(case).owner_module
         assert isinstance(sites, MaskedSites)
         sites.choose(torch.arange(sites.count))
         assert case.form.common_count is not None
         assert count.stored + case.form.common_count(case.args, case.dims).stored == sites.collapsed()["values"].numel()
     elif case.form.collapses(case.args) is not None:
-        assert count.stored == case.sites * sum(rows.numel() for rows in made(case).collapsed().values())
+        assert count.stored == case.sites * sum(rows.numel() for rows in initialised(case).collapsed().values())
     else:
         module = owner(case)
         others = [module.get_buffer(name) for name in module.adapter()] if isinstance(module, Fusion) else []
@@ -62,7 +62,7 @@ def test_stored_count_is_what_is_left_after_collapsing(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_value_fits_the_promised_shape(case: Case) -> None:
+def test_value_has_the_promised_shape(case: Case) -> None:
     promised = case.form.shape(case.args, case.dims)
     value = shaken(case)(case.like())
     if isinstance(promised, KeyValue):
@@ -82,7 +82,7 @@ def test_value_fits_the_promised_shape(case: Case) -> None:
 
 @pytest.mark.parametrize("case", every(lambda c: c.name not in ("prefix", "prompt")), ids=str)
 def test_value_at_initialisation_is_the_promised_constant(case: Case) -> None:
-    value, promised = made(case)(case.like()), case.form.at_init(case.args)
+    value, promised = initialised(case)(case.like()), case.form.at_init(case.args)
     constant = bool((value == value.flatten()[0]).all())
     assert constant == (promised is not None)
     if promised is not None:
@@ -91,11 +91,11 @@ def test_value_at_initialisation_is_the_promised_constant(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("form", "given"), PASSING)
-def test_the_base_weight_passes_bit_for_bit(form: str, given: Args, dtype: torch.dtype, transposed: bool) -> None:
+@pytest.mark.parametrize(("form", "args"), PASSING)
+def test_the_base_weight_passes_bit_for_bit(form: str, args: Args, dtype: torch.dtype, transposed: bool) -> None:
     assert {form.name for form in FORMS.values() if form.passes} == {name for name, _ in PASSING}
     shape = Weight(640, 480)
-    module = build(Case(form, shape, shape, given), dtype=dtype)
+    module = build(Case(form, shape, shape, args), dtype=dtype)
     w = torch.randn(480, 640).T.to(dtype) if transposed else torch.randn(640, 480).to(dtype)
     w[3] = 0.0
     module.initialise(lambda name: torch.Generator(), {"w": w})
@@ -105,14 +105,14 @@ def test_the_base_weight_passes_bit_for_bit(form: str, given: Args, dtype: torch
 
 def test_scale_of_low_rank_forms() -> None:
     form = FORMS["lora"]
-    said = [
+    cases = [
         ({}, 1.0),
         ({"alpha": 16}, 4.0),
         ({"alpha": 2.0}, 0.5),
         ({"alpha": 16, "rslora": True}, 8.0),
         ({"rslora": True}, 2.0),
     ]
-    assert [scale(form.fill({"r": 4, **given})) for given, _ in said] == [want for _, want in said]
+    assert [scale(form.fill({"r": 4, **args})) for args, _ in cases] == [want for _, want in cases]
 
 
 @pytest.mark.parametrize("case", every(lambda c: c.form.takes_input and alone(c)), ids=str)
@@ -128,7 +128,7 @@ def test_affine_where_the_row_says_so_and_nowhere_else(case: Case) -> None:
     "case", every(lambda c: c.form.affine(c.args) is None and c.form.rank(c.args, c.dims) is not None), ids=str
 )
 def test_rank_is_that_of_the_change(case: Case) -> None:
-    """Of the weight that is given, else of the matrix of the affine map."""
+    """The rank of the change of a weight, or of the matrix of the affine map."""
     module, like = shaken(case), case.like()
     if isinstance(case.target, Weight):
         change = module(like)
@@ -180,14 +180,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "source", "target", "code", "argument"), REFUSED)
+@pytest.mark.parametrize(("name", "args", "source", "target", "code", "argument"), REFUSED)
 def test_refused_with_a_code_and_the_argument_to_underline(
-    name: str, given: dict[str, object], source: Shape | None, target: Shape, code: str, argument: str | None
+    name: str, args: dict[str, object], source: Shape | None, target: Shape, code: str, argument: str | None
 ) -> None:
     form = FORMS[name]
-    with pytest.raises(Illegal) as caught:
-        form.shape(form.fill(given), Dims(source, target, 8))  # type: ignore[arg-type]
-    assert (caught.value.code, caught.value.argument) == (code, argument)
+    with pytest.raises(Illegal) as excinfo:
+        form.shape(form.fill(args), Dims(source, target, 8))  # type: ignore[arg-type]
+    assert (excinfo.value.code, excinfo.value.argument) == (code, argument)
 
 
 def test_an_intervention_that_takes_nothing_off_may_change_the_width() -> None:
@@ -198,11 +198,11 @@ def test_an_intervention_that_takes_nothing_off_may_change_the_width() -> None:
 @pytest.mark.parametrize("name", [form.name for form in FORMS.values() if form.param("reduction")])
 def test_a_reduction_leaves_a_feature(name: str) -> None:
     form = FORMS[name]
-    given = {n: value for n, value in {"n": 1, "density": 0.5, "factorised": False}.items() if form.param(n)}
-    assert form.shape(form.fill({**given, "reduction": 8}), Dims(T, T, 8)) == T
-    with pytest.raises(Illegal) as caught:
-        form.shape(form.fill({**given, "reduction": 9}), Dims(T, T, 8))
-    assert (caught.value.code, caught.value.argument) == ("P312", "reduction")
+    args = {n: value for n, value in {"n": 1, "density": 0.5, "factorised": False}.items() if form.param(n)}
+    assert form.shape(form.fill({**args, "reduction": 8}), Dims(T, T, 8)) == T
+    with pytest.raises(Illegal) as excinfo:
+        form.shape(form.fill({**args, "reduction": 9}), Dims(T, T, 8))
+    assert (excinfo.value.code, excinfo.value.argument) == ("P312", "reduction")
 
 
 def test_numbers_have_ranges() -> None:
@@ -218,7 +218,9 @@ def test_numbers_have_ranges() -> None:
 
 
 def test_published_prefix_counts() -> None:
-    """BART-large MAM with mlp(800) (He et al.'s code) and T5-3B prefixes with mlp(512) (Lialin et al. 2024, Table 5)."""
+    """BART-large MAM with mlp(800) (He et al.'s code) and T5-3B prefixes with mlp(512) (Lialin et
+    al. 2024, Table 5).
+    """
     prefix = FORMS["prefix"]
     bart = Dims(None, KeyValue(16, 64), 1024, 12)
     mam = prefix.count(prefix.fill({"len": 30, "reparam": ("mlp", 800)}), bart)
@@ -228,8 +230,8 @@ def test_published_prefix_counts() -> None:
 
 
 def test_rows_can_be_listed_as_json() -> None:
-    listed = {f.name: {p.name: [p.type, p.doc, p.default, p.choices] for p in f.params} for f in FORMS.values()}
-    assert all(doc for form in json.loads(json.dumps(listed)).values() for _, doc, _, _ in form.values())
+    rows = {f.name: {p.name: [p.type, p.doc, p.default, p.choices] for p in f.params} for f in FORMS.values()}
+    assert all(doc for form in json.loads(json.dumps(rows)).values() for _, doc, _, _ in form.values())
     assert all(f.paper and f.equation for f in FORMS.values())
     assert Vector(3) != Tokens(3)
-    assert parameters(made(CASES[0]))
+    assert parameters(initialised(CASES[0]))

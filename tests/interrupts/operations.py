@@ -1,4 +1,4 @@
-"""Operations on a model, each with what must be there before."""
+"""The operations to interrupt, each with its preparation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = HEADER + "edit f at layer[*].ffn { h += adapter(h, r=2) }\n"
 
 @dataclass
 class Case:
-    """A model, the folder that goes with it, and what is done."""
+    """A model, its folder, and the action to interrupt."""
 
     model: nn.Module
     folder: Path
@@ -45,140 +45,140 @@ def case(spec: str | None, name: str = "llama", **options: Any) -> Case:
 
 
 def saved(spec: str, like: Case) -> Case:
-    """Gives a case an adapter in its folder, of the same base."""
+    """Saves an adapter of the same base into the folder of a case."""
     other = case(spec)
     peftc.save(other.model, like.folder)
     return like
 
 
 def compile_() -> Case:
-    made = case(None)
-    made.action = lambda: peftc.compile(TWO, made.model, seed=0, name="one")
-    return made
+    scenario = case(None)
+    scenario.action = lambda: peftc.compile(TWO, scenario.model, seed=0, name="one")
+    return scenario
 
 
 def compile_inside() -> Case:
-    made = case(None)
-    made.action = lambda: peftc.compile(INSIDE, made.model, seed=0, name="one")
-    return made
+    scenario = case(None)
+    scenario.action = lambda: peftc.compile(INSIDE, scenario.model, seed=0, name="one")
+    return scenario
 
 
 def load() -> Case:
-    made = saved(TWO, case(None))
-    made.action = lambda: peftc.load(made.folder, made.model, name="one")
-    return made
+    scenario = saved(TWO, case(None))
+    scenario.action = lambda: peftc.load(scenario.folder, scenario.model, name="one")
+    return scenario
 
 
 def save() -> Case:
-    made = saved(LORA, case(TWO))
-    made.action = lambda: peftc.save(made.model, made.folder)
-    return made
+    scenario = saved(LORA, case(TWO))
+    scenario.action = lambda: peftc.save(scenario.model, scenario.folder)
+    return scenario
 
 
 def fold() -> Case:
-    made = case(LORA)
-    made.action = lambda: peftc.fold(made.model)
-    return made
+    scenario = case(LORA)
+    scenario.action = lambda: peftc.fold(scenario.model)
+    return scenario
 
 
 def fold_in_part() -> Case:
-    made = case(TWO)
-    made.action = lambda: peftc.fold(made.model)
-    return made
+    scenario = case(TWO)
+    scenario.action = lambda: peftc.fold(scenario.model)
+    return scenario
 
 
 def widen() -> Case:
-    made = case(WIDE, "t5")
-    made.action = lambda: peftc.fold(made.model, widen=True)
-    return made
+    scenario = case(WIDE, "t5")
+    scenario.action = lambda: peftc.fold(scenario.model, widen=True)
+    return scenario
 
 
 def fold_and_widen() -> Case:
-    """Two writes of the weights, one after the other."""
-    made = case(LORA + WIDE.removeprefix(HEADER), "t5")
-    made.action = lambda: peftc.fold(made.model, widen=True)
-    return made
+    """Two writes of the weights in a row."""
+    scenario = case(LORA + WIDE.removeprefix(HEADER), "t5")
+    scenario.action = lambda: peftc.fold(scenario.model, widen=True)
+    return scenario
 
 
 def remove() -> Case:
-    made = case(TWO)
-    made.action = lambda: peftc.remove(made.model)
-    return made
+    scenario = case(TWO)
+    scenario.action = lambda: peftc.remove(scenario.model)
+    return scenario
 
 
 def remove_one() -> Case:
-    made = case(TWO)
+    scenario = case(TWO)
     peftc.compile(
         HEADER + "edit b at layer[*].attn.o { h += lora(x, r=2) }\ntrain u = [w] at layer[*].attn.norm",
-        made.model,
+        scenario.model,
         seed=0,
         name="two",
     )
-    made.action = lambda: peftc.remove(made.model, "one")
-    return made
+    scenario.action = lambda: peftc.remove(scenario.model, "one")
+    return scenario
 
 
 def disabled() -> Case:
-    made = case(TWO)
+    scenario = case(TWO)
 
     def action() -> None:
-        with peftc.disabled(made.model):
-            run(made.model)
+        with peftc.disabled(scenario.model):
+            run(scenario.model)
 
-    made.action = action
-    return made
+    scenario.action = action
+    return scenario
 
 
 def task() -> Case:
-    made = case(TASKS, tasks=["x", "y"])
+    scenario = case(TASKS, tasks=["x", "y"])
 
     def action() -> None:
-        with peftc.task(made.model, "y"):
-            run(made.model)
+        with peftc.task(scenario.model, "y"):
+            run(scenario.model)
 
-    peftc.set_task(made.model, "x")
-    made.action = action
-    return made
+    peftc.set_task(scenario.model, "x")
+    scenario.action = action
+    return scenario
 
 
 def add_task() -> Case:
-    made = case(TASKS, tasks=["x", "y"])
-    peftc.set_task(made.model, "x")
-    made.action = lambda: peftc.add_task(made.model, "z", like="x")
-    return made
+    scenario = case(TASKS, tasks=["x", "y"])
+    peftc.set_task(scenario.model, "x")
+    scenario.action = lambda: peftc.add_task(scenario.model, "z", like="x")
+    return scenario
 
 
 def drop_task() -> Case:
-    made = case(TASKS, tasks=["x", "y"])
-    peftc.set_task(made.model, "x")
-    made.action = lambda: peftc.drop_task(made.model, "x")
-    return made
+    scenario = case(TASKS, tasks=["x", "y"])
+    peftc.set_task(scenario.model, "x")
+    scenario.action = lambda: peftc.drop_task(scenario.model, "x")
+    return scenario
 
 
 def set_enabled() -> Case:
-    made = case(TWO)
-    made.action = lambda: peftc.set_enabled(made.model, False)
-    return made
+    scenario = case(TWO)
+    scenario.action = lambda: peftc.set_enabled(scenario.model, False)
+    return scenario
 
 
 def calibrate() -> Case:
-    made = case(CHOSEN)
-    batch = {**zoo.inputs("llama", made.model)}
+    scenario = case(CHOSEN)
+    batch = {**zoo.inputs("llama", scenario.model)}
     batch["labels"] = batch["input_ids"]
-    made.action = lambda: peftc.calibrate(made.model, [batch])
-    return made
+    scenario.action = lambda: peftc.calibrate(scenario.model, [batch])
+    return scenario
 
 
 def warm_start() -> Case:
-    made = saved(LORA, case(LORA))
-    made.action = lambda: peftc.warm_start(made.model, made.folder)
-    return made
+    scenario = saved(LORA, case(LORA))
+    scenario.action = lambda: peftc.warm_start(scenario.model, scenario.folder)
+    return scenario
 
 
 def fuse() -> Case:
-    made = saved(PLAIN, case(MIXED))
-    made.action = lambda: peftc.fuse(made.model, made.folder)
-    return made
+    scenario = saved(PLAIN, case(MIXED))
+    scenario.action = lambda: peftc.fuse(scenario.model, scenario.folder)
+    return scenario
 
 
 @torch.no_grad()

@@ -1,4 +1,6 @@
-"""`python -m tests.interrupts.run`: forks an operation at the first hit of each line, and interrupts the fork there."""
+"""`python -m tests.interrupts.run`: forks an operation at the first hit of each line, and
+interrupts the fork there.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ PATIENCE = 120  # seconds for one fork
 
 @dataclass
 class Outcome:
-    """Of an operation: the lines that were interrupted, what was found after each, and how often no interrupt came out."""
+    """The lines that were interrupted in an operation, the state after each, and the interrupts
+    that were swallowed.
+    """
 
     lines: int = 0
     before: int = 0
@@ -44,14 +48,14 @@ class Outcome:
 
 
 def import_all() -> None:
-    """Lines that only importing runs are no part of an operation."""
+    """Imports everything: lines that run only on import are no part of an operation."""
     for module in pkgutil.walk_packages(peftc.__path__, "peftc."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 
 
 def in_fork(action: Callable[[], Any], patience: int = 0) -> Any:
-    """What a function returns in a copy of this process, or the text of its error."""
+    """The result of a function in a fork of this process, or the text of its error."""
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
@@ -73,8 +77,8 @@ def in_fork(action: Callable[[], Any], patience: int = 0) -> Any:
 
 
 class Files:
-    """The files of a folder, to be put back as they were: forks share the disk, and how far open files were read. What has not changed
-    is not touched.
+    """Restores the files of a folder, and the offsets of open files: forks share both. Unchanged
+    files are not touched.
     """
 
     def __init__(self, root: Path) -> None:
@@ -96,7 +100,7 @@ class Files:
 
 
 def offsets() -> Iterator[tuple[int, int]]:
-    """Open regular files, and the place that each is at."""
+    """The open regular files with their offsets."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -104,8 +108,8 @@ def offsets() -> Iterator[tuple[int, int]]:
 
 
 class Interrupter:
-    """Runs an operation under a tracer that forks. `written`: only from the first change of the model on. `paths`: only lines of files whose
-    paths in the package begin so.
+    """Runs an operation under a tracer that forks. `written`: only after the first change of the
+    model. `paths`: only in files whose paths in the package start so.
     """
 
     def __init__(self, case: Case, written: bool, paths: tuple[str, ...] = ("",)) -> None:
@@ -118,10 +122,10 @@ class Interrupter:
         self.after = in_fork(lambda: (case.action(), snapshot(case.model, case.folder))[1])
         files.restore()
         assert isinstance(self.after, dict), self.after
-        self.forked = False  # whether this process is one that is interrupted
+        self.forked = False  # whether this process is an interrupted fork
 
     def marks(self) -> tuple[Any, ...]:
-        """What tells cheaply that something was written."""
+        """A cheap fingerprint that changes when something is written."""
         model, folder = self.case.model, self.case.folder.parent
         files = sorted((p.name, p.stat().st_mtime_ns) for p in folder.rglob("*"))
         variable = getattr(model, "__dict__", {}).get("_peftc")
@@ -158,14 +162,14 @@ class Interrupter:
             data = pipe.read()
         os.waitpid(process, 0)
         files.restore()
-        came, found = pickle.loads(data) if data else (True, "the process hung or died")
+        came, verdict = pickle.loads(data) if data else (True, "the process hung or died")
         self.outcome.lines += 1
         if not came:
             self.outcome.swallowed.append(line)
-        if isinstance(found, str) and found not in ("before", "after"):
-            self.outcome.between.append(f"{line}: {found}")
+        if isinstance(verdict, str) and verdict not in ("before", "after"):
+            self.outcome.between.append(f"{line}: {verdict}")
         else:
-            setattr(self.outcome, found, getattr(self.outcome, found) + 1)
+            setattr(self.outcome, verdict, getattr(self.outcome, verdict) + 1)
 
     def verdict(self) -> str:
         try:
@@ -189,9 +193,9 @@ class Interrupter:
         except BaseException:
             error = traceback.format_exc()
         if self.forked:
-            found = f"another error: {error[-300:]}" if error else self.verdict()
+            verdict = f"another error: {error[-300:]}" if error else self.verdict()
             with os.fdopen(self.pipe, "wb") as pipe:
-                pickle.dump((came, found), pipe)
+                pickle.dump((came, verdict), pipe)
             os._exit(0)
         assert not error, error
         now = snapshot(self.case.model, self.case.folder)
@@ -239,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in chosen.operations or OPERATIONS:
         result = in_fork(
             lambda name=name: interrupted(name, chosen.written, paths)
-        )  # a process of its own: nothing is cached
+        )  # a fresh process: nothing is cached
         if not isinstance(result, Outcome):
             raise SystemExit(f"{name}: {result}")
         outcomes[name] = result

@@ -1,4 +1,4 @@
-"""All that an operation may change, as texts that can be compared."""
+"""Everything an operation may change, as texts to compare."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def snapshot(model: nn.Module, folder: Path) -> dict[str, str]:
-    """The model, what it computes, its adapter on disk, and what peftc patches elsewhere."""
-    found: dict[str, str] = {"process": process()}
+    """The model, its outputs, its adapter on disk, and peftc's patches of other packages."""
+    digests: dict[str, str] = {"process": process()}
     for name, module in model.named_modules():
         kinds = [hasattr(c, "_peftc_kind") and "_peftc_kind" in vars(c) for c in type(module).__mro__]
-        found[f"class of {name}"] = (
+        digests[f"class of {name}"] = (
             f"{type(module).__name__} {kinds} {sorted(map(str, vars(module)))} {module.training}"
         )
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[name] = f"{digest(parameter)} {parameter.requires_grad} {parameter.grad is None}"
+        digests[name] = f"{digest(parameter)} {parameter.requires_grad} {parameter.grad is None}"
     for name, buffer in model.named_buffers():
-        found[f"buffer {name}"] = digest(buffer)
+        digests[f"buffer {name}"] = digest(buffer)
     if is_installed(model):
         record = installation_of(model)
         default = record.choice.default
-        found["specs"] = "\n".join(f"{part.name}: {part.text}" for part in record.specs)
-        found["choice"] = f"{sorted(default.off)} {default.task} {len(record.choice.blocks())} {record.task.names}"
-        found |= {f"original {name}": digest(value) for name, value in record.originals.items()}
-    found["result"] = digest(run(model))
-    found["config"] = str(getattr(model, "config", None))
-    return found | adapter(folder)
+        digests["specs"] = "\n".join(f"{part.name}: {part.text}" for part in record.specs)
+        digests["choice"] = f"{sorted(default.off)} {default.task} {len(record.choice.blocks())} {record.task.names}"
+        digests |= {f"original {name}": digest(value) for name, value in record.originals.items()}
+    digests["result"] = digest(run(model))
+    digests["config"] = str(getattr(model, "config", None))
+    return digests | adapter(folder)
 
 
 def adapter(folder: Path) -> dict[str, str]:
@@ -53,7 +53,7 @@ def adapter(folder: Path) -> dict[str, str]:
 
 
 def process() -> str:
-    """Patches of torch and transformers, and stacks of modes."""
+    """Patches of torch and transformers, and the stacks of modes."""
     parts: list[Any] = [
         nn.Module.to.__qualname__,
         nn.Module.to.__module__,

@@ -1,4 +1,4 @@
-"""A compiled model beside the same model edited by hand, in float64, and how the two are compared."""
+"""Compares a compiled model with the same model edited by hand, in float64."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def seed_of(key: str) -> int:
 
 @cache
 def analysis(name: str) -> Any:
-    """A model is analysed once for all the plans that are made of it."""
+    """Caches a model's analysis: it serves every plan for that model."""
     return analyse_base(zoo.config(name))
 
 
 @torch.no_grad()
 def randomise(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Moves every edit parameter away from where it starts: + 0.3 N(0, 1), by its name."""
+    """Adds 0.3 N(0, 1), seeded by its name, to every edit parameter."""
     for key, parameter in parameters.items():
         generator = torch.Generator().manual_seed(seed_of(key))
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -53,7 +53,7 @@ def assign(parameters: Mapping[str, nn.Parameter], new: Mapping[str, Tensor]) ->
 
 @dataclass(frozen=True)
 class Before:
-    """What must come back, bit for bit, when an adapter is removed."""
+    """A snapshot of everything that `remove` must restore bit for bit."""
 
     state: Mapping[str, Tensor]
     classes: Mapping[str, type[nn.Module]]
@@ -75,12 +75,12 @@ class Before:
         assert all(torch.equal(now.state[k], v) for k, v in self.state.items())
         assert now.classes == self.classes
         assert now.requires_grad == self.requires_grad
-        left = {k: now.modules[k] - v for k, v in self.modules.items() if now.modules[k] - v}
-        assert not left, f"attributes left behind: {left}"
+        difference = {k: now.modules[k] - v for k, v in self.modules.items() if now.modules[k] - v}
+        assert not difference, f"attributes left behind: {difference}"
 
 
 class Case:
-    """One recipe on one architecture: the base's outputs, the compiled model, and the model edited by hand."""
+    """One recipe on one architecture: the base's outputs, the compiled model, and the reference."""
 
     def __init__(self, recipe: Recipe, name: str, **overrides: Any) -> None:
         self.recipe, self.name, self.overrides = recipe, name, overrides
@@ -88,7 +88,7 @@ class Case:
         self.batches = batches(name, self.model)
         self.before = Before.of(self.model)
         with torch.no_grad():
-            self.base_logits = [self.model(**given)[0] for given in self.batches]
+            self.base_logits = [self.model(**inputs)[0] for inputs in self.batches]
         assert peftc.compile(recipe.text, self.model, seed=0) is self.model
         self.parameters = peftc.parameters(self.model)
         self.initial = values(self.parameters)
@@ -100,7 +100,7 @@ class Case:
 
     @cached_property
     def random(self) -> dict[str, Tensor]:
-        """One fixed point in parameter space, far from the initial one."""
+        """Sets the edit parameters to fixed random values."""
         assign(self.parameters, self.initial)
         randomise(self.parameters)
         return values(self.parameters)
@@ -118,7 +118,7 @@ class Case:
         return self
 
     def reference(self, grad: bool = True, **overrides: Any) -> tuple[Reference, dict[str, Tensor]]:
-        """A fresh base edited by hand with the present values of the edit parameters, and those values."""
+        """A fresh base edited by hand with the current edit parameters, and those parameters."""
         weights = values(self.parameters, grad)
         ref = Reference(self.name, zoo.build(self.name, torch.float64, **{**self.overrides, **overrides}))
         ref.model.requires_grad_(False)
@@ -127,7 +127,7 @@ class Case:
 
     @property
     def fixed(self) -> dict[str, Tensor]:
-        """What forms have beside their parameters, by the same names."""
+        """The buffers of the forms, by the names of parameters."""
         places = installation_of(self.model).form_modules
         return {
             f"{at}.{n}": b for at, where in places.items() for n, b in self.model.get_submodule(where).named_buffers()
@@ -135,21 +135,23 @@ class Case:
 
 
 def batches(name: str, model: nn.Module) -> list[Inputs]:
-    """Without a mask (attention may run with mask None and is_causal) and with padding on either side."""
+    """Without a mask (attention may run with mask None and is_causal), and with padding on either
+    side.
+    """
     side: zoo.Padding = "left" if "bert" not in name else "right"
     return [zoo.inputs(name, model), zoo.inputs(name, model, padding=side)]
 
 
-def visible(model: nn.Module, given: Inputs, out: Tensor) -> Tensor:
-    """The outputs that mean something: not those of padding (rows that attend to nothing differ between kernels)."""
-    if "attention_mask" not in given or getattr(model.config, "is_encoder_decoder", False):
+def visible(model: nn.Module, inputs: Inputs, out: Tensor) -> Tensor:
+    """The outputs at unpadded positions: rows that attend to nothing differ between kernels."""
+    if "attention_mask" not in inputs or getattr(model.config, "is_encoder_decoder", False):
         return out.flatten(0, 1)
-    return out[given["attention_mask"].bool()]
+    return out[inputs["attention_mask"].bool()]
 
 
-def loss(model: nn.Module, given: Inputs) -> tuple[Tensor, Tensor]:
+def loss(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The visible logits, and a fixed linear function of them."""
-    out = visible(model, given, model(**given)[0])
+    out = visible(model, inputs, model(**inputs)[0])
     generator = torch.Generator().manual_seed(7)
     direction = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     return out, (out * direction).sum() / out.shape[0]
@@ -158,11 +160,11 @@ def loss(model: nn.Module, given: Inputs) -> tuple[Tensor, Tensor]:
 def compare(
     case: Case, run: Callable[[nn.Module], tuple[Tensor, Tensor]], ref: Reference, weights: Mapping[str, Tensor]
 ) -> None:
-    """Outputs and the gradients of all edit parameters, to 1e-10."""
+    """Outputs, and gradients of all edit parameters, agree to 1e-10."""
     got, total = run(case.model)
     total.backward()
-    want, wanted = run(ref.model)
-    wanted.backward()
+    want, expected_loss = run(ref.model)
+    expected_loss.backward()
     assert (got - want).abs().max() <= TOLERANCE
     for key, parameter in case.parameters.items():
         expected = weights[key].grad

@@ -1,10 +1,10 @@
-"""The recipes of the literature on weights, Linears and whole layers."""
+"""Recipes of the literature on weights, Linears and whole layers."""
 
 from __future__ import annotations
 
 from tests.laws.recipe import GATED, WITH_BIAS, Recipe, at, shipped
-from tests.reference import elsewhere, methods
 from tests.reference import literature as by_hand
+from tests.reference import methods, other_sites
 from tests.reference.methods import together
 
 WITHOUT_BIAS = ("t5", "llama", "qwen3")
@@ -83,7 +83,7 @@ WEIGHTS = (
     Recipe(
         "said",
         f"edit e at {ALL_LINEARS} {{ w += fastfood(d=9) }}",
-        by_hand.said("e", "q k v o up down"),
+        by_hand.intrinsic_said("e", "q k v o up down"),
         identity=True,
         folds=True,
         on=("bart", "llama"),
@@ -91,7 +91,7 @@ WEIGHTS = (
     Recipe(
         "said-scaled",
         f"edit e at {ALL_LINEARS} {{ w += scalar(init=1) * fastfood(d=9, seed=1) }}",
-        by_hand.said("e", "q k v o up down", scaled=True),
+        by_hand.intrinsic_said("e", "q k v o up down", scaled=True),
         identity=True,
         folds=True,
     ),
@@ -223,7 +223,7 @@ MULTITASK = (
         together(
             methods.lora("lora", "q k v", 3.0),
             methods.for_one_task(
-                together(methods.sequential("adapter", "attn", "gelu"), elsewhere.hidden_adapter("adapter", "gelu"))
+                together(methods.sequential("adapter", "attn", "gelu"), other_sites.hidden_adapter("adapter", "gelu"))
             ),
         ),
         identity=False,

@@ -1,10 +1,10 @@
-"""Recipes that no paper has: edits in every order, at other sites, and several at one Linear."""
+"""Recipes without a paper: edits in every order, at other sites, and several at one Linear."""
 
 from __future__ import annotations
 
 from tests.laws.recipe import Recipe, at
-from tests.reference import elsewhere
 from tests.reference import methods as by_hand
+from tests.reference import other_sites
 from tests.reference.methods import Method, together
 
 ORDERED = {  # edits that read different states of one sub-layer, hence live in different modules
@@ -19,7 +19,7 @@ ORDERS = (
         Recipe(
             f"order-{site}-{order}",
             "\n".join(f"edit {e} at layer[*].{site} {{ h += {ORDERED[e]} }}" for e in order),
-            together(*(elsewhere.ordered(e, site) for e in order)),
+            together(*(other_sites.ordered(e, site) for e in order)),
             identity=False,
             on=("bart", "t5", "gpt2", "llama", "opt"),
             edits=tuple(order),
@@ -32,42 +32,45 @@ ORDERS = (
         "edit e at layer[*].attn.v { h += lora(x, r=3) }\n"
         "edit f at layer[*].attn.v { h *= vector(init=1) }\n"
         "edit g at layer[*].attn.v { h += adapter(h, r=2) }",
-        together(by_hand.lora("e", "v", 3.0), by_hand.scaled("f", "v"), elsewhere.linear_act("g", "v")),
+        together(by_hand.lora("e", "v", 3.0), by_hand.scaled("f", "v"), other_sites.linear_act("g", "v")),
         identity=False,
         folds=frozenset({"e", "f"}),
         edits=("e", "f", "g"),
     ),
 )
 
-ELSEWHERE = (  # sites and states that no published recipe needs, but the language has
-    Recipe("layer", at("layer[*]", "adapter(x, r=3, act=tanh)"), elsewhere.whole_layers("e"), identity=False),
+ELSEWHERE = (  # sites and states that no published recipe uses
+    Recipe("layer", at("layer[*]", "adapter(x, r=3, act=tanh)"), other_sites.whole_layers("e"), identity=False),
     Recipe(
         "add",
         at("layer[*].attn.add | layer[*].ffn.add", "adapter(h, r=3, act=tanh)"),
-        elsewhere.after_sum("e", "attn ffn"),
+        other_sites.after_sum("e", "attn ffn"),
         identity=False,
     ),
-    Recipe("hidden", at("layer[*].ffn.hidden", "adapter(h, r=3, act=tanh)"), elsewhere.hidden_adapter("e"), False),
-    Recipe("up", at("layer[*].ffn.up", "adapter(h, r=3, act=tanh)"), elsewhere.linear_act("e", "up", "tanh"), False),
+    Recipe("hidden", at("layer[*].ffn.hidden", "adapter(h, r=3, act=tanh)"), other_sites.hidden_adapter("e"), False),
+    Recipe("up", at("layer[*].ffn.up", "adapter(h, r=3, act=tanh)"), other_sites.linear_act("e", "up", "tanh"), False),
     Recipe(
         "norm-weight",
         "edit e at layer[*].ffn.norm { w += vector(init=0) }",
-        elsewhere.norm_weight("e"),
+        other_sites.norm_weight("e"),
         True,
         folds=True,
     ),
-    Recipe("heads", at("layer[*].attn.heads", "vector(init=1)", "*="), elsewhere.scaled_heads("e"), True, folds=None),
-    Recipe("queries", "edit e at layer[*].attn { q += bottleneck(q, r=3) }", elsewhere.query_bottleneck("e"), False),
+    Recipe("heads", at("layer[*].attn.heads", "vector(init=1)", "*="), other_sites.scaled_heads("e"), True, folds=None),
+    Recipe("queries", "edit e at layer[*].attn { q += bottleneck(q, r=3) }", other_sites.query_bottleneck("e"), False),
     Recipe(
         "arithmetic",
         "edit e at layer[*].ffn { h = 0.5 * h - adapter(x, r=3) / 3 }",
-        elsewhere.arithmetic("e", "ffn"),
+        other_sites.arithmetic("e", "ffn"),
         identity=False,
     ),
     Recipe(
         "head-of",
-        "edit e at head { h = 0.5 * h + 0.5 * head(x + adapter(x, r=3, act=tanh)) }\nedit s at head { h *= scalar(init=1) }",
-        elsewhere.head_of_changed("e"),
+        (
+            "edit e at head { h = 0.5 * h + 0.5 * head(x + adapter(x, r=3, act=tanh)) }\n"
+            "edit s at head { h *= scalar(init=1) }"
+        ),
+        other_sites.head_of_changed("e"),
         identity=False,
         folds=None,
         on=("bart", "gpt2", "llama"),
@@ -76,7 +79,7 @@ ELSEWHERE = (  # sites and states that no published recipe needs, but the langua
     Recipe(
         "embeddings",
         at("embed", "vector(init=1)", "*="),
-        elsewhere.embeddings("e"),
+        other_sites.embeddings("e"),
         identity=True,
         folds=None,
         on=("bart", "bert", "gpt2", "llama"),
@@ -92,40 +95,40 @@ _V, _DOWN, _FFN, _HIDDEN = "layer[*].attn.v", "layer[*].ffn.down", "layer[*].ffn
 _LORA, _VECTOR, _SEQUENTIAL = "{ h += lora(x, r=3) }", "{ h *= vector(init=2) }", "{ h += adapter(h, r=3, act=tanh) }"
 _PARALLEL, _DORA = "{ h += adapter(x, r=3, act=tanh) }", "{ w = magnitude(w + lowrank(r=3)) }"
 
-MIXED = (  # what may fold although something that does not fold, or another edit, stands at the same Linear
+MIXED = (  # edits that fold although another edit, perhaps an unfoldable one, is at the same Linear
     _pair(
         "adapter-vector",
         f"{_V} {_SEQUENTIAL}",
         f"{_V} {_VECTOR}",
-        (elsewhere.linear_act("e", "v", "tanh"), by_hand.scaled("f", "v")),
+        (other_sites.linear_act("e", "v", "tanh"), by_hand.scaled("f", "v")),
         False,
     ),
     _pair(
         "adapter-lora",
         f"{_V} {_SEQUENTIAL}",
         f"{_V} {_LORA}",
-        (elsewhere.linear_act("e", "v", "tanh"), by_hand.lora("f", "v", 3.0)),
+        (other_sites.linear_act("e", "v", "tanh"), by_hand.lora("f", "v", 3.0)),
         False,
     ),
     _pair(
         "lora-adapter",
         f"{_V} {_LORA}",
         f"{_V} {_SEQUENTIAL}",
-        (by_hand.lora("e", "v", 3.0), elsewhere.linear_act("f", "v", "tanh")),
+        (by_hand.lora("e", "v", 3.0), other_sites.linear_act("f", "v", "tanh")),
         frozenset("e"),
     ),
     _pair(
         "parallel-vector",
         f"{_V} {_PARALLEL}",
         f"{_V} {_VECTOR}",
-        (elsewhere.linear_parallel("e", "v", "tanh"), by_hand.scaled("f", "v")),
+        (other_sites.linear_parallel("e", "v", "tanh"), by_hand.scaled("f", "v")),
         False,
     ),
     _pair(
         "parallel-lora",
         f"{_V} {_PARALLEL}",
         f"{_V} {_LORA}",
-        (elsewhere.linear_parallel("e", "v", "tanh"), by_hand.lora("f", "v", 3.0)),
+        (other_sites.linear_parallel("e", "v", "tanh"), by_hand.lora("f", "v", 3.0)),
         None,
     ),
     _pair(
@@ -160,14 +163,14 @@ MIXED = (  # what may fold although something that does not fold, or another edi
         "hidden-adapter",
         f"{_HIDDEN} {_VECTOR}",
         f"{_DOWN} {_PARALLEL}",
-        (by_hand.scaled_hidden("e"), elsewhere.linear_parallel("f", "down", "tanh")),
+        (by_hand.scaled_hidden("e"), other_sites.linear_parallel("f", "down", "tanh")),
         None,
     ),
     _pair(
         "down-then-gamma",
         f"{_DOWN} {_SEQUENTIAL}",
         f"{_FFN} {_VECTOR}",
-        (elsewhere.linear_act("e", "down", "tanh"), by_hand.gamma("f", "ffn")),
+        (other_sites.linear_act("e", "down", "tanh"), by_hand.gamma("f", "ffn")),
         False,
     ),
     _pair(

@@ -1,4 +1,4 @@
-"""The recipes of the papers, and all recipes together."""
+"""The recipes of the papers, and the list of all recipes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.laws.literature import LITERATURE
 from tests.laws.more_recipes import ELSEWHERE, MIXED, ORDERS
 from tests.laws.recipe import ENCODER_DECODER, GATED, WITH_BIAS, Recipe, at, shipped
 from tests.matrix import FULL
-from tests.reference import elsewhere
 from tests.reference import methods as by_hand
+from tests.reference import other_sites
 from tests.reference.methods import Method, together
 from tests.reference.reference import Reference
 
@@ -78,7 +78,7 @@ LINEAR = (
     Recipe(
         "bias",
         "edit e at layer[*].attn.q | layer[*].ffn.down { b += vector(init=0) }",
-        elsewhere.biased("e", "q down"),
+        other_sites.biased("e", "q down"),
         identity=True,
         folds=True,
         on=WITH_BIAS,
@@ -172,7 +172,7 @@ SUB_LAYER = (
     Recipe(
         "linear-adapter",
         at("layer[*].attn.o | layer[*].ffn.down", "2 * adapter(h, r=4, act=none)"),
-        elsewhere.linear_adapter("e", "o down", 2.0),
+        other_sites.linear_adapter("e", "o down", 2.0),
         identity=False,
         folds=True,
     ),
@@ -281,7 +281,8 @@ ATTENTION = (
 
 RECIPES = (*LINEAR, *SUB_LAYER, *ATTENTION, *ORDERS, *ELSEWHERE, *MIXED, *LITERATURE)
 NAMED = {recipe.name: recipe for recipe in RECIPES}
-# Every recipe meets BART or LLaMA, in turn (in the full run both), and one or two of the others, which are like one of these in much.
+# Every recipe runs on BART or LLaMA, in turn (in the full run on both), and on one or two others,
+# which resemble one of these.
 STRIDES = {"bart": 2, "llama": 2, "t5": 4, "gpt2": 4, "bert": 6, "opt": 6, "roberta": 8, "qwen3": 8}
 if FULL:
     STRIDES = {name: stride // 2 for name, stride in STRIDES.items()}

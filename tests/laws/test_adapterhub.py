@@ -1,6 +1,5 @@
-"""Compiled models compute what AdapterHub's own code computed with the same weights, outputs and gradients.
-
-The numbers are those of `tests/reference/adapterhub.json`.
+"""Compiled models equal AdapterHub's own code with the same weights: outputs and gradients. The
+numbers are in `tests/reference/adapterhub.json`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ edit ffn at layer[*].ffn {{ let r = %s  h += gate(r) * adapter(r, reduction=16, 
 
 
 def spec_of(method: str, name: str) -> str:
-    """Of those that no recipe states."""
+    """The specs of methods that no recipe states."""
     pre = name in PRE_NORM
     reads = "h + res" if pre else "norm(h + res)"
     prefix = f"edit p at layer[*].attn {{ kv = concat(prefix(len={LENGTH}, reparam=mlp({WIDTH})), kv) }}"
@@ -59,18 +58,18 @@ def spec_of(method: str, name: str) -> str:
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_the_same_numbers_and_gradients(method: str, name: str) -> None:
     model = zoo.build(name, torch.float64)
-    known = places(Reference(name, model), method)
+    expected_keys = places(Reference(name, model), method)
     if method in RECIPES:
         recipe, settings = RECIPES[method]
         peftc.compile(SPECS / f"{recipe}.peft", model, seed=0, settings=settings)
     else:
         peftc.compile(spec_of(method, name), model, seed=0)
-    given = peftc.parameters(model)
-    assert set(given) == set(known)
+    parameters = peftc.parameters(model)
+    assert set(parameters) == set(expected_keys)
     with torch.no_grad():
-        for key, parameter in given.items():
-            parameter.copy_(adapterhub.draw(*known[key]))
-    labels = {known[key][0]: parameter for key, parameter in given.items()}
+        for key, parameter in parameters.items():
+            parameter.copy_(adapterhub.draw(*expected_keys[key]))
+    labels = {expected_keys[key][0]: parameter for key, parameter in parameters.items()}
     numbers, slopes = adapterhub.measured(model, name, labels)
     assert numbers == pytest.approx(MEASURED[method][name], rel=TOLERANCE, abs=TOLERANCE)
     assert slopes == pytest.approx(SLOPES[method][name], rel=TOLERANCE, abs=TOLERANCE)
@@ -78,7 +77,7 @@ def test_the_same_numbers_and_gradients(method: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", adapterhub.FUSION)
 def test_the_same_fusion(name: str, tmp_path: Path) -> None:
-    """Two saved adapters, mixed. A bias of the keys, which theirs has, changes nothing."""
+    """Two saved adapters, fused. AdapterHub's key bias changes nothing."""
     modules = {
         layer.ffn.path: adapterhub.adapter_module(name, layer.stack, layer.index, "ffn")
         for layer in Reference(name, zoo.build(name, torch.float64)).layers
@@ -87,14 +86,14 @@ def test_the_same_fusion(name: str, tmp_path: Path) -> None:
 
     def compiled(form: str, part: str, names: dict[str, str]) -> tuple[Any, dict[str, torch.Tensor]]:
         model = peftc.compile(text % form, zoo.build(name, torch.float64), seed=0)
-        found: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
         for key, parameter in peftc.parameters(model).items():
             _, path, tensor = key.split("/")
             label = f"{modules[path]}.{part}.{names[tensor.rpartition('.')[2]]}"
-            found[label] = parameter
+            parameters[label] = parameter
             with torch.no_grad():
                 parameter.copy_(adapterhub.draw(label, tuple(parameter.shape)))
-        return model, found
+        return model, parameters
 
     for one in "ab":
         model, _ = compiled("adapter(h, reduction=16)", f"adapters.{one}", adapterhub.NAMES["adapter"])

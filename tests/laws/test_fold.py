@@ -1,4 +1,6 @@
-"""Folding, beyond what `test_laws.py` says of every recipe: what is left, what is refused and why, how it rounds."""
+"""Folding, beyond `test_laws.py`: the folded model is plain, refusals have reasons, rounding is
+correct.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,18 @@ from tests.matrix import checkerboard
     ),
 )
 def test_a_fully_folded_model_is_plain(name: str, method: str) -> None:
-    """Its classes are the base's own, its state dict has the base's keys and shapes, and it is trainable as before."""
-    made = Case(NAMED[method], name).at_random()
-    peftc.fold(made.model)
-    now = {key: type(module) for key, module in made.model.named_modules()}
-    assert now == made.before.classes
-    state = made.model.state_dict()
-    new = set(state) - set(made.before.state)
+    """The base's own classes, the base's state-dict keys and shapes, and the base's
+    `requires_grad`.
+    """
+    case = Case(NAMED[method], name).at_random()
+    peftc.fold(case.model)
+    now = {key: type(module) for key, module in case.model.named_modules()}
+    assert now == case.before.classes
+    state = case.model.state_dict()
+    new = set(state) - set(case.before.state)
     assert all(key.endswith("bias") for key in new)
-    assert all(state[key].shape == value.shape for key, value in made.before.state.items())
-    assert state.keys() >= made.before.state.keys()
+    assert all(state[key].shape == value.shape for key, value in case.before.state.items())
+    assert state.keys() >= case.before.state.keys()
 
 
 REFUSED = {
@@ -49,7 +53,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("method", REFUSED)
 @pytest.mark.parametrize("name", ["bart", "llama"])
-def test_refusals_say_what_prevents_it(name: str, method: str) -> None:
+def test_refusals_have_reasons(name: str, method: str) -> None:
     plan = peftc.plan(NAMED[method].text, zoo.config(name))
     assert not plan.edits[0].foldable
     assert REFUSED[method] in plan.edits[0].reason
@@ -57,33 +61,33 @@ def test_refusals_say_what_prevents_it(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("name", TIED)
 def test_tied_matrices_are_refused(name: str) -> None:
-    made = Case(NAMED["head"], name).at_random()
+    case = Case(NAMED["head"], name).at_random()
     plan = peftc.plan(NAMED["head"].text, zoo.config(name))
     assert "tied" in plan.edits[0].reason
     with torch.no_grad():
-        want = made.model(**made.batches[0])[0]
-        before = copy.deepcopy(made.model.state_dict())
-        report = peftc.fold(made.model)
+        want = case.model(**case.batches[0])[0]
+        before = copy.deepcopy(case.model.state_dict())
+        report = peftc.fold(case.model)
         assert not report.folded
         assert all("tied" in refusal.reason for refusal in report.refused)
-        assert torch.equal(made.model(**made.batches[0])[0], want)
-    assert all(torch.equal(before[k], v) for k, v in made.model.state_dict().items())
+        assert torch.equal(case.model(**case.batches[0])[0], want)
+    assert all(torch.equal(before[k], v) for k, v in case.model.state_dict().items())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
-def test_nothing_is_written_where_a_change_is_not_finite(bad: float) -> None:
-    made = Case(NAMED["lora"], "llama").at_random()
+def test_a_non_finite_change_is_not_written(bad: float) -> None:
+    case = Case(NAMED["lora"], "llama").at_random()
     with torch.no_grad():
-        next(iter(made.parameters.values())).view(-1)[0] = bad
+        next(iter(case.parameters.values())).view(-1)[0] = bad
     with pytest.raises(peftc.PeftcError):
-        peftc.fold(made.model)
-    state = made.model.state_dict()
-    assert all(torch.equal(state[k], v) for k, v in made.before.state.items())
+        peftc.fold(case.model)
+    state = case.model.state_dict()
+    assert all(torch.equal(state[k], v) for k, v in case.before.state.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
-    """W' = round(float32(W) + float32(Δ)): the change is never rounded by itself."""
+    """W' = round(float32(W) + float32(Δ)): the change is not rounded by itself."""
     model = zoo.build("llama", dtype)
     peftc.compile(NAMED["lora"].text, model, seed=0)
     parameters = peftc.parameters(model)
@@ -94,4 +98,4 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
     peftc.fold(model)
     folded = model.get_submodule("model.layers.0.self_attn.q_proj").weight
     differ = (folded != want).float().mean()
-    assert differ < 0.01  # sums of float32 may be ordered differently; a rounded Δ changes 5 %
+    assert differ < 0.01  # float32 sums may differ in order; rounding Δ alone would change 5 %

@@ -1,4 +1,6 @@
-"""generate(), hidden states and attentions of compiled models are those of the models edited by hand."""
+"""generate(), hidden states and attentions of compiled models equal those of models
+edited by hand.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,9 @@ TOKENS = 7
 
 
 def prompt(name: str, model: torch.nn.Module, padding: zoo.Padding | None = "left") -> dict[str, Tensor]:
-    given = zoo.inputs(name, model, batch=3, padding=padding)
-    given.pop("decoder_input_ids", None)
-    return given
+    inputs = zoo.inputs(name, model, batch=3, padding=padding)
+    inputs.pop("decoder_input_ids", None)
+    return inputs
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids="-".join)
@@ -41,9 +43,9 @@ def pair(request: Any) -> tuple[Case, torch.nn.Module]:
     return case, case.reference(grad=False)[0].model
 
 
-def generate(model: torch.nn.Module, given: dict[str, Tensor], **kwargs: Any) -> Any:
+def generate(model: torch.nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> Any:
     return model.generate(
-        **given,
+        **inputs,
         max_new_tokens=TOKENS,
         min_new_tokens=3,
         do_sample=False,
@@ -57,9 +59,9 @@ def generate(model: torch.nn.Module, given: dict[str, Tensor], **kwargs: Any) ->
 @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])
 def test_generate(pair: tuple[Case, torch.nn.Module], cache: bool, beams: int) -> None:
     case, reference = pair
-    given = prompt(case.name, case.model)
-    got = generate(case.model, given, use_cache=cache, num_beams=beams)
-    want = generate(reference, given, use_cache=cache, num_beams=beams)
+    inputs = prompt(case.name, case.model)
+    got = generate(case.model, inputs, use_cache=cache, num_beams=beams)
+    want = generate(reference, inputs, use_cache=cache, num_beams=beams)
     assert torch.equal(got.sequences, want.sequences)
     assert len(got.logits) >= 3
     for a, b in zip(got.logits, want.logits, strict=True):
@@ -67,12 +69,12 @@ def test_generate(pair: tuple[Case, torch.nn.Module], cache: bool, beams: int) -
 
 
 def test_a_cache_changes_nothing_without_gates(pair: tuple[Case, torch.nn.Module]) -> None:
-    """Gates average over the tokens of one call, so only they see the difference."""
+    """A gate averages over the tokens of one call, so only gates depend on the cache."""
     case, _ = pair
     if "gate(" in case.recipe.spec:
         pytest.skip("a gate sees fewer tokens with a cache")
-    given = prompt(case.name, case.model)
-    one, two = (generate(case.model, given, use_cache=c) for c in (True, False))
+    inputs = prompt(case.name, case.model)
+    one, two = (generate(case.model, inputs, use_cache=c) for c in (True, False))
     assert torch.equal(one.sequences, two.sequences)
     for a, b in zip(one.logits, two.logits, strict=True):
         close(a, b, "logits")
@@ -80,21 +82,21 @@ def test_a_cache_changes_nothing_without_gates(pair: tuple[Case, torch.nn.Module
 
 def test_generate_without_padding(pair: tuple[Case, torch.nn.Module]) -> None:
     case, reference = pair
-    given = prompt(case.name, case.model, padding=None)
-    got, want = generate(case.model, given), generate(reference, given)
+    inputs = prompt(case.name, case.model, padding=None)
+    got, want = generate(case.model, inputs), generate(reference, inputs)
     assert torch.equal(got.sequences, want.sequences)
 
 
 @pytest.mark.parametrize("method", ["mam", "multi-head"])
 @pytest.mark.parametrize("name", ["bert", "roberta", "opt", "qwen3", *GENERATING])
 def test_hidden_states_and_attentions(name: str, method: str) -> None:
-    """Under eager attention, the only one that gives attentions; those of a prefix have its columns in front."""
+    """Only eager attention returns attentions; with a prefix, its columns come first."""
     case = Case(NAMED[method], name, attn_implementation="eager").at_random()
     reference = case.reference(grad=False)[0].model
-    exact = name in ("bart", "bert", "roberta", "t5", "gpt2")  # the others compute the softmax in float32
-    given = zoo.inputs(name, case.model)
+    exact = name in ("bart", "bert", "roberta", "t5", "gpt2")  # the other models compute the softmax in float32
+    inputs = zoo.inputs(name, case.model)
     with torch.no_grad():
-        got, want = (m(**given, output_hidden_states=True, output_attentions=True) for m in (case.model, reference))
+        got, want = (m(**inputs, output_hidden_states=True, output_attentions=True) for m in (case.model, reference))
     fields = [key for key in want if ("hidden_states" in key or "attentions" in key) and len(want[key])]
     assert len(fields) >= 2
     for key in fields:

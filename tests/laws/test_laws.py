@@ -1,4 +1,4 @@
-"""What holds of every recipe on every architecture."""
+"""The laws that hold for every recipe on every architecture."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ def case(request: Any) -> Case:
 
 
 def test_identity_at_init(case: Case) -> None:
-    """Where promised, logits are the base's bit for bit; where not promised, the promise is not owed by accident."""
+    """Where a recipe promises identity, logits are the base's bit for bit; where not,
+    they differ.
+    """
     assert all(edit.identity for edit in case.plan.edits) == case.recipe.identity
     case.at_init()
     with torch.no_grad():
-        now = [case.model(**given)[0] for given in case.batches]
+        now = [case.model(**inputs)[0] for inputs in case.batches]
     same = [torch.equal(a, b) for a, b in zip(now, case.base_logits, strict=True)]
     assert all(same) if case.recipe.identity else not any(same)
 
 
-def test_every_parameter_is_saved_under_an_edit_of_the_spec(case: Case) -> None:
+def test_every_parameter_name_starts_with_an_edit_of_the_spec(case: Case) -> None:
     assert {key.partition("/")[0] for key in case.parameters} == set(case.recipe.edits)
     assert all(p.dtype == torch.float64 for p in case.parameters.values())
 
 
 def test_counts_are_those_of_the_compiled_model(case: Case) -> None:
-    """Trained: what has a gradient. Stored: the same, but for a prefix that is made by an MLP and saved as rows."""
+    """Trained: entries with a gradient. Stored: the same, except for a prefix that an MLP generates
+    and that is saved as rows.
+    """
     for edit in case.plan.edits:
         own = [p for key, p in case.parameters.items() if key.partition("/")[0] == edit.name]
         assert edit.trained == sum(p.numel() for p in own)
@@ -44,12 +48,12 @@ def test_counts_are_those_of_the_compiled_model(case: Case) -> None:
 
 
 def test_equals_the_reference(case: Case) -> None:
-    """Logits and gradients of the edit parameters, in float64, with and without a padding mask."""
+    """Logits, and gradients of the edit parameters, in float64, with and without a padding mask."""
     case.at_random()
     ref, weights = case.reference()
 
     def run(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        outs, totals = zip(*(loss(model, given) for given in case.batches), strict=True)
+        outs, totals = zip(*(loss(model, inputs) for inputs in case.batches), strict=True)
         return torch.cat(outs), sum(totals[1:], totals[0])
 
     compare(case, run, ref, weights)
@@ -59,7 +63,7 @@ def test_equals_the_reference(case: Case) -> None:
     )
 
 
-def test_the_base_gets_no_gradient_and_does_not_move(case: Case) -> None:
+def test_the_base_gets_no_gradient_and_does_not_change(case: Case) -> None:
     case.at_random()
     own = {id(p) for p in case.parameters.values()}
     trained = [p for p in case.model.parameters() if p.requires_grad]
@@ -71,8 +75,8 @@ def test_the_base_gets_no_gradient_and_does_not_move(case: Case) -> None:
     optimiser.step()
     assert not any(torch.equal(start[k], p) for k, p in case.parameters.items())
     now = case.model.state_dict()
-    chosen = {k for k, p in case.model.named_parameters() if id(p) in own}  # by `train`
-    assert all(torch.equal(now[k], v) for k, v in case.before.state.items() if k not in chosen)
+    trained_keys = {k for k, p in case.model.named_parameters() if id(p) in own}  # by `train`
+    assert all(torch.equal(now[k], v) for k, v in case.before.state.items() if k not in trained_keys)
 
 
 def test_disabled_is_the_base(case: Case) -> None:
@@ -98,7 +102,7 @@ def test_a_copy_is_another_model(case: Case) -> None:
 
 
 def test_verdicts_on_folding(case: Case) -> None:
-    """What folds is read off the equations; a refusal has a reason."""
+    """The planner derives from the equations what folds. A refusal has a reason."""
     assert [edit.name for edit in case.plan.edits] == list(case.recipe.edits)
     for edit in case.plan.edits:
         expected = case.recipe.folds is None or case.recipe.foldable(edit.name, case.name)
@@ -107,9 +111,8 @@ def test_verdicts_on_folding(case: Case) -> None:
 
 
 def test_folded_equals_unfolded(case: Case) -> None:
-    """Exact in float64 for every edit whose verdict is that it folds; the others stay, and are named.
-
-    As many entries change as the plan says.
+    """Exact in float64 for every edit with the verdict that it folds; the report names the others.
+    As many entries change as the plan counts.
     """
     stay = {edit.name for edit in case.plan.edits if not edit.foldable}
     if stay == set(case.recipe.edits):
@@ -118,15 +121,15 @@ def test_folded_equals_unfolded(case: Case) -> None:
     folded = copy.deepcopy(case.model)
     with torch.no_grad():
         report = peftc.fold(folded)
-        for given, base in zip(case.batches, case.base_logits, strict=True):
-            got = folded(**given)[0]
-            close(visible(folded, given, got), visible(case.model, given, case.model(**given)[0]), "folded")
+        for inputs, base in zip(case.batches, case.base_logits, strict=True):
+            got = folded(**inputs)[0]
+            close(visible(folded, inputs, got), visible(case.model, inputs, case.model(**inputs)[0]), "folded")
             assert not torch.equal(got, base)
     if not stay:
         now, was = folded.state_dict(), case.before.state
-        moved = (int((v != was[k]).sum()) if k in was else v.numel() for k, v in now.items())
-        assert sum(moved) == case.plan.totals.changed
-    assert {refused.edit for refused in report.refused} == stay
+        changes = (int((v != was[k]).sum()) if k in was else v.numel() for k, v in now.items())
+        assert sum(changes) == case.plan.totals.changed
+    assert {refusal.edit for refusal in report.refused} == stay
     if stay:
         assert {key.partition("/")[0] for key in peftc.parameters(folded)} == stay
     else:
@@ -140,5 +143,5 @@ def test_remove_restores_every_bit(case: Case) -> None:
     assert peftc.remove(other) is other
     case.before.assert_same(other)
     with torch.no_grad():
-        for given, want in zip(case.batches, case.base_logits, strict=True):
-            assert torch.equal(other(**given)[0], want)
+        for inputs, want in zip(case.batches, case.base_logits, strict=True):
+            assert torch.equal(other(**inputs)[0], want)

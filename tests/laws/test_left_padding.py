@@ -1,4 +1,6 @@
-"""Rows that are padded on the left: where the base gives what the row alone gives, an edited model does too."""
+"""Left-padded batches: wherever the base computes the same as for each row alone, so does the
+edited model.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from tests.laws.harness import randomise
 PROMPT = "edit p at {}embed {{ h = concat(prompt(len=3), h) }}"
 PREFIX = "edit p at {}layer[*].attn {{ kv = concat(prefix(len=3), kv) }}"
 SLIDING = "mistral, sliding"
-TOKENS, LACKING = 12, 5  # of the longer row, and how many the shorter has less: more than the window
-BY_COLUMN = ("bart", "mbart")  # the base itself counts the positions of padding
+TOKENS, LACKING = 12, 5  # tokens of the longer row, and how many fewer the shorter has: more than the window
+BY_COLUMN = ("bart", "mbart")  # the base itself gives positions to padding
 NAMES = tuple(name for name in (*zoo.ALL, SLIDING) if name not in ("bert-base", "bert-classifier", *BY_COLUMN))
 GENERATING = ("t5", "gpt2", "llama", "opt", SLIDING)
 
@@ -40,7 +42,7 @@ def edited(name: str, spec: str) -> Any:
 
 
 def rows(name: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """A batch of two rows, the second padded on the left; and each row alone."""
+    """A batch of two rows, the second padded on the left, and each row alone."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(zoo.EOS + 1, zoo.VOCAB, (2, TOKENS), generator=generator)
     mask = torch.ones_like(ids)
@@ -59,7 +61,9 @@ STARTS = ((0, 0), (1, LACKING))
 
 @torch.no_grad()
 def difference(model: Any, name: str, numbered: bool) -> float:
-    """Between the rows of a batch and each row alone, where its tokens are. `numbered`: with positions that count its tokens."""
+    """The largest difference between the batch and each row alone, at unpadded tokens. `numbered`:
+    with explicit `position_ids`.
+    """
     together, alone = rows(name)
     if numbered:
         together["position_ids"] = (together["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -68,33 +72,37 @@ def difference(model: Any, name: str, numbered: bool) -> float:
     return max(float((whole[i, -part.shape[1] :] - part[0]).abs().max()) for i, part in enumerate(parts))
 
 
-def ways(name: str) -> list[tuple[bool, float]]:
-    """The ways to say where the tokens of a row are in which the base gives what it gives of the row alone; and how nearly,
-    since rotations are computed in float32.
+def exact_position_modes(name: str) -> list[tuple[bool, float]]:
+    """With which `position_ids` (explicit or not) the base gives the same for a padded row as for
+    the row alone, and the tolerance: rotary embeddings are computed in float32.
     """
     takes = "position_ids" in signature(type(base(name)).forward).parameters
-    found = [(numbered, difference(base(name), name, numbered)) for numbered in ((False, True) if takes else (False,))]
-    return [(numbered, 1e-10 if apart < 1e-10 else 1e-4) for numbered, apart in found if apart < 1e-5]
+    differences = [
+        (numbered, difference(base(name), name, numbered)) for numbered in ((False, True) if takes else (False,))
+    ]
+    return [(numbered, 1e-10 if apart < 1e-10 else 1e-4) for numbered, apart in differences if apart < 1e-5]
 
 
 @pytest.mark.parametrize("spec", [PROMPT, PREFIX], ids=["prompt", "prefix"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_padded_row_is_the_row_alone(name: str, spec: str) -> None:
-    """A prefix has no position: it is as far from a token as that token's number says, which must be told."""
-    model, found = edited(name, spec), ways(name)
-    assert any(limit == 1e-10 for _, limit in found)
+    """A prefix has no position: its distance to a token is that token's position, so explicit
+    positions are needed.
+    """
+    model, variants = edited(name, spec), exact_position_modes(name)
+    assert any(limit == 1e-10 for _, limit in variants)
     if spec == PREFIX:
-        found = [(numbered, limit) for numbered, limit in found if limit == 1e-10]
-    for numbered, limit in found:
+        variants = [(numbered, limit) for numbered, limit in variants if limit == 1e-10]
+    for numbered, limit in variants:
         assert difference(model, name, numbered) < limit
 
 
 def continuations(name: str, model: Any, **options: Any) -> tuple[Tensor, list[Tensor]]:
     together, alone = rows(name)
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **options}
-    given = [{k: v for k, v in row.items() if k != "decoder_input_ids"} for row in (together, *alone)]
-    given = [{**row, "attention_mask": row.get("attention_mask", torch.ones_like(row["input_ids"]))} for row in given]
-    first, *rest = (model.generate(**row, **options)[:, -8:] for row in given)
+    calls = [{k: v for k, v in row.items() if k != "decoder_input_ids"} for row in (together, *alone)]
+    calls = [{**row, "attention_mask": row.get("attention_mask", torch.ones_like(row["input_ids"]))} for row in calls]
+    first, *rest = (model.generate(**row, **options)[:, -8:] for row in calls)
     return first, rest
 
 
@@ -108,12 +116,12 @@ def test_generation_of_a_padded_row_is_that_of_the_row_alone(name: str, spec: st
     for options in ({"use_cache": True}, {"use_cache": False}, {"num_beams": 3}):
         plain, parts = continuations(name, base(name), **options)
         assert torch.equal(plain, torch.cat(parts))
-        found, alone = continuations(name, model, **options)
-        assert torch.equal(found, torch.cat(alone))
-        assert not torch.equal(found, plain)
+        rows_together, alone = continuations(name, model, **options)
+        assert torch.equal(rows_together, torch.cat(alone))
+        assert not torch.equal(rows_together, plain)
 
 
-def test_a_row_that_begins_behind_padding_in_a_cache_is_refused() -> None:
+def test_a_row_with_only_padding_in_the_cache_is_refused() -> None:
     model, (together, _) = edited("llama", PROMPT).requires_grad_(False), rows("llama")
     ids, mask = together["input_ids"], together["attention_mask"]
     whole = model(**together).logits
@@ -128,8 +136,8 @@ def test_a_row_that_begins_behind_padding_in_a_cache_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", SLIDING])
-def test_a_prompt_as_a_state_stands_before_the_first_token(name: str) -> None:
-    """Folded out of the model, embedded tokens are where they were."""
+def test_a_prompt_folded_into_a_state_precedes_the_first_token(name: str) -> None:
+    """A prompt folded into a cache stands where the embedded tokens stood."""
     model, (together, _) = edited(name, PROMPT), rows(name)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     want = model.generate(**together, **options)[:, TOKENS:]
@@ -137,8 +145,10 @@ def test_a_prompt_as_a_state_stands_before_the_first_token(name: str) -> None:
     assert torch.equal(model.generate(**state.inputs(**together), **options), want)
 
 
-def test_positions_that_are_told_go_on_from_row_to_token() -> None:
-    """Several numbers a token, numbers for all rows at once, and numbers that do not begin at 0."""
+def test_explicit_positions_are_extended_over_the_prompt() -> None:
+    """For several positions a token, positions shared by all rows, and positions that do not start
+    at 0.
+    """
     starts = torch.tensor([[0], [2]])
     numbers = torch.tensor([[7, 8, 9, 10]])
     want = torch.tensor([[7, 8, 9, 10, 11, 12], [9, 10, 9, 10, 11, 12]])

@@ -1,4 +1,4 @@
-"""Mistakes that need a model to be seen: each has a code and a span, and nothing has changed."""
+"""Mistakes that only show on a model: each has a code and a span, and changes nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import zoo
 from tests.laws.harness import Before
 from tests.laws.recipes import NAMED
 
-MISTAKES = {  # what is wrong: (spec, family of the code, the text that is underlined)
+MISTAKES = {  # mistake: (spec, first digits of the code, the underlined text)
     "unknown form": ("edit e at layer[*].ffn { h += adaptor(x, r=4) }", "P1", "adaptor"),
     "unknown argument": ("edit e at layer[*].ffn { h += adapter(x, r=4, depth=2) }", "P1", "depth"),
     "missing argument": ("edit e at layer[*].attn.q { h += lora(x) }", "P1", "lora"),
@@ -57,9 +57,9 @@ def test_a_mistake_has_a_code_and_a_span_and_changes_nothing(name: str, mistake:
     text = "peft 1\n" + body
     model = zoo.build(name)
     before = Before.of(model)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(text, model, seed=0)
-    errors = [d for d in caught.value.diagnostics if d.severity == "error"]
+    errors = [d for d in excinfo.value.diagnostics if d.severity == "error"]
     assert errors
     first = errors[0]
     assert first.code.startswith(family), first
@@ -76,9 +76,9 @@ def test_several_mistakes_are_reported_at_once() -> None:
         "edit b at layer[*].attn.q { h += lora(x, r=4, alhpa=3) }\n"
         "edit c at layer[*].attn.q { h += lora(x, r=4, dropout=7) }\n"
     )
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(text, zoo.build("bert"))
-    lines = {text.count("\n", 0, d.span.start) for d in caught.value.diagnostics}
+    lines = {text.count("\n", 0, d.span.start) for d in excinfo.value.diagnostics}
     assert lines == {1, 2, 3}
 
 
@@ -87,7 +87,9 @@ class Injected(RuntimeError):
 
 
 class Bomb:
-    """Counts what is done to the modules and parameters of one model; fails at the k-th (never where k is 0)."""
+    """Counts the writes to the modules and parameters of one model, and fails at the k-th (never if
+    k is 0).
+    """
 
     METHODS = ("__setattr__", "__delattr__", "register_module", "register_parameter", "add_module")
 
@@ -113,12 +115,14 @@ class Bomb:
 def test_a_failure_in_the_middle_of_an_install_leaves_the_model_as_it_was(
     name: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever step fails, class, parameters, hooks and requires_grad are what they were; then a compilation works."""
+    """Whichever write fails, class, parameters, hooks and requires_grad are restored, and a second
+    compilation works.
+    """
     model, text = zoo.build(name), NAMED[method].text
     before = Before.of(model)
-    given = zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model)
     with torch.no_grad():
-        want = model(**given)[0]
+        want = model(**inputs)[0]
     with monkeypatch.context() as patch:
         bomb = Bomb(model, patch)
         peftc.compile(text, model, seed=0)
@@ -132,14 +136,16 @@ def test_a_failure_in_the_middle_of_an_install_leaves_the_model_as_it_was(
                 peftc.compile(text, model, seed=0)
         before.assert_same(model)
         with torch.no_grad():
-            assert torch.equal(model(**given)[0], want)
+            assert torch.equal(model(**inputs)[0], want)
     peftc.compile(text, model, seed=0)
     peftc.remove(model)
     before.assert_same(model)
 
 
-def test_an_edit_where_attention_cannot_take_it_is_refused_when_it_runs() -> None:
-    """A prefix under an implementation that takes no mask is an error with a code, never a wrong result."""
+def test_a_prefix_under_an_unsupported_attention_is_refused_at_run_time() -> None:
+    """A prefix under an attention implementation without a mask is an error with a code, never a
+    wrong result.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     model = zoo.build("llama")

@@ -1,4 +1,4 @@
-"""Saved adapters: they come back bit for bit, and anything that does not belong is refused before it touches a model."""
+"""Saved adapters: they load bit for bit, and anything else is refused before it touches a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES += [("gpt2", "compacter"), ("llama", "loreft"), ("t5", "krona-res")]
 
 
 def saved(name: str, method: str, folder: Path, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compiles, moves the parameters, saves; gives the outputs and the parameters."""
+    """Compiles, perturbs the parameters, saves; returns the outputs and the parameters."""
     model = zoo.build(name, **kwargs)
     peftc.compile(NAMED[method].text, model, seed=0)
     parameters = peftc.parameters(model)
@@ -50,7 +50,7 @@ def test_a_saved_adapter_comes_back_bit_for_bit(name: str, method: str, tmp_path
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_a_reparametrised_prefix_is_saved_as_the_rows_it_makes(name: str, tmp_path: Path) -> None:
-    """The MLP is gone, the function is the same."""
+    """The MLP is not saved; the function is the same."""
     want, _ = saved(name, "prefix-mlp", tmp_path)
     tensors = load_file(next(tmp_path.glob("*.safetensors")))
     assert {key.rpartition(".")[2] for key in tensors} == {"key", "value"}
@@ -101,10 +101,6 @@ def reshape_one(tensors: dict[str, torch.Tensor]) -> None:
     tensors[key] = tensors[key].T.contiguous()
 
 
-def poison_one(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[sorted(tensors)[0]].view(-1)[0] = float("nan")
-
-
 def remove(path: Path) -> None:
     path.unlink()
 
@@ -121,11 +117,11 @@ CORRUPTIONS = {
 
 def assert_refused(folder: Path, model: torch.nn.Module) -> peftc.PeftcError:
     before = Before.of(model)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.load(folder, model)
-    assert any(d.code.startswith("P5") for d in caught.value.diagnostics), caught.value.diagnostics
+    assert any(d.code.startswith("P5") for d in excinfo.value.diagnostics), excinfo.value.diagnostics
     before.assert_same(model)
-    return caught.value
+    return excinfo.value
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
@@ -144,16 +140,16 @@ def test_a_corrupt_description_is_refused(damage: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_key_in_the_description_is_refused(tmp_path: Path) -> None:
-    """A misspelt key never falls back to a default."""
+    """A misspelt key is never ignored."""
     saved("bert", "mam", tmp_path)
     refused = 0
     for path in tmp_path.glob("*.json"):
-        said = path.read_text()
-        data = json.loads(said)
+        text = path.read_text()
+        data = json.loads(text)
         if isinstance(data, dict):
             path.write_text(json.dumps({**data, "lora_aplha": 3}))
             assert_refused(tmp_path, zoo.build("bert"))
-            path.write_text(said)
+            path.write_text(text)
             refused += 1
     assert refused
 

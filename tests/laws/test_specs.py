@@ -1,4 +1,6 @@
-"""The shipped recipes themselves, on small models of several families: what every one of them promises, and what all must keep."""
+"""The shipped recipes on small models of several families: the promises of each, and the laws of
+all.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ ONLY: Mapping[str, tuple[str, ...]] = {
 }
 LAYERS = {"s4": 12}  # has four groups of layers
 CHOSEN = ("fishmask", "lt_sft", "far", "sparse_adapter")  # by `peftc.calibrate`
-GATED = ("unipelt", "adaptive_prefix")  # by a mean over the tokens of a call: cached decoding is another function
-DRAWS = 4  # a gate of `diff_pruning` for a whole weight is closed in one of some two hundred draws
+GATED = ("unipelt", "adaptive_prefix")  # a mean over the tokens of a call: cached decoding is another function
+DRAWS = 4  # `diff_pruning`: the gate of a whole weight closes in about one of two hundred draws
 CASES = [  # the families in turn
     (recipe, (own := ONLY.get(recipe, FAMILIES))[i % len(own)]) for i, recipe in enumerate(sorted(RECIPES))
 ]
@@ -59,12 +61,12 @@ def method(recipe: str) -> ast.Method:
 
 
 class Case:
-    """A recipe on a model, its entries chosen from data where it needs that."""
+    """A recipe on a model, calibrated where its entries are selected from data."""
 
     def __init__(self, recipe: str, family: str) -> None:
         self.recipe, self.family = recipe, family
         self.model = small(family, recipe)
-        self.given = zoo.inputs(family, self.model, labels=True)
+        self.inputs = zoo.inputs(family, self.model, labels=True)
         self.before = Before.of(self.model)
         with torch.no_grad():
             self.base = self.logits(self.model)
@@ -73,7 +75,7 @@ class Case:
         peftc.compile(RECIPES[recipe], self.model, seed=0, settings=settings)
         self.own = peftc.parameters(self.model)
         if recipe in CHOSEN:
-            peftc.calibrate(self.model, [self.given])
+            peftc.calibrate(self.model, [self.inputs])
         if recipe == "adapterfusion":
             self.fuse(settings)
 
@@ -87,10 +89,10 @@ class Case:
             peftc.fuse(self.model, [Path(folder) / str(i) for i in range(3)])
 
     def logits(self, model: nn.Module) -> torch.Tensor:
-        return model.eval()(**self.given).logits
+        return model.eval()(**self.inputs).logits
 
     def trained(self) -> None:
-        """As after training."""
+        """As after training: parameters are perturbed."""
         randomise(self.own)
         if self.recipe == "diff_pruning":
             peftc.calibrate(self.model)
@@ -102,7 +104,7 @@ def case(request: Any) -> Case:
     return Case(*request.param)
 
 
-def test_counts_and_what_is_the_base_at_first(case: Case) -> None:
+def test_counts_and_identity_at_init(case: Case) -> None:
     assert case.plan.totals.trained == sum(p.numel() for p in case.own.values())
     assert case.plan.totals.trained == sum(p.numel() for p in case.model.parameters() if p.requires_grad)
     with torch.no_grad():
@@ -112,12 +114,14 @@ def test_counts_and_what_is_the_base_at_first(case: Case) -> None:
 
 
 def test_a_gradient_reaches_every_parameter(case: Case) -> None:
-    """In some of a few draws: what is drawn in a forward may close a gate, and what is behind it has no gradient then."""
+    """In at least one of a few draws: a gate drawn in the forward may close, and then what it
+    multiplies has no gradient.
+    """
     randomise(case.own)
     case.model.train().zero_grad()
     for seed in range(DRAWS):
         torch.manual_seed(seed)
-        (case.model(**case.given).loss + sum(peftc.losses(case.model).values())).backward()
+        (case.model(**case.inputs).loss + sum(peftc.losses(case.model).values())).backward()
     missing = [key for key, p in case.own.items() if p.grad is None or not p.grad.abs().sum() > 0]
     assert not missing
     own = {id(p) for p in case.own.values()}
@@ -148,10 +152,10 @@ def test_saved_folded_and_removed(case: Case, tmp_path: Path) -> None:
 def test_generate_with_a_cache_is_generate_without(recipe: str, family: str) -> None:
     case = Case(recipe, family)
     case.trained()
-    given = {name: value for name, value in case.given.items() if name in ("input_ids", "attention_mask")}
+    inputs = {name: value for name, value in case.inputs.items() if name in ("input_ids", "attention_mask")}
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
     options["return_dict_in_generate"] = True
-    cached, plain = (case.model.eval().generate(**given, **options, use_cache=flag) for flag in (True, False))
+    cached, plain = (case.model.eval().generate(**inputs, **options, use_cache=flag) for flag in (True, False))
     assert torch.equal(cached.sequences, plain.sequences)
     for one, other in zip(cached.logits, plain.logits, strict=True):
         close(one, other, "logits")

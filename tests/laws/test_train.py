@@ -1,4 +1,6 @@
-"""`train`: parameters of the base that learn, with the base's own gradients, and come back when removed."""
+"""`train`: parameters of the base that learn with the base's own gradients, and that `remove`
+restores.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ NORMS = ("norm", "ln_1", "ln_2", "Norm")
 
 
 def belongs(spec: str, key: str, layer: str) -> bool:
-    """Whether a base parameter should learn, told from its name."""
+    """Whether a base parameter should be trainable, by its name."""
     inside, last = f".{layer}." in f".{key}", key.rsplit(".", 1)[-1]
     if spec == "bitfit":
         return inside and last == "bias" and "relative_attention_bias" not in key
     if spec == "layernorm":
         return inside and any(n in key for n in NORMS)
-    cross = "encoder_attn" in key or (key.startswith("decoder.block.") and ".layer.1." in key)  # its norm is below it
+    cross = "encoder_attn" in key or (
+        key.startswith("decoder.block.") and ".layer.1." in key
+    )  # its norm is a child of it
     return inside and cross
 
 
@@ -39,7 +43,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("spec", "name"), CASES)
-def test_exactly_these_learn_and_with_the_bases_gradients(spec: str, name: str) -> None:
+def test_exactly_these_are_trained_with_the_bases_gradients(spec: str, name: str) -> None:
     model, base = (zoo.build(name, torch.float64) for _ in range(2))
     peftc.compile("peft 1\n" + SPECS[spec], model, seed=0)
     want = {k for k, _ in base.named_parameters() if belongs(spec, k, LAYER.get(name, "layer"))}
@@ -50,15 +54,15 @@ def test_exactly_these_learn_and_with_the_bases_gradients(spec: str, name: str) 
         }
     assert {k for k, p in model.named_parameters() if p.requires_grad} == want
     assert {id(p) for p in peftc.parameters(model).values()} == {id(model.get_parameter(k)) for k in want}
-    given = zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model)
     for m in (model, base):
-        loss(m, given)[1].backward()
+        loss(m, inputs)[1].backward()
     for key in want:
         close(model.get_parameter(key).grad, base.get_parameter(key).grad, key)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("spec", "name"), CASES)
-def test_removed_means_as_before(spec: str, name: str) -> None:
+def test_remove_restores_trained_parameters(spec: str, name: str) -> None:
     model = zoo.build(name)
     before = Before.of(model)
     peftc.compile("peft 1\n" + SPECS[spec], model, seed=0)
@@ -74,21 +78,21 @@ def test_removed_means_as_before(spec: str, name: str) -> None:
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_disabled_is_the_base_while_trained_parameters_wait(name: str) -> None:
     model = zoo.build(name)
-    given = zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model)
     with torch.no_grad():
-        want = model(**given)[0]
+        want = model(**inputs)[0]
         peftc.compile("peft 1\n" + SPECS["layernorm"], model, seed=0)
         for parameter in peftc.parameters(model).values():
             parameter.add_(0.5)
-        changed = model(**given)[0]
+        changed = model(**inputs)[0]
         assert not torch.equal(changed, want)
         with peftc.disabled(model):
-            assert torch.equal(model(**given)[0], want)
-        assert torch.equal(model(**given)[0], changed)
+            assert torch.equal(model(**inputs)[0], want)
+        assert torch.equal(model(**inputs)[0], changed)
 
 
 @pytest.mark.parametrize("act", [peftc.remove, peftc.parameters, peftc.graphs], ids=lambda f: f.__name__)
-def test_what_needs_a_compiled_model_says_so(act) -> None:
-    with pytest.raises(peftc.PeftcError) as caught:
+def test_functions_of_compiled_models_refuse_others(act) -> None:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         act(zoo.build("bert"))
-    assert caught.value.diagnostics[0].code == "P410"
+    assert excinfo.value.diagnostics[0].code == "P410"

@@ -1,4 +1,4 @@
-"""Dropout, gradient checkpointing and seeds: a compiled model trains as its base does."""
+"""Dropout, gradient checkpointing and seeds: a compiled model trains like its base."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ def named(case: tuple[Recipe, str]) -> str:
     return f"{case[1]}-{case[0].name}"
 
 
-def seeded(model: nn.Module, given: Inputs, seed: int = 11) -> Tensor:
+def seeded(model: nn.Module, inputs: Inputs, seed: int = 11) -> Tensor:
     torch.manual_seed(seed)
-    return model(**given)[0]
+    return model(**inputs)[0]
 
 
 @pytest.mark.parametrize("case", NO_OPS, ids=named)
-def test_no_ops_leave_the_bases_dropout_as_it_is(case: tuple[Recipe, str]) -> None:
-    """At initialisation a no-op draws the same random numbers: train mode is the base's, bit for bit."""
+def test_identity_edits_do_not_change_the_bases_dropout(case: tuple[Recipe, str]) -> None:
+    """An edit that is the identity draws no random numbers: in train mode the output is the base's,
+    bit for bit.
+    """
     recipe, name = case
     model = zoo.build(name, dropout=0.3).train()
-    given = zoo.inputs(name, model, padding="right")
+    inputs = zoo.inputs(name, model, padding="right")
     with torch.no_grad():
-        want = seeded(model, given)
+        want = seeded(model, inputs)
         peftc.compile(recipe.text, model, seed=0)
         assert model.training
-        assert torch.equal(seeded(model, given), want)
-        assert not torch.equal(seeded(model, given, seed=12), want)
-        assert torch.equal(model.eval()(**given)[0], zoo.build(name, dropout=0.3)(**given)[0])
+        assert torch.equal(seeded(model, inputs), want)
+        assert not torch.equal(seeded(model, inputs, seed=12), want)
+        assert torch.equal(model.eval()(**inputs)[0], zoo.build(name, dropout=0.3)(**inputs)[0])
 
 
-EXACT = ("bart", "bert", "roberta", "t5", "gpt2")  # their eager softmax is in the dtype of the model
+EXACT = ("bart", "bert", "roberta", "t5", "gpt2")  # their eager softmax has the dtype of the model
 DROPPING = [
     (NAMED[method], name) for name in EXACT for method in ("houlsby", "par-bn-residual", "seq-bn", "everything", "mam")
 ]
@@ -54,18 +56,18 @@ DROPPING = [
 
 @pytest.mark.parametrize("pair", DROPPING, ids=named)
 def test_train_mode_with_dropout_equals_the_reference(pair: tuple[Recipe, str]) -> None:
-    """h is what enters the residual sum, after the model's own dropout: the same seed gives the same numbers.
-
-    Attention is eager, so that attention dropout falls on explicit weights, prefix columns in front.
+    """h enters the residual sum after the model's own dropout, so the same seed draws the same
+    masks. Attention is eager: attention dropout then acts on explicit weights, prefix columns
+    first.
     """
     recipe, name = pair
     case = Case(recipe, name, attn_implementation="eager", dropout=0.2).at_random()
     reference = case.reference(grad=False)[0].model
     case.model.train()
     reference.train()
-    given = case.batches[1]
+    inputs = case.batches[1]
     with torch.no_grad():
-        assert (seeded(case.model, given) - seeded(reference, given)).abs().max() <= TOLERANCE
+        assert (seeded(case.model, inputs) - seeded(reference, inputs)).abs().max() <= TOLERANCE
 
 
 DROPOUT_FORMS = {
@@ -89,11 +91,11 @@ def test_a_forms_dropout_follows_the_models_mode(name: str, form: str) -> None:
     for parameters in map(peftc.parameters, (with_it, without)):
         for parameter in parameters.values():
             nn.init.constant_(parameter, 0.1)
-    given = zoo.inputs(name, with_it)
+    inputs = zoo.inputs(name, with_it)
     with torch.no_grad():
-        assert torch.equal(with_it(**given)[0], without(**given)[0])
+        assert torch.equal(with_it(**inputs)[0], without(**inputs)[0])
         with_it.train()
-        one, two, again = seeded(with_it, given, 1), seeded(with_it, given, 2), seeded(with_it, given, 1)
+        one, two, again = seeded(with_it, inputs, 1), seeded(with_it, inputs, 2), seeded(with_it, inputs, 1)
     assert torch.equal(one, again)
     assert not torch.equal(one, two)
 
@@ -103,30 +105,30 @@ def test_a_forms_dropout_follows_the_models_mode(name: str, form: str) -> None:
 def test_gradient_checkpointing_changes_no_gradient(name: str, method: str, reentrant: bool) -> None:
     case = Case(NAMED[method], name, dropout=0.1).at_random()
     case.model.train()
-    given = case.batches[1]
-    plain = gradients(case, given)
+    inputs = case.batches[1]
+    plain = gradients(case, inputs)
     checkpoint = getattr(case.model, "activation_checkpointing_enable", case.model.gradient_checkpointing_enable)
     checkpoint({"use_reentrant": reentrant})
     if reentrant:
         case.model.enable_input_require_grads()
     calls = count_layer_calls(case)
-    again = gradients(case, given)
+    again = gradients(case, inputs)
     assert max(calls.values()) == 2, "layers were not run again: checkpointing is off"
     for key, gradient in plain.items():
         close(again[key], gradient, key)
 
 
-def gradients(case: Case, given: Inputs) -> dict[str, Tensor]:
+def gradients(case: Case, inputs: Inputs) -> dict[str, Tensor]:
     case.model.zero_grad()
     torch.manual_seed(5)
-    loss(case.model, given)[1].backward()
-    found = {key: p.grad.clone() for key, p in case.parameters.items() if p.grad is not None}
-    assert set(found) == set(case.parameters)
-    return found
+    loss(case.model, inputs)[1].backward()
+    slopes = {key: p.grad.clone() for key, p in case.parameters.items() if p.grad is not None}
+    assert set(slopes) == set(case.parameters)
+    return slopes
 
 
 def count_layer_calls(case: Case) -> dict[str, int]:
-    """How often each ffn's down projection runs from here on."""
+    """Counts the calls of each ffn's down projection."""
     calls: dict[str, int] = {}
     for ffn in case.reference(grad=False)[0].ffns:
 
@@ -140,13 +142,13 @@ def count_layer_calls(case: Case) -> dict[str, int]:
 @pytest.mark.parametrize("method", ["mam", "lora", "prefix-mlp", "compacter", "loreft", "loha"])
 def test_first_values_depend_on_the_seed_and_nothing_else(method: str) -> None:
     recipe = NAMED[method]
-    made = []
+    first_values = []
     for seed, noise in ((5, 1), (5, 2), (6, 1)):
         torch.manual_seed(noise)
         model = zoo.build("bart")
         peftc.compile(recipe.text, model, seed=seed)
-        made.append(values(peftc.parameters(model)))
-    one, same, other = made
+        first_values.append(values(peftc.parameters(model)))
+    one, same, other = first_values
     assert all(torch.equal(one[k], same[k]) for k in one)
     assert any(not torch.equal(one[k], other[k]) for k in one)
 
@@ -154,17 +156,17 @@ def test_first_values_depend_on_the_seed_and_nothing_else(method: str) -> None:
 def test_first_values_do_not_depend_on_order_or_on_other_edits() -> None:
     a = "edit a at layer[*].ffn { h += adapter(x, r=3) }"
     b = "edit b at layer[*].attn.q { h += lora(x, r=3) }"
-    found = []
+    first_values = []
     for spec in (f"peft 1\n{a}\n{b}", f"peft 1\n{b}\n{a}", f"peft 1\n{a}"):
         model = zoo.build("llama")
         peftc.compile(spec, model, seed=1)
-        found.append({k: v for k, v in values(peftc.parameters(model)).items() if k.startswith("a/")})
-    one, two, three = found
+        first_values.append({k: v for k, v in values(peftc.parameters(model)).items() if k.startswith("a/")})
+    one, two, three = first_values
     assert one.keys() == two.keys() == three.keys()
     assert all(torch.equal(one[k], two[k]) and torch.equal(one[k], three[k]) for k in one)
 
 
-def test_the_global_generator_is_left_alone() -> None:
+def test_the_global_generator_is_unchanged() -> None:
     model = zoo.build("bert")
     torch.manual_seed(0)
     want = torch.rand(1)
@@ -177,10 +179,10 @@ def test_the_global_generator_is_left_alone() -> None:
 @pytest.mark.parametrize("name", ["bart", "t5", "llama"])
 def test_edit_parameters_of_a_half_precision_base_are_float32(name: str, dtype: torch.dtype) -> None:
     model = zoo.build(name, dtype)
-    given = zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model)
     peftc.compile(NAMED["everything"].text, model, seed=0)
     assert {p.dtype for p in peftc.parameters(model).values()} == {torch.float32}
-    out = model(**given)[0]
+    out = model(**inputs)[0]
     assert out.dtype == dtype
     assert out.isfinite().all()
     out.float().sum().backward()

@@ -37,7 +37,7 @@ def test_an_id_is_found_under_its_other_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("typed", "suggestion"),
     [
         ("facebook/bart-lage", "facebook/bart-large"),
         ("bart-large", "facebook/bart-large"),
@@ -45,8 +45,8 @@ def test_an_id_is_found_under_its_other_name() -> None:
         ("BERT-base-uncased", "bert-base-uncased"),
     ],
 )
-def test_near_ids_are_named(typed: str, meant: str) -> None:
-    assert meant in catalogue.nearest_ids(typed)
+def test_near_ids_are_named(typed: str, suggestion: str) -> None:
+    assert suggestion in catalogue.nearest_ids(typed)
 
 
 def test_nothing_is_near_to_nonsense() -> None:

@@ -1,4 +1,6 @@
-"""Laws of fake copies: same structure, no data, original untouched."""
+"""Skeletons: models with fake tensors that have the same structure, no data, and leave the original
+untouched.
+"""
 
 import copy
 import threading
@@ -43,8 +45,8 @@ def test_the_copy_gives_the_shapes_that_the_model_gives(name: str) -> None:
     fake = fake_copy(model)
     with fake_mode(fake), torch.no_grad():
         shape = fake(**sample_inputs(fake))[0].shape
-    given = zoo.inputs(name, model, batch=2, tokens=5, decoder_tokens=4)
-    assert shape == model(**given)[0].shape
+    inputs = zoo.inputs(name, model, batch=2, tokens=5, decoder_tokens=4)
+    assert shape == model(**inputs)[0].shape
 
 
 def test_flags_are_kept_and_hooks_stay_behind() -> None:
@@ -83,8 +85,8 @@ def test_tensors_outside_parameters_and_buffers_are_faked_too() -> None:
     assert isinstance(fake.table[1]["scale"], FakeTensor)
 
 
-def test_the_cost_does_not_depend_on_the_size() -> None:
-    shared = torch.empty(1).expand(1 << 20, 1 << 15)  # 128 GB if anything copied it
+def test_the_memory_does_not_depend_on_the_size() -> None:
+    shared = torch.empty(1).expand(1 << 20, 1 << 15)  # a copy would take 128 GB
     big = nn.Linear(1, 1, bias=False)
     big.weight = nn.Parameter(shared)
     start = time.process_time()
@@ -106,7 +108,7 @@ def test_a_real_model_has_no_mode() -> None:
         fake_mode(nn.Linear(2, 2))
 
 
-def test_a_skeleton_says_that_it_is_on_the_cpu_in_float32() -> None:
+def test_a_skeleton_is_on_the_cpu_in_float32() -> None:
     model = skeleton(resolve("gpt2"))
     tensors = [*model.parameters(), *model.buffers()]
     assert {t.device for t in tensors} == {torch.device("cpu")}
@@ -121,10 +123,10 @@ def test_a_skeleton_of_a_model_that_is_spread_over_devices_is_on_one() -> None:
         linear.weight = as_fake(linear.weight, new_mode(), device=torch.device("cuda:1"))
     assert {t.device.type for t in skeleton(resolve(model)).parameters()} == {"cpu", "cuda"}
     add_hook_to_module(last, AlignDevicesHook("cuda:1"))
-    made = skeleton(resolve(model))
-    assert {t.device for t in (*made.parameters(), *made.buffers())} == {torch.device("cpu")}
-    with fake_mode(made), torch.no_grad():
-        assert made(**sample_inputs(made)).logits.device.type == "cpu"
+    fake = skeleton(resolve(model))
+    assert {t.device for t in (*fake.parameters(), *fake.buffers())} == {torch.device("cpu")}
+    with fake_mode(fake), torch.no_grad():
+        assert fake(**sample_inputs(fake)).logits.device.type == "cpu"
 
 
 def test_a_skeleton_of_405_billion_is_built_at_once() -> None:

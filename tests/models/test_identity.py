@@ -1,4 +1,4 @@
-"""A fingerprint tells one base from another, and nothing else."""
+"""Fingerprints distinguish bases, and nothing else."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_neither_dtype_nor_values_nor_training_matter() -> None:
         {"tie_word_embeddings": False},
     ],
 )
-def test_what_the_model_computes_matters(change: dict[str, object]) -> None:
+def test_the_function_of_the_model_matters(change: dict[str, object]) -> None:
     assert fingerprint(zoo.build("gpt2")) != fingerprint(zoo.build("gpt2", **change))
 
 
@@ -64,6 +64,6 @@ def test_a_t5_saved_untied_is_planned_and_loaded_untied(tmp_path: Path) -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
     model.config.tie_word_embeddings = False
     model.save_pretrained(tmp_path)
-    bones, loaded = skeleton(resolve(tmp_path)), load_model(str(tmp_path))
+    bones, loaded = skeleton(resolve(tmp_path)), load_model(resolve(str(tmp_path)))
     assert parameter_count(bones) == parameter_count(loaded) == parameter_count(model)
     assert fingerprint(bones) == fingerprint(loaded)

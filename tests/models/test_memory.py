@@ -1,4 +1,6 @@
-"""Parameters over the same memory: found whatever objects they are, and neither trained nor folded into by halves."""
+"""Parameters that share memory: recognised in every form, and neither trained nor
+folded in part.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def llama() -> Any:
 
 
 def compile_lora(model: Any) -> None:
-    """LoRA that changes the output."""
+    """Compiles a LoRA that changes the output."""
     peftc.compile(LORA, model)
     with torch.no_grad():
         for parameter in peftc.parameters(model).values():
@@ -39,7 +41,7 @@ def compile_lora(model: Any) -> None:
 
 
 def with_weights(first: torch.Tensor, second: torch.Tensor) -> Any:
-    """A model whose two q have these as their weights, each a parameter of its own."""
+    """A model whose two q projections have these tensors as weights, each as its own parameter."""
     model = llama()
     for layer, value in zip(model.layers, (first, second), strict=True):
         layer.self_attn.q_proj.weight = nn.Parameter(value)
@@ -76,7 +78,7 @@ def columns() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("views", [same, transposed, slices])
-def test_what_shares_memory_is_neither_folded_nor_trained(views: Any) -> None:
+def test_parameters_that_share_memory_are_neither_folded_nor_trained(views: Any) -> None:
     model = with_weights(*views())
     fold = peftc.plan(LORA, model).edits[0]
     assert not fold.foldable
@@ -95,8 +97,8 @@ def test_what_shares_memory_is_neither_folded_nor_trained(views: Any) -> None:
     assert torch.equal(model.layers[1].self_attn.q_proj.weight, other)
 
 
-def test_entries_in_the_same_place_are_neither_folded_nor_trained() -> None:
-    """A row for all of them, by `expand`: it runs, and nothing can be written into it entry by entry."""
+def test_expanded_weights_are_neither_folded_nor_trained() -> None:
+    """One row expanded to all: the model runs, but its entries cannot be written one by one."""
     model = with_weights(matrix(1, WIDTH).expand(WIDTH, WIDTH), matrix(WIDTH, WIDTH))
     assert overlaps(model) == ((Q.format(0),),)
     with pytest.raises(PeftcError, match="P212"):
@@ -111,7 +113,7 @@ def test_entries_in_the_same_place_are_neither_folded_nor_trained() -> None:
 
 
 @pytest.mark.parametrize("views", [halves, columns])
-def test_views_that_have_nothing_in_common_are_not_tied(views: Any) -> None:
+def test_disjoint_views_are_not_tied(views: Any) -> None:
     model = with_weights(*views())
     assert overlaps(model) == tied_groups(model) == ()
     assert fingerprint(model) == fingerprint(llama())
@@ -131,13 +133,13 @@ def test_a_model_in_one_flat_buffer() -> None:
     plan = peftc.plan(LORA, model)
     assert plan.edits[0].foldable
     assert plan.model.fingerprint == fingerprint(llama())
-    model.flat = nn.Parameter(flat)  # registered, too: whatever reads it would read what a fold writes
+    model.flat = nn.Parameter(flat)  # also registered as a buffer: a fold would change what it holds
     assert not peftc.plan(LORA, model).edits[0].foldable
     assert parameter_count(model) == flat.numel()
 
 
 @pytest.mark.parametrize(("views", "entries"), [(same, 0), (transposed, 0), (slices, 4 * WIDTH), (halves, WIDTH**2)])
-def test_counts_have_each_entry_once(views: Any, entries: int) -> None:
+def test_each_entry_is_counted_once(views: Any, entries: int) -> None:
     model = with_weights(*views())
     assert parameter_count(llama()) - parameter_count(model) == WIDTH**2 - entries
     assert peftc.plan(LORA, model).totals.base == parameter_count(model)
@@ -160,7 +162,7 @@ def test_a_buffer_over_a_parameter() -> None:
     assert "shares memory with `transposed`" in edit.reason
 
 
-def test_skeletons_know_what_their_models_share() -> None:
+def test_skeletons_share_memory_as_their_models_do() -> None:
     model = with_weights(*slices())
     assert overlaps(fake_copy(model)) == overlaps(fake_copy(fake_copy(model), widen=True)) == overlaps(model) != ()
     assert overlaps(copy.deepcopy(model).to("meta")) == ()
@@ -178,8 +180,8 @@ def views(draw: st.DrawFn, buffer: torch.Tensor) -> torch.Tensor:
         width = draw(st.sampled_from([8, 10, 12]))
         rows = buffer[: 192 // width * width].view(-1, width)
         top, left = draw(st.integers(0, len(rows) - 1)), draw(st.integers(0, width - 1))
-        found = rows[top : draw(st.integers(top + 1, len(rows))), left : draw(st.integers(left + 1, width))]
-        return found.t() if draw(st.booleans()) else found
+        view = rows[top : draw(st.integers(top + 1, len(rows))), left : draw(st.integers(left + 1, width))]
+        return view.t() if draw(st.booleans()) else view
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     steps = [draw(st.sampled_from([0, 1, 2, 3, 5, 10, 12])) for _ in shape]
     extent = sum((n - 1) * s for n, s in zip(shape, steps, strict=True))

@@ -1,4 +1,4 @@
-"""Names, paths, configs and modules; and what is said when there is nothing behind a name."""
+"""Model names, paths, configs and modules; and the diagnostics for names that do not resolve."""
 
 import json
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from tests import zoo
 
 
 def refusal(act: Callable[[], object]) -> Diagnostic:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         act()
-    (diagnostic,) = caught.value.diagnostics
+    (diagnostic,) = excinfo.value.diagnostics
     return diagnostic
 
 
@@ -39,12 +39,12 @@ def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path, as_path: typ
 
 def test_a_config_without_architecture_gets_the_likely_head() -> None:
     heads = {"bart": "BartForConditionalGeneration", "llama": "LlamaForCausalLM", "bert": "BertModel"}
-    for name, wanted in heads.items():
+    for name, head in heads.items():
         config = zoo.config(name)
         config.architectures = None
         source = resolve(config)
         assert source.model_class is not None
-        assert source.model_class.__name__ == wanted
+        assert source.model_class.__name__ == head
 
 
 def test_a_module_is_taken_as_it_is() -> None:
@@ -54,17 +54,17 @@ def test_a_module_is_taken_as_it_is() -> None:
     assert resolve(nn.Linear(2, 3)).type == "Linear"
 
 
-def test_an_unknown_id_offline_says_what_is_missing_and_what_is_near() -> None:
-    said = refusal(lambda: resolve("facebook/bart-lrge"))
-    assert said.code == "P501"
-    assert said.message == "unknown model `facebook/bart-lrge`"
-    assert any("hub cache" in note for note in said.notes)
-    assert any("HF_HUB_OFFLINE" in note for note in said.notes)
-    assert said.help is not None
-    assert "`facebook/bart-large`" in said.help
-    assert said.source is not None
-    assert said.span is not None
-    assert said.source.text[said.span.start : said.span.end] == "facebook/bart-lrge"
+def test_an_unknown_id_offline_suggests_near_ids() -> None:
+    diagnostic = refusal(lambda: resolve("facebook/bart-lrge"))
+    assert diagnostic.code == "P501"
+    assert diagnostic.message == "unknown model `facebook/bart-lrge`"
+    assert any("hub cache" in note for note in diagnostic.notes)
+    assert any("HF_HUB_OFFLINE" in note for note in diagnostic.notes)
+    assert diagnostic.help is not None
+    assert "`facebook/bart-large`" in diagnostic.help
+    assert diagnostic.source is not None
+    assert diagnostic.span is not None
+    assert diagnostic.source.text[diagnostic.span.start : diagnostic.span.end] == "facebook/bart-lrge"
 
 
 @pytest.mark.parametrize("name", ["", "no such/na me", "-bad-"])
@@ -74,9 +74,9 @@ def test_a_malformed_id_is_unknown(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where/config.json", "nowhere.json", "~/no-such-folder"])
 def test_a_path_to_nothing(name: str) -> None:
-    said = refusal(lambda: resolve(name))
-    assert said.code == "P502"
-    assert name in said.message
+    diagnostic = refusal(lambda: resolve(name))
+    assert diagnostic.code == "P502"
+    assert name in diagnostic.message
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
     ],
 )
 def test_unusable_configurations(tmp_path: Path, values: object, part: str) -> None:
-    said = refusal(lambda: resolve(write(tmp_path, values)))
-    assert said.code == "P503"
-    assert part in said.message
+    diagnostic = refusal(lambda: resolve(write(tmp_path, values)))
+    assert diagnostic.code == "P503"
+    assert part in diagnostic.message
 
 
 def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
 
 def test_values_that_do_not_fit_together(tmp_path: Path) -> None:
     values = {"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4, "architectures": ["BertModel"]}
-    said = refusal(lambda: skeleton(resolve(write(tmp_path, values))))
-    assert said.code in ("P503", "P506")
-    assert any("30" in note for note in said.notes)
+    diagnostic = refusal(lambda: skeleton(resolve(write(tmp_path, values))))
+    assert diagnostic.code in ("P503", "P506")
+    assert any("30" in note for note in diagnostic.notes)
 
 
 def test_a_config_in_the_hub_cache_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Faults: one place of a source file, what stands there, and what is put there instead."""
+"""Faults: a place in a source file, its text, and the replacement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = {"all": "any", "any": "all", "min": "max", "max": "min"}
 
 @dataclass(frozen=True)
 class Fault:
-    """Characters `start` to `end` of a file, which are `before`, become `after`."""
+    """Characters `start` to `end` of a file, the text `before`, become `after`."""
 
     path: str
     line: int
@@ -42,11 +42,11 @@ class Fault:
     before: str
     after: str
     function: str
-    number: int = 0  # among those of the function that have the same words
+    number: int = 0  # among the faults of the function with the same text
 
     @property
     def key(self) -> str:
-        """The same as long as the function does not change around it."""
+        """Stable as long as the function does not change around it."""
         number = f" ({self.number + 1})" if self.number else ""
         return f"{self.path}::{self.function}: {self.before} -> {self.after}{number}"
 
@@ -56,7 +56,9 @@ class Fault:
 
 
 class Finder(ast.NodeVisitor):
-    """All faults of one file. What a type checker or a reader sees alone (annotations, texts, docstrings) is left as it is."""
+    """All faults of one file. Annotations, texts and docstrings are left alone: only a type checker
+    or a reader would notice.
+    """
 
     def __init__(self, path: str, text: str) -> None:
         self.path, self.text, self.faults = path, text, list[Fault]()
@@ -180,9 +182,11 @@ def faults_of(root: Path) -> Iterator[Fault]:
 
 
 def chosen(root: Path, count: int, seed: int, before: Collection[str] = ()) -> list[Fault]:
-    """A sample: each package in proportion to its faults, none without some; one fault a function at most.
+    """A sample: each package in proportion to its faults, none without some, at most one fault a
+    function.
 
-    `before`: the keys of a sample that was drawn before. What of it is still there stays, so that a change of the sources draws few anew.
+    `before`: the keys of an earlier sample. Those that still exist stay, so that a change of the
+    sources draws few new ones.
     """
     rooms: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults_of(root):
@@ -192,12 +196,12 @@ def chosen(root: Path, count: int, seed: int, before: Collection[str] = ()) -> l
         random.Random(f"{seed}/{name}").shuffle(faults)
         faults.sort(key=lambda fault: fault.key not in before)
         by_function = {(fault.path, fault.function): fault for fault in reversed(faults)}
-        wanted = max(5, round(count * len(faults) / total), sum(fault.key in before for fault in faults))
-        sample += [fault for fault in faults if by_function[fault.path, fault.function] is fault][:wanted]
+        quota = max(5, round(count * len(faults) / total), sum(fault.key in before for fault in faults))
+        sample += [fault for fault in faults if by_function[fault.path, fault.function] is fault][:quota]
     return sorted(sample, key=lambda fault: (fault.path, fault.start))
 
 
 def room(fault: Fault) -> str:
-    """The package that a fault is in."""
+    """The package of a fault."""
     parts = fault.path.split("/")
     return parts[1] if len(parts) > 2 else "peftc"

@@ -1,4 +1,6 @@
-"""Probes: calls put into a copy of the sources, which tell that a fault's place is reached."""
+"""Probes: calls inserted into a copy of the sources that record when a fault's place is
+executed.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ NAME = "__peftc_probe__"
 
 
 def install(reached: set[int]) -> None:
-    """Lets probes add their numbers to a set."""
+    """Directs probes to a set of numbers."""
     setattr(builtins, NAME, reached.add)  # which returns None, so that `probe(1) or (value)` is the value
 
 
 def write(root: Path, faults: Sequence[Fault]) -> None:
-    """Puts the probe number i around the expression in which the fault number i is, in the files under `root`. In processes that tests
-    start it does nothing.
+    """Wraps the expression of fault number i in probe number i, in the files under `root`. Child
+    processes of tests record nothing.
     """
     by_path: Mapping[str, list[int]] = defaultdict(list)
     for number, fault in enumerate(faults):
@@ -36,8 +38,9 @@ def write(root: Path, faults: Sequence[Fault]) -> None:
 
 
 def probed(text: str, faults: Iterable[tuple[int, Fault]]) -> str:
-    """The text with a probe for each fault: around the innermost expression that has it, or first thing in the functions of the innermost
-    class or function that has it (a value of a class, a decorator), or of the file.
+    """The text with a probe for each fault: around the innermost expression that contains it; else
+    (a class attribute, a decorator) as the first statement in the functions of the innermost class
+    or function that contains it, or of the file.
     """
     starts = Starts(text)
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -59,7 +62,9 @@ def probed(text: str, faults: Iterable[tuple[int, Fault]]) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Characters `start` to `end`, and in them the expression `first` to `last` that a probe can stand around."""
+    """Characters `start` to `end`, and the expression `first` to `last` inside that a probe can
+    wrap.
+    """
 
     start: int
     end: int
@@ -68,7 +73,7 @@ class Place:
 
 
 class Starts:
-    """Where the nodes of a text are."""
+    """The offsets of the nodes of a text."""
 
     def __init__(self, text: str) -> None:
         self.tree = ast.parse(text)
@@ -86,7 +91,7 @@ class Starts:
         return self.at(first.lineno, first.col_offset), self.at(node.end_lineno or 0, node.end_col_offset or 0)
 
     def places(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Place]:
-        """What a call of a function computes, assigns, tests, raises or returns."""
+        """The expressions that a function computes, assigns, tests, raises or returns."""
         for statement in (s for one in function.body for s in ast.walk(one)):
             for name in ("value", "test", "exc", "iter", "context_expr", "guard", "subject"):
                 part = getattr(statement, name, None)
@@ -96,7 +101,9 @@ class Starts:
                     yield Place(*self.span(whole), *self.span(part))
 
     def bodies(self, fault: Fault) -> list[ast.stmt]:
-        """The first statements of the innermost class or function that has a fault, or of all there are."""
+        """The first statements of the innermost class or function that contains a fault, or of
+        every one.
+        """
         scopes = [
             n for n in ast.walk(self.tree) if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         ]
@@ -108,7 +115,9 @@ class Starts:
 
 
 def first_statements(scope: ast.AST) -> list[ast.stmt]:
-    """Of a function, or of each function in a class or a file: the first statement that is on a line of its own and no docstring."""
+    """Of a function, or of each function in a class or file: the first statement that starts a line
+    and is no docstring.
+    """
     functions = [n for n in ast.walk(scope) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     if functions and functions[0] is scope:
         functions = functions[:1]

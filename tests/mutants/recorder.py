@@ -1,6 +1,7 @@
-"""A pytest plugin: which test reaches which faults, what it costs, and whether it passes.
+"""A pytest plugin that records which test reaches which faults, its cost, and whether it passes.
 
-Loaded by `-p tests.mutants.recorder`, in each worker of xdist, too. MUTANTS_RECORD names the folder that it writes to.
+Loaded by `-p tests.mutants.recorder`, also in each xdist worker. MUTANTS_RECORD names the output
+folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tests.mutants import probes
 
 
 class Recorder:
-    """Writes a line for each test: its id, the seconds of CPU, whether it passed, the numbers of the faults."""
+    """Writes a line for each test: id, CPU seconds, whether it passed, and the numbers of the
+    faults.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"reached.{os.getpid()}"
@@ -43,5 +46,5 @@ class Recorder:
 def pytest_configure(config: pytest.Config) -> None:
     probes.install(set())
     distributes = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
-    if not distributes:  # what only hands out tests runs none
+    if not distributes:  # the xdist controller runs no tests
         config.pluginmanager.register(Recorder(Path(os.environ["MUTANTS_RECORD"])))

@@ -1,4 +1,6 @@
-"""`python -m tests.mutants.run`: records the tests once, then runs each fault against those that reach it."""
+"""`python -m tests.mutants.run`: records the tests once, then runs each fault against those that
+reach it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def environment(root: Path, **more: str) -> dict[str, str]:
 
 
 def record(folder: Path, faults: Sequence[Fault], tests: Sequence[str], jobs: int) -> None:
-    """One run of the tests, in a copy with a probe at each fault. Tests that fail there are not asked later."""
+    """Runs the tests once, in a copy with a probe at each fault. Tests that fail there are not used
+    later.
+    """
     copy(folder / "repository")
     write(folder / "repository", faults)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.recorder"]
@@ -69,7 +73,10 @@ def record(folder: Path, faults: Sequence[Fault], tests: Sequence[str], jobs: in
 
 
 class Reach:
-    """Which tests reach a fault, and what each costs. Args: `noticed`: the test that noticed it last, by the fault's key."""
+    """Which tests reach a fault, and what each costs.
+
+    Args: `noticed`: by the fault's key, the test that detected it last.
+    """
 
     def __init__(self, folder: Path, faults: Sequence[Fault], noticed: Mapping[str, str]) -> None:
         if json.loads((folder / "faults.json").read_text()) != [fault.key for fault in faults]:
@@ -86,9 +93,10 @@ class Reach:
                     self.reaching[number].append(test)
 
     def tests(self, fault: Fault) -> list[str]:
-        """The tests that reach the line, as far as the budget goes: the one that noticed it last, then those of the module's own file, then
-        the cheapest of each file in turn, those of its own package for at most half of the budget, before the others. What is too dear
-        for the rest of it is left out, and what is cheaper is not.
+        """The tests that reach the line, within the budget: the one that detected the fault last,
+        those of the module's own file, then the cheapest of each file in turn; tests of the same
+        package come first, for at most half of the budget. A test that exceeds the remaining budget
+        is skipped, a cheaper one after it is not.
         """
         reaching = self.reaching[self.numbers[fault]]
         first = [test for test in reaching if test == self.noticed.get(fault.key)]
@@ -99,12 +107,12 @@ class Reach:
         ranks = [(-1 if Path(f).name == own else i, test) for f, tests in files.items() for i, test in enumerate(tests)]
         turns = [test for _, test in sorted(ranks)]
         near = self.afforded([test for test in turns if test.startswith(f"tests/{room(fault)}/")], BUDGET / 2)
-        left = BUDGET - sum(self.seconds[test] for test in near)
-        far = self.afforded([test for test in turns if test not in near], left, always=not near)
+        remaining = BUDGET - sum(self.seconds[test] for test in near)
+        far = self.afforded([test for test in turns if test not in near], remaining, always=not near)
         return list(dict.fromkeys([*first, *near, *far]))[:MOST]
 
     def afforded(self, tests: Sequence[str], budget: float, always: bool = False) -> list[str]:
-        """Those of the tests, in their order, that there is time for. `always`: the first in any case."""
+        """Those of the tests, in order, that fit the budget. `always`: the first in any case."""
         picked = list[str]()
         for test in tests:
             if self.seconds[test] <= budget or (always and not picked):
@@ -114,7 +122,9 @@ class Reach:
 
 
 def tried(fault: Fault, tests: Sequence[str], seconds: float, root: Path) -> Outcome:
-    """The fault in a copy of the repository. A run that takes three times what it should hangs: that is seen, too."""
+    """Runs the tests on a copy of the repository with the fault. A run of three times the expected
+    time counts as a hang, which detects the fault.
+    """
     if not tests:
         return Outcome(fault, "not reached")
     path = root / fault.path
@@ -172,20 +182,21 @@ def run(faults: Sequence[Fault], reach: Reach, jobs: int) -> list[Outcome]:
 
 
 def reasons() -> dict[str, str]:
-    """Why a fault changes nothing that anybody could see, by its key."""
+    """By the fault's key, why a surviving fault changes no observable behaviour."""
     return json.loads(REASONS.read_text()) if REASONS.exists() else {}
 
 
-def report(outcomes: Sequence[Outcome], asked: int, seed: int) -> None:
-    """Writes the results. A survivor that changes nothing anybody could see has its reason in `reasons.json`.
+def report(outcomes: Sequence[Outcome], requested: int, seed: int) -> None:
+    """Writes the results. A survivor without observable effect has its reason in `reasons.json`.
 
-    Args: `asked`: how many faults were tried for them; the verdicts of the others are of a run before.
+    Args: `requested`: how many faults were tried now; the verdicts of the others are from an
+    earlier run.
     """
     why = reasons()
     alive = [o for o in outcomes if o.alive]
     counts, living = (Counter(room(o.fault) for o in some) for some in (outcomes, alive))
     killed = len(outcomes) - len(alive)
-    again = "" if asked == len(outcomes) else f" {asked} of them, which had survived, were tried again."
+    again = "" if requested == len(outcomes) else f" {requested} of them, which had survived, were tried again."
     text = [f"{len(outcomes)} faults, {killed} killed ({100 * killed / len(outcomes):.1f} %). Seed {seed}.{again}", ""]
     text += ["| package | faults | killed |", "| --- | ---: | ---: |"]
     text += [f"| {name} | {count} | {count - living[name]} |" for name, count in sorted(counts.items())]
@@ -197,15 +208,15 @@ def report(outcomes: Sequence[Outcome], asked: int, seed: int) -> None:
         "seed": seed,
         "faults": len(outcomes),
         "killed": killed,
-        "asked": asked,
+        "asked": requested,
         "outcomes": [{"fault": o.fault.key, "line": o.fault.line, "verdict": o.verdict, "by": o.by} for o in outcomes],
     }
     save("mutants", results, "\n".join(text), machine())
     print("\n".join(text))
 
 
-def kept(faults: Sequence[Fault]) -> list[Outcome]:
-    """The outcomes in the last results, of faults that are still there."""
+def previous_outcomes(faults: Sequence[Fault]) -> list[Outcome]:
+    """The outcomes in the last results, of faults that still exist."""
     text = (RESULTS / "mutants.json").read_text()
     by_key = {one["fault"]: one for one in json.loads(text)["outcomes"]}
     return [Outcome(f, by_key[f.key]["verdict"], by_key[f.key]["by"]) for f in faults if f.key in by_key]
@@ -226,21 +237,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", help="faults of paths that begin so")
     parser.add_argument("tests", nargs="*", help="tests to choose from (all)")
-    given = parser.parse_args(arguments)
-    before = json.loads(SAMPLE.read_text()) if SAMPLE.exists() and given.seed == SEED else []
-    faults = chosen(ROOT, given.faults, given.seed, before)
-    if given.seed == SEED:
+    options = parser.parse_args(arguments)
+    before = json.loads(SAMPLE.read_text()) if SAMPLE.exists() and options.seed == SEED else []
+    faults = chosen(ROOT, options.faults, options.seed, before)
+    if options.seed == SEED:
         SAMPLE.write_text(json.dumps([fault.key for fault in faults], indent=0) + "\n")
-    if not (given.record / "faults.json").exists():
-        record(given.record, faults, given.tests, given.jobs)
-    last = kept(faults)
-    reach = Reach(given.record, faults, {o.fault.key: o.by for o in last if not o.alive})
-    settled = [o for o in last if not o.alive or o.fault.key in reasons()] if given.survivors else []
-    left = [fault for fault in faults if fault not in {o.fault for o in settled}]
-    asked = run([fault for fault in left if fault.path.startswith(given.only)], reach, given.jobs)
-    outcomes = sorted([*settled, *asked], key=lambda o: faults.index(o.fault))
-    if not given.only and not given.tests:
-        report(outcomes, len(asked), given.seed)
+    if not (options.record / "faults.json").exists():
+        record(options.record, faults, options.tests, options.jobs)
+    last = previous_outcomes(faults)
+    reach = Reach(options.record, faults, {o.fault.key: o.by for o in last if not o.alive})
+    settled = [o for o in last if not o.alive or o.fault.key in reasons()] if options.survivors else []
+    remaining = [fault for fault in faults if fault not in {o.fault for o in settled}]
+    requested = run([fault for fault in remaining if fault.path.startswith(options.only)], reach, options.jobs)
+    outcomes = sorted([*settled, *requested], key=lambda o: faults.index(o.fault))
+    if not options.only and not options.tests:
+        report(outcomes, len(requested), options.seed)
     return int(any(o.alive and o.fault.key not in reasons() for o in outcomes))
 
 

@@ -1,4 +1,6 @@
-"""The tools of `make mutants`: a fault is one small change, and a probe tells when its place is reached."""
+"""The tools of `make mutants`: a fault is one small change, and a probe records when its place is
+executed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def faults() -> list[Fault]:
 
 
 def reached(calls: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """`before` of the faults that some calls reach."""
+    """The `before` of every fault that some calls reach."""
     numbers = set[int]()
     monkeypatch.setattr(builtins, probes.NAME, numbers.add, raising=False)
     names: dict[str, object] = {}
@@ -76,7 +78,7 @@ def test_places_of_all_kinds() -> None:
         ("Box().grow()", {"3", "self.note(by)", "+"}),
     ],
 )
-def test_a_probe_tells_what_is_reached(calls: str, befores: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_records_what_is_reached(calls: str, befores: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert reached(calls, monkeypatch) == befores
 
 
@@ -90,7 +92,7 @@ def test_a_sample_has_every_package_and_compiles() -> None:
         assert ast.dump(ast.parse(fault.applied(text))) != ast.dump(ast.parse(text)), fault.key
 
 
-def test_a_sample_stays_as_far_as_its_places_do() -> None:
+def test_a_sample_keeps_faults_that_still_exist() -> None:
     first = chosen(ROOT, 160, 1)
     keys = [fault.key for fault in first]
     assert [fault.key for fault in chosen(ROOT, 160, 2, keys)] == keys
@@ -99,5 +101,5 @@ def test_a_sample_stays_as_far_as_its_places_do() -> None:
     assert other != set(keys)
 
 
-def test_reasons_are_of_faults_that_are_there() -> None:
+def test_reasons_are_of_existing_faults() -> None:
     assert set(json.loads(REASONS.read_text())) <= {fault.key for fault in faults_of(ROOT)}

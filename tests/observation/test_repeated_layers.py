@@ -1,4 +1,6 @@
-"""Layers that are like one that has run do not run; what is said of them is what they would have shown."""
+"""Only the first of several equal layers runs; the observations of the others are
+derived from it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ def shared() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [shared, *(partial(zoo.build, name) for name in ("bart", "llama", "t5"))])
-def test_what_is_said_of_a_layer_that_did_not_run(build: Callable[[], nn.Module]) -> None:
+def test_derived_observations_equal_those_of_a_run(build: Callable[[], nn.Module]) -> None:
     model = fake_copy(build())
-    given, blocks, mode = sample_inputs(model), repeated_blocks(model), fake_mode(model)
-    some, every = (Recorder(model, mode, blocks).run(lambda: model(**given), run_all) for run_all in (False, True))
+    inputs, blocks, mode = sample_inputs(model), repeated_blocks(model), fake_mode(model)
+    some, every = (Recorder(model, mode, blocks).run(lambda: model(**inputs), run_all) for run_all in (False, True))
     assert list(some.calls.items()) == list(every.calls.items())
     assert {n: kind for n, (kind, _) in some.layers.items()} == {n: kind for n, (kind, _) in every.layers.items()}

@@ -1,4 +1,4 @@
-"""Planning a text, in tests."""
+"""Plans a text on a site table."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from peftc.syntax import parse_text
 
 
 def planned(text: str, table: SiteTable) -> PlanResult:
-    """The plan of a text (without its first line) on a table of sites."""
+    """The plan of a text (without its first line) on a site table."""
     return make_plan(expand(parse_text(f"peft 1\n{text}", "test.peft")), table)
 
 
@@ -21,10 +21,10 @@ def only_edit(text: str, table: SiteTable) -> PlanEdit:
 
 
 def refused(text: str, table: SiteTable) -> tuple[Diagnostic, ...]:
-    """What is wrong with a text; each diagnostic knows where in it."""
-    with pytest.raises(PeftcError) as caught:
+    """The diagnostics of a text; each has a span."""
+    with pytest.raises(PeftcError) as excinfo:
         planned(text, table)
-    diagnostics = caught.value.diagnostics
+    diagnostics = excinfo.value.diagnostics
     assert all(one.span and one.source and one.source.path == "test.peft" for one in diagnostics)
     return diagnostics
 

@@ -1,4 +1,4 @@
-"""Site tables as the trace makes them, written down for BART, BERT, T5 and LLaMA shapes: planner tests need no model."""
+"""Hand-written site tables for BART, BERT, T5, LLaMA and GPT-2: planner tests need no model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Steps = tuple[tuple[str, int | None], ...]
 
 @dataclass
 class Builder:
-    """Collects sites and modules of one model."""
+    """Collects the sites and modules of one model."""
 
     model_id: str
     model_type: str
@@ -63,7 +63,9 @@ class Builder:
         self.site(steps, name, root, {"x": Tokens(self.d), "h": Tokens(self.d)}, group, weights=weights)
 
     def attention(self, steps: Steps, layer: str, module: str, names: dict[str, str], norm: str, group: str) -> None:
-        """`names` maps q, k, v and o to module names below `module`; `norm` is the full name of its norm."""
+        """`names` maps q, k, v and o to module names below `module`; `norm` is the full name of its
+        norm.
+        """
         width, kv = self.heads * self.d_head, self.kv_heads * self.d_head
         q, k = Rows(self.heads, self.d_head), Rows(self.kv_heads, self.d_head)
         stream = Tokens(self.d)
@@ -82,7 +84,9 @@ class Builder:
         self.site((*steps, ("add", None)), layer, layer, {"h": stream}, group)
 
     def ffn(self, steps: Steps, layer: str, module: str, names: dict[str, str], norm: str) -> None:
-        """`names` maps up, down and perhaps gate to full module names; `module` contains them all."""
+        """`names` maps up, down and perhaps gate to full module names; `module` contains them
+        all.
+        """
         stream, hidden = Tokens(self.d), Tokens(self.d_ff)
         if module != layer:
             self.module(module)
@@ -140,11 +144,11 @@ class Builder:
 def _with_containers(modules: list[ModuleInfo]) -> Iterator[ModuleInfo]:
     """Every module, each after the modules that contain it."""
     own = {module.name: module for module in modules}
-    seen: set[str] = set()
+    paths: set[str] = set()
     for module in modules:
         for name in ("", *accumulate(module.name.split("."), lambda above, part: f"{above}.{part}")):
-            if name not in seen:
-                seen.add(name)
+            if name not in paths:
+                paths.add(name)
                 yield own.get(name) or ModuleInfo(name, "Module", {})
 
 
@@ -224,7 +228,9 @@ def bert(
 def t5(
     d: int = 1024, layers: int = 24, heads: int = 16, d_head: int = 64, d_ff: int = 4096, model: str = "t5-large"
 ) -> SiteTable:
-    """t5-large by default: 737,668,096 parameters, with the relative position biases of the two first layers."""
+    """t5-large by default: 737,668,096 parameters, with the relative position biases of the two
+    first layers.
+    """
     b = Builder(model, "t5", d, heads, heads, d_head, d_ff, False)
     b.module("")
     b.module("shared", "Embedding", weight=(32128, d))

@@ -1,4 +1,4 @@
-"""`peftc plan` and `peftc sites`: what they print where, and their exit codes."""
+"""`peftc plan` and `peftc sites`: output and exit codes."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_settings(capsys, spec):
     assert "P110" in err
 
 
-def test_what_nothing_tells_the_positions_of_is_shown_in_the_text(capsys, spec):
+def test_sites_without_known_positions_are_underlined(capsys, spec):
     path = spec("edit e at layer[*] { h += reft(h, r=2, first=1) }\nedit p at embed { h = concat(prompt(len=2), h) }")
     code, _, err = run(capsys, "plan", path, *MODEL)
     assert code == 1

@@ -1,4 +1,6 @@
-"""Published and measured parameter counts (tests/data/counts.json), each from an explicit spec, on the real configurations."""
+"""Parameter counts that papers print or code gives (tests/data/counts.json), each from a spec, on
+the real configurations.
+"""
 
 import json
 import re
@@ -9,8 +11,8 @@ import pytest
 
 import peftc
 from peftc.addressing.sites import SiteTable
-from peftc.planning.counts import percent
 from peftc.planning.planner import PlanResult, make_plan
+from peftc.planning.report.plan import percent
 from peftc.semantics.expand import expand
 from peftc.syntax import parse_text
 
@@ -25,7 +27,7 @@ edit kv at layer[*].attn.k | layer[*].attn.v { h *= vector(init=1) }
 edit ff at layer[*].ffn.hidden { h *= vector(init=1) }
 """
 
-SHIPPED = "use %s from std\napply %s(%s)\n%s"  # a recipe of `specs/`, and what stands beside it
+SHIPPED = "use %s from std\napply %s(%s)\n%s"  # a recipe of `specs/`, and further statements
 ADAPTBERT = "edit adapter at layer[*].attn | layer[*].ffn.hidden { h += adapter(h, r=%d, act=gelu) }"
 COMPACTER = "edit e at %s { h += phm(h, %s) }"
 
@@ -57,11 +59,16 @@ SPECS: dict[str, tuple[str, ...]] = {
     "MAM l=30 r=512, adapter biases, prefix reparametrised by an MLP of width 800": (
         PREFIX % "30, reparam=mlp(800)" + "\n" + FFN % "r=512",
     ),
-    "scaled parallel adapter r=512 with biases, every ffn": ("edit ffn at layer[*].ffn { h += 4 * adapter(x, r=512) }",),
+    "scaled parallel adapter r=512 with biases, every ffn": (
+        "edit ffn at layer[*].ffn { h += 4 * adapter(x, r=512) }",
+    ),
     "BitFit: every bias": ("train bias = [b] at **",),
     "adapters:seq_bn": ("edit ffn at layer[*].ffn { h += adapter(h, r={d/16}) }",),
     "adapters:double_seq_bn": ("edit both at layer[*].attn.self | layer[*].ffn { h += adapter(h, r={d/16}) }",),
-    "adapters:double_seq_bn[cross_adapter=True]": ("edit both at layer[*].attn | layer[*].ffn { h += adapter(h, r={d/16}) }",),
+    "adapters:double_seq_bn[cross_adapter=True]": ((
+"edit both at layer[*].attn | "
+"layer[*].ffn { h += adapter(h, r={d/16}) }"
+),),
     "adapters:par_bn": (FFN % "r={d/2}",),
     "adapters:scaled_par_bn": ("edit ffn at layer[*].ffn { h += scalar(init=1) * adapter(x, r={d/2}) }",),
     "adapters:prefix_tuning": (PREFIX % "30, reparam=mlp(512), keep=true",),
@@ -97,14 +104,19 @@ SPECS: dict[str, tuple[str, ...]] = {
     "adapters:compacter++": (COMPACTER % ("layer[*].ffn", "reduction=32"),),
     "compacter n=4 r=32": (COMPACTER % ("layer[*].attn.self | layer[*].ffn", "r=32"),),
     "compacter++ n=4 r=32": (COMPACTER % ("layer[*].ffn", "r=32"),),
-    "compacter n=4 r=32 with the layer norms of T5 trained": (SHIPPED % ("compacter", "compacter", "", "train final = [w, b] at norm"),),
+    "compacter n=4 r=32 with the layer norms of T5 trained": (
+        SHIPPED % ("compacter", "compacter", "", "train final = [w, b] at norm"),
+    ),
     "compacter++ n=4 r=32 with the layer norms of T5 trained": (
         SHIPPED % ("compacter_pp", "compacter_pp", "", "train final = [w, b] at norm"),
     ),
     "PHM adapters n=12 r=32 with the layer norms of T5 trained": (
         SHIPPED % ("phm_adapter", "phm_adapter", "n=12", "train final = [w, b] at norm"),
     ),
-    "LoRA r=64 on every Linear of attention and ffn, gate included": (SHIPPED % ("qlora_gated", "qlora_gated", "", ""),),
+    (
+"LoRA r=64 on every Linear of "
+"attention and ffn, gate included"
+): (SHIPPED % ("qlora_gated", "qlora_gated", "", ""),),
     "AdaMix n=4 r=16": (SHIPPED % ("adamix", "adamix", "", ""),),
     "AdaMix n=4 r=48": (SHIPPED % ("adamix", "adamix", "r=48", ""),),
     "HyperFormer++ reduction=32, eight tasks": (SHIPPED % ("hypernetwork", "hypernetwork", "", ""),),
@@ -190,7 +202,7 @@ def test_counts(row, text):
     [(2, 3, "66.666 %"), (3, 2, "150.000 %"), (1, 10**6, "0.000 %"), (5, 1000, "0.500 %"), (0, 0, "0.000 %")],
 )
 def test_a_share_of_the_base_is_cut(value, base, text):
-    """Nothing is a share of a model without parameters."""
+    """Percentages are truncated; a model without parameters has none."""
     assert percent(value, base) == text
 
 
@@ -200,7 +212,7 @@ def test_hyperformer_costs_what_its_paper_prints_for_a_task():
 
 
 def test_adapters_of_adaptbert_cost_what_its_table_prints():
-    """Its base has the tasks' heads, which is 0.2 % more than BERT's."""
+    """Its base includes the tasks' heads, 0.2 % more than BERT's parameters."""
     rows = [row for row in DATA["rows"] if row["method"].startswith(("AdaptBert adapter", "AdaptBert LoRA"))]
     assert len(rows) == 8
     for row in rows:
@@ -209,13 +221,15 @@ def test_adapters_of_adaptbert_cost_what_its_table_prints():
 
 
 def test_the_hypernetwork_of_adaptbert_grows_as_its_table_prints():
-    """Of its base, which has hidden layers of 768 in two of three heads. Its projector is wider: the difference is one for all a."""
+    """As a share of its base, which has hidden layers of 768 in two of three heads. Its projector
+    is wider, so all counts differ by one constant.
+    """
     rows = [row for row in DATA["rows"] if row["method"].startswith("AdaptBert hypernetwork")]
     base = DATA["base"]["bert-base-uncased"] + 2 * (768 * 768 + 768) + (5 + 1 + 1) * 769
-    left = [float(row["printed"].rstrip("%")) - 100 * row["trained"] / base for row in rows]
-    assert len(left) == 5
-    assert max(left) - min(left) < 0.01  # as printed: two digits
-    assert sum(left) / 5 == pytest.approx(0.173, abs=0.002)
+    remainders = [float(row["printed"].rstrip("%")) - 100 * row["trained"] / base for row in rows]
+    assert len(remainders) == 5
+    assert max(remainders) - min(remainders) < 0.01  # as printed: two digits
+    assert sum(remainders) / 5 == pytest.approx(0.173, abs=0.002)
 
 
 def test_the_public_function_counts_the_same():

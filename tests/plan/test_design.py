@@ -18,7 +18,8 @@ SPECS = {
     "Multi-head parallel adapter": "edit e at layer[*].attn.heads { h += bottleneck(q, r=200, act=relu) }",
     "Scaled parallel adapter": "edit e at layer[*].ffn | layer[*].attn { h += 4 * adapter(x, r=200, act=relu) }",
 }
-# As the paper prints it, but for two slips: a parallel adapter reads x, not h, and that of the heads reads q.
+# As printed, with two errata: a parallel adapter reads x, not h, and the
+# multi-head one reads q.
 TABLE_1 = {
     "Prefix Tuning": ("softmax(x W_q P_kᵀ) P_v", "parallel", "head attn", "h ← (1 − λ)h + λΔh"),
     "Adapter": ("ReLU(h W_down) W_up", "sequential", "ffn/attn", "h ← h + Δh"),
@@ -30,21 +31,21 @@ TABLE_1 = {
 
 
 def design(text: str, model: str = MODEL) -> Design:
-    (found,) = peftc.design(f"peft 1\n{text}", model)
-    return found
+    (result,) = peftc.design(f"peft 1\n{text}", model)
+    return result
 
 
 def test_table_1(golden: Callable[[str, str], None]) -> None:
-    found = {name: design(text) for name, text in SPECS.items()}
-    assert {n: (d.functional, d.insertion, _sorted(d.modified), d.composition) for n, d in found.items()} == {
+    designs = {name: design(text) for name, text in SPECS.items()}
+    assert {n: (d.functional, d.insertion, _sorted(d.modified), d.composition) for n, d in designs.items()} == {
         n: (f, i, _sorted(m), c) for n, (f, i, m, c) in TABLE_1.items()
     }
-    print(table(found.items()))
-    golden("table-1.md", table(found.items()) + "\n")
+    print(table(designs.items()))
+    golden("table-1.md", table(designs.items()) + "\n")
 
 
 def _sorted(modified: str) -> str:
-    """ffn/attn is attn/ffn: sites are in the order of the model."""
+    """ffn/attn means attn/ffn: sites are in model order."""
     head, _, tail = modified.rpartition(" ")
     return f"{head} {'/'.join(sorted(tail.split('/')))}".strip()
 
@@ -64,5 +65,5 @@ def _sorted(modified: str) -> str:
     ],
 )  # fmt: skip
 def test_other_designs(text: str, composition: str, insertion: str, modified: str) -> None:
-    found = design(text)
-    assert (found.composition, found.insertion, found.modified) == (composition, insertion, modified)
+    result = design(text)
+    assert (result.composition, result.insertion, result.modified) == (composition, insertion, modified)

@@ -1,4 +1,4 @@
-"""`expect`: what holds, what does not, and what is said about it."""
+"""`expect`: whether it holds, and its messages."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_expectations_are_shown_as_the_formatter_prints_them():
     ]
 
 
-def test_a_failure_says_what_was_found():
+def test_a_failure_shows_the_actual_value():
     (diagnostic,) = planned(f"{MAM}expect stored <= 6.7%", BART).failed_expectations
     assert underlined(diagnostic) == "stored <= 6.7%"
     assert diagnostic.label == "`stored` is 27,414,528, 6.747 % of the base"
@@ -77,7 +77,7 @@ def test_a_failure_says_what_was_found():
         ("foldable(ffn) < 3", "P116", None),
     ],
 )
-def test_what_means_nothing(expectation, code, span):
+def test_meaningless_expectations(expectation, code, span):
     (diagnostic,) = refused(f"{MAM}expect {expectation}", BART)
     assert diagnostic.code == code
     assert span is None or underlined(diagnostic) == span

@@ -1,11 +1,11 @@
-"""Plans, trees of sites and diagnostics as people see them."""
+"""Golden files of plans, site trees and diagnostics."""
 
 import pytest
 
 from peftc.diagnostics import PeftcError
 from peftc.diagnostics.render import render_text
-from peftc.planning.report.plan import Plan, plan_text
-from peftc.planning.report.site_tree import sites_text
+from peftc.planning.report.plan import Plan, plain_text, render_plan
+from peftc.planning.report.site_tree import render_sites
 from tests.plan import tables
 from tests.plan.specs import planned
 
@@ -45,7 +45,7 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_plan(name, golden):
     result = planned(SPECS[name], BART)
-    text = plan_text(result.plan, result.site_edits)
+    text = plain_text(render_plan(result.plan, result.site_edits))
     assert max(map(len, text.splitlines())) <= 80
     findings = (*result.failed_expectations, *result.warnings)
     golden(f"plan_{name}.txt", text + ("\n" + render_text(findings) if findings else ""))
@@ -53,7 +53,7 @@ def test_plan(name, golden):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_sites(name, golden):
-    text = sites_text(TABLES[name])
+    text = plain_text(render_sites(TABLES[name]))
     assert max(map(len, text.splitlines())) <= 80
     golden(f"sites_{name}.txt", text)
 
@@ -77,9 +77,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_diagnostic(name, golden):
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         planned(MISTAKES[name], BART)
-    golden(f"error_{name}.txt", render_text(caught.value.diagnostics))
+    golden(f"error_{name}.txt", render_text(excinfo.value.diagnostics))
 
 
 def test_uneven_coverage(golden):

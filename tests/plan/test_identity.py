@@ -1,4 +1,4 @@
-"""Which edits leave the model as it is at initialisation."""
+"""Which edits are the identity at initialisation."""
 
 import pytest
 

@@ -1,15 +1,15 @@
-"""Equations at a site: shapes, names, sets of parameters, and what is refused."""
+"""Equations at a site: shapes, names, parameter sets, and refusals."""
 
 import pytest
 
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Tokens, Vector, Weight
 from peftc.planning.arithmetic import combine_shapes
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read
+from tests.call_counts import calls
 from tests.plan import tables
 from tests.plan.specs import planned, refused, underlined
-from tests.work import calls
 
-BART, LLAMA, T5, GPT2 = tables.bart(layers=(2, 2)), tables.llama(), tables.t5(layers=2), tables.gpt2()
+BART, LLAMA, GPT2 = tables.bart(layers=(2, 2)), tables.llama(), tables.gpt2()
 
 EACH, ONE = Scalar(per_example=True), Scalar()
 H, B, W, KV = Tokens(8), Vector(8), Weight(8, 4), KeyValue(2, 4)
@@ -189,7 +189,7 @@ def test_a_mismatch_shows_both_shapes_and_their_sources():
     )
 
 
-def test_several_mistakes_are_told_at_once_in_the_order_of_the_text():
+def test_several_mistakes_are_reported_at_once_in_the_order_of_the_text():
     text = (
         "edit a at layer[*].ffn { h += z }\n"
         "edit b at layer[*].fnn { h += adapter(x, r=8) }\n"
@@ -200,7 +200,10 @@ def test_several_mistakes_are_told_at_once_in_the_order_of_the_text():
 
 
 def test_two_assignments_of_one_state():
-    text = "edit a at layer[*].attn { kv = concat(prefix(len=3), kv) }\nedit b at layer[1].attn.self { kv = concat(prefix(len=4), kv) }"
+    text = (
+        "edit a at layer[*].attn { kv = concat(prefix(len=3), kv) }\n"
+        "edit b at layer[1].attn.self { kv = concat(prefix(len=4), kv) }"
+    )
     (diagnostic,) = refused(text, BART)
     assert diagnostic.code == "P302"
     assert "`a` and `b`" in diagnostic.message
@@ -234,7 +237,7 @@ def test_shared_parameters_need_one_shape():
 
 
 @pytest.mark.parametrize("form", ["hyper(r=2, nets=positions)", "vera(r=2)"])
-def test_what_is_shared_by_any_shapes_has_one_at_a_site(form: str):
+def test_a_shared_form_of_any_shape_has_one_shape_at_a_site(form: str):
     (diagnostic,) = refused(f"let s = shared({form})\nedit e at layer[*].ffn.down {{ h += s(h) + s(x) }}", BART)
     assert diagnostic.code == "P305"
     (diagnostic,) = refused(
@@ -251,14 +254,20 @@ def test_grouped_queries_have_narrow_keys():
 
 
 def test_twice_the_layers_are_twice_the_work():
-    text = "edit q at layer[*].attn.q { h += lora(x, r=4) }\nedit f at layer[*].ffn { h += adapter(x, r=4) }\ntrain n = [w] at **"
+    text = (
+        "edit q at layer[*].attn.q { h += lora(x, r=4) }\n"
+        "edit f at layer[*].ffn { h += adapter(x, r=4) }\ntrain n = [w] at **"
+    )
     small, large = (tables.llama(layers=layers) for layers in (50, 100))
     assert len(planned(text, large).site_edits) == 200
     assert calls(lambda: planned(text, large)) <= 2.2 * calls(lambda: planned(text, small))
 
 
-def test_the_same_mistake_at_several_places_is_told_once():
-    text = "edit e at layer[50].attn | layer[50].ffn { h += adapter(h, r=2) }\nedit f at layer[50].attn { h += adapter(h, r=2) }"
+def test_the_same_mistake_at_several_places_is_reported_once():
+    text = (
+        "edit e at layer[50].attn | layer[50].ffn { h += adapter(h, r=2) }\n"
+        "edit f at layer[50].attn { h += adapter(h, r=2) }"
+    )
     (diagnostic,) = refused(text, BART)
     assert underlined(diagnostic) == "50"
     assert diagnostic.notes[-1] == "the same 2 more times, in lines 2, 3"

@@ -1,4 +1,6 @@
-"""The shipped recipes on real configurations: all of them plan and keep what they promise, or say why they cannot stand."""
+"""The shipped recipes on real configurations: each has a plan whose promises hold, or a
+diagnostic.
+"""
 
 from functools import cache
 from math import prod
@@ -34,9 +36,9 @@ def planned(name: str, model: str) -> PlanResult:
 @pytest.mark.parametrize(("name", "model"), PAIRS)
 def test_a_recipe_plans(name: str, model: str) -> None:
     if name in NEED_BIASES and model in MODELS[2:]:
-        with pytest.raises(peftc.PeftcError) as caught:
+        with pytest.raises(peftc.PeftcError) as excinfo:
             planned(name, model)
-        assert {d.code for d in caught.value.diagnostics} == {"P205"}
+        assert {d.code for d in excinfo.value.diagnostics} == {"P205"}
         return
     if (name in NEED_A_CONTEXT and model in (MODELS[1], MODELS[3])) or (name in NEED_A_GATE and model != MODELS[3]):
         with pytest.raises(peftc.PeftcError, match="P201"):
@@ -49,7 +51,7 @@ def test_a_recipe_plans(name: str, model: str) -> None:
 
 
 def entries(result: PlanResult, model: str) -> int:
-    """How many entries the tensors have that would be trained: those of forms, and of the base."""
+    """The number of trained entries: of forms, and of the base."""
     base = {f"{m.name}.{a}": prod(size) for m in table(model).modules for a, size in m.parameters.items()}
     forms: dict[object, FormModule] = {}
     for site_edit in result.site_edits:
@@ -64,13 +66,14 @@ def entries(result: PlanResult, model: str) -> int:
     return own + sum(base[name] for name in set(result.trained_parameters.values()))
 
 
-# What each recipe trains on BART-large: d = 1024, 4096 in the ffn, 12 attentions and ffns in the encoder, 24 and 12 in the decoder.
+# What each recipe trains on BART-large: d = 1024, 4096 in the ffn, 12 attentions and ffns in the
+# encoder, 24 and 12 in the decoder.
 D, F, ATTN, FFN = 1024, 4096, 36, 24
 QV, QKVO = 2 * ATTN, 4 * ATTN
 ADAPTER = 2 * D * 8 + 8 + D  # r = 8
 GLORA = {"attn": 2 * 4 * D + 4 * 2 * D, "up": 2 * 4 * D + 4 * (D + F), "down": 2 * 4 * F + 4 * (D + F)}
 GLORA_BIAS = QKVO * 3 * D + FFN * (2 * F + D) + FFN * (2 * D + F)
-ATTN_OF, FFN_OF = (lambda layers: 3 * layers), (lambda layers: 2 * layers)  # of as many layers of each stack
+ATTN_OF, FFN_OF = (lambda layers: 3 * layers), (lambda layers: 2 * layers)  # the same number of layers in each stack
 EVERYTHING = 406_291_456
 NORMS = 5 * 12 * 2 * D  # their weights and biases
 BIASES = QKVO * D + FFN * (F + D)
@@ -112,7 +115,7 @@ COUNTS = {
     "p_tuning": 20 * D + 2 * D * 128 + D + 128 * 128 + 2 * 128,
     "ipt": 5 + 5 * 512 + 512 + (512 + 1) * 100 * D,
     "adamix": FFN * (4 * (D * 16 + 16) + D * 16 + D),
-    "cross_attention": 12 * (4 * (D * D + D) + 2 * D),  # with the norm behind it
+    "cross_attention": 12 * (4 * (D * D + D) + 2 * D),  # with the norm after it
     "fishmask": round(0.005 * EVERYTHING),
     "lt_sft": round(0.08 * EVERYTHING),
     "far": FFN * (round(0.1 * F) * (D + 1) + round(0.1 * D) * (F + 1)),
@@ -131,7 +134,8 @@ COUNTS = {
 }
 
 
-# Of an ffn with a gate, LLaMA-3-8B's: 32 layers, d = 4096, 1024 of keys and values, 14336 in the ffn.
+# Of an ffn with a gate, LLaMA-3-8B's: 32 layers, d = 4096, 1024 of keys and values, 14336 in the
+# ffn.
 D_L, KV_L, F_L, LAYERS_L = 4096, 1024, 14336, 32
 SIDES_L = 2 * (2 * D_L + D_L + KV_L) + 3 * (D_L + F_L)  # d_in + d_out of q, o, k, v and of up, gate, down
 

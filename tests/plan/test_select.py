@@ -1,4 +1,4 @@
-"""Selectors against the tables of four architectures."""
+"""Selectors on the site tables of several architectures."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ def test_a_norm_is_not_the_final_norm_of_a_layer():
     assert "decoder.norm" not in paths("layer[*].norm", LLAMA)
 
 
-def test_the_stacks_of_the_input_and_the_output():
+def test_input_and_output_name_the_first_and_last_stack():
     assert paths("input.embed", BART) == paths("input.embed", BERT) == ["encoder.embed"]
     assert paths("input.embed", LLAMA) == ["decoder.embed"]
     assert {site.split(".")[0] for site in paths("output.layer[*].attn", BART)} == {"decoder"}
@@ -127,7 +127,9 @@ def test_everything_below():
 
 
 def test_a_sub_layer_that_is_no_module_of_its_own():
-    """BART's ffn is two Linears of the layer: `ffn.**` is them and the norm, not the whole layer."""
+    """BART's ffn is two Linears of the layer: `ffn.**` is them and the norm, not the whole
+    layer.
+    """
     modules = {site.module.rpartition(".")[2] for site in resolve(path("encoder.layer[0].ffn.**"), BART)}
     assert modules == {"fc1", "fc2", "final_layer_norm"}
 
@@ -147,7 +149,7 @@ def test_a_module_without_a_role():
     assert set(site.states) == {"w", "b"}
 
 
-def test_a_fused_module_is_taken_whole_and_as_nn_linear_has_it():
+def test_a_fused_module_is_selected_whole_with_the_layout_of_nn_linear():
     (site,) = resolve(ast.Glob("transformer.h.0.attn.c_attn"), GPT2)
     assert str(site.states["w"].shape) == "weight [192, 64]"
     assert site.states["w"].weight.transposed
@@ -155,9 +157,9 @@ def test_a_fused_module_is_taken_whole_and_as_nn_linear_has_it():
 
 
 def error(selector, table):
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         resolve(selector, table)
-    return caught.value.diagnostics
+    return excinfo.value.diagnostics
 
 
 def test_a_dead_step():
@@ -194,12 +196,12 @@ def test_nearest_names(text, table, help_text):
     assert (diagnostic.code, diagnostic.help) == ("P201", help_text)
 
 
-def test_cross_attention_where_there_is_none():
+def test_cross_attention_in_a_model_without_it():
     (diagnostic,) = error(path("layer[*].attn.cross"), BERT)
     assert diagnostic.notes == ("`layer[*].attn` has `self` (12 sites)",)
 
 
-def test_every_dead_arm_is_told():
+def test_every_dead_arm_is_reported():
     errors = error(ast.Union((path("layer[*].ffn"), path("layer[*].fnn"), path("layer[*].atn"))), BART)
     assert [diagnostic.help for diagnostic in errors] == ["did you mean `ffn`?", "did you mean `attn`?"]
 
@@ -207,20 +209,20 @@ def test_every_dead_arm_is_told():
 @pytest.mark.parametrize(
     "text", ["layer[99].ffn", "layer[0, 99].ffn", "layer[0..12].ffn", "layer[-13..].ffn", "layer[5..3].ffn"]
 )
-def test_indices_that_do_not_exist(text):
+def test_indices_out_of_range(text):
     (diagnostic,) = error(path(text), BART)
     assert diagnostic.code == "P202"
     assert "`encoder.layer` has 0..11" in diagnostic.notes
 
 
-def test_no_embedding_reads_the_input():
+def test_a_model_without_a_token_embedding():
     blind = replace(BERT, sites=tuple(site for site in BERT.sites if site.steps[-1][0] != "embed"))
-    written = path("input.embed")
-    (diagnostic,) = error(written, blind)
-    assert (diagnostic.code, diagnostic.label, diagnostic.span) == ("P201", "no such site", written.steps[1].span)
+    selector = path("input.embed")
+    (diagnostic,) = error(selector, blind)
+    assert (diagnostic.code, diagnostic.label, diagnostic.span) == ("P201", "no such site", selector.steps[1].span)
 
 
-def test_an_index_where_nothing_is_numbered():
+def test_an_index_on_a_step_without_numbers():
     (diagnostic,) = error(path("input[0].embed"), BART)
     assert (diagnostic.code, diagnostic.help) == ("P202", "write `input`")
     (diagnostic,) = error(path("layer[*].attn[0].q"), BART)
@@ -257,7 +259,7 @@ def test_a_range_past_the_end_of_one_stack_is_a_warning():
     assert diagnostic.message == "`0..4` goes past the end of `decoder.layer`"
 
 
-def test_an_attention_without_what_its_layers_other_attention_has_is_a_warning():
+def test_a_role_in_one_attention_of_a_layer_only_is_a_warning():
     sites = [site for site in BART.sites if site.path != "decoder.layer[3].attn.cross.v"]
     (diagnostic,) = coverage_warnings(path("layer[*].attn.v"), replace(BART, sites=tuple(sites)))
     assert diagnostic.message == "`layer[*].attn.v` is missing on 1 of 36 attentions of these layers"
@@ -280,7 +282,7 @@ def test_a_wildcard_of_one_segment_does_not_span_a_dot(wildcard):
     assert diagnostic.code == "P201"
 
 
-def test_uneven_coverage_of_what_a_difference_takes_from_is_a_warning():
+def test_uneven_coverage_in_the_left_side_of_a_difference_is_a_warning():
     table = tables.llama(layers=6, v_missing=(1, 4, 5))
     (diagnostic,) = coverage_warnings(ast.Difference(path("layer[*].attn.v"), path("layer[0].attn.v")), table)
     assert diagnostic.code == "P204"

@@ -1,4 +1,4 @@
-"""`train` of what several modules have in common: all of its uses in layers are named, or it is refused."""
+"""`train` of a tied parameter: the selector names every use in layers, or it is refused."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def one_storage(first: tuple[nn.Module, str], second: tuple[nn.Module, str], par
     setattr(second[0].get_submodule(second[1]), parameter, nn.Parameter(value.detach()))
 
 
-# kind of tie, code where one use is named, code where all of them are
+# kind of tie, code if one use is named, code if all are
 TIES: list[tuple[Callable[..., None], str, str | None]] = [
     (one_module, "P211", None),
     (one_parameter, "P211", None),
     (one_storage, "P212", "P212"),
 ]
-# model, layers, module in a layer, its parameter, its path in a layer, state
+# model, list of layers, module in a layer, its parameter, its site in a layer, state
 PARTS = [
     ("llama", "layers", "self_attn.q_proj", "weight", "attn.q", "w"),
     ("llama", "layers", "input_layernorm", "weight", "attn.norm", "w"),

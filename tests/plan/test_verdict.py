@@ -1,4 +1,6 @@
-"""What folds, into what, how many entries of the base change, and what is left to serve."""
+"""Foldability verdicts: what folds into which weight, how many base entries change, and what
+remains at inference.
+"""
 
 from dataclasses import replace
 
@@ -13,7 +15,7 @@ D, FF = 1024, 4096
 
 
 @pytest.mark.parametrize(
-    ("site", "equations", "changed", "reason"),
+    ("site", "equations", "state", "reason"),
     [
         ("attn.q", "h += lora(x, r=8)", D * D, "into q_proj, rank 8"),
         ("attn.q", "h += 2 * lora(x, r=8) - scalar() * lora(x, r=4) / 2", D * D, "into q_proj, rank 12"),
@@ -34,9 +36,9 @@ D, FF = 1024, 4096
         ("attn.self", "h += lora(h, r=2)", D * D + D, "into out_proj, rank 2"),
     ],
 )
-def test_what_folds(site, equations, changed, reason):
+def test_what_folds(site, equations, state, reason):
     edit = only_edit(f"edit e at encoder.layer[0].{site} {{ {equations} }}", BART)
-    assert (edit.foldable, edit.reason, edit.changed, edit.served) == (True, reason, changed, 0)
+    assert (edit.foldable, edit.reason, edit.changed, edit.served) == (True, reason, state, 0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_rows_of_a_fused_projection():
     assert (edit.changed, edit.reason) == (2 * 64 * 64, "into rows of c_attn, rank 2")
 
 
-def test_a_tied_weight_is_not_changed_behind_the_back_of_its_twin():
+def test_a_tied_weight_does_not_fold_at_one_use():
     edit = only_edit("edit e at head { w = w + lowrank(r=2) }", BART)
     assert not edit.foldable
     assert "tied" in edit.reason
@@ -91,7 +93,7 @@ def test_an_edit_that_folds_at_some_sites_only_does_not_fold():
     assert "1 of 2 sites" in edit.reason
 
 
-def test_what_stays_holds_back_what_comes_after_it():
+def test_an_edit_after_one_that_stays_does_not_fold():
     first = "edit a at layer[*].ffn { h += adapter(h, r=4) }\n"
     second = "edit b at layer[*].ffn { h *= vector() }\n"
     after = planned(first + second, BART).plan.edit("b")
@@ -122,7 +124,7 @@ def test_regions():
     assert numel([]) == 0
 
 
-def test_entries_that_are_chosen_are_counted_once_a_choice_and_never_above_what_there_is():
+def test_selected_entries_are_counted_once_and_never_above_the_total():
     p, q = RowRange("p", 0, 4, 3), RowRange("q", 0, 1)
     assert numel([EntryChoice(("a",), 5, p), EntryChoice(("a",), 5, q)]) == 5
     assert numel([EntryChoice(("a",), 5, p), EntryChoice(("b",), 4, p)]) == 9
@@ -157,13 +159,13 @@ def test_part_of_a_parameter_cannot_be_trained():
 
 
 @pytest.mark.parametrize("equation", ["h = x * x", "h += lora(x, r=2) * lora(x, r=2)", "h = h * x", "h += x / x"])
-def test_a_product_of_what_the_linear_reads_with_itself_does_not_fold(equation):
+def test_a_product_with_the_input_does_not_fold(equation):
     edit = only_edit(f"edit e at encoder.layer[0].attn.q {{ {equation} }}", BART)
     assert not edit.foldable
     assert "depend" in edit.reason
 
 
-def test_what_shares_parameters_with_an_edit_that_stays_stays():
+def test_an_edit_that_shares_parameters_with_one_that_stays_does_not_fold():
     common = "let s = shared(vera(r=4))\nedit a at layer[*].attn.q { h += s(x) }\n"
     folds = planned(common + "edit b at layer[*].attn.k { h += s(x) }", BART).plan
     assert [edit.foldable for edit in folds.edits] == [True, True]

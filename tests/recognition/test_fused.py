@@ -1,4 +1,6 @@
-"""Rows of one Linear for queries, keys and values: in whatever way they are taken apart, or no roles at all."""
+"""Fused projections: the rows of q, k and v for every way to split the output, or no
+roles at all.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,18 @@ def heads(x: Tensor, number: int = H) -> Tensor:
 
 
 class Layer(nn.Module):
-    """`apart` makes q, k and v, (batch, heads, tokens, d_head), of the result of one Linear."""
+    """`split_qkv` splits the output of one Linear into q, k and v, (batch, heads,
+    tokens, d_head).
+    """
 
-    def __init__(self, apart: Callable[[Layer, Tensor], Sequence[Tensor]]) -> None:
+    def __init__(self, split_qkv: Callable[[Layer, Tensor], Sequence[Tensor]]) -> None:
         super().__init__()
-        self.apart = apart
+        self.split_qkv = split_qkv
         self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
         self.register_buffer("order", torch.arange(3 * D).view(3, D).flip(0).flatten())
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = functional.scaled_dot_product_attention(*self.apart(self, self.qkv(x)))
+        mixed = functional.scaled_dot_product_attention(*self.split_qkv(self, self.qkv(x)))
         return x + self.o(mixed.transpose(1, 2).flatten(2))
 
 
@@ -46,7 +50,7 @@ def stacked(_: Layer, y: Tensor) -> Sequence[Tensor]:
 
 
 def rotated_together(_: Layer, y: Tensor) -> Sequence[Tensor]:
-    """Queries and keys get their positions before they are taken apart."""
+    """Rotary positions are applied before the split."""
     y = y.unflatten(-1, (3, H, D // H))
     both = y[:, :, :2]
     both = both * 2 + torch.cat([-both[..., 2:], both[..., :2]], -1)
@@ -65,26 +69,26 @@ LAYOUTS: dict[str, tuple[Callable[[Layer, Tensor], Sequence[Tensor]], list[Slice
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_are_followed(name: str) -> None:
-    apart, expected = LAYOUTS[name]
-    root = Layer(apart)
+def test_rows_are_recognised(name: str) -> None:
+    split_qkv, expected = LAYOUTS[name]
+    root = Layer(split_qkv)
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, D)}).graph
     (attn,) = sub_layers(LayerGraph(graph, root))
     assert [attn.projections[role].rows for role in "qkv"] == expected
 
 
 @pytest.mark.parametrize(
-    ("apart", "named"),
+    ("split_qkv", "roles"),
     [
         (lambda self, y: [heads(part) for part in y[..., self.order].chunk(3, -1)], {"o", "qkv"}),  # no data, no order
         (rotated_together, {"v", "o"}),
     ],
 )
-def test_rows_that_cannot_be_followed_have_no_role(apart: Any, named: set[str]) -> None:
-    table = peftc.sites(Layers(Layer(apart), Layer(apart)), sample={"x": torch.randn(2, 5, D)})
+def test_unrecognised_rows_have_no_role(split_qkv: Any, roles: set[str]) -> None:
+    table = peftc.sites(Layers(Layer(split_qkv), Layer(split_qkv)), sample={"x": torch.randn(2, 5, D)})
     above = "encoder.layer[0].attn.self."
     sites = [s for s in table.sites if s.path.startswith(above) and "w" in s.states]
-    assert {s.path.removeprefix(above) for s in sites} == named
+    assert {s.path.removeprefix(above) for s in sites} == roles
 
 
 def numbers(rows: Slice) -> list[int]:
@@ -95,19 +99,19 @@ SLICES = [*IN_ORDER, Slice(0, 4, 12, H), Slice(4, 8, 12, H), Slice(8, 12, 12, H)
 
 
 @pytest.mark.parametrize("rows", SLICES)
-def test_rows_are_the_features_that_a_view_takes(rows: Slice) -> None:
-    """Of pieces of `stride` features, those from `start` to `stop` of each."""
+def test_a_slice_has_the_features_of_a_view(rows: Slice) -> None:
+    """A `Slice` has, of every `stride` features, those from `start` to `stop`."""
     stride = rows.stride or 3 * D
-    taken = torch.arange(stride * rows.count).view(rows.count, stride)[:, rows.start : rows.stop].flatten()
-    assert numbers(rows) == taken.tolist()
-    assert len(taken) == rows.width
-    assert as_slice(taken, 3 * D) == rows
+    features = torch.arange(stride * rows.count).view(rows.count, stride)[:, rows.start : rows.stop].flatten()
+    assert numbers(rows) == features.tolist()
+    assert len(features) == rows.width
+    assert as_slice(features, 3 * D) == rows
     for other in SLICES:
         assert rows.overlaps(other) == bool(set(numbers(rows)) & set(numbers(other)))
 
 
 class Uneven(nn.Module):
-    """Two attentions of different sizes, of one Linear."""
+    """Two attentions of different sizes on one Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +124,7 @@ class Uneven(nn.Module):
         return x + self.o(torch.cat([y.transpose(1, 2).flatten(2) for y in (one, other)], -1))
 
 
-def test_rows_that_are_no_equal_blocks_have_no_role() -> None:
+def test_unequal_blocks_of_rows_have_no_role() -> None:
     root = Uneven()
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, D)}).graph
     (attn,) = sub_layers(LayerGraph(graph, root))
@@ -129,24 +133,24 @@ def test_rows_that_are_no_equal_blocks_have_no_role() -> None:
 
 
 class Crossed(nn.Module):
-    """Features attend to features: each is a row of as many numbers as there are tokens."""
+    """Attention over features: each feature is a row with one entry for each token."""
 
-    def __init__(self, written: bool) -> None:
+    def __init__(self, manual: bool) -> None:
         super().__init__()
-        self.written = written
+        self.manual = manual
         self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, H, D // H)).permute(2, 0, 3, 4, 1).unbind(0)
-        if self.written:
+        if self.manual:
             mixed = (q @ k.transpose(-2, -1)).softmax(-1) @ v
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v)
         return x + self.o(mixed.permute(0, 3, 1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("written", [True, False])
-def test_nothing_is_joined_to_features(written: bool) -> None:
-    table = peftc.sites(Layers(Crossed(written), Crossed(written)), sample={"x": torch.randn(2, 5, D)})
+@pytest.mark.parametrize("manual", [True, False])
+def test_attention_over_features_has_no_states_of_queries_and_keys(manual: bool) -> None:
+    table = peftc.sites(Layers(Crossed(manual), Crossed(manual)), sample={"x": torch.randn(2, 5, D)})
     site = next(s for s in table.sites if s.path == "encoder.layer[0].attn.self")
     assert set(site.states) == {"x", "h", "c", "res"}

@@ -1,4 +1,6 @@
-"""Which rows of a Linear are q, k and v, for every layout of a fused projection: told by the model's own numbers."""
+"""The rows of q, k and v for every layout of a fused projection, checked by the model's own
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def rows(site: Site) -> Slice | None:
 
 
 @pytest.mark.parametrize("key", INTERLEAVED)
-def test_heads_that_are_interleaved(key: str) -> None:
+def test_interleaved_heads(key: str) -> None:
     model, sites = sites_of(key)
     heads = model.config.num_attention_heads
     width = model.config.hidden_size // heads
@@ -41,7 +43,7 @@ def test_heads_that_are_interleaved(key: str) -> None:
 
 
 def test_keys_and_values_made_from_a_latent() -> None:
-    """Keys are written into a tensor made for them, part by part; its shape is taken from the values."""
+    """Keys are written slice by slice into a new tensor, whose shape comes from the values."""
     model, sites = sites_of(LATENT)
     config = model.config
     k, v, heads = config.qk_nope_head_dim, config.v_head_dim, config.num_attention_heads
@@ -51,7 +53,9 @@ def test_keys_and_values_made_from_a_latent() -> None:
 
 
 def test_values_that_two_attentions_share() -> None:
-    """Each of two attentions mixes half of the values: v is the whole Linear, and no rows can be joined to both."""
+    """Each of two attentions mixes half of the values: `v` is the whole Linear, and a prefix cannot
+    be added to both.
+    """
     model, sites = sites_of("causal-lm/diffllama")
     assert rows(sites["v"]) is None
     whole = next(s for s in peftc.sites(model).sites if s.path.endswith(".layer[0].attn.self"))
@@ -59,7 +63,7 @@ def test_values_that_two_attentions_share() -> None:
 
 
 class Blank(nn.Module):
-    """What is written into new tensors, in place."""
+    """Writes into new tensors, in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +71,13 @@ class Blank(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both = self.both(x)
-        made = both.new_zeros(*x.shape[:-1], 6)
-        made[..., :2].copy_(both[..., 6:])
-        made[..., 2:] = self.other(x)
-        return made + both.new_ones(6)
+        output = both.new_zeros(*x.shape[:-1], 6)
+        output[..., :2].copy_(both[..., 6:])
+        output[..., 2:] = self.other(x)
+        return output + both.new_ones(6)
 
 
-def test_what_is_written_into_a_new_tensor() -> None:
+def test_writes_into_a_new_tensor() -> None:
     root = Blank()
     graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
     result = next(n for n in graph.nodes if n.op == "output").args[0]
@@ -84,7 +88,7 @@ def test_what_is_written_into_a_new_tensor() -> None:
 
 
 class Rotated(nn.Module):
-    """A part of the features for rotary positions, that has none here."""
+    """The slice of features for rotary positions is empty here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +99,7 @@ class Rotated(nn.Module):
         return torch.cat([plain, -rotated], dim=-1) + x.new_ones(6)
 
 
-def test_a_part_without_features() -> None:
+def test_an_empty_slice_of_features() -> None:
     root = Rotated()
     graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
     nothing = next(n for n in graph.nodes if getattr(n.meta["example"], "shape", (1,))[-1] == 0)
@@ -105,7 +109,7 @@ def test_a_part_without_features() -> None:
 
 
 class Positioned(nn.Module):
-    """An attention written out, with a position bias in the shape of its scores."""
+    """A hand-written attention with a position bias of the shape of its scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class Positioned(nn.Module):
         return scores.softmax(-1) @ v
 
 
-def test_a_shape_that_is_taken_from_the_scores_does_not_make_a_bias_of_them() -> None:
+def test_a_bias_reshaped_like_the_scores_is_recognised() -> None:
     root = Positioned()
     graph = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3, 4)}).graph
     (attention,) = attentions(LayerGraph(graph, root))

@@ -1,4 +1,4 @@
-"""What stands around the layers: which stack a norm ends, and what stacks and Linears are called where their names clash."""
+"""Names outside the layers: the stack of a final norm, and unique names for stacks and Linears."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class Flat(nn.Module):
-    """Two stacks in one module, a norm behind each."""
+    """Two stacks in one module, each followed by a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class Flat(nn.Module):
         return self.second_norm(x)
 
 
-def test_a_norm_ends_one_stack() -> None:
+def test_a_final_norm_belongs_to_one_stack() -> None:
     table = peftc.sites(Flat(), sample={"x": torch.randn(2, 5, D)})
     norms = {s.path: s.module for s in table.sites if s.steps[-1][0] == "norm"}
     assert norms == {"encoder.norm": "first_norm", "decoder.norm": "second_norm"}
 
 
-def test_an_embedding_is_that_of_the_innermost_stack_around_it() -> None:
+def test_an_embedding_belongs_to_the_innermost_enclosing_stack() -> None:
     anatomy: Any = SimpleNamespace(
         stacks=[Stack("outer", "model.layers", [], []), Stack("inner", "model.part.layers", [], [])]
     )
@@ -68,8 +68,8 @@ def test_an_embedding_is_that_of_the_innermost_stack_around_it() -> None:
     ]
 
 
-class Beside(nn.Module):
-    """A list of layers that is called as every layer is."""
+class LayerNamedList(nn.Module):
+    """Two lists of layers; one has the name `layer`, like the site of every layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,15 +83,15 @@ class Beside(nn.Module):
         return x
 
 
-def test_a_stack_is_not_called_as_what_is_in_it() -> None:
-    model, sample = Beside(), {"x": torch.randn(2, 5, D)}
+def test_a_stack_does_not_get_the_name_of_a_site_in_it() -> None:
+    model, sample = LayerNamedList(), {"x": torch.randn(2, 5, D)}
     layers = [s.path for s in peftc.sites(model, sample=sample).sites if s.steps[-1][0] == "layer"]
     assert layers == [f"{stack}.layer[{i}]" for stack in ("parts_layer", "more") for i in (0, 1)]
     text = "peft 1\nedit e at parts_layer.layer[*].attn.q { h += lora(x, r=1) }"
     assert len(peftc.plan(text, model, sample=sample).edits[0].sites) == 2
 
 
-def test_words_joined_are_a_name_of_a_stack() -> None:
+def test_names_of_stacks_join_words() -> None:
     for name, expected in {"parts_layer": True, "r_layers": True, "encodr": False, "qformer": True}.items():
         selector = peftc.parse(f"peft 1\nedit e at {name}.layer[*].attn {{ h += adapter(x, r=1) }}").statements[0]
         assert isinstance(selector, ast.Edit)
@@ -114,7 +114,7 @@ class Inner(Layer):
 
 
 class Gated(nn.Module):
-    """Two Linears of one name, both outside of the module that attends."""
+    """Two Linears of one name, both outside the module with the attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,15 +124,15 @@ class Gated(nn.Module):
         return x + self.inner(x) * self.one(x) * self.other(x)
 
 
-def test_linears_of_one_name_are_told_apart() -> None:
+def test_linears_of_one_name_have_unique_sites() -> None:
     table = peftc.sites(Layers(Gated(), Gated()), sample={"x": torch.randn(2, 5, D)})
     above = "encoder.layer[0].attn.self."
-    found = [s.path.removeprefix(above) for s in table.sites if s.path.startswith(above) and "linear" in s.path]
-    assert found == ["one.linear", "other.linear"]
+    names = [s.path.removeprefix(above) for s in table.sites if s.path.startswith(above) and "linear" in s.path]
+    assert names == ["one.linear", "other.linear"]
 
 
 class Twice(nn.Module):
-    """One Linear makes keys of tokens and of some of them once more; another is called twice beside it."""
+    """One Linear computes keys of all tokens, and again of some; another is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,10 +145,10 @@ class Twice(nn.Module):
 
 def test_an_edit_at_one_call_of_a_linear_does_not_fold() -> None:
     model, sample = Layers(Twice(), Twice()), {"x": torch.randn(2, 5, D)}
-    found = [s for s in peftc.sites(model, sample=sample).sites if s.path.startswith("encoder.layer[0].attn.self.")]
-    calls = {s.path.rpartition(".")[2]: s.calls for s in found if "w" in s.states}
+    sites = [s for s in peftc.sites(model, sample=sample).sites if s.path.startswith("encoder.layer[0].attn.self.")]
+    calls = {s.path.rpartition(".")[2]: s.calls for s in sites if "w" in s.states}
     assert calls == {"q": 1, "k": 2, "v": 1, "o": 1, "scale": 2}
-    assert len({s.path for s in found}) == len(found)
+    assert len({s.path for s in sites}) == len(sites)
     text = "peft 1\nedit h at layer[*].attn.k { h += lora(x, r=1) }\nedit w at layer[*].attn.k { w += lowrank(r=1) }"
     one, other = peftc.plan(text, model, sample=sample).edits
     assert (one.foldable, other.foldable) == (False, True)

@@ -1,4 +1,4 @@
-"""Attentions as public repositories write them: which rows and Linears are whose."""
+"""Attention patterns of public repositories: the rows and Linears of each role."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Block(nn.Module):
 
 
 class RelativeAttention(nn.Module):
-    """Conformer: positions are an embedding of distances, in the dtype of the queries; their product with the queries comes
-    before or after that of the keys.
+    """Conformer: positions are an embedding of distances, cast to the dtype of the queries. Their
+    product with the queries comes before or after that with the keys.
     """
 
     def __init__(self, positions_first: bool) -> None:
@@ -72,7 +72,7 @@ class TalkingHeads(nn.Module):
 
 
 class OwnBias(nn.Module):
-    """BEiT and SwinV2: a fused projection whose bias is put together, all arguments by keyword."""
+    """BEiT and SwinV2: a fused projection with a concatenated bias; all arguments by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class OwnBias(nn.Module):
 
 
 class QKNorm(nn.Module):
-    """Flux: queries and keys are cast to the dtype of the values, by the values themselves."""
+    """Flux: queries and keys are cast with `type_as` to the dtype of the values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,13 +107,13 @@ def joint(q: Tensor, k: Tensor, v: Tensor, pe: Tensor) -> Tensor:
     return mixed.transpose(1, 2).flatten(2)
 
 
-def apart(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.view(*qkv.shape[:2], 3, H, -1).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
 
 class SingleStream(nn.Module):
-    """Flux: one Linear for q, k, v and the hidden units; one for both results."""
+    """Flux: one Linear for q, k, v and the hidden units, one for both outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,13 +123,13 @@ class SingleStream(nn.Module):
     def forward(self, x: Tensor, vec: Tensor, pe: Tensor) -> Tensor:
         shift, scale, gate = self.mod(functional.silu(vec))[:, None].chunk(3, -1)
         qkv, mlp = torch.split(self.linear1((1 + scale) * self.pre_norm(x) + shift), [3 * D, 2 * D], -1)
-        q, k, v = apart(qkv)
+        q, k, v = split_qkv(qkv)
         q, k = self.norm(q, k, v)
         return x + gate * self.linear2(torch.cat((joint(q, k, v, pe), functional.gelu(mlp)), 2))
 
 
 class DoubleStream(nn.Module):
-    """Flux: image and text attend together, each with Linears of its own."""
+    """Flux: image and text attend jointly, each with Linears of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,9 +138,9 @@ class DoubleStream(nn.Module):
         self.img_norm, self.txt_norm = QKNorm(), QKNorm()
 
     def forward(self, x: Tensor, txt: Tensor, pe: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = apart(self.img(x))
+        q, k, v = split_qkv(self.img(x))
         q, k = self.img_norm(q, k, v)
-        q2, k2, v2 = apart(self.txt(txt))
+        q2, k2, v2 = split_qkv(self.txt(txt))
         q2, k2 = self.txt_norm(q2, k2, v2)
         both = joint(torch.cat((q2, q), 2), torch.cat((k2, k), 2), torch.cat((v2, v), 2), pe)
         mixed, mixed2 = both[:, txt.shape[1] :], both[:, : txt.shape[1]]
@@ -154,41 +154,41 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, txt: Tensor | None = None, pe: Tensor | None = None) -> Tensor:
         for block in self.blocks:
-            made = block(x) if txt is None else block(x, txt, pe)
-            x = made[0] if isinstance(made, tuple) else made
+            output = block(x) if txt is None else block(x, txt, pe)
+            x = output[0] if isinstance(output, tuple) else output
         return x
 
 
 def roles(model: nn.Module, *sample: Tensor) -> dict[str, str]:
-    """The Linears of the first layer's attention, by role, with their rows."""
+    """The Linears of the first layer's attention by role, with their rows."""
     table = peftc.sites(model, sample=dict(zip(("x", "txt", "pe"), sample, strict=False)))
-    found: dict[str, str] = {}
+    weights: dict[str, str] = {}
     for site in table.sites:
         if site.root == "blocks.0" and "attn" in dict(site.steps) and site.steps[-1][0] in "qkvo":
             weight = site.states["w"].weight
             assert weight is not None
             rows = f"[{weight.rows.start}:{weight.rows.stop}]" if weight.rows else ""
-            found[site.steps[-1][0]] = site.module.rpartition(".")[2] + rows
-    return found
+            weights[site.steps[-1][0]] = site.module.rpartition(".")[2] + rows
+    return weights
 
 
 FUSED = {"q": "[0:16]", "k": "[16:32]", "v": "[32:48]"}
 
 
 @pytest.mark.parametrize("positions_first", [True, False])
-def test_positions_in_the_dtype_of_queries_are_no_keys(positions_first: bool) -> None:
+def test_relative_positions_are_no_keys(positions_first: bool) -> None:
     model = Model(lambda: Block(RelativeAttention(positions_first)))
     expected = {"q": "to_q", "k": "to_kv[0:16]", "v": "to_kv[16:32]", "o": "to_out"}
     assert roles(model, torch.randn(2, T, D)) == expected
 
 
-def test_scores_that_a_linear_mixes_over_heads() -> None:
+def test_talking_heads() -> None:
     expected = {role: f"qkv{rows}" for role, rows in FUSED.items()} | {"o": "proj"}
     assert roles(Model(lambda: Block(TalkingHeads())), torch.randn(2, T, D)) == expected
 
 
-def test_an_attention_whose_weight_is_used_by_keyword_is_one() -> None:
-    """No Linear gives its queries, keys and values: only what follows it has a role."""
+def test_an_attention_with_a_functional_projection() -> None:
+    """q, k and v come from no Linear module, so only the output projection has a role."""
     assert roles(Model(lambda: Block(OwnBias())), torch.randn(2, T, D)) == {"o": "proj"}
 
 

@@ -1,4 +1,6 @@
-"""Residual streams that are more than a sum: scaled, shifted, several side by side; layers made of marked parts."""
+"""Residual streams with scales, shifts or several parallel streams; layers assembled from marked
+modules.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def traced(root: nn.Module, **arguments: torch.Tensor) -> RegionTrace:
     return RegionTracer(lambda name: is_weighted_sum(root.get_submodule(name))).trace_region(root, arguments)
 
 
-def found(root: nn.Module, *shape: int) -> list[SubLayer]:
+def sub_layers_of(root: nn.Module, *shape: int) -> list[SubLayer]:
     return sub_layers(LayerGraph(traced(root, x=torch.randn(shape)).graph, root))
 
 
@@ -46,7 +48,7 @@ class Join(nn.Module):
 
 
 class Joined(Ffn):
-    """The sum is made in a module of its own, of a residual that has been shifted."""
+    """The residual sum is in a module of its own, with a shifted residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Joined(Ffn):
 
 
 class Multiplied(Ffn):
-    """`Parameter.mul(x)` is a call of a method."""
+    """`Parameter.mul(x)` is a method call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +70,9 @@ class Multiplied(Ffn):
 
 
 class Hyper(Ffn):
-    """n streams: one is made of them for the ffn, whose result goes to each; and they are mixed."""
+    """Hyper-connections: the ffn reads a mixture of n streams, its output goes to each, and the
+    streams are mixed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +86,7 @@ class Hyper(Ffn):
 
 
 class Chained(Ffn):
-    """Attention, its ffn and a Linear behind it in one branch."""
+    """Attention, its ffn and one more Linear in one branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +99,7 @@ class Chained(Ffn):
 
 
 class Blended(Chained):
-    """Queries and keys are both made of the same two Linears."""
+    """Queries and keys both depend on the same two Linears."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (linear(x).unsqueeze(1) for linear in (self.q, self.k, self.v))
@@ -104,7 +108,7 @@ class Blended(Chained):
 
 
 class Opaque(nn.Module):
-    """Children that stay one leaf, as a mixture of experts does."""
+    """Children that stay leaves of the trace, like a mixture of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +119,7 @@ class Opaque(nn.Module):
 
 
 class Projected(nn.Module):
-    """Two Linears before such a leaf, and one behind it."""
+    """Two Linears before an opaque leaf, one after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,13 +137,13 @@ def roles(sub: SubLayer) -> dict[str, str]:
 
 def test_residuals_that_are_scaled_or_shifted() -> None:
     for root in (Joined(), Multiplied()):
-        (ffn,) = found(root, 2, 5, D)
+        (ffn,) = sub_layers_of(root, 2, 5, D)
         assert (ffn.kind, roles(ffn)) == ("ffn", {"down": "down", "up": "up"})
         assert ffn.h.target == "down"
 
 
 def test_several_streams_side_by_side() -> None:
-    (ffn,) = found(Hyper(), 2, 5, N, D)
+    (ffn,) = sub_layers_of(Hyper(), 2, 5, N, D)
     assert (ffn.kind, roles(ffn)) == ("ffn", {"down": "down", "up": "up"})
     assert ffn.h.meta["example"].shape == (2, 5, D), "what the ffn gives, and not what is added to the streams"
     assert ffn.x is not None
@@ -148,27 +152,27 @@ def test_several_streams_side_by_side() -> None:
 
 
 def test_a_block_of_attention_and_ffn_without_a_sum_in_between() -> None:
-    attn, ffn = found(Chained(), 2, 5, D)
+    attn, ffn = sub_layers_of(Chained(), 2, 5, D)
     assert (attn.kind, roles(attn)) == ("attn", {"q": "q", "k": "k", "v": "v", "o": "o"})
     assert (attn.h.target, ffn.h.target) == ("o", "down")
     assert (ffn.kind, roles(ffn)) == ("ffn", {"down": "down", "up": "up"})
 
 
-def test_what_enters_an_ffn_whose_last_linear_alone_has_a_role() -> None:
-    (sub,) = found(Projected(), 2, N, D)
+def test_the_input_of_an_ffn_where_only_down_has_a_role() -> None:
+    (sub,) = sub_layers_of(Projected(), 2, N, D)
     assert set(sub.projections) == {"down"}
     assert sub.x is not None
     assert sub.x.target == "norm"
 
 
-def test_queries_and_keys_of_the_same_two_linears_cannot_be_told_apart() -> None:
-    """Both Linears are in both: neither is q, and neither is k."""
-    (attn,) = found(Blended(), 2, 5, D)
+def test_linears_of_both_queries_and_keys_have_no_role() -> None:
+    """Both Linears are in both, so neither is q or k."""
+    (attn,) = sub_layers_of(Blended(), 2, 5, D)
     assert roles(attn) == {"v": "v", "o": "o"}
 
 
-def test_choosing_with_a_number_can_be_traced() -> None:
-    """torch itself ends the process where the second argument of `where` only looks like a tensor."""
+def test_where_with_a_number_can_be_traced() -> None:
+    """torch crashes if the second argument of `where` only imitates a tensor."""
 
     class Masked(nn.Module):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -186,7 +190,9 @@ class Block(GradientCheckpointingLayer):
 
 
 def test_layers_and_their_marked_parts() -> None:
-    """A marked module with another as its part is a layer; with a list of others it is a stage."""
+    """A marked module that contains another is a layer; one that contains a list of others is a
+    stage.
+    """
     model = nn.Module()
     model.layers = nn.ModuleList([Block(), Block(part=Block(), linear=nn.Linear(1, 1))])
     model.stages = nn.ModuleList([Block(blocks=nn.ModuleList([Block(), Block()]))])

@@ -1,4 +1,4 @@
-"""Linears that look alike to a short glance, and their roles."""
+"""Roles of Linears in similar graphs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Swish(Layer):
-    """An activation that is written out is a product, too."""
+    """A hand-written SiLU: a product, like a gate."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(self.norm(x))
@@ -52,7 +52,7 @@ class Method(Layer):
 
 
 class Factor(Layer):
-    """What is multiplied by a factor that no Linear makes."""
+    """A product whose other factor comes from no Linear."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -60,7 +60,7 @@ class Factor(Layer):
 
 
 class Capped(Layer):
-    """Both factors are made by activations."""
+    """Both factors have an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.both(self.norm(x)).chunk(2, -1)
@@ -68,7 +68,7 @@ class Capped(Layer):
 
 
 class Bilinear(Layer):
-    """A gate without an activation: what is added to it tells it from `up`."""
+    """A gate without activation; its bias distinguishes it from `up`."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -96,13 +96,13 @@ def roles(sub: SubLayer) -> dict[str, str]:
         (Bilinear, {"gate": "gate", "up": "up"}),
     ],
 )
-def test_what_comes_before_a_hidden_activation(layer: type[Layer], expected: dict[str, str]) -> None:
+def test_roles_before_the_hidden_activation(layer: type[Layer], expected: dict[str, str]) -> None:
     (ffn,) = taken(layer())
     assert roles(ffn) == {"down": "down", **expected}
 
 
 class Alone(Layer):
-    """One Linear after an attention: what it reads has been made by that."""
+    """One Linear after an attention: its input is the attention's output."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.o(self.mix(self.norm(x)))
@@ -118,7 +118,7 @@ def test_the_linears_of_one_sub_layer_are_not_those_of_the_next() -> None:
 
 
 class Placed(Layer):
-    """Keys are a sum of what is made of positions, first, and of what is made of tokens."""
+    """Keys are a sum: of a projection of positions, first, and a projection of tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         places = self.last(self.places)
@@ -126,7 +126,7 @@ class Placed(Layer):
 
 
 class Gated(Layer):
-    """A gate is made of the attention's result, before the Linear behind it."""
+    """The attention output is gated before the output projection."""
 
     def forward(self, x: Tensor) -> Tensor:
         mixed = self.mix(self.norm(x))
@@ -134,7 +134,7 @@ class Gated(Layer):
 
 
 @pytest.mark.parametrize("layer", [Placed, Gated])
-def test_what_stands_beside_an_attention(layer: type[Layer]) -> None:
+def test_gates_and_position_projections_are_no_roles_of_attention(layer: type[Layer]) -> None:
     (attn,) = taken(layer())
     assert roles(attn) == {role: role for role in "qkvo"}
 
@@ -158,14 +158,14 @@ def test_linears_along_tokens_mix_them() -> None:
 
 
 class Summed(Layer):
-    """Each token has the mean of those up to it."""
+    """Each token becomes the mean of those up to it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))).cumsum(1) / T)
 
 
 class Counted(Layer):
-    """Tokens have no value any more where three have been positive: those before are counted."""
+    """A cumulative count: tokens after the third positive one are zeroed."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -174,6 +174,6 @@ class Counted(Layer):
 
 
 @pytest.mark.parametrize(("layer", "kind"), [(Summed, "mixer"), (Counted, "ffn")])
-def test_sums_of_values_mix_tokens_and_counts_do_not(layer: type[Layer], kind: str) -> None:
+def test_cumulative_sums_mix_tokens_and_cumulative_counts_do_not(layer: type[Layer], kind: str) -> None:
     (only,) = taken(layer())
     assert only.kind == kind

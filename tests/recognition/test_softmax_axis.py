@@ -1,4 +1,6 @@
-"""Queries and keys of an attention that is written out: a softmax gives each query probabilities over keys, whichever is multiplied first."""
+"""Queries and keys of a hand-written attention: the softmax normalises over keys, whichever operand
+comes first.
+"""
 
 from __future__ import annotations
 
@@ -77,35 +79,35 @@ WRITTEN = [queries_first, keys_first, turned, batches, split, einsum, einsum_tur
 
 
 @pytest.mark.parametrize("attend", WRITTEN)
-def test_queries_are_what_the_softmax_does_not_compare(attend: Attend) -> None:
+def test_the_softmax_axis_identifies_the_keys(attend: Attend) -> None:
     torch.manual_seed(0)
     model = Layers(Layer(attend), Layer(attend))
     plan = peftc.plan(SPEC, model, sample=SAMPLE)
     assert [{site.module.rpartition(".")[2] for site in edit.sites} for edit in plan.edits] == [{"first"}, {"second"}]
-    found = peftc.verify(peftc.compile(SPEC, model, seed=0, sample=SAMPLE), {"x": torch.randn(2, 5, D)})
-    assert found.ok, str(found)
+    report = peftc.verify(peftc.compile(SPEC, model, seed=0, sample=SAMPLE), {"x": torch.randn(2, 5, D)})
+    assert report.ok, str(report)
     assert any(
-        check.name.startswith("attn.q, attn.k and attn.v") and check.outcome == "holds" for check in found.checks
+        check.name.startswith("attn.q, attn.k and attn.v") and check.outcome == "holds" for check in report.checks
     )
 
 
 @pytest.mark.parametrize("attend", WRITTEN[1:])
-def test_verification_notices_roles_that_are_exchanged(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_detects_exchanged_roles(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     right = patterns.compared
     monkeypatch.setattr(patterns, "compared", lambda *args: right(*args)[::-1])
     torch.manual_seed(0)
     model = peftc.compile(SPEC, Layers(Layer(attend), Layer(attend)), seed=0, sample=SAMPLE)
-    found = peftc.verify(model, {"x": torch.randn(2, 5, D)})
-    assert "P606" in {finding.code for finding in found.findings}
+    report = peftc.verify(model, {"x": torch.randn(2, 5, D)})
+    assert "P606" in {finding.code for finding in report.findings}
 
 
 @pytest.mark.parametrize("attend", WRITTEN)
-def test_rows_are_joined_rightly_or_not_at_all(attend: Attend) -> None:
+def test_prefix_rows_are_joined_correctly_or_refused(attend: Attend) -> None:
     torch.manual_seed(0)
     model = Layers(Layer(attend), Layer(attend))
     if attend in (queries_first, einsum_turned):
-        found = peftc.verify(peftc.compile(PREFIX, model, seed=0, sample=SAMPLE), {"x": torch.randn(2, 5, D)})
-        assert found.ok, str(found)
+        report = peftc.verify(peftc.compile(PREFIX, model, seed=0, sample=SAMPLE), {"x": torch.randn(2, 5, D)})
+        assert report.ok, str(report)
     else:
         with pytest.raises(peftc.PeftcError, match="P205"):
             peftc.compile(PREFIX, model, seed=0, sample=SAMPLE)

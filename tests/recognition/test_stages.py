@@ -1,4 +1,6 @@
-"""Pyramids: lists of stages whose layers are what they list; and layers on images, whose features come second."""
+"""Hierarchical models: layers inside lists of stages; and layers on images, whose features are
+dimension 1.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class Ffn(nn.Module):
 
 
 class Layer(nn.Module):
-    """With `ffns` in a list: that does not make it a stage."""
+    """`ffns` in a ModuleList do not make it a stage."""
 
     def __init__(self, ffns: int) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Layers behind a change of resolution, after which nothing is a sum with the stage's input."""
+    """Layers after a downsampling: there is no residual sum with the stage's input."""
 
     def __init__(self, halved: bool) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class Stage(nn.Module):
 
 
 class Convolutional(nn.Module):
-    """A block of convolutions, whose residual is an image; `bare` without one."""
+    """A convolutional block with an image as residual stream; without one if `bare`."""
 
     def __init__(self, bare: bool) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class Convolutional(nn.Module):
 
 
 class Separable(nn.Module):
-    """Neighbours are mixed, and then features, in one branch; the Linears have the image with its features last."""
+    """Spatial mixing, then feature mixing, in one branch; the Linears see channels-last images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class Separable(nn.Module):
 
 
 class MovingNorm(nn.LayerNorm):
-    """A norm that takes an image with its features second."""
+    """A norm for channels-first images."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -109,18 +111,18 @@ def paths(model: nn.Module, sample: dict[str, Tensor], last: str) -> list[tuple[
 
 def test_the_layers_of_a_pyramid_are_in_its_stages() -> None:
     model = Layers(Stage(False), Stage(True))
-    found = paths(model, {"x": torch.randn(2, 4, D)}, "layer")
+    layers = paths(model, {"x": torch.randn(2, 4, D)}, "layer")
     blocks = [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
-    assert found == [(f"encoder.layer[{i}]", name) for i, name in enumerate(blocks)]
+    assert layers == [(f"encoder.layer[{i}]", name) for i, name in enumerate(blocks)]
 
 
-def test_a_list_of_feed_forward_networks_makes_no_stage() -> None:
-    found = paths(Layers(Layer(2), Layer(2)), {"x": torch.randn(2, 4, D)}, "layer")
-    assert [module for _, module in found] == ["layers.0", "layers.1"]
+def test_a_list_of_feed_forward_networks_is_no_stage() -> None:
+    layers = paths(Layers(Layer(2), Layer(2)), {"x": torch.randn(2, 4, D)}, "layer")
+    assert [module for _, module in layers] == ["layers.0", "layers.1"]
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_blocks_of_convolutions_are_layers_where_there_are_no_others(bare: bool) -> None:
+def test_convolutional_blocks_are_layers_in_models_without_others(bare: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, D, 3, 5)
     model = Layers(Convolutional(bare), Convolutional(bare)).eval()
@@ -131,15 +133,17 @@ def test_blocks_of_convolutions_are_layers_where_there_are_no_others(bare: bool)
     with torch.no_grad():
         for parameter in peftc.parameters(model).values():
             parameter.copy_(scale)
-    changed = model(x)
+    edited = model(x)
     peftc.remove(model)
     for layer in model.layers:
         x = layer(x) * scale.view(1, D, 1, 1)
-    assert torch.equal(changed, x)
+    assert torch.equal(edited, x)
 
 
-def test_an_image_is_read_and_written_as_tokens() -> None:
-    """x is (batch, height, width, d) where the Linears read it, h (batch, d, height, width) where it is added."""
+def test_images_are_edited_as_tokens() -> None:
+    """x is (batch, height, width, d), which the Linears read; h is (batch, d, height, width), which
+    is added.
+    """
     torch.manual_seed(0)
     x = torch.randn(2, D, 3, 5)
     model = Layers(Separable(), Separable()).eval()
@@ -151,14 +155,14 @@ def test_an_image_is_read_and_written_as_tokens() -> None:
     with torch.no_grad():
         a, b = (p.normal_() for p in peftc.parameters(model).values())
     first, second = (model.get_submodule(f"layers.{i}") for i in (0, 1))
-    changed = model(x)
+    edited = model(x)
     peftc.remove(model)
     mixed = first.norm(first.mix(x).permute(0, 2, 3, 1))
     added = (mixed @ a.t() @ b.t()).permute(0, 3, 1, 2)
-    torch.testing.assert_close(changed, second(first(x) + added), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(edited, second(first(x) + added), rtol=1e-4, atol=1e-4)
 
 
-def test_a_norm_may_have_the_features_of_an_image_second() -> None:
+def test_a_norm_of_channels_first_images() -> None:
     table = peftc.sites(Layers(Normed(), Normed()), sample={"x": torch.randn(2, D, 3, 5)})
     states = {
         (s.path, name): state for s in table.sites for name, state in s.states.items() if state.activation is not None
@@ -170,7 +174,7 @@ def test_a_norm_may_have_the_features_of_an_image_second() -> None:
 
 
 class StageWithAttention(nn.Module):
-    """Blocks, and in one of two an attention of its own after them."""
+    """Blocks, followed by an attention of the stage itself in one of two stages."""
 
     def __init__(self, own: bool) -> None:
         super().__init__()
@@ -183,16 +187,16 @@ class StageWithAttention(nn.Module):
         return x if self.own is None else x + self.own(x)
 
 
-def test_a_stage_with_a_sub_layer_of_its_own_makes_all_of_its_list_layers() -> None:
-    """If its blocks were the layers, nothing could name its attention."""
-    found = paths(Layers(StageWithAttention(False), StageWithAttention(True)), {"x": torch.randn(2, 4, D)}, "layer")
-    assert [module for _, module in found] == ["layers.0", "layers.1"]
-    found = paths(Layers(StageWithAttention(False), StageWithAttention(False)), {"x": torch.randn(2, 4, D)}, "layer")
-    assert [module for _, module in found] == [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
+def test_stages_with_their_own_sub_layer_are_layers() -> None:
+    """If the blocks were the layers, the stage's attention would have no site."""
+    layers = paths(Layers(StageWithAttention(False), StageWithAttention(True)), {"x": torch.randn(2, 4, D)}, "layer")
+    assert [module for _, module in layers] == ["layers.0", "layers.1"]
+    layers = paths(Layers(StageWithAttention(False), StageWithAttention(False)), {"x": torch.randn(2, 4, D)}, "layer")
+    assert [module for _, module in layers] == [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
 
 
 class Pyramids(nn.Module):
-    """Two of them, one beside the other."""
+    """Two hierarchical models in one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,14 +209,14 @@ class Pyramids(nn.Module):
         return one + other
 
 
-def test_two_pyramids_are_told_apart_by_where_they_are() -> None:
-    found = paths(Pyramids(), {"x": torch.randn(2, 4, D)}, "layer")
+def test_two_pyramids_are_two_stacks() -> None:
+    layers = paths(Pyramids(), {"x": torch.randn(2, 4, D)}, "layer")
     places = [(f"stages.{i}.blocks.{j}", 2 * i + j) for i in (0, 1) for j in (0, 1)]
-    assert found == [(f"{name}.layer[{at}]", f"{name}.{block}") for name in ("near", "far") for block, at in places]
+    assert layers == [(f"{name}.layer[{at}]", f"{name}.{block}") for name in ("near", "far") for block, at in places]
 
 
 class NoSum(nn.Module):
-    """A block whose result is no sum with what it reads."""
+    """A block without residual sum."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""What is the residual stream, and what is added to it, where a layer does more than add sub-layers to one tensor."""
+"""The residual stream, and the additions to it, in layers that do more than add sub-layers to one
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class Layer(nn.Module):
 
 
 class Chosen(Layer):
-    """The second sub-layer goes on with some of the tokens."""
+    """The second sub-layer continues with some of the tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.first(x)
@@ -35,7 +37,7 @@ class Chosen(Layer):
 
 
 class Cut(Layer):
-    """Half of the features are no stream."""
+    """Half of the features are not the residual stream."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.first(x)
@@ -43,7 +45,7 @@ class Cut(Layer):
 
 
 class CutBehindMask(Layer):
-    """Half of the features of some tokens are no stream."""
+    """Half of the features of some tokens are not the residual stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +57,7 @@ class CutBehindMask(Layer):
 
 
 class Entry(Layer):
-    """One entry is no stream."""
+    """A single entry is not the residual stream."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.first(x)
@@ -63,7 +65,7 @@ class Entry(Layer):
 
 
 class Sums(Layer):
-    """Two values of the stream are added."""
+    """Two tensors of the residual stream are added."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x + self.first(x)) + x
@@ -71,14 +73,14 @@ class Sums(Layer):
 
 
 class Shifted(Layer):
-    """Tokens are mixed with those before them by a vector of parameters, which is no sub-layer."""
+    """Token shift with a parameter vector; that is no sub-layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.first(x * self.mix + self.shift(x) * (1 - self.mix))
 
 
 class Copies(Layer):
-    """Four copies of a stream, mixed with one another by coefficients that are computed."""
+    """Four copies of the residual stream, mixed by computed coefficients."""
 
     def forward(self, x: Tensor) -> Tensor:  # (copies, batch, tokens, features)
         coefficients = self.first(x[0])[..., :4, None] * self.first(x[0])[..., None, :4]
@@ -87,7 +89,9 @@ class Copies(Layer):
 
 
 class Bottleneck(nn.Module):
-    """A narrow stream with two sub-layers inside of a sub-layer; or, where it is not `deep`, with one: that is but one."""
+    """A sub-layer with a narrow residual stream inside: `deep`, it has two sub-layers, else one,
+    which does not count.
+    """
 
     def __init__(self, deep: bool) -> None:
         super().__init__()
@@ -105,14 +109,14 @@ class Bottleneck(nn.Module):
 
 
 @pytest.mark.parametrize(("deep", "kinds"), [(True, ["attn", "ffn"]), (False, ["attn"])])
-def test_a_stream_inside_of_a_sub_layer(deep: bool, kinds: list[str]) -> None:
-    subs = found(Bottleneck(deep), 2, 5, 8)
+def test_a_residual_stream_inside_a_sub_layer(deep: bool, kinds: list[str]) -> None:
+    subs = sub_layers_of(Bottleneck(deep), 2, 5, 8)
     assert [s.kind for s in subs] == kinds
     assert str(subs[0].projections["q"].node.target) == "q"
     assert nodes.shape(subs[0].h)[-1] == (4 if deep else 8)
 
 
-def found(layer: nn.Module, *shape: int) -> list[SubLayer]:
+def sub_layers_of(layer: nn.Module, *shape: int) -> list[SubLayer]:
     graph = RegionTracer(lambda name: name == "").trace_region(layer, {"x": torch.randn(shape)}).graph
     return sub_layers(LayerGraph(graph, layer))
 
@@ -122,23 +126,23 @@ def downs(subs: list[SubLayer]) -> list[str]:
 
 
 @pytest.mark.parametrize("layer", [Chosen, Sums])
-def test_the_stream_goes_on(layer: type[Layer]) -> None:
-    assert downs(found(layer(), 2, 5, 8)) == ["first", "second"]
+def test_the_residual_stream_continues(layer: type[Layer]) -> None:
+    assert downs(sub_layers_of(layer(), 2, 5, 8)) == ["first", "second"]
 
 
 @pytest.mark.parametrize("layer", [Cut, CutBehindMask, Entry])
-def test_a_part_of_the_features_is_no_stream(layer: type[Layer]) -> None:
-    assert downs(found(layer(), 2, 5, 8)) == ["first"]
+def test_a_slice_of_the_features_is_not_the_residual_stream(layer: type[Layer]) -> None:
+    assert downs(sub_layers_of(layer(), 2, 5, 8)) == ["first"]
 
 
 def test_a_shift_with_a_vector_is_no_sub_layer() -> None:
-    (only,) = found(Shifted(), 2, 5, 8)
+    (only,) = sub_layers_of(Shifted(), 2, 5, 8)
     assert only.kind == "mixer"
     assert [str(n.target) for n in only.linears] == ["first"]
 
 
 def test_a_mixture_of_copies_is_no_sub_layer() -> None:
-    assert downs(found(Copies(), 4, 2, 5, 8)) == ["second"]
+    assert downs(sub_layers_of(Copies(), 4, 2, 5, 8)) == ["second"]
 
 
 def steps(mapping: str, name: str) -> list[str]:
@@ -157,32 +161,34 @@ def steps(mapping: str, name: str) -> list[str]:
         ("dots3_note_text", ["attn.self", "ffn"]),
     ],
 )
-def test_layers_of_their_own_kind(name: str, expected: list[str]) -> None:
-    """A recurrence and a shift; four streams; convolutions after the sub-layers; a choice of keys that has no gradient; a
-    configuration for each layer.
+def test_unusual_layers(name: str, expected: list[str]) -> None:
+    """A recurrence with token shift; four streams; convolutions after sub-layers; key selection
+    without gradient; per-layer configurations.
     """
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
     assert steps("causal-lm", name) == expected
 
 
-class Handed(nn.Module):
-    """`broadcast_tensors` gives back the very tensors that it was given."""
+class Broadcast(nn.Module):
+    """`broadcast_tensors` returns its arguments themselves if they need no broadcast."""
 
     def forward(self, x: Tensor) -> Tensor:
         one, _ = torch.broadcast_tensors(torch.ones(3) * 2, torch.zeros(3))
         return x * one
 
 
-def test_what_is_only_handed_on_is_made_once() -> None:
-    root = Handed()
+def test_a_tensor_that_torch_returns_unchanged_is_traced_once() -> None:
+    root = Broadcast()
     traced = RegionTracer(lambda name: name == "").trace_region(root, {"x": torch.randn(2, 3)})
     x = torch.randn(2, 3)
     assert torch.equal(torch.fx.GraphModule(root, traced.graph)(x), root(x))
 
 
 class Sized(nn.Module):
-    """Sizes of what is computed, in the arguments of torch's functions; entries chosen by a mask."""
+    """Shapes of intermediate tensors as arguments of torch's functions; entries
+    selected by a mask.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +201,7 @@ class Sized(nn.Module):
         return torch.broadcast_to(h[None], [h.shape[1], *h.shape])
 
 
-def test_sizes_and_masks_are_no_decisions() -> None:
+def test_shapes_and_masks_need_no_guard() -> None:
     root = Sized()
     with new_mode() as mode:
         arguments = fake_copy({"x": torch.randn(2, 3)}, mode)
@@ -205,8 +211,8 @@ def test_sizes_and_masks_are_no_decisions() -> None:
         assert torch.equal(torch.fx.GraphModule(root, traced.graph)(x), root(x))
 
 
-def test_sizes_that_are_guessed_add_up() -> None:
-    """`split` by numbers that only the data tell."""
+def test_assumed_sizes_add_up() -> None:
+    """`split` with data-dependent sizes."""
     with new_mode(), fake_data_answers():
         x = torch.ones(20, 3)
         parts = x.split(torch.ones(4, dtype=torch.long).tolist())

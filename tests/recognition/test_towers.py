@@ -1,4 +1,6 @@
-"""Models of several media: each tower is found and named by its medium, also where a text alone does not reach it."""
+"""Multimodal models: every tower is recognised and named by its modality, even if text alone does
+not run it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ TOWERS = {
     "llava": {"vision": "self", "text": "self"},
     "paligemma": {"vision": "self", "text": "self"},
     "blip-2": {"vision": "self", "qformer": "self cross", "text": "self"},
-    "qwen2_vl": {"vision": "self", "text": "self"},  # its vision attends in as many pieces as there are images
+    "qwen2_vl": {"vision": "self", "text": "self"},  # vision attends in one block for each image
     "idefics2": {"vision": "self", "perceiver": "self", "text": "self"},
     "minicpmv4_6": {"vision": "self", "text": "self"},  # one row of the patches of all images
-    "molmo2": {"vision": "self", "text": "self"},  # patches, and nothing said of their grid
+    "molmo2": {"vision": "self", "text": "self"},  # patches without their grid
     "git": {"vision": "self", "text": "self"},
     "pix2struct": {"encoder": "self", "decoder": "self cross"},  # one encoder that its decoder attends to
 }
@@ -40,25 +42,25 @@ def family(mapping: str, model_type: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def stacks(table: peftc.SiteTable) -> dict[str, str]:
-    found: dict[str, set[str]] = {}
+    stacks: dict[str, set[str]] = {}
     for site in table.sites:
         names = [name for name, _ in site.steps]
         if "layer" in names:
-            branches = found.setdefault(".".join(names[: names.index("layer")]), set())
+            branches = stacks.setdefault(".".join(names[: names.index("layer")]), set())
             branches |= {names[i + 1] for i, name in enumerate(names[:-1]) if name == "attn"} & {"self", "cross"}
-    return {stack: " ".join(sorted(branches, reverse=True)) for stack, branches in found.items()}
+    return {stack: " ".join(sorted(branches, reverse=True)) for stack, branches in stacks.items()}
 
 
 @pytest.mark.parametrize("model_type", TOWERS)
-def test_every_tower_is_named_by_its_medium(model_type: str) -> None:
+def test_every_tower_is_named_by_its_modality(model_type: str) -> None:
     model, _ = family("image-text-to-text", model_type)
     assert stacks(peftc.sites(model)) == TOWERS[model_type]
 
 
 @pytest.mark.ahead_of_time
 @pytest.mark.parametrize("stack", ["vision", "text"])
-def test_what_a_tower_refuses_is_refused_when_it_is_compiled(stack: str) -> None:
-    """Not at the first image: a text alone does not reach the layers for images."""
+def test_edits_that_a_tower_cannot_take_are_refused_at_compile_time(stack: str) -> None:
+    """Not at the first image: a text alone does not run the vision layers."""
     model, _ = family("image-text-to-text", "llava")
     before = Before.of(model)
     with pytest.raises(peftc.PeftcError, match="P405"):
@@ -103,13 +105,13 @@ class TestLlava:
         with torch.no_grad():
             assert torch.equal(model(**inputs).logits, before)
 
-    def test_a_tower_that_is_not_there(self, llava) -> None:
-        with pytest.raises(peftc.PeftcError) as caught:
+    def test_a_missing_tower(self, llava) -> None:
+        with pytest.raises(peftc.PeftcError) as excinfo:
             self.count(llava[0], "visoin.layer[*].attn.q")
-        (found,) = caught.value.diagnostics
-        assert found.code == "P201"
-        assert found.help == "did you mean `vision`?"
-        assert "its stacks are `vision` and `text`" in found.notes
+        (diagnostic,) = excinfo.value.diagnostics
+        assert diagnostic.code == "P201"
+        assert diagnostic.help == "did you mean `vision`?"
+        assert "its stacks are `vision` and `text`" in diagnostic.notes
 
     def test_everything_below_a_tower(self, llava) -> None:
         model, _ = llava
@@ -120,23 +122,23 @@ class TestLlava:
         assert all(".vision_tower." in name and name.endswith("bias") for name in trained)
 
 
-def test_numbers_in_a_list_that_becomes_a_tensor_are_answered() -> None:
+def test_numbers_in_a_list_that_becomes_a_tensor_are_known() -> None:
     with new_mode(), fake_data_answers():
         lengths = torch.tensor([3, 4])
         assert torch.tensor([0, lengths[1], *torch.empty(1).long()]).tolist() == [0, 4, 1]
 
 
-def test_what_does_not_depend_on_data_is_known_without_data() -> None:
+def test_constants_are_known_without_data() -> None:
     grid = torch.tensor([[1, 4, 4], [2, 3, 2]])
     with new_mode(), fake_data_answers():
         lengths = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
         assert lengths.cumsum(0).tolist() == [16, 22, 28]
         assert torch.rand(3, 5)[lengths > 6].shape == (1, 5)
         assert constant_of(torch.empty(2)) is None
-        written = torch.zeros(4)
-        written[1] = 2
-        assert written.tolist() == [0, 2, 0, 0]
-        view = written[2:]
-        written[:] = torch.rand(4)
-        assert constant_of(written) is not None  # kept, but
+        expected = torch.zeros(4)
+        expected[1] = 2
+        assert expected.tolist() == [0, 2, 0, 0]
+        view = expected[2:]
+        expected[:] = torch.rand(4)
+        assert constant_of(expected) is not None  # kept, but
         assert view.sum().item() == 1.0  # no longer trusted: guessed

@@ -1,5 +1,5 @@
-"""Modules whose code cannot be followed: nothing in them has a name, the plan says which they are and why, and a selector that
-asks for what may be in them is refused.
+"""Modules that cannot be traced: nothing in them has a site, the plan names them with the reason,
+and a selector that may mean something in them is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class GridAttention(Attention):
-    """Wan 2.1: positions by the sizes of a grid, which are values of a tensor."""
+    """Wan 2.1: positions from grid sizes that are the values of a tensor."""
 
     def forward(self, x: Tensor, grid: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         frames, height, width = grid.tolist()
@@ -40,7 +40,7 @@ class GridAttention(Attention):
 
 
 class GridNetwork(nn.Module):
-    """A feed-forward network that looks at values, too."""
+    """A feed-forward network that branches on values, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class GridNetwork(nn.Module):
 
 
 class Chooser(nn.Module):
-    """What it returns are indices: no part of a hidden state."""
+    """It returns indices, not hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
             x = self.inner(x, grid)
         elif self.where == "inside":
             context = self.inner(context, grid)
-        elif self.where == "in the layer":  # its own code looks at values
+        elif self.where == "in the layer":  # its own code branches on values
             x = x * grid.tolist()[0]
         else:
             x = x + self.inner(self.norm1(x), grid)
@@ -121,20 +121,20 @@ def lora_at(selector: str) -> str:
 
 
 def refused(selector: str, of: Model) -> list[Diagnostic]:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         peftc.plan(lora_at(selector), of, sample=SAMPLE)
-    return list(caught.value.diagnostics)
+    return list(excinfo.value.diagnostics)
 
 
 @pytest.mark.parametrize("inner", [GridAttention, GridNetwork])
 @pytest.mark.parametrize("where", ["", "instead"])
-def test_an_opaque_module_has_no_name(inner: Callable[[], nn.Module], where: str) -> None:
+def test_an_untraced_module_has_no_site(inner: Callable[[], nn.Module], where: str) -> None:
     table = peftc.sites(model(inner, where), sample=SAMPLE)
     assert "mixer" not in words(table)
     assert not any(site.module.split(".")[2:3] == ["inner"] for site in table.sites)
     assert [m.module for m in table.untraced] == ["blocks.0.inner", "blocks.1.inner"]
     assert {m.reason for m in table.untraced} == {REASON}
-    if not where:  # the sub-layers around it keep theirs
+    if not where:  # the sub-layers around it keep their sites
         assert {"attn.cross", "attn.cross.q", "ffn", "ffn.up", "ffn.down"} <= words(table)
 
 
@@ -151,13 +151,13 @@ def test_an_opaque_module_has_no_name(inner: Callable[[], nn.Module], where: str
         (GridNetwork, "layer[*].norm"),
     ],
 )
-def test_what_may_be_in_it_is_refused(inner: Callable[[], nn.Module], selector: str) -> None:
-    (found,) = refused(selector, model(inner))
-    assert found.code == "P214"
-    assert "inner" in found.message
-    assert any(inner.__name__ in note and REASON in note for note in found.notes)
-    assert found.span is not None
-    assert lora_at(selector)[found.span.start : found.span.end] in ("attn", "ffn", "mixer", "norm")
+def test_selectors_of_sites_that_may_be_in_it_are_refused(inner: Callable[[], nn.Module], selector: str) -> None:
+    (diagnostic,) = refused(selector, model(inner))
+    assert diagnostic.code == "P214"
+    assert "inner" in diagnostic.message
+    assert any(inner.__name__ in note and REASON in note for note in diagnostic.notes)
+    assert diagnostic.span is not None
+    assert lora_at(selector)[diagnostic.span.start : diagnostic.span.end] in ("attn", "ffn", "mixer", "norm")
 
 
 @pytest.mark.parametrize(
@@ -169,24 +169,26 @@ def test_what_may_be_in_it_is_refused(inner: Callable[[], nn.Module], selector: 
         (GridNetwork, "layer[*]"),
     ],
 )
-def test_what_is_not_in_it_is_planned_with_a_warning(inner: Callable[[], nn.Module], selector: str) -> None:
+def test_selectors_of_other_sites_are_planned_with_a_warning(inner: Callable[[], nn.Module], selector: str) -> None:
     text = f"{lora_at(selector)}edit f at {selector} {{ h *= vector(init=1) }}\n"
-    made = plan_on(analyse_base(model(inner), SAMPLE), flat_spec(text))
-    (found,) = made.warnings  # once, for the first that meets it
-    assert (found.code, found.severity) == ("P215", "warning")
-    assert any("blocks.{0..1}.inner" in note and inner.__name__ in note for note in found.notes)
-    assert [m.module for m in made.plan.unread] == ["blocks.0.inner", "blocks.1.inner"]
-    assert "not traced" in str(made.plan)
-    assert Plan.model_validate_json(made.plan.model_dump_json()) == made.plan
+    plan = plan_on(analyse_base(model(inner), SAMPLE), flat_spec(text))
+    (warning,) = plan.warnings  # once, for the first that meets it
+    assert (warning.code, warning.severity) == ("P215", "warning")
+    assert any("blocks.{0..1}.inner" in note and inner.__name__ in note for note in warning.notes)
+    assert [m.module for m in plan.plan.unread] == ["blocks.0.inner", "blocks.1.inner"]
+    assert "not traced" in str(plan.plan)
+    assert Plan.model_validate_json(plan.plan.model_dump_json()) == plan.plan
 
 
-def test_a_pattern_reaches_its_modules() -> None:
+def test_a_glob_selects_its_modules() -> None:
     plan = peftc.plan(lora_at('"blocks.*.inner.q"'), model(GridAttention), sample=SAMPLE)
     assert [site.module for site in plan.edits[0].sites] == ["blocks.0.inner.q", "blocks.1.inner.q"]
 
 
 def test_layers_without_it_can_be_edited() -> None:
-    """One layer's attention is read, the other's is not: a selector of the first alone asks for nothing that is missing."""
+    """One layer's attention is traced, the other's is not: a selector of the first layer misses
+    nothing.
+    """
 
     class Read(Attention):
         def forward(self, x: Tensor, grid: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -198,29 +200,31 @@ def test_layers_without_it_can_be_edited() -> None:
     assert [site.module for site in plan.edits[0].sites] == ["blocks.0.inner.q", "blocks.0.cross.q"]
 
 
-def test_keys_made_by_an_opaque_module_are_nobodys() -> None:
-    """The context of the cross-attention is made by one: its q, k and v are still those of its own Linears."""
+def test_a_context_from_an_untraced_module() -> None:
+    """An untraced module computes the context of the cross-attention; q, k and v are still the
+    Linears of the cross-attention.
+    """
     table = peftc.sites(model(Gate, "inside"), sample=SAMPLE)
-    named = {site.steps[-1][0]: site.module for site in table.sites if site.root == "blocks.0" and "w" in site.states}
-    assert {named[role] for role in "qkvo"} == {f"blocks.0.cross.{role}" for role in "qkvo"}
+    modules = {site.steps[-1][0]: site.module for site in table.sites if site.root == "blocks.0" and "w" in site.states}
+    assert {modules[role] for role in "qkvo"} == {f"blocks.0.cross.{role}" for role in "qkvo"}
     assert [m.roles for m in table.untraced] == [frozenset(), frozenset()]
 
 
-def test_indices_hide_nothing() -> None:
+def test_a_module_that_returns_indices_hides_no_site() -> None:
     table = peftc.sites(model(Chooser, "beside"), sample=SAMPLE)
     assert [m.roles for m in table.untraced] == [frozenset(), frozenset()]
     peftc.plan(lora_at("layer[*].attn.q"), model(Chooser, "beside"), sample=SAMPLE)
 
 
-def test_a_layer_that_cannot_be_read_is_no_gap_in_silence() -> None:
+def test_an_untraced_layer_is_refused_not_skipped() -> None:
     mixed = Model(Block(Gate(), "inside"), Block(GridNetwork(), "in the layer"))
-    found = refused("layer[*].attn.q", mixed)
-    assert [d.code for d in found] == ["P214"]
-    assert "blocks.1" in found[0].message
+    diagnostics = refused("layer[*].attn.q", mixed)
+    assert [d.code for d in diagnostics] == ["P214"]
+    assert "blocks.1" in diagnostics[0].message
 
 
 class Softmaxes(nn.Module):
-    """Efficient attention: queries and keys have a softmax each, and scores are never made."""
+    """Efficient attention: queries and keys each have a softmax, and there is no score matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,8 +235,8 @@ class Softmaxes(nn.Module):
 
 
 @pytest.mark.parametrize("selector", ["layer[*].attn", "layer[*].attn.q", "layer[*].attn.self.q", "layer[*].ffn"])
-def test_what_may_be_in_layers_that_cannot_be_read_is_refused(selector: str) -> None:
-    """Also where all that the model has is an embedding."""
+def test_selectors_of_sites_that_may_be_in_untraced_layers_are_refused(selector: str) -> None:
+    """Also in a model whose only other site is an embedding."""
 
     class Layer(Attention):
         def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -257,7 +261,7 @@ def test_what_may_be_in_layers_that_cannot_be_read_is_refused(selector: str) -> 
         peftc.plan(spec, Text(), sample={"ids": torch.ones(1, T, dtype=torch.long)})
 
 
-def test_an_attention_of_an_unknown_kind_is_no_mixer() -> None:
+def test_an_unknown_attention_is_no_mixer() -> None:
     of = model(Softmaxes)
     table = peftc.sites(of, sample=SAMPLE)
     assert "mixer" not in words(table)
@@ -266,7 +270,7 @@ def test_an_attention_of_an_unknown_kind_is_no_mixer() -> None:
 
 
 class Packed(nn.Module):
-    """Queries are made by the code around a parameter: an attention without a Linear for them."""
+    """An attention without a Linear for queries: the code around it multiplies by a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,14 +280,14 @@ class Packed(nn.Module):
         return self.inner(x, x, x, need_weights=False)[0]
 
 
-def test_an_attention_without_the_role_beside_one_with_it_is_told() -> None:
-    (found,) = plan_on(analyse_base(model(Packed), SAMPLE), flat_spec(lora_at("layer[*].attn.q"))).warnings
-    assert (found.code, found.severity) == ("P204", "warning")
-    assert any("attn.self" in note for note in found.notes)
+def test_a_role_missing_in_one_of_two_attentions_is_a_warning() -> None:
+    (warning,) = plan_on(analyse_base(model(Packed), SAMPLE), flat_spec(lora_at("layer[*].attn.q"))).warnings
+    assert (warning.code, warning.severity) == ("P204", "warning")
+    assert any("attn.self" in note for note in warning.notes)
 
 
 class Matrices(nn.Module):
-    """An attention of one parameter, without modules in it."""
+    """An attention with one stacked parameter and no child modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,14 +305,14 @@ class GridMatrices(Matrices):
         return super().forward(x, grid) * grid.tolist()[0]
 
 
-def test_a_module_without_modules_is_entered_before_it_is_named() -> None:
+def test_a_module_without_children_is_traced() -> None:
     table = peftc.sites(model(Matrices), sample=SAMPLE)
     assert not table.untraced
     assert {"attn.self", "attn.cross", "ffn.up"} <= words(table)
     assert all(index is None for site in table.sites for name, index in site.steps if name == "ffn")  # only one
 
 
-def test_a_module_without_modules_that_cannot_be_entered_has_no_name() -> None:
+def test_a_module_without_children_that_cannot_be_traced_has_no_site() -> None:
     table = peftc.sites(model(GridMatrices), sample=SAMPLE)
     assert [(m.module, m.roles) for m in table.untraced[:1]] == [("blocks.0.inner", frozenset({"attn"}))]
     assert "attn.self" not in words(table)

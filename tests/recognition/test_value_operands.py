@@ -1,4 +1,6 @@
-"""A role follows values alone: what a tensor is asked for its dtype, device or shape says nothing of where values come from."""
+"""Roles follow values only: an operand read for its dtype, device or shape is no source
+of values.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Layer(nn.Module):
-    """q, k and v of one Linear; each is told the dtype, the device or the shape of the two others."""
+    """q, k and v come from one Linear; each is cast to the dtype, device or shape of the two
+    others.
+    """
 
     def __init__(
         self, use: Callable[[Tensor, Tensor], Tensor], values: Callable[[Tensor, Tensor], Tensor] = lambda k, v: v
@@ -56,7 +60,7 @@ class Layer(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         q, k, v = (self.use(self.use(a, b), c) for a, b, c in ((q, k, v), (k, v, q), (v, q, k)))
         mixed = functional.scaled_dot_product_attention(q, k, self.values(k, v)).transpose(1, 2).flatten(2)
-        gate = torch.sigmoid(self.gate(self.use(x, mixed)))  # no result of the attention
+        gate = torch.sigmoid(self.gate(self.use(x, mixed)))  # does not depend on the attention's values
         return x + gate * self.o(mixed)
 
 
@@ -67,7 +71,7 @@ def attention_of(root: nn.Module) -> SubLayer:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_dtypes_devices_and_shapes_are_not_followed(name: str) -> None:
+def test_operands_read_for_dtype_device_or_shape_are_ignored(name: str) -> None:
     attn = attention_of(Layer(USES[name]))
     rows = {role: p.rows for role, p in attn.projections.items()}
     assert rows == {"q": Slice(0, D), "k": Slice(D, 2 * D), "v": Slice(2 * D, 3 * D), "o": None}
@@ -75,14 +79,16 @@ def test_dtypes_devices_and_shapes_are_not_followed(name: str) -> None:
     assert [n.target for n in attn.linears] == ["gate"]
 
 
-def test_what_changes_values_is_followed() -> None:
-    """A part of the keys is added to the values: these have rows of both, and no name."""
+def test_operands_read_for_values_are_followed() -> None:
+    """Keys are added to the values, so the values depend on both slices and have no role."""
     attn = attention_of(Layer(lambda x, like: x, lambda k, v: v.to(k) + k))
     assert {role: p.rows for role, p in attn.projections.items()} == {"q": Slice(0, D), "k": Slice(D, 2 * D), "o": None}
 
 
-def test_only_keys_and_values_are_handed_on_by_a_cache() -> None:
-    """What an `update` of three gives first and second; nothing is known of what comes third, or of other updates."""
+def test_a_cache_returns_keys_and_values() -> None:
+    """A cache's `update` with two tensors returns keys and values; a third tensor, or another
+    `update`, is unknown.
+    """
     graph = fx.Graph()
     cache, k, v = (graph.placeholder(name) for name in ("cache", "k", "v"))
     both = graph.call_method("update", (cache, k, v))
@@ -96,21 +102,21 @@ def item(node: fx.Node, index: int) -> fx.Node:
 
 
 class Rotary(nn.Module):
-    """Takes values for their dtype, as older rotary embeddings do."""
+    """Reads values for their dtype, as older rotary embeddings do."""
 
     def forward(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return positions.cos().to(like), positions.sin().to(dtype=like.dtype)
 
 
 class Together(nn.Module):
-    """Queries and keys in one call, each as it is."""
+    """Queries and keys in one call, each unchanged."""
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q * 2, k * 3
 
 
 class Entangled(nn.Module):
-    """Each result is computed from both."""
+    """Both results depend on both arguments."""
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q + 0.1 * k, k + 0.1 * q
@@ -141,7 +147,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("keys_first", [True, False])
 @pytest.mark.parametrize(("together", "roles"), [(Together, "qkvo"), (Entangled, "vo")])
-def test_a_leaf_hands_on_the_arguments_that_its_code_computes_with(
+def test_a_leaf_depends_on_the_arguments_of_its_computation(
     keys_first: bool, together: Callable[[], nn.Module], roles: str
 ) -> None:
     table = peftc.sites(Model(WithLeaves(keys_first, together())), sample={"x": torch.randn(2, T, D)})

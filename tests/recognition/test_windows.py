@@ -1,4 +1,6 @@
-"""Attention within windows: a prefix is joined to the keys of each, whether heads come before windows or behind them."""
+"""Window attention: the prefix is joined to the keys of each window, with heads before or after
+windows.
+"""
 
 from __future__ import annotations
 
@@ -67,13 +69,13 @@ def test_each_window_attends_to_the_prefix(how: str) -> None:
 
 
 class Twice(Layer):
-    """Two attentions side by side, each with a softmax of its own."""
+    """Two parallel attentions, each with a softmax of its own."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return super().mix(q, k, v) + super().mix(q, k, v)
 
 
-def test_attentions_side_by_side_share_a_prefix() -> None:
+def test_parallel_attentions_share_a_prefix() -> None:
     torch.manual_seed(0)
     x, state = torch.randn(2, 4, D), stack(1, "dots").state_dict()
     twice = stack(1, "dots")
@@ -89,8 +91,10 @@ class Scaled(Layer):
         return super().mix(q * (D // H) ** -0.5, k, v)
 
 
-class Handed(Layer):
-    """The parameters of the Linears are handed to torch's function, their biases as pieces of one."""
+class FunctionalLinears(Layer):
+    """Passes the weights of its Linears to `F.multi_head_attention_forward`, and their biases as
+    slices of one tensor.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.transpose(0, 1)
@@ -113,25 +117,25 @@ class Handed(Layer):
         "peft 1\nedit b at layer[*].attn.k { b += vector(init=1) }",
     ],
 )
-def test_linears_whose_parameters_alone_are_used(text: str) -> None:
+def test_linears_used_by_their_parameters_only(text: str) -> None:
     torch.manual_seed(0)
     x, state = torch.randn(2, 4, D), stack(1, "dots").state_dict()
-    plain, handed = stack(1, "dots"), stack(1, "dots")
+    plain, parameter_user = stack(1, "dots"), stack(1, "dots")
     plain.layers = nn.ModuleList([Scaled(1, "dots"), Scaled(1, "dots")])
-    handed.layers = nn.ModuleList([Handed(1, ""), Handed(1, "")])
-    for model in (plain, handed):
+    parameter_user.layers = nn.ModuleList([FunctionalLinears(1, ""), FunctionalLinears(1, "")])
+    for model in (plain, parameter_user):
         model.load_state_dict(state)
         peftc.compile(text, model.eval(), seed=0, sample={"x": x})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in peftc.parameters(plain).items():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            peftc.parameters(handed)[name].copy_(parameter)
-    torch.testing.assert_close(handed(x), plain(x))
+            peftc.parameters(parameter_user)[name].copy_(parameter)
+    torch.testing.assert_close(parameter_user(x), plain(x))
 
 
 class MaskedSoftmax(torch.autograd.Function):
-    """As a model brings it along; `shown` is what the mask has for keys that count."""
+    """A model's own autograd function. `shown`: the mask value of visible keys."""
 
     shown = 1.0
 
@@ -163,7 +167,7 @@ class Masked(Layer):
 
 
 @pytest.mark.parametrize("function", [MaskedSoftmax, HidingSoftmax])
-def test_joined_keys_count_for_a_softmax_with_a_mask(function: type[MaskedSoftmax]) -> None:
+def test_prefix_keys_are_visible_to_a_masked_softmax(function: type[MaskedSoftmax]) -> None:
     torch.manual_seed(0)
     x, state = torch.randn(2, 4, D), stack(1, "dots").state_dict()
     plain, masked = with_prefix(1, "dots", state, x), stack(1, "dots")

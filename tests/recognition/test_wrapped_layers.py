@@ -1,4 +1,4 @@
-"""Layers that others have wrapped, patched or derived anew: `layer[*]` is all of them, in their order, whatever stands around some."""
+"""Wrapped, patched or subclassed layers: `layer[*]` selects all of them, in order."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ def test_the_model_is_edited_as_without_wrappers(change: Callable[[Any], Any], w
         for name, parameter in others.items():
             parameter.normal_(std=0.3, generator=draw)
             own[name].copy_(parameter)
-    given = zoo.inputs("llama", plain)
-    close(model(**given).logits, plain(**given).logits)
-    found = peftc.verify(model)
-    assert found.ok, str(found)
-    assert found.witnessed == found.sites
+    inputs = zoo.inputs("llama", plain)
+    close(model(**inputs).logits, plain(**inputs).logits)
+    report = peftc.verify(model)
+    assert report.ok, str(report)
+    assert report.witnessed == report.sites
 
 
 class Product(LlamaDecoderLayer):
-    """No sum with its input is left."""
+    """Its output is no sum with its input."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         return hidden_states * self.mlp(self.input_layernorm(hidden_states))
 
 
-def test_a_layer_that_shows_no_sub_layers_is_not_left_out_in_silence() -> None:
+def test_a_layer_without_sub_layers_is_not_skipped_silently() -> None:
     model = build()
     model.model.layers[2].__class__ = Product
     with pytest.raises(PeftcError, match=r"P214[^`]*`layer\[\*\]\.attn\.q`"):
@@ -93,7 +93,7 @@ def test_a_layer_that_shows_no_sub_layers_is_not_left_out_in_silence() -> None:
 
 
 class Classifier(nn.Module):
-    """A model of its own around one of transformers, as most classifiers are."""
+    """A user's module around a model of transformers, like most classifiers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -107,10 +107,10 @@ class Classifier(nn.Module):
 
 
 @pytest.mark.parametrize("config", [..., None, {}, [1], 3, "text"], ids=str)
-def test_a_model_around_a_model_needs_no_configuration(config: Any) -> None:
+def test_a_module_around_a_model_needs_no_configuration(config: Any) -> None:
     ids = torch.arange(1, 7).reshape(1, 6)
     model = peftc.compile(SPEC, Classifier(config).eval(), seed=0, sample={"input_ids": ids})
     assert [edit.name for edit in peftc.plan(SPEC, Classifier(config), sample={"input_ids": ids}).edits] == list("qflp")
     assert len({name.split("/")[1] for name in peftc.parameters(model)}) == 4 * LAYERS
-    found = peftc.verify(model, {"input_ids": ids})
-    assert found.ok, str(found)
+    report = peftc.verify(model, {"input_ids": ids})
+    assert report.ok, str(report)

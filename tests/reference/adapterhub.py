@@ -1,19 +1,22 @@
 """What AdapterHub `adapters` 1.3.0 computes on the zoo: the numbers are kept in `adapterhub.json`.
 
-The library needs transformers 4.57, so it cannot run beside the rest. To make the numbers again, in an environment of its
-own with `adapters==1.3.0` (which brings `transformers==4.57.6`):
+The library needs transformers 4.57, so it cannot run beside the rest. To make the numbers again, in
+an environment of its own with `adapters==1.3.0` (which brings `transformers==4.57.6`):
 
     python -m tests.reference.adapterhub > tests/reference/adapterhub.json
 
-Attention is eager: under sdpa, with a causal mask, its prefixes are wrong. Of T5 there is no prefix: it gives the prefix's
-columns a position bias, where ours is zero. T5's softmax, which is in float32 whatever the model, is in float64 here.
+Attention is eager: under sdpa, with a causal mask, its prefixes are wrong. Of T5 there is no
+prefix: it gives the prefix's columns a position bias, where ours is zero. T5's softmax, which is in
+float32 whatever the model, is in float64 here.
 
-Its `compacter++` and the adapter of its `unipelt` read norm(h + res) (h + res in pre-norm models), where the papers read h:
-beside each stands one as in its paper, `-paper`. A LoRA with a gate is never times α / r, as the papers have it: the tests give
-ours α = r. Its ReFTs count the tokens of a decoder by the mask of the encoder: of such models there are first tokens only, which
-are right as long as no padding is on the left.
+Its `compacter++` and the adapter of its `unipelt` read norm(h + res) (h + res in pre-norm models),
+where the papers read h: beside each stands one as in its paper, `-paper`. A LoRA with a gate is
+never times α / r, as the papers have it: the tests give ours α = r. Its ReFTs count the tokens of a
+decoder by the mask of the encoder: of such models there are first tokens only, which are right as
+long as no padding is on the left.
 
-Gradients are kept as slopes along directions that are drawn like the values: what `measured` returns.
+Gradients are kept as slopes along directions that are drawn like the values: what `measured`
+returns.
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ FUSED = "c_attn.loras.a."  # of q, and then of v
 
 
 def adapter_module(name: str, stack: str, index: int, slot: str) -> str:
-    """Where it keeps the adapter of a sub-layer (`self`, `ffn`)."""
+    """AdapterHub's module with the adapter of a sub-layer (`self`, `ffn`)."""
     if name == "bert-base":
         return f"encoder.layer.{index}.{'attention.' if slot == 'self' else ''}output"
     if name == "t5":
@@ -107,30 +110,30 @@ def adapter_module(name: str, stack: str, index: int, slot: str) -> str:
 
 
 def group_module(name: str, group: str) -> str:
-    """Its name of our attention group (`encoder.self`)."""
+    """AdapterHub's name of our attention group (`encoder.self`)."""
     if name != "bart":
         return "self_prefix"
     return {"encoder.self": "encoder_prefix", "decoder.self": "self_prefix", "decoder.cross": "cross_prefix"}[group]
 
 
 def draw(label: str, shape: tuple[int, ...]) -> Tensor:
-    """The values of a tensor, from its name alone."""
+    """The values of a tensor, seeded by its name."""
     generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
     return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def direction(label: str, tensor: Tensor) -> Tensor:
-    """Along which the slope of a tensor is taken."""
+    """The direction for the slope of a tensor."""
     return draw(f"along {label}", tuple(tensor.shape))
 
 
 def results(model: nn.Module, name: str) -> Iterator[Tensor]:
     """The outputs on unpadded tokens, flat: for inputs without and with a mask."""
     for padding in (None, "right"):
-        given = zoo.inputs(name, model, padding=padding)
-        out = model(**given)[0]
-        if "attention_mask" in given and not model.config.is_encoder_decoder:
-            out = out[given["attention_mask"].bool()]
+        inputs = zoo.inputs(name, model, padding=padding)
+        out = model(**inputs)[0]
+        if "attention_mask" in inputs and not model.config.is_encoder_decoder:
+            out = out[inputs["attention_mask"].bool()]
         yield out.flatten()
 
 
@@ -142,9 +145,11 @@ def numbers(flats: Iterable[Tensor], name: str) -> list[float]:
 def measured(
     model: nn.Module, name: str, tensors: Mapping[str, Tensor], along: Along = direction
 ) -> tuple[list[float], dict[str, float]]:
-    """The numbers of a model, and how the first of each four change along a direction of the tensors.
+    """The numbers of a model, and how the first of each four change along a direction of the
+    tensors.
 
-    `tensors`: by label. There is one slope for each kind of tensor, Σ ⟨gradient, direction⟩ over all that are of it.
+    `tensors`: by label. There is one slope for each kind of tensor, Σ ⟨gradient, direction⟩ over
+    all that are of it.
     """
     flats = list(results(model, name))
     loss = torch.stack([flat @ draw(f"{name}0", tuple(flat.shape)) for flat in flats]).sum()
@@ -156,7 +161,7 @@ def measured(
 
 
 def kind(label: str) -> str:
-    """What a tensor is, whatever the layer: `adapter_down.0.weight`."""
+    """A tensor's name without its layer: `adapter_down.0.weight`."""
     return label.rpartition(FUSED_BY if FUSED_BY in label else ".a.")[2]
 
 
@@ -198,19 +203,19 @@ def main() -> None:
             model.double().eval()
             _fill(model, own)
             with _exact(), parametrize.cached():
-                found, slopes = _measured(model, name, own)
-            outputs.setdefault(method, {})[name] = found
+                measured, slopes = _measured(model, name, own)
+            outputs.setdefault(method, {})[name] = measured
             gradients.setdefault(method, {})[name] = slopes
     for name in FUSION:
         model = zoo.build(name, torch.float64, attn_implementation="eager")
-        found, slopes = _fused(model, name, reads_h)
-        outputs.setdefault("fusion", {})[name] = found
+        measured, slopes = _fused(model, name, reads_h)
+        outputs.setdefault("fusion", {})[name] = measured
         gradients.setdefault("fusion", {})[name] = slopes
     json.dump({"outputs": outputs, "gradients": gradients}, sys.stdout, indent=1)
 
 
 def _fused(model: nn.Module, name: str, config: Any) -> tuple[list[float], dict[str, float]]:
-    """Two adapters, and their fusion, whose tensors alone have slopes."""
+    """Two adapters and their fusion; slopes for the fusion's tensors only."""
     import adapters
 
     own = set(model.state_dict())
@@ -225,9 +230,9 @@ def _fused(model: nn.Module, name: str, config: Any) -> tuple[list[float], dict[
     with torch.no_grad():
         for key, parameter in added.items():
             parameter.copy_(draw(key, tuple(parameter.shape)))
-    asked = {key: p for key, p in added.items() if key.endswith(tuple(FUSION_NAMES.values())) and FUSED_BY in key}
+    queries = {key: p for key, p in added.items() if key.endswith(tuple(FUSION_NAMES.values())) and FUSED_BY in key}
     with _exact():
-        return measured(model, name, asked)
+        return measured(model, name, queries)
 
 
 @contextmanager
@@ -248,7 +253,9 @@ def _fill(model: nn.Module, own: set[str]) -> None:
 
 
 def _measured(model: nn.Module, name: str, own: set[str]) -> tuple[list[float], dict[str, float]]:
-    """`measured` of what is trained, and of the matrices whose rows are kept orthonormal: R is made of ours by `orthonormal`."""
+    """`measured` of what is trained, and of the matrices whose rows are kept orthonormal: R is made
+    of ours by `orthonormal`.
+    """
     rotated = {f"{path}.weight": module.weight for path, module in _rotated(model)}
 
     def along(label: str, tensor: Tensor) -> Tensor:
@@ -261,7 +268,7 @@ def _measured(model: nn.Module, name: str, own: set[str]) -> tuple[list[float], 
 
 
 def _trained(model: nn.Module, own: set[str]) -> dict[str, Tensor]:
-    """The parameters that it added, by label."""
+    """The parameters that AdapterHub added, by label."""
     return {
         label: parameter
         for key, parameter in model.named_parameters()
@@ -276,19 +283,19 @@ def _rotated(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _label(key: str) -> str:
-    """The name that the values are drawn from; what hangs on every layer is one."""
+    """The name that seeds the values; a module that hangs on every layer has one name."""
     for common in ("prefix_tunings.a.", "shared_parameters.a."):
         if common in key:
             return key.partition(common)[2]
     return key if ".a." in key and ".parametrizations." not in key else ""
 
 
-def _joined(drawn: Callable[[str, tuple[int, ...]], Tensor], label: str, tensor: Tensor) -> Tensor:
-    """A tensor of a fused projection is that of q, and then that of v."""
+def _joined(draw: Callable[[str, tuple[int, ...]], Tensor], label: str, tensor: Tensor) -> Tensor:
+    """A tensor of a fused projection is that of q, then that of v."""
     if FUSED not in label:
-        return drawn(label, tuple(tensor.shape))
+        return draw(label, tuple(tensor.shape))
     half = (tensor.shape[0] // 2, *tensor.shape[1:])
-    return torch.cat([drawn(label.replace(FUSED, f"c_attn.{part}.loras.a."), half) for part in "qv"])
+    return torch.cat([draw(label.replace(FUSED, f"c_attn.{part}.loras.a."), half) for part in "qv"])
 
 
 if __name__ == "__main__":

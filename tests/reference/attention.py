@@ -1,6 +1,8 @@
-"""An attention function with room for edits of q, k, v, kv and the heads, written from Eq. 1-10 of He et al. (2022).
+"""An attention function with hooks for edits of q, k, v, kv and the heads, written from Eq. 1-10 of
+He et al. (2022).
 
-Masks are always explicit here (transformers builds the eager ones for it), so nothing depends on `is_causal`.
+Masks are always explicit here (transformers builds the eager ones for it), so nothing depends on
+`is_causal`.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ Prefix = Callable[[], tuple[Tensor, Tensor]]
 
 @dataclass
 class AttentionEdits:
-    """`q`, `k`, `v`: on (batch, heads, tokens, d_head). `heads`: (h, q) -> h on (batch, tokens, heads, d_head).
+    """`q`, `k`, `v`: on (batch, heads, tokens, d_head). `heads`: (h, q) -> h on (batch, tokens,
+    heads, d_head).
 
-    `prefixes` give (P_k, P_v), each (kv_heads, l, d_head), or with a batch in front. `form` chooses between Eq. 5
-    (concatenation) and Eq. 7 (gating).
+    `prefixes` give (P_k, P_v), each (kv_heads, l, d_head), or with a batch in front. `form` chooses
+    between Eq. 5 (concatenation) and Eq. 7 (gating).
     """
 
     q: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
@@ -50,7 +53,9 @@ def reference_attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q Kᵀ · scaling + bias + mask) V over [P_k; K], [P_v; V]. Returns (batch, tokens, heads, d_head), weights."""
+    """softmax(q Kᵀ · scaling + bias + mask) V over [P_k; K], [P_v; V]. Returns (batch, tokens,
+    heads, d_head), weights.
+    """
     edits = edits_of(module)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = query, key, value
@@ -75,10 +80,10 @@ def reference_attention(
 
 
 def _joined(prefixes: list[Prefix], batch: int) -> tuple[Tensor, Tensor] | None:
-    """Each later prefix goes before the earlier ones, as repeated concat(prefix, kv) would put it."""
+    """Later prefixes come before earlier ones, as repeated concat(prefix, kv) puts them."""
     if not prefixes:
         return None
-    rows = [tuple(p.expand(batch, -1, -1, -1) for p in made()) for made in reversed(prefixes)]
+    rows = [tuple(p.expand(batch, -1, -1, -1) for p in prefix()) for prefix in reversed(prefixes)]
     return torch.cat([r[0] for r in rows], 2), torch.cat([r[1] for r in rows], 2)
 
 
@@ -108,7 +113,9 @@ def _concatenated(q, k, v, prefix, bias, scaling, rate, training):
 
 
 def _gated(q, k, v, prefix, bias, scaling, rate, training):
-    """Eq. 7-8: h = (1 - λ) Attn(q, K, V) + λ Attn(q, P_k, P_v), λ = Σ exp(q P_kᵀ) / (Σ exp(q P_kᵀ) + Σ exp(q Kᵀ))."""
+    """Eq. 7-8: h = (1 - λ) Attn(q, K, V) + λ Attn(q, P_k, P_v), λ = Σ exp(q P_kᵀ) / (Σ exp(q P_kᵀ)
+    + Σ exp(q Kᵀ)).
+    """
     assert not (training and rate), "the gated form has no attention dropout"
     own, added = _scores(q, k, scaling) + bias, _scores(q, prefix[0], scaling)
     gate = torch.sigmoid(torch.logsumexp(added, -1, keepdim=True) - torch.logsumexp(own, -1, keepdim=True))

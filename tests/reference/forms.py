@@ -1,6 +1,7 @@
 """The functional forms as plain functions of a dict of tensors (`down`, `A`, …) and of their input.
 
-Sources: He et al. 2022 Eq. 4-6 and Table 1; Hu et al. 2021; Liu et al. 2022 ((IA)³); Liu et al. 2024 (DoRA); Mao et al. 2022.
+Sources: He et al. 2022 Eq. 4-6 and Table 1; Hu et al. 2021; Liu et al. 2022 ((IA)³); Liu et al.
+2024 (DoRA); Mao et al. 2022.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ ACTIVATIONS = {
 
 
 def adapter(w: Weights, z: Tensor, act: str = "relu") -> Tensor:
-    """act(z W_downᵀ + b_down) W_upᵀ + b_up, with trained layer norms on either side where there are weights for them."""
+    """act(z W_downᵀ + b_down) W_upᵀ + b_up, with trained layer norms on either side where there are
+    weights for them.
+    """
     z = _norm(w, "norm_in", z)
     hidden = ACTIVATIONS[act](linear(z, w["down"], w.get("down_bias")))
     return _norm(w, "norm_out", linear(hidden, w["up"], w.get("up_bias")))
@@ -65,7 +68,9 @@ def gate(w: Weights, x: Tensor) -> Tensor:
 
 
 def bottleneck(w: Weights, q: Tensor, act: str = "relu") -> Tensor:
-    """act(q P_kᵀ) P_v for each head, no 1/√d. q: (batch, tokens, heads, d_head); keys, values: (heads, r, d_head)."""
+    """act(q P_kᵀ) P_v for each head, no 1/√d. q: (batch, tokens, heads, d_head); keys, values:
+    (heads, r, d_head).
+    """
     scores = torch.einsum("bnhd,hrd->bnhr", q, w["keys"])
     hidden = torch.softmax(scores / q.shape[-1] ** 0.5, -1) if act == "softmax" else ACTIVATIONS[act](scores)
     return torch.einsum("bnhr,hrd->bnhd", hidden, w["values"])
@@ -75,19 +80,17 @@ def vector(w: Weights) -> Tensor:
     return w["scale"]
 
 
-def scalar(w: Weights) -> Tensor:
-    return w["scale"]
-
-
 def prefix(w: Weights) -> tuple[Tensor, Tensor]:
     """The direct form: (P_k, P_v), each (kv_heads, l, d_head)."""
     return w["key"], w["value"]
 
 
 def prefix_group(w: Weights, index: int, heads: int, d_head: int) -> tuple[Tensor, Tensor]:
-    """Reparametrised: tanh(E W + b) W' + b' makes the keys and values of all n layers of a group, l × (2 · n · d_kv).
+    """Reparametrised: tanh(E W + b) W' + b' makes the keys and values of all n layers of a group, l
+    × (2 · n · d_kv).
 
-    Site i of the group has features [2i · d_kv, (2i + 1) · d_kv) as keys and the next d_kv as values.
+    Site i of the group has features [2i · d_kv, (2i + 1) · d_kv) as keys and the next d_kv as
+    values.
     """
     everything = linear(torch.tanh(linear(w["embedding"], w["down"], w["down_bias"])), w["up"], w["up_bias"])
     rows = everything.view(everything.shape[0], -1, heads, d_head).permute(1, 2, 0, 3)
@@ -159,7 +162,7 @@ def sylvester(n: int) -> Tensor:
 
 
 def mixture(w: Weights, x: Tensor, act: str) -> Tensor:
-    """After training: the adapter whose weights are the means."""
+    """After training: the adapter with the mean weights."""
     return adapter({name: value.mean(0) for name, value in w.items() if name != "route"}, x, act)
 
 
@@ -185,18 +188,18 @@ def layer_attention(w: Weights, states: list[Tensor]) -> Tensor:
 
 
 def fusion(w: Weights, x: Tensor, act: str) -> Tensor:
-    """Σᵢ aᵢ zᵢ V, a = softmax((x Q + b) · zᵢ K), zᵢ what the adapter i makes of x."""
+    """Σᵢ aᵢ zᵢ V, a = softmax((x Q + b) · zᵢ K), zᵢ the output of adapter i on x."""
     parts = ("down", "up", "down_bias", "up_bias")
     count = len(w["down"])
     z = torch.stack([adapter({p: w[p][i] for p in parts if p in w}, x, act) for i in range(count)])
-    asked = x @ w["query"].T + w["query_bias"]
-    a = torch.stack([(asked * (z[i] @ w["key"].T)).sum(-1, keepdim=True) for i in range(count)]).softmax(0)
+    query = x @ w["query"].T + w["query_bias"]
+    a = torch.stack([(query * (z[i] @ w["key"].T)).sum(-1, keepdim=True) for i in range(count)]).softmax(0)
     mixed = (a * z).sum(0)
     return mixed @ w["value"].T if "value" in w else mixed
 
 
 def sparse_adapter(w: Weights, x: Tensor, d_out: int, r: int, act: str) -> Tensor:
-    """The adapter with what was pruned written as zeros."""
+    """The adapter with zeros for pruned entries."""
     whole = torch.zeros(r * (x.shape[-1] + d_out), dtype=x.dtype)
     whole[w["places"]] = w["values"]
     down, up = whole[: r * x.shape[-1]].view(r, -1), whole[r * x.shape[-1] :].view(d_out, r)
@@ -204,7 +207,9 @@ def sparse_adapter(w: Weights, x: Tensor, d_out: int, r: int, act: str) -> Tenso
 
 
 def masked(w: Weights, lower: float, upper: float) -> Tensor:
-    """Δ under gates without draws: σ(α) stretched to (lower, upper) and cut to [0, 1]; once more for the whole."""
+    """Δ under gates without random draws: σ(α) stretched to (lower, upper) and clipped to [0, 1]; a
+    second gate for the whole tensor.
+    """
     gates = [torch.clip(lower + (upper - lower) / (1 + torch.exp(-w[n])), 0, 1) for n in ("alpha", "group") if n in w]
     return w["delta"] * gates[0] * (gates[1] if len(gates) > 1 else 1.0)
 
@@ -232,7 +237,7 @@ def reft(w: Weights, h: Tensor, orthogonal: bool, subtract: bool) -> Tensor:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Its rows made orthonormal one after the other."""
+    """Its rows, orthonormalised in order."""
     rows: list[Tensor] = []
     for row in matrix:
         for before in rows:
@@ -242,7 +247,9 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def rung(w: Weights, h: Tensor, below: Tensor | None, act: str = "relu", temperature: float = 1.0) -> Tensor:
-    """One layer of a ladder: s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b), s ← s + act(LN(s) U + c) V + e."""
+    """One layer of a ladder: s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b), s ← s + act(LN(s) U +
+    c) V + e.
+    """
     g = torch.sigmoid(w["gate"] / temperature)
     s = (1 - g) * linear(h.detach(), w["down"], w.get("down_bias"))
     s = s if below is None else s + g * below
@@ -259,19 +266,23 @@ def ladder_end(w: Weights, s: Tensor) -> Tensor:
 
 
 def hyper_of_stack(w: Weights, stack: int) -> Weights:
-    """What the stack with this number has, and what is common to all, named as where there is one set for all stacks."""
+    """The tensors of one stack and those common to all stacks, under the names of a single
+    hypernetwork.
+    """
     own = ("positions", "p1", "p1_bias", "p2", "p2_bias", "norm_weight", "norm_bias")
     return {**{name: w[f"{name}_{stack}"] for name in own}, **{n: v for n, v in w.items() if not n.startswith(own)}}
 
 
 def hyper(w: Weights, x: Tensor, layer: int, position: int, net: int, act: str = "relu") -> Tensor:
-    """γ ⊙ LN(act(x D + b) U + c) + β, all made of I = LN(P₂ ReLU(P₁ [task; layer; position]))."""
+    """γ ⊙ LN(act(x D + b) U + c) + β, all generated from I = LN(P₂ ReLU(P₁ [task; layer;
+    position])).
+    """
     z = torch.cat([w["embedding"], w["layers"][layer], w["positions"][position]])
     z = linear(torch.relu(linear(z, w["p1"], w["p1_bias"])), w["p2"], w["p2_bias"])
     i = layer_norm(z, z.shape, w["norm_weight"], w["norm_bias"], 1e-6)
     names = [n.removesuffix(f"_{net}") for n in w if n.endswith(f"_{net}") and f"_offset_{net}" not in n]
-    made = {n: w[f"{n}_{net}"] @ i + w.get(f"{n}_offset_{net}", 0.0) for n in names}
-    down = made["down"].view(-1, x.shape[-1])
-    up = made["up"].view(-1, len(down))
-    y = linear(ACTIVATIONS[act](linear(x, down, made.get("down_bias"))), up, made.get("up_bias"))
-    return layer_norm(y, y.shape[-1:], made["scale"], made["shift"]) if "scale" in made else y
+    generated = {n: w[f"{n}_{net}"] @ i + w.get(f"{n}_offset_{net}", 0.0) for n in names}
+    down = generated["down"].view(-1, x.shape[-1])
+    up = generated["up"].view(-1, len(down))
+    y = linear(ACTIVATIONS[act](linear(x, down, generated.get("down_bias"))), up, generated.get("up_bias"))
+    return layer_norm(y, y.shape[-1:], generated["scale"], generated["shift"]) if "scale" in generated else y

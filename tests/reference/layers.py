@@ -1,7 +1,9 @@
-"""The layers of each architecture written out by hand, with a seam where a sub-layer's h is about to join the residual.
+"""The layers of each architecture, hand-written, with a call that edits each sub-layer's h just
+before the residual sum.
 
-Each forward below is the modeling file's, opened up: `seam(self, slot, h, x, res, norm)` returns the h that goes on.
-Without edits every one of them reproduces the original bit for bit, in training too (`test_layers.py`).
+Each forward below is the one of the modeling file with its calls inlined: `apply_edits(self, slot,
+h, x, res, norm)` returns the edited h. Without edits every one reproduces the original bit for bit,
+in training too (`test_layers.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from transformers.models.t5 import modeling_t5 as t5
 
 @dataclass(frozen=True)
 class At:
-    """What an equation can read at a sub-layer: all (batch, tokens, d); `norm` is the frozen norm that belongs to it."""
+    """What an equation can read at a sub-layer: all (batch, tokens, d); `norm` is the frozen norm
+    that belongs to it.
+    """
 
     h: Tensor
     x: Tensor
@@ -38,7 +42,9 @@ class At:
 Edit = Callable[[At], Tensor]
 
 
-def seam(module: nn.Module, slot: str, h: Tensor, x: Tensor, res: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+def apply_edits(
+    module: nn.Module, slot: str, h: Tensor, x: Tensor, res: Tensor, norm: Callable[[Tensor], Tensor]
+) -> Tensor:
     for edit in module.__dict__.get("edits", {}).get(slot, ()):
         h = edit(At(h, x, res, norm))
     return h
@@ -55,7 +61,8 @@ class Opened:
     is_opened = True
 
 
-# Post-norm encoder-decoder: out = norm(res + h), x = res ---------------------------------------------------------------
+# Post-norm encoder-decoder: out = norm(res + h), x = res
+# ---------------------------------------------------------------
 
 
 class BartEncoderLayer(Opened, bart.BartEncoderLayer):
@@ -63,10 +70,10 @@ class BartEncoderLayer(Opened, bart.BartEncoderLayer):
         u = hidden_states
         h, _ = self.self_attn(u, attention_mask=attention_mask, **kwargs)
         h = dropout(h, self.dropout, self.training)
-        u = self.self_attn_layer_norm(u + seam(self, "self", h, u, u, self.self_attn_layer_norm))
+        u = self.self_attn_layer_norm(u + apply_edits(self, "self", h, u, u, self.self_attn_layer_norm))
         h = dropout(self.activation_fn(self.fc1(u)), self.activation_dropout, self.training)
         h = dropout(self.fc2(h), self.dropout, self.training)
-        return self.final_layer_norm(u + seam(self, "ffn", h, u, u, self.final_layer_norm))
+        return self.final_layer_norm(u + apply_edits(self, "ffn", h, u, u, self.final_layer_norm))
 
 
 class BartDecoderLayer(Opened, bart.BartDecoderLayer):
@@ -83,7 +90,7 @@ class BartDecoderLayer(Opened, bart.BartDecoderLayer):
         u = hidden_states
         h, _ = self.self_attn(u, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
         h = dropout(h, self.dropout, self.training)
-        u = self.self_attn_layer_norm(u + seam(self, "self", h, u, u, self.self_attn_layer_norm))
+        u = self.self_attn_layer_norm(u + apply_edits(self, "self", h, u, u, self.self_attn_layer_norm))
         h, _ = self.encoder_attn(
             u,
             key_value_states=encoder_hidden_states,
@@ -92,13 +99,14 @@ class BartDecoderLayer(Opened, bart.BartDecoderLayer):
             **kwargs,
         )
         h = dropout(h, self.dropout, self.training)
-        u = self.encoder_attn_layer_norm(u + seam(self, "cross", h, u, u, self.encoder_attn_layer_norm))
+        u = self.encoder_attn_layer_norm(u + apply_edits(self, "cross", h, u, u, self.encoder_attn_layer_norm))
         h = dropout(self.activation_fn(self.fc1(u)), self.activation_dropout, self.training)
         h = dropout(self.fc2(h), self.dropout, self.training)
-        return self.final_layer_norm(u + seam(self, "ffn", h, u, u, self.final_layer_norm))
+        return self.final_layer_norm(u + apply_edits(self, "ffn", h, u, u, self.final_layer_norm))
 
 
-# Pre-norm encoder-decoder: x = norm(res), out = res + h ----------------------------------------------------------------
+# Pre-norm encoder-decoder: x = norm(res), out = res + h
+# ----------------------------------------------------------------
 
 
 class MBartEncoderLayer(Opened, mbart.MBartEncoderLayer):
@@ -107,11 +115,11 @@ class MBartEncoderLayer(Opened, mbart.MBartEncoderLayer):
         x = self.self_attn_layer_norm(u)
         h, _ = self.self_attn(hidden_states=x, attention_mask=attention_mask, **kwargs)
         h = dropout(h, self.dropout, self.training)
-        u = u + seam(self, "self", h, x, u, self.self_attn_layer_norm)
+        u = u + apply_edits(self, "self", h, x, u, self.self_attn_layer_norm)
         x = self.final_layer_norm(u)
         h = dropout(self.activation_fn(self.fc1(x)), self.activation_dropout, self.training)
         h = dropout(self.fc2(h), self.dropout, self.training)
-        return u + seam(self, "ffn", h, x, u, self.final_layer_norm)
+        return u + apply_edits(self, "ffn", h, x, u, self.final_layer_norm)
 
 
 class MBartDecoderLayer(Opened, mbart.MBartDecoderLayer):
@@ -129,7 +137,7 @@ class MBartDecoderLayer(Opened, mbart.MBartDecoderLayer):
         x = self.self_attn_layer_norm(u)
         h, _ = self.self_attn(hidden_states=x, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
         h = dropout(h, self.dropout, self.training)
-        u = u + seam(self, "self", h, x, u, self.self_attn_layer_norm)
+        u = u + apply_edits(self, "self", h, x, u, self.self_attn_layer_norm)
         x = self.encoder_attn_layer_norm(u)
         h, _ = self.encoder_attn(
             hidden_states=x,
@@ -139,14 +147,15 @@ class MBartDecoderLayer(Opened, mbart.MBartDecoderLayer):
             **kwargs,
         )
         h = dropout(h, self.dropout, self.training)
-        u = u + seam(self, "cross", h, x, u, self.encoder_attn_layer_norm)
+        u = u + apply_edits(self, "cross", h, x, u, self.encoder_attn_layer_norm)
         x = self.final_layer_norm(u)
         h = dropout(self.activation_fn(self.fc1(x)), self.activation_dropout, self.training)
         h = dropout(self.fc2(h), self.dropout, self.training)
-        return u + seam(self, "ffn", h, x, u, self.final_layer_norm)
+        return u + apply_edits(self, "ffn", h, x, u, self.final_layer_norm)
 
 
-# BERT: the sum and the norm live in the two "output" modules, x = res ---------------------------------------------------
+# BERT: the sum and the norm live in the two "output" modules, x = res
+# ---------------------------------------------------
 
 
 class _BertSum(Opened):
@@ -154,7 +163,7 @@ class _BertSum(Opened):
 
     def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         h = self.dropout(self.dense(hidden_states))
-        h = seam(self, self.slot, h, input_tensor, input_tensor, self.LayerNorm)
+        h = apply_edits(self, self.slot, h, input_tensor, input_tensor, self.LayerNorm)
         return self.LayerNorm(h + input_tensor)
 
 
@@ -174,7 +183,8 @@ class RobertaOutput(_BertSum, roberta.RobertaOutput):
     slot = "ffn"
 
 
-# T5: a module for each sub-layer, pre-norm -----------------------------------------------------------------------------
+# T5: a module for each sub-layer, pre-norm
+# -----------------------------------------------------------------------------
 
 
 class T5LayerSelfAttention(Opened, t5.T5LayerSelfAttention):
@@ -190,7 +200,7 @@ class T5LayerSelfAttention(Opened, t5.T5LayerSelfAttention):
         h, bias, weights = self.SelfAttention(
             x, mask=attention_mask, position_bias=position_bias, past_key_values=past_key_values, **kwargs
         )
-        h = seam(self, "self", self.dropout(h), x, hidden_states, self.layer_norm)
+        h = apply_edits(self, "self", self.dropout(h), x, hidden_states, self.layer_norm)
         return hidden_states + h, bias, weights
 
 
@@ -213,7 +223,7 @@ class T5LayerCrossAttention(Opened, t5.T5LayerCrossAttention):
             past_key_values=past_key_values,
             **kwargs,
         )
-        h = seam(self, "cross", self.dropout(h), x, hidden_states, self.layer_norm)
+        h = apply_edits(self, "cross", self.dropout(h), x, hidden_states, self.layer_norm)
         return hidden_states + h, bias, weights
 
 
@@ -221,10 +231,11 @@ class T5LayerFF(Opened, t5.T5LayerFF):
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = self.layer_norm(hidden_states)
         h = self.dropout(self.DenseReluDense(x))
-        return hidden_states + seam(self, "ffn", h, x, hidden_states, self.layer_norm)
+        return hidden_states + apply_edits(self, "ffn", h, x, hidden_states, self.layer_norm)
 
 
-# Decoders, pre-norm ----------------------------------------------------------------------------------------------------
+# Decoders, pre-norm
+# --------------------------------------------------------------------------------------------------
 
 
 class GPT2Block(Opened, gpt2.GPT2Block):
@@ -243,9 +254,9 @@ class GPT2Block(Opened, gpt2.GPT2Block):
         h, _ = self.attn(
             x, past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache, **kwargs
         )
-        u = seam(self, "self", h, x, u, self.ln_1) + u
+        u = apply_edits(self, "self", h, x, u, self.ln_1) + u
         x = self.ln_2(u)
-        return u + seam(self, "ffn", self.mlp(x), x, u, self.ln_2)
+        return u + apply_edits(self, "ffn", self.mlp(x), x, u, self.ln_2)
 
 
 def _llama_like(
@@ -269,9 +280,9 @@ def _llama_like(
         position_embeddings=position_embeddings,
         **kwargs,
     )
-    u = u + seam(self, "self", h, x, u, self.input_layernorm)
+    u = u + apply_edits(self, "self", h, x, u, self.input_layernorm)
     x = self.post_attention_layernorm(u)
-    return u + seam(self, "ffn", self.mlp(x), x, u, self.post_attention_layernorm)
+    return u + apply_edits(self, "ffn", self.mlp(x), x, u, self.post_attention_layernorm)
 
 
 class LlamaDecoderLayer(Opened, llama.LlamaDecoderLayer):
@@ -316,13 +327,13 @@ class OPTDecoderLayer(Opened, opt.OPTDecoderLayer):
             **kwargs,
         )
         h = dropout(h, self.dropout, self.training)
-        u = u + seam(self, "self", h, x, u, self.self_attn_layer_norm)
+        u = u + apply_edits(self, "self", h, x, u, self.self_attn_layer_norm)
         u = u if pre else self.self_attn_layer_norm(u)
         flat = u.reshape(-1, u.size(-1))
         flat = self.final_layer_norm(flat) if pre else flat
         h = dropout(self.fc2(self.activation_fn(self.fc1(flat))), self.dropout, self.training)
         h, x = h.view(u.shape), flat.view(u.shape)
-        u = u + seam(self, "ffn", h, x, u, self.final_layer_norm)
+        u = u + apply_edits(self, "ffn", h, x, u, self.final_layer_norm)
         return u if pre else self.final_layer_norm(u)
 
 

@@ -1,7 +1,7 @@
 """Methods of the literature on weights, Linears and layers, as code; see `methods.py`.
 
-What is never trained (VeRA's A and B, the random matrices of Fastfood) and what is common to the sites of an edit stands
-among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
+What is never trained (VeRA's A and B, the random matrices of Fastfood) and what is common to the
+sites of an edit stands among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.reference.table import Attention, Layer
 
 
 def whole(weights: Weights, edit: str, path: str, form: str) -> dict[str, Tensor]:
-    """What a form has at a site, and what it has in common with other sites."""
+    """The tensors of a form at a site, and those it shares with other sites."""
     common = f"{edit}/{edit}.{form}/{form}."
     return part(weights, edit, path, form) | {k.removeprefix(common): v for k, v in weights.items() if common in k}
 
@@ -36,7 +36,7 @@ def krona(edit: str, roles: str, s: float = 1.0) -> Method:
 
 
 def krona_res_linear(edit: str, roles: str) -> Method:
-    """h ← h + (A ⊗ B) x + s x of Linears with as many outputs as inputs."""
+    """h ← h + (A ⊗ B) x + s x, for Linears with as many outputs as inputs."""
 
     def apply(ref: Reference, weights: Weights) -> None:
         for path, rows in linears(ref, roles):
@@ -82,7 +82,7 @@ def glora(edit: str, roles: str, bias: bool = True) -> Method:
 
 
 def bias_after_weight(edit: str, roles: str) -> Method:
-    """w ← w + B A, then b ← b + w c of the w just changed."""
+    """w ← w + B A, then b ← b + w c with the new w."""
 
     def apply(ref: Reference, weights: Weights) -> None:
         for path, rows in linears(ref, roles):
@@ -117,8 +117,8 @@ def vera(edit: str, roles: str) -> Method:
     return apply
 
 
-def said(edit: str, roles: str, scaled: bool = False) -> Method:
-    """w ← w + s P θ, s one trained number for each weight where it is scaled."""
+def intrinsic_said(edit: str, roles: str, scaled: bool = False) -> Method:
+    """SAID: w ← w + s P θ, s = 1, or if `scaled` one trained number for each weight."""
 
     def apply(ref: Reference, weights: Weights) -> None:
         for path, rows in linears(ref, roles):
@@ -170,7 +170,9 @@ def compacter_after(edit: str, which: str, act: str, norm: bool) -> Method:
 def reft(
     edit: str, orthogonal: bool = True, subtract: bool = True, first: int | None = None, last: int | None = None
 ) -> Method:
-    """h ← h + Rᵀ (W h + b − R h) of whole layers; with `first` or `last` only at so many tokens of either end."""
+    """h ← h + Rᵀ (W h + b − R h) of whole layers; with `first` or `last`, only at that many tokens
+    of either end.
+    """
 
     def apply(ref: Reference, weights: Weights) -> None:
         masks: dict[str, Tensor | None] = {}
@@ -202,8 +204,8 @@ def ladder(
     replace: bool = False,
     on: str = "every",
 ) -> Method:
-    """A side network of each stack, or `on` that of the output alone, reads h of every layer, and is added to the last or replaces it;
-    `start`: it begins with what the first layer reads.
+    """A side network for each stack, or for the stack `on` only, reads h of every layer and is
+    added to the last h or replaces it. `start`: it starts from the input of the first layer.
     """
 
     def apply(ref: Reference, weights: Weights) -> None:
@@ -229,7 +231,7 @@ def ladder(
 
 
 def layer_attention(edit: str) -> Method:
-    """The last state of each stack becomes a mixture of those of all its layers."""
+    """The last state of each stack becomes a weighted mean of the states of all its layers."""
 
     def apply(ref: Reference, weights: Weights) -> None:
         states = dict[str, list[Tensor]]()
@@ -250,7 +252,9 @@ Addition = Callable[[Callable[[Tensor], Tensor]], None]
 
 
 def places_of(ref: Reference, which: str) -> Iterable[tuple[str, Addition]]:
-    """Sub-layers, or `hidden`, what `down` reads, in model order: the path, and what makes h + f(h) of h there."""
+    """Sub-layers, or `hidden`, the input of `down`, in model order: the path, and the reference's
+    method for h.
+    """
     for layer in ref.layers:
         for site in (*layer.attentions, layer.ffn):
             if site in tuple(sublayers(ref, which)):
@@ -260,7 +264,9 @@ def places_of(ref: Reference, which: str) -> Iterable[tuple[str, Addition]]:
 
 
 def hyper(edit: str, which: str, act: str = "relu", nets: str = "one") -> Method:
-    """h ← h + f(h), f an adapter whose weights one network makes; or one for each place in a layer, or for each stack."""
+    """h ← h + f(h), f an adapter whose weights come from one hypernetwork, from one for each place
+    in a layer, or from one for each stack.
+    """
 
     def apply(ref: Reference, weights: Weights) -> None:
         places = list(places_of(ref, which))
@@ -282,7 +288,9 @@ def hyper(edit: str, which: str, act: str = "relu", nets: str = "one") -> Method
 
 
 def mixture(edit: str, act: str, routes: Mapping[str, int] | None = None) -> Method:
-    """h ← h + act(h W_i + b_i) W_up + b_up at the ffns, i by the site's path; without routes W and b are the means."""
+    """h ← h + act(h W_i + b_i) W_up + b_up at the ffns, i by the site's path; without routes W and
+    b are the means.
+    """
 
     def apply(ref: Reference, weights: Weights) -> None:
         for ffn in ref.ffns:
@@ -301,11 +309,11 @@ def adaptive_prefix(edit: str, which: str = "attn") -> Method:
         for site in sublayers(ref, which):
             assert isinstance(site, Attention)
             w, g, s = (part(weights, edit, site.path, form) for form in ("prefix", "gate", "scalar"))
-            seen: list[Tensor] = []
-            ref.input(site.q, lambda x, seen=seen: seen.append(x) or x)
+            hidden_states: list[Tensor] = []
+            ref.input(site.q, lambda x, seen=hidden_states: seen.append(x) or x)
 
             def rows(
-                w: Weights = w, g: Weights = g, s: Weights = s, seen: list[Tensor] = seen
+                w: Weights = w, g: Weights = g, s: Weights = s, seen: list[Tensor] = hidden_states
             ) -> tuple[Tensor, Tensor]:
                 by = s["scale"] * forms.gate(g, seen[-1])[:, None]
                 key, value = forms.prefix(w)
@@ -318,11 +326,11 @@ def adaptive_prefix(edit: str, which: str = "attn") -> Method:
 
 def ends(h: Tensor, mask: Tensor | None, first: int, last: int) -> Tensor:
     """1 at the first and last tokens of each row, 0 elsewhere: (batch, tokens, 1)."""
-    found = torch.zeros(*h.shape[:2], 1, dtype=h.dtype)
-    for row, seen in zip(found, torch.ones(h.shape[:2]) if mask is None else mask, strict=True):
-        tokens = seen.nonzero().flatten().tolist()
+    ends_mask = torch.zeros(*h.shape[:2], 1, dtype=h.dtype)
+    for row, attended in zip(ends_mask, torch.ones(h.shape[:2]) if mask is None else mask, strict=True):
+        tokens = attended.nonzero().flatten().tolist()
         row[[*tokens[:first], *(tokens[-last:] if last else [])]] = 1
-    return found
+    return ends_mask
 
 
 def gammas(edit: str, which: str) -> Method:

@@ -1,7 +1,8 @@
-"""Each method as code: `method(ref, weights)` edits a reference model with the weights given.
+"""Each method as code: `method(ref, weights)` edits a reference model with these weights.
 
-Edit names, site paths and form names are those of the specs in `tests/laws/recipes.py`, which state the same equations in
-the language. Sources: see `forms.py`, and for the `*_bn` family the configurations of AdapterHub (Pfeiffer et al. 2020).
+Edit names, site paths and form names are those of the specs in `tests/laws/recipes.py`, which state
+the same equations in the language. Sources: see `forms.py`, and for the `*_bn` family the
+configurations of AdapterHub (Pfeiffer et al. 2020).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from tests.reference.table import Attention, Rows, Sublayer
 Weights = Mapping[str, Tensor]
 Method = Callable[[Reference, Weights], None]
 HEAD_DIM_NAMES = ("head_dim", "key_value_proj_dim", "attention_head_size")
-ROLES = ("q", "k", "v", "o", "up", "gate", "down")
 
 
 def sublayers(ref: Reference, which: str) -> Iterable[Sublayer]:
@@ -42,7 +42,8 @@ def linears(ref: Reference, roles: str) -> Iterable[tuple[str, Rows]]:
                     yield f"{site.path}.{role}", rows
 
 
-# Linears ---------------------------------------------------------------------------------------------------------------
+# Linears
+# --------------------------------------------------------------------------------------------------
 
 
 def lora(edit: str, roles: str, alpha: float, rslora: bool = False) -> Method:
@@ -100,7 +101,8 @@ def scaled_hidden(edit: str) -> Method:
     return apply
 
 
-# Sub-layers ------------------------------------------------------------------------------------------------------------
+# Sub-layers
+# --------------------------------------------------------------------------------------------------
 
 Equation = Callable[[At, Callable[[str], dict[str, Tensor]]], Tensor]
 
@@ -137,7 +139,9 @@ def parallel_residual(edit: str, which: str, act: str = "relu", s: float = 1.0) 
 
 
 def seq_bn(edit: str, which: str, act: str = "relu") -> Method:
-    """AdapterHub `seq_bn`: z = LN(h + res), h ← h + f(z); in post-norm models out = LN(f(z) + h + res)."""
+    """AdapterHub `seq_bn`: z = LN(h + res), h ← h + f(z); in post-norm models out = LN(f(z) + h +
+    res).
+    """
     return at_sublayers(edit, which, lambda at, w: at.h + forms.adapter(w("adapter"), at.norm(at.h + at.res), act))
 
 
@@ -154,7 +158,9 @@ def gated(edit: str, which: str, act: str = "relu") -> Method:
 
 
 def gated_after(edit: str, which: str, norm: bool, act: str = "relu") -> Method:
-    """g = mean σ(z w + b), h ← h + g f(z), z = h + res or, with `norm`, its norm: AdapterHub's third of UniPELT."""
+    """g = mean σ(z w + b), h ← h + g f(z), z = h + res or, with `norm`, its norm: AdapterHub's
+    third of UniPELT.
+    """
 
     def equation(at: At, w: Callable[[str], dict[str, Tensor]]) -> Tensor:
         z = at.norm(at.h + at.res) if norm else at.h + at.res
@@ -191,7 +197,7 @@ def gamma(edit: str, which: str) -> Method:
 
 
 def twice(edit: str, which: str) -> Method:
-    """Two equations in order: h ← h + f(x), then h ← h + f'(h), f' reading the h just changed."""
+    """Two equations in order: h ← h + f(x), then h ← h + f'(h), where f' reads the new h."""
 
     def equation(at: At, w: Callable[[str], dict[str, Tensor]]) -> Tensor:
         h = at.h + forms.adapter(w("adapter"), at.x, "relu")
@@ -222,11 +228,12 @@ def after_norm(edit: str, act: str = "relu") -> Method:
     return apply
 
 
-# Inside attention ------------------------------------------------------------------------------------------------------
+# Inside attention
+# --------------------------------------------------------------------------------------------------
 
 
 def prefix(edit: str, which: str = "attn", form: str = "concat") -> Method:
-    """K ← [P_k; K], V ← [P_v; V] (Eq. 5), or the same thing gated (Eq. 7)."""
+    """K ← [P_k; K], V ← [P_v; V] (Eq. 5), or its gated form (Eq. 7)."""
 
     def apply(ref: Reference, weights: Weights) -> None:
         for site in sublayers(ref, which):
@@ -239,9 +246,11 @@ def prefix(edit: str, which: str = "attn", form: str = "concat") -> Method:
 
 
 def prefix_mlp(edit: str, which: str = "attn", gated: bool = False) -> Method:
-    """The reparametrised prefix: one MLP for each group (encoder self, decoder self, decoder cross).
+    """The reparametrised prefix: one MLP for each group (encoder self, decoder self, decoder
+    cross).
 
-    `gated`: keys and values times a gate of each attention, g = mean σ(x w + b): the last third of UniPELT.
+    `gated`: keys and values times a gate of each attention, g = mean σ(x w + b): the last third of
+    UniPELT.
     """
 
     def apply(ref: Reference, weights: Weights) -> None:
@@ -253,27 +262,27 @@ def prefix_mlp(edit: str, which: str = "attn", gated: bool = False) -> Method:
                 d_kv = ref.w(site.k)[0].shape[0]
                 d_head = next(d for d in (getattr(core, n, None) for n in HEAD_DIM_NAMES) if d)
 
-                def made(
+                def prefix(
                     w: Weights = keys, i: int = layer.index, n: int = d_kv // d_head, d: int = d_head
                 ) -> tuple[Tensor, Tensor]:
                     return forms.prefix_group(w, i, n, d)
 
-                ref.prefix(site, _gated(ref, site, part(weights, edit, site.path, "gate"), made) if gated else made)
+                ref.prefix(site, _gated(ref, site, part(weights, edit, site.path, "gate"), prefix) if gated else prefix)
 
     return apply
 
 
-def _gated(ref: Reference, site: Attention, gate: dict[str, Tensor], made: Prefix) -> Prefix:
+def _gated(ref: Reference, site: Attention, gate: dict[str, Tensor], prefix: Prefix) -> Prefix:
     """The prefix of an attention times its gate: (batch, heads, l, d_head)."""
-    read: dict[str, Tensor] = {}
+    attention_input: dict[str, Tensor] = {}
 
     def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        read["x"] = args[0] if args else kwargs["hidden_states"]
+        attention_input["x"] = args[0] if args else kwargs["hidden_states"]
 
     ref.model.get_submodule(site.core).register_forward_pre_hook(before, with_kwargs=True)
 
     def times_gate() -> tuple[Tensor, Tensor]:
-        g, (key, value) = forms.gate(gate, read["x"]).unsqueeze(-1), made()
+        g, (key, value) = forms.gate(gate, attention_input["x"]).unsqueeze(-1), prefix()
         return g * key, g * value
 
     return times_gate
@@ -304,7 +313,7 @@ def scaled_states(edit: str, states: str) -> Method:
 
 
 def for_one_task(method: Method) -> Method:
-    """Of an edit `per task`, where there is one task: its weights by the names that they have without tasks."""
+    """An edit `per task` with one task: its weights, by their names without tasks."""
 
     def apply(ref: Reference, weights: Weights) -> None:
         method(ref, {name.replace(".tasks.default.", "."): value for name, value in weights.items()})
@@ -321,5 +330,7 @@ def together(*methods: Method) -> Method:
 
 
 def mam(ref: Reference, weights: Weights) -> None:
-    """He et al. 2022, section 4.6: prefixes on every attention and scaled parallel adapters (s = 4) on every ffn."""
+    """He et al. 2022, section 4.6: prefixes on every attention and scaled parallel adapters (s = 4)
+    on every ffn.
+    """
     together(prefix("prefix"), parallel("ffn", "ffn", s=4.0))(ref, weights)

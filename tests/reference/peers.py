@@ -1,4 +1,4 @@
-"""PEFT on the zoo, with weights given as this project saves them: a second opinion."""
+"""PEFT on the zoo, with weights in the format of peftc: an independent reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Parameters = dict[str, nn.Parameter]  # by the name under which this project sav
 
 
 def targets(ref: Reference, roles: str) -> list[tuple[str, Rows]]:
-    """Linears in these roles that are not fused: PEFT can only change a Linear as a whole."""
+    """Unfused Linears in these roles: PEFT edits a Linear only as a whole."""
     return [(path, rows) for path, rows in linears(ref, roles) if rows.stop is None]
 
 
@@ -30,7 +30,7 @@ def lora(
     dora: bool,
     rslora: bool = False,
 ) -> tuple[nn.Module, Parameters]:
-    """The model under PEFT's LoRA (DoRA) with our A, B (m), and PEFT's parameters under our names."""
+    """The model under PEFT's LoRA (DoRA) with our A, B (m), and PEFT's parameters by our names."""
     sites = list(sites)
     form = "lowrank" if dora else "lora"
     r = part(weights, edit, sites[0][0], form)["A"].shape[0]
@@ -43,16 +43,16 @@ def lora(
         fan_in_fan_out=_transposed(ref, sites),
     )
     model = injected(ref, config)
-    found: Parameters = {}
+    parameters: Parameters = {}
     for path, rows in sites:
         module, w = model.get_submodule(rows.module), part(weights, edit, path, form)
-        found[f"{edit}/{path}/{form}.A"] = module.lora_A["default"].weight
-        found[f"{edit}/{path}/{form}.B"] = module.lora_B["default"].weight
+        parameters[f"{edit}/{path}/{form}.A"] = module.lora_A["default"].weight
+        parameters[f"{edit}/{path}/{form}.B"] = module.lora_B["default"].weight
         if dora:
-            found[f"{edit}/{path}/magnitude.m"] = module.lora_magnitude_vector["default"].weight
-        assert w["A"].shape == found[f"{edit}/{path}/{form}.A"].shape
-    _copy(found, weights)
-    return model, found
+            parameters[f"{edit}/{path}/magnitude.m"] = module.lora_magnitude_vector["default"].weight
+        assert w["A"].shape == parameters[f"{edit}/{path}/{form}.A"].shape
+    _copy(parameters, weights)
+    return model, parameters
 
 
 def ia3(
@@ -61,7 +61,9 @@ def ia3(
     inputs: Iterable[tuple[str, Rows]],
     weights: Mapping[str, Tensor],
 ) -> tuple[nn.Module, Parameters]:
-    """(IA)³: `outputs` are scaled after, `inputs` before; pairs of (our name of the vector's tensor, where)."""
+    """(IA)³: `outputs` are scaled after, `inputs` before; pairs of (our name of the vector's
+    tensor, Linear).
+    """
     outputs, inputs = list(outputs), list(inputs)
     before = [rows.module for _, rows in inputs]
     config = peft.IA3Config(
@@ -70,12 +72,12 @@ def ia3(
         fan_in_fan_out=_transposed(ref, inputs),
     )
     model = injected(ref, config)
-    found = {key: model.get_submodule(rows.module).ia3_l["default"] for key, rows in (*outputs, *inputs)}
-    _copy(found, weights)
-    return model, found
+    parameters = {key: model.get_submodule(rows.module).ia3_l["default"] for key, rows in (*outputs, *inputs)}
+    _copy(parameters, weights)
+    return model, parameters
 
 
-# Where PEFT keeps what is here named A, B, …
+# PEFT's names of our A, B, …
 NAMES = {
     "hadamard": {"A": "hada_w1_b", "B": "hada_w1_a", "C": "hada_w2_b", "D": "hada_w2_a"},
     "kron": {"A": "lokr_w1", "B": "lokr_w2", "B_up": "lokr_w2_a", "B_down": "lokr_w2_b"},
@@ -88,32 +90,32 @@ NAMES = {
 def at_linears(
     ref: Reference, config: peft.PeftConfig, sites: Iterable[tuple[str, Rows]], weights: Mapping[str, Tensor], form: str
 ) -> tuple[nn.Module, Parameters]:
-    """The model under a method whose config is given without its targets, with the weights of the edit `e`."""
+    """The model under a PEFT config without its targets, with the weights of the edit `e`."""
     sites = list(sites)
     config.target_modules = {rows.module for _, rows in sites}  # type: ignore[attr-defined]
     if hasattr(config, "fan_in_fan_out"):
         config.fan_in_fan_out = _transposed(ref, sites)
     model = injected(ref, config)
-    found: Parameters = {}
+    parameters: Parameters = {}
     for path, rows in sites:
         module = model.get_submodule(rows.module)
         for name in part(weights, "e", path, form):
-            held = getattr(module, NAMES[form][name])["default"]
-            found[f"e/{path}/{form}.{name}"] = held.weight if isinstance(held, nn.Module) else held
-    _copy(found, weights)
-    return model, found
+            parameter = getattr(module, NAMES[form][name])["default"]
+            parameters[f"e/{path}/{form}.{name}"] = parameter.weight if isinstance(parameter, nn.Module) else parameter
+    _copy(parameters, weights)
+    return model, parameters
 
 
 def norms(ref: Reference, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Parameters]:
-    """LN tuning of the norms whose parameters are given, as `<edit>/<dotted name>`."""
+    """LN tuning of the norms of these parameters, which are named `<edit>/<dotted name>`."""
     modules = {key.partition("/")[2].rpartition(".")[0] for key in weights}
     model = injected(ref, peft.LNTuningConfig(target_modules=modules))
-    found: Parameters = {}
+    parameters: Parameters = {}
     for key in weights:
         module, _, name = key.partition("/")[2].rpartition(".")
-        found[key] = getattr(model.get_submodule(module).ln_tuning_layers["default"], name)
-    _copy(found, weights)
-    return model, found
+        parameters[key] = getattr(model.get_submodule(module).ln_tuning_layers["default"], name)
+    _copy(parameters, weights)
+    return model, parameters
 
 
 def injected(ref: Reference, config: peft.PeftConfig) -> nn.Module:
@@ -129,6 +131,6 @@ def _transposed(ref: Reference, sites: list[tuple[str, Rows]]) -> bool:
 
 
 @torch.no_grad()
-def _copy(found: Parameters, weights: Mapping[str, Tensor]) -> None:
-    for key, parameter in found.items():
+def _copy(parameters: Parameters, weights: Mapping[str, Tensor]) -> None:
+    for key, parameter in parameters.items():
         parameter.copy_(weights[key].reshape(parameter.shape))

@@ -1,4 +1,4 @@
-"""Edits applied to a zoo model by hand: the truth that compiled models are held to.
+"""Edits applied to a zoo model by hand: the reference for compiled models.
 
     ref = Reference("bart", zoo.build("bart", torch.float64))
     for site in ref.ffns:
@@ -23,7 +23,7 @@ from tests.reference.layers import Edit, open_up
 
 
 class Reference:
-    """A model to be edited by hand (in place, for good: give it a model of its own)."""
+    """A model to edit by hand, in place and for good: it needs a model of its own."""
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name, self.model = name, model
@@ -35,14 +35,14 @@ class Reference:
 
     def h(self, site: table.Sublayer, edit: Edit) -> None:
         """h ← edit(At(h, x, res, norm)), just before the residual sum."""
-        module = self.model.get_submodule(site.seam)
+        module = self.model.get_submodule(site.edit_module)
         open_up(module)
         module.__dict__["edits"].setdefault(site.slot, []).append(edit)
 
     # Linears
 
     def linear(self, rows: table.Rows, edit: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """h ← edit(h, x) for the given rows of a linear's output."""
+        """h ← edit(h, x) for these rows of a Linear's output."""
 
         def hook(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
             start, stop = rows.start, rows.stop or out.shape[-1]
@@ -52,12 +52,14 @@ class Reference:
         self.model.get_submodule(rows.module).register_forward_hook(hook)
 
     def input(self, rows: table.Rows, edit: Callable[[Tensor], Tensor]) -> None:
-        """x ← edit(x): what a linear reads."""
+        """x ← edit(x): the input of a Linear."""
         module = self.model.get_submodule(rows.module)
         module.register_forward_pre_hook(lambda _, args: (edit(args[0]),))
 
     def weight(self, rows: table.Rows, edit: Callable[[Tensor], Tensor]) -> None:
-        """w ← edit(w), w (out, in): the rows are computed again from the edited weight, the bias as it is."""
+        """w ← edit(w), w (out, in): these rows are recomputed from the edited weight, with the same
+        bias.
+        """
 
         def changed(h: Tensor, x: Tensor) -> Tensor:
             w, b = self.w(rows)
@@ -84,21 +86,23 @@ class Reference:
     # Inside attention
 
     def inside(self, site: table.Attention) -> AttentionEdits:
-        """The edits of one attention; from now on the model computes attention by `reference_attention`."""
+        """The edits of one attention; from now on the model computes attention by
+        `reference_attention`.
+        """
         if self.model.config._attn_implementation != NAME:
             self.model.set_attn_implementation(NAME)
         return edits_of(self.model.get_submodule(site.core))
 
-    def prefix(self, site: table.Attention, made: Prefix) -> None:
-        self.inside(site).prefixes.append(made)
+    def prefix(self, site: table.Attention, prefix: Prefix) -> None:
+        self.inside(site).prefixes.append(prefix)
 
     def heads(self, site: table.Attention, edit: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.inside(site).heads.append(edit)
 
 
 def part(weights: Mapping[str, Tensor], edit: str, path: str, form: str) -> dict[str, Tensor]:
-    """The tensors of one form at one site, keyed by what follows the form's name."""
+    """The tensors of one form at one site, by the rest of their names."""
     head = f"{edit}/{path}/{form}."
-    found = {key.removeprefix(head): value for key, value in weights.items() if key.startswith(head)}
-    assert found, f"no tensor {head}* among {sorted(weights)}"
-    return found
+    tensors = {key.removeprefix(head): value for key, value in weights.items() if key.startswith(head)}
+    assert tensors, f"no tensor {head}* among {sorted(weights)}"
+    return tensors

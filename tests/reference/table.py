@@ -1,6 +1,5 @@
-"""Where things are in each architecture, written down by hand from transformers' modeling files.
-
-The package finds all of this by itself; the tests must not, or they would share its mistakes.
+"""The sites of each architecture, written by hand from transformers' modeling files. peftc infers
+them; tests must not, or they would share its mistakes.
 """
 
 from __future__ import annotations
@@ -22,17 +21,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """`seam`: the module whose hand-written forward offers h, x, res; `slot` names the sub-layer in it; `norm` its norm."""
+    """`edit_module`: the module whose hand-written forward has h, x and res; `slot` names the
+    sub-layer in it; `norm` its norm.
+    """
 
     path: str
-    seam: str
+    edit_module: str
     slot: str
     norm: str
 
 
 @dataclass(frozen=True)
 class Attention(Sublayer):
-    """`core` is the module that is handed to the attention function."""
+    """`core` is the module that is passed to the attention function."""
 
     core: str = ""
     q: Rows = field(default=Rows(""))
@@ -43,7 +44,9 @@ class Attention(Sublayer):
 
 @dataclass(frozen=True)
 class Ffn(Sublayer):
-    """`gate` is the linear before the activation of a gated ffn, `up` the one it is multiplied with (or the only one)."""
+    """`gate` is the linear before the activation of a gated ffn, `up` the one it is multiplied with
+    (or the only one).
+    """
 
     up: Rows = field(default=Rows(""))
     gate: Rows | None = None
@@ -82,11 +85,11 @@ def _bart(model: nn.Module) -> Iterator[Layer]:
     for stack, depth in depths.items():
         for i in range(depth):
             at, path = f"model.{stack}.layers.{i}", f"{stack}.layer[{i}]"
-            found = [_bart_attention(at, path, "self", "self_attn")]
+            attentions = [_bart_attention(at, path, "self", "self_attn")]
             if stack == "decoder":
-                found.append(_bart_attention(at, path, "cross", "encoder_attn"))
+                attentions.append(_bart_attention(at, path, "cross", "encoder_attn"))
             ffn = Ffn(f"{path}.ffn", at, "ffn", f"{at}.final_layer_norm", up=Rows(f"{at}.fc1"), down=Rows(f"{at}.fc2"))
-            yield Layer(stack, i, tuple(found), ffn, at)
+            yield Layer(stack, i, tuple(attentions), ffn, at)
 
 
 def _bart_attention(at: str, path: str, kind: str, name: str) -> Attention:
@@ -118,14 +121,14 @@ def _t5(model: nn.Module) -> Iterator[Layer]:
     for stack, depth in depths.items():
         for i in range(depth):
             at, path = f"{stack}.block.{i}.layer", f"{stack}.layer[{i}]"
-            found = [_t5_attention(f"{at}.0", path, "self", "SelfAttention")]
+            attentions = [_t5_attention(f"{at}.0", path, "self", "SelfAttention")]
             if stack == "decoder":
-                found.append(_t5_attention(f"{at}.1", path, "cross", "EncDecAttention"))
-            last = f"{at}.{len(found)}"
+                attentions.append(_t5_attention(f"{at}.1", path, "cross", "EncDecAttention"))
+            last = f"{at}.{len(attentions)}"
             dense = f"{last}.DenseReluDense"
             up, gate = (Rows(f"{dense}.wi_1"), Rows(f"{dense}.wi_0")) if gated else (Rows(f"{dense}.wi"), None)
             ffn = Ffn(f"{path}.ffn", last, "ffn", f"{last}.layer_norm", up=up, gate=gate, down=Rows(f"{dense}.wo"))
-            yield Layer(stack, i, tuple(found), ffn, at.removesuffix(".layer"))
+            yield Layer(stack, i, tuple(attentions), ffn, at.removesuffix(".layer"))
 
 
 def _t5_attention(at: str, path: str, kind: str, name: str) -> Attention:

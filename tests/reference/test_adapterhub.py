@@ -1,4 +1,4 @@
-"""The references compute what AdapterHub's own code computed, outputs and gradients (see `adapterhub.py`)."""
+"""The references equal AdapterHub's own code: outputs and gradients (see `adapterhub.py`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def one_thread():
 
 
 def method_of(method: str, name: str) -> methods.Method:
-    """What each configuration means; in pre-norm models its parallel adapter reads the residual, not x."""
+    """The equations of each configuration; in pre-norm models its parallel adapter reads the
+    residual, not x.
+    """
     pre = name in PRE_NORM
     parallel = methods.parallel_residual if pre else methods.parallel
     return {
@@ -85,7 +87,7 @@ def unipelt(adapter: methods.Method, alpha: float = RANK) -> methods.Method:
 
 
 def shapes(form: str, r: int) -> dict[str, Shape]:
-    """Of the tensors of a form at one site, features D."""
+    """The shapes of a form's tensors at one site with D features."""
     n, m = 4, REDUCTION
     return {
         "adapter": {"down": (r, D), "down_bias": (r,), "up": (D, r), "up_bias": (D,)},
@@ -104,7 +106,7 @@ def shapes(form: str, r: int) -> dict[str, Shape]:
 
 
 def places(ref: Reference, method: str) -> dict[str, tuple[str, Shape]]:
-    """Our tensors, by the names that are saved: what their values are drawn from, and their shapes."""
+    """Our tensors by their saved names: the names that seed their values, and their shapes."""
     return {
         f"{edit}/{path}/{form}.{ours}": (label, shape)
         for edit, form, where in PARTS[method]
@@ -162,13 +164,13 @@ def now(ref: Reference) -> list[float]:
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_the_same_numbers_and_gradients(method: str, name: str) -> None:
     ref = fresh(name)
-    given = {key: value.requires_grad_() for key, value in weights(ref, method).items()}
-    method_of(method, name)(ref, given)
-    labels = {label: given[key] for key, (label, _) in places(ref, method).items()}
-    found, slopes = adapterhub.measured(ref.model, name, labels)
-    assert found == pytest.approx(MEASURED[method][name], rel=TOLERANCE, abs=TOLERANCE)
+    parameters = {key: value.requires_grad_() for key, value in weights(ref, method).items()}
+    method_of(method, name)(ref, parameters)
+    labels = {label: parameters[key] for key, (label, _) in places(ref, method).items()}
+    outputs, slopes = adapterhub.measured(ref.model, name, labels)
+    assert outputs == pytest.approx(MEASURED[method][name], rel=TOLERANCE, abs=TOLERANCE)
     assert slopes == pytest.approx(SLOPES[method][name], rel=TOLERANCE, abs=TOLERANCE)
-    assert min(abs(a - b) for a, b in zip(found, MEASURED["base"][name], strict=True)) > 1e-6
+    assert min(abs(a - b) for a, b in zip(outputs, MEASURED["base"][name], strict=True)) > 1e-6
 
 
 @pytest.mark.parametrize("name", MEASURED["base"])
@@ -177,15 +179,18 @@ def test_the_same_base(name: str) -> None:
 
 
 def test_a_gated_lora_of_theirs_is_not_scaled() -> None:
-    """Right is g (α/r) B A x (Mao et al. 2022, section 3; Hu et al. 2021, section 4.1). Theirs, with α = 2, r = 4, is that of
-    α = r; right is what theirs is with half the B.
+    """The papers have g (α/r) B A x (Mao et al. 2022, section 3; Hu et al. 2021, section 4.1).
+    AdapterHub ignores α: with α = 2, r = 4 it computes α = r; the papers' value equals theirs with
+    half the B.
     """
     measured, half = MEASURED["unipelt-paper"]["gpt2"], fresh("gpt2")
-    given = weights(half, "unipelt-paper")
+    parameters = weights(half, "unipelt-paper")
     adapter = methods.gated("ffn", "ffn")
     right = fresh("gpt2")
-    unipelt(adapter, alpha=adapterhub.ALPHA)(right, given)
-    unipelt(adapter)(half, {k: v * adapterhub.ALPHA / RANK if k.endswith("lora.B") else v for k, v in given.items()})
-    found = now(right)
-    assert found == pytest.approx(now(half), rel=TOLERANCE)
-    assert min(abs(a - b) for a, b in zip(found, measured, strict=True)) > 1e-3
+    unipelt(adapter, alpha=adapterhub.ALPHA)(right, parameters)
+    unipelt(adapter)(
+        half, {k: v * adapterhub.ALPHA / RANK if k.endswith("lora.B") else v for k, v in parameters.items()}
+    )
+    outputs = now(right)
+    assert outputs == pytest.approx(now(half), rel=TOLERANCE)
+    assert min(abs(a - b) for a, b in zip(outputs, measured, strict=True)) > 1e-3

@@ -17,33 +17,33 @@ def one_thread():
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", zoo.ALL)
-def test_opened_layers_compute_what_the_originals_do(name: str, training: bool) -> None:
+def test_hand_written_layers_compute_what_the_originals_do(name: str, training: bool) -> None:
     model = zoo.build(name, dropout=0.2).train(training)
-    given = zoo.inputs(name, model, padding="right")
+    inputs = zoo.inputs(name, model, padding="right")
     torch.manual_seed(0)
-    want = model(**given)[0]
+    want = model(**inputs)[0]
     for site in (*table.attentions(name, model), *table.ffns(name, model)):
-        open_up(model.get_submodule(site.seam))
+        open_up(model.get_submodule(site.edit_module))
     torch.manual_seed(0)
-    assert torch.equal(model(**given)[0], want)
+    assert torch.equal(model(**inputs)[0], want)
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
-def test_every_seam_is_reached_and_sees_its_states(name: str) -> None:
+def test_every_edit_runs_and_reads_its_states(name: str) -> None:
     ref = Reference(name, zoo.build(name, torch.float64))
-    seen: dict[str, object] = {}
+    states: dict[str, object] = {}
     for site in (*ref.attentions, *ref.ffns):
 
         def look(at, path=site.path):
-            seen[path] = at
+            states[path] = at
             return at.h
 
         ref.h(site, look)
-    given = zoo.inputs(name, ref.model)
-    ref.model(**given)
-    assert len(seen) == len(ref.attentions) + len(ref.ffns)
+    inputs = zoo.inputs(name, ref.model)
+    ref.model(**inputs)
+    assert len(states) == len(ref.attentions) + len(ref.ffns)
     post = name.startswith(("bart", "bert", "roberta"))
-    for at in seen.values():
+    for at in states.values():
         assert at.h.ndim == 3
         same = torch.equal(at.x, at.res)
         assert same == post

@@ -1,4 +1,4 @@
-"""The references against each other and against closed forms, before anything else is held to them."""
+"""The references against each other and against closed forms."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def draw(seed: int, *shape: int) -> Tensor:
     return 0.3 * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def logits(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     with torch.no_grad():
-        return model(**given)[0]
+        return model(**inputs)[0]
 
 
 def given_for(ref: Reference, padding: zoo.Padding | None = None) -> dict[str, Tensor]:
@@ -38,24 +38,24 @@ def given_for(ref: Reference, padding: zoo.Padding | None = None) -> dict[str, T
 
 
 def prefix_weights(ref: Reference, length: int = 3, zero: bool = False) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     config = ref.model.config
     heads = getattr(config, "num_key_value_heads", None) or HEADS
     d_head = getattr(config, "head_dim", None) or D // HEADS
     for i, site in enumerate(ref.attentions):
         for j, key in enumerate(("key", "value")):
-            found[f"p/{site.path}/prefix.{key}"] = draw(2 * i + j, heads, length, d_head) * (0 if zero else 3)
-    return found
+            tensors[f"p/{site.path}/prefix.{key}"] = draw(2 * i + j, heads, length, d_head) * (0 if zero else 3)
+    return tensors
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
 def test_the_attention_function_without_edits_is_the_models_own(name: str) -> None:
     ref = fresh(name)
-    given = given_for(ref)
-    want = logits(ref.model, given)
+    inputs = given_for(ref)
+    want = logits(ref.model, inputs)
     for site in ref.attentions:
         ref.inside(site)
-    assert (logits(ref.model, given) - want).abs().max() < 1e-12
+    assert (logits(ref.model, inputs) - want).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
@@ -66,30 +66,32 @@ def test_concatenated_prefix_is_the_gated_form(name: str, padding: zoo.Padding |
     weights = prefix_weights(one)
     methods.prefix("p")(one, weights)
     methods.prefix("p", form="gated")(two, weights)
-    given = given_for(one, padding)
-    assert (logits(one.model, given) - logits(two.model, given)).abs().max() < TINY
-    assert (logits(one.model, given) - logits(base.model, given)).abs().max() > 1e-2
+    inputs = given_for(one, padding)
+    assert (logits(one.model, inputs) - logits(two.model, inputs)).abs().max() < TINY
+    assert (logits(one.model, inputs) - logits(base.model, inputs)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "llama"])
 def test_prefix_with_a_cache_is_prefix_without(name: str) -> None:
     ref = fresh(name)
     methods.prefix("p")(ref, prefix_weights(ref))
-    given = given_for(ref, "left")
-    given.pop("decoder_input_ids", None)
-    made = [
-        ref.model.generate(**given, max_new_tokens=6, do_sample=False, use_cache=c, num_beams=b)
+    inputs = given_for(ref, "left")
+    inputs.pop("decoder_input_ids", None)
+    outputs = [
+        ref.model.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=c, num_beams=b)
         for b in (1, 3)
         for c in (True, False)
     ]
-    assert torch.equal(made[0], made[1])
-    assert torch.equal(made[2], made[3])
-    base = fresh(name).model.generate(**given, max_new_tokens=6, do_sample=False)
-    assert not torch.equal(made[0], base)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2], outputs[3])
+    base = fresh(name).model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    assert not torch.equal(outputs[0], base)
 
 
 def test_one_key_with_no_score_is_a_uniform_share() -> None:
-    """A zero prefix of length l takes Σ exp(0) = l of the mass and adds nothing: h = (1 - λ) Attn."""
+    """A zero prefix of length l takes Σ exp(0) = l of the mass and adds nothing: h = (1 - λ)
+    Attn.
+    """
     ref, other = fresh("bert"), fresh("bert")
     methods.prefix("p")(ref, prefix_weights(ref, zero=True))
     lengths = 3
@@ -106,23 +108,23 @@ def test_one_key_with_no_score_is_a_uniform_share() -> None:
             return (h.reshape(2, 7, D), *out[1:])
 
         core.register_forward_hook(shrink, with_kwargs=True)
-    given = given_for(ref)
-    assert (logits(ref.model, given) - logits(other.model, given)).abs().max() < TINY
+    inputs = given_for(ref)
+    assert (logits(ref.model, inputs) - logits(other.model, inputs)).abs().max() < TINY
 
 
 def linear_weights(ref: Reference, roles: str, r: int = 4) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for i, (path, rows) in enumerate(methods.linears(ref, roles)):
         d_out, d_in = ref.w(rows)[0].shape
-        found[f"e/{path}/lora.A"] = found[f"e/{path}/lowrank.A"] = draw(2 * i, r, d_in)
-        found[f"e/{path}/lora.B"] = found[f"e/{path}/lowrank.B"] = draw(2 * i + 1, d_out, r)
-        found[f"e/{path}/vector.scale"] = 1 + draw(i, d_out)
-    return found
+        tensors[f"e/{path}/lora.A"] = tensors[f"e/{path}/lowrank.A"] = draw(2 * i, r, d_in)
+        tensors[f"e/{path}/lora.B"] = tensors[f"e/{path}/lowrank.B"] = draw(2 * i + 1, d_out, r)
+        tensors[f"e/{path}/vector.scale"] = 1 + draw(i, d_out)
+    return tensors
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
 def test_lora_is_a_changed_weight(name: str) -> None:
-    """As an edit of h, as an edit of w, and written into the stored weight: one function."""
+    """As an edit of h, as an edit of w, and written into the stored weight: the same function."""
     roles = "q k v o up gate down"
     one, two, three = fresh(name), fresh(name), fresh(name)
     weights = linear_weights(one, roles)
@@ -136,9 +138,9 @@ def test_lora_is_a_changed_weight(name: str) -> None:
                 stored[:, rows.start : rows.stop] += change.T
             else:
                 stored[rows.start : rows.stop] += change
-    given = given_for(one)
-    assert (logits(one.model, given) - logits(two.model, given)).abs().max() < TINY
-    assert (logits(one.model, given) - logits(three.model, given)).abs().max() < TINY
+    inputs = given_for(one)
+    assert (logits(one.model, inputs) - logits(two.model, inputs)).abs().max() < TINY
+    assert (logits(one.model, inputs) - logits(three.model, inputs)).abs().max() < TINY
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
@@ -150,8 +152,8 @@ def test_dora_with_the_weights_own_lengths_is_lora(name: str) -> None:
         weights[f"e/{path}/magnitude.m"] = full.norm(dim=1)
     methods.lora("e", "q v", alpha=8.0)(one, weights)
     methods.dora("e", "q v", alpha=8.0)(two, weights)
-    given = given_for(one)
-    assert (logits(one.model, given) - logits(two.model, given)).abs().max() < TINY
+    inputs = given_for(one)
+    assert (logits(one.model, inputs) - logits(two.model, inputs)).abs().max() < TINY
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
@@ -168,22 +170,24 @@ def test_scaling_a_projection_is_scaling_its_rows_and_bias(name: str) -> None:
                 module.weight[rows.start : rows.stop] *= value[:, None]
             if module.bias is not None:
                 module.bias[rows.start : rows.stop] *= value
-    given = given_for(one)
-    assert (logits(one.model, given) - logits(two.model, given)).abs().max() < TINY
+    inputs = given_for(one)
+    assert (logits(one.model, inputs) - logits(two.model, inputs)).abs().max() < TINY
 
 
 def adapter_weights(ref: Reference, which: str, r: int = 5) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for i, site in enumerate(methods.sublayers(ref, which)):
         shapes = {"down": (r, D), "down_bias": (r,), "up": (D, r), "up_bias": (D,)}
         for j, (key, shape) in enumerate(shapes.items()):
-            found[f"e/{site.path}/adapter.{key}"] = draw(4 * i + j, *shape)
-    return found
+            tensors[f"e/{site.path}/adapter.{key}"] = draw(4 * i + j, *shape)
+    return tensors
 
 
 @pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "opt", "mbart"])
 def test_parallel_adapter_with_the_ffns_activation_is_a_wider_ffn(name: str) -> None:
-    """h + s (act(x D + d) U + u) = act([W_up; D] x + …) [W_down, s U] + …: methods.md, folding by widening."""
+    """h + s (act(x D + d) U + u) = act([W_up; D] x + …) [W_down, s U] + …: methods.md, folding by
+    widening.
+    """
     one, two = fresh(name), fresh(name)
     weights = adapter_weights(one, "ffn")
     act = {"bart": "gelu", "mbart": "gelu", "t5": "relu", "gpt2": "gelu_tanh", "opt": "relu"}[name]
@@ -201,8 +205,8 @@ def test_parallel_adapter_with_the_ffns_activation_is_a_wider_ffn(name: str) -> 
             plain = nn.Linear(*weight.T.shape, dtype=torch.float64)
             plain.weight, plain.bias = nn.Parameter(weight), nn.Parameter(b)
             two.model.set_submodule(rows.module, plain)
-    given = given_for(one)
-    assert (logits(one.model, given) - logits(two.model, given)).abs().max() < TINY
+    inputs = given_for(one)
+    assert (logits(one.model, inputs) - logits(two.model, inputs)).abs().max() < TINY
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
@@ -217,12 +221,12 @@ def test_linear_sequential_adapter_after_the_last_linear_folds_into_it(name: str
         shift = w["up"] @ w["down_bias"] + w["up_bias"]
         last = site.o if hasattr(site, "o") else site.down  # type: ignore[attr-defined]
         two.linear(last, lambda h, x, m=m, shift=shift: h @ m.T + shift)
-    given = given_for(one)
-    assert (logits(one.model, given) - logits(two.model, given)).abs().max() < TINY
+    inputs = given_for(one)
+    assert (logits(one.model, inputs) - logits(two.model, inputs)).abs().max() < TINY
 
 
 def test_multi_head_adapter_by_hand_on_bert() -> None:
-    """head ← head + relu(q P_kᵀ) P_v, once more with loops."""
+    """head ← head + relu(q P_kᵀ) P_v, again with loops."""
     one, two = fresh("bert"), fresh("bert")
     weights = {
         f"e/{s.path}.heads/bottleneck.{k}": draw(i, HEADS, 5, D // HEADS)
@@ -243,8 +247,8 @@ def test_multi_head_adapter_by_hand_on_bert() -> None:
             return (h, *out[1:])
 
         core.register_forward_hook(add)
-    given = given_for(one)
-    assert (logits(one.model, given) - logits(two.model, given)).abs().max() < TINY
+    inputs = given_for(one)
+    assert (logits(one.model, inputs) - logits(two.model, inputs)).abs().max() < TINY
 
 
 def test_seq_bn_on_bert_is_the_norm_used_twice() -> None:
@@ -261,5 +265,5 @@ def test_seq_bn_on_bert_is_the_norm_used_twice() -> None:
             return nn.functional.layer_norm(f + args[0], (D,), module.weight, module.bias, module.eps)
 
         norm.register_forward_hook(again)
-    given = given_for(one)
-    assert (logits(one.model, given) - logits(two.model, given)).abs().max() < TINY
+    inputs = given_for(one)
+    assert (logits(one.model, inputs) - logits(two.model, inputs)).abs().max() < TINY

@@ -22,16 +22,16 @@ def leaves(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value.clone().requires_grad_() for key, value in weights.items()}
 
 
-def backward(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
-    out = model(**given)[0]
+def backward(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    out = model(**inputs)[0]
     (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
     return out.detach()
 
 
-def assert_same(ours: nn.Module, theirs: nn.Module, mine: dict[str, Tensor], found: peers.Parameters) -> None:
-    given = zoo.inputs("bert", ours) if not ours.config.is_encoder_decoder else zoo.inputs("bart", ours)
-    assert (backward(ours, given) - backward(theirs, given)).abs().max() < 1e-10
-    for key, parameter in found.items():
+def assert_same(ours: nn.Module, theirs: nn.Module, mine: dict[str, Tensor], parameters: peers.Parameters) -> None:
+    inputs = zoo.inputs("bert", ours) if not ours.config.is_encoder_decoder else zoo.inputs("bart", ours)
+    assert (backward(ours, inputs) - backward(theirs, inputs)).abs().max() < 1e-10
+    for key, parameter in parameters.items():
         want, got = parameter.grad, mine[key].grad
         assert want is not None
         assert got is not None
@@ -49,8 +49,8 @@ def test_lora_and_dora(name: str, dora: bool) -> None:
     mine = leaves(weights)
     roles = " ".join(r for r in ROLES.split() if any(path.endswith("." + r) for path, _ in sites))
     (methods.dora if dora else methods.lora)("e", roles, alpha=8.0)(one, mine)
-    model, found = peers.lora(two, sites, weights, "e", 8.0, dora)
-    assert_same(one.model, model, mine, found)
+    model, parameters = peers.lora(two, sites, weights, "e", 8.0, dora)
+    assert_same(one.model, model, mine, parameters)
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
@@ -65,5 +65,5 @@ def test_ia3(name: str) -> None:
     if outputs:
         methods.scaled("e", "k v")(one, mine)
     methods.scaled_hidden("e")(one, mine)
-    model, found = peers.ia3(two, outputs, inputs, weights)
-    assert_same(one.model, model, mine, found)
+    model, parameters = peers.ia3(two, outputs, inputs, weights)
+    assert_same(one.model, model, mine, parameters)

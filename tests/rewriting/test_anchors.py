@@ -1,4 +1,4 @@
-"""How a state is named from a part of its layer."""
+"""Sites of a layer's child module as seen from the layer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.laws.harness import close
     [
         ("", "ff.dropout", "", ("", "ff.dropout")),
         ("ff", "dropout", "", ("ff", "dropout")),
-        ("ff", "dropout", "ff", ("", "dropout")),  # named from the code that calls it
+        ("ff", "dropout", "ff", ("", "dropout")),  # from the calling code
         ("block.ff", "inner.dropout", "block", ("ff", "inner.dropout")),
-        ("block.ff", "block.shared", "block", ("ff", "shared")),  # another part's module
+        ("block.ff", "block.shared", "block", ("ff", "shared")),  # the module of another sub-layer
     ],
 )
 def test_one_of_several_calls_of_a_module(frame: str, called: str, region: str, expected: tuple[str, str]) -> None:
@@ -27,8 +27,8 @@ def test_one_of_several_calls_of_a_module(frame: str, called: str, region: str, 
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_all_that_read_a_state_get_its_new_value(name: str) -> None:
-    """What a norm gives is read by three projections: twice of it is what a norm with twice its weight gives."""
+def test_every_reader_of_a_state_gets_its_edited_value(name: str) -> None:
+    """Three projections read a norm's output: doubling it equals doubling the norm's weight."""
     model, base = (zoo.build(name, torch.float64).eval() for _ in range(2))
     norms = [site for site in peftc.sites(base).sites if site.path.endswith((".attn.self.norm", ".ffn.norm"))]
     peftc.compile(
@@ -37,6 +37,6 @@ def test_all_that_read_a_state_get_its_new_value(name: str) -> None:
     with torch.no_grad():
         for site in norms:
             base.get_submodule(site.module).weight *= 2
-        given = zoo.inputs(name, base)
-        close(model(**given).logits, base(**given).logits, "all norms")
+        inputs = zoo.inputs(name, base)
+        close(model(**inputs).logits, base(**inputs).logits, "all norms")
     assert norms

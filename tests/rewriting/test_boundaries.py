@@ -1,4 +1,6 @@
-"""A module that a glob names: `x` is the first tensor among its arguments, `h` the first in its result, wherever that is."""
+"""A module selected by a glob: `x` is the first tensor in its arguments, `h` the first in its
+result, however nested.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ class Pair(Bare):
 
 
 class Nested(Bare):
-    def forward(self, given: dict[str, Tensor], scale: float = 1.0) -> list[Any]:  # pyright: ignore
-        return [given["mask"], {"state": (masked(self.fc, given["x"], given["mask"]) * scale,)}]
+    def forward(self, inputs: dict[str, Tensor], scale: float = 1.0) -> list[Any]:  # pyright: ignore
+        return [inputs["mask"], {"state": (masked(self.fc, inputs["x"], inputs["mask"]) * scale,)}]
 
 
 class Named(Bare):
@@ -53,7 +55,7 @@ class Named(Bare):
 
 
 class Model(nn.Module):
-    """Each calls its block in its own way, and computes the same."""
+    """The blocks compute the same, with different signatures."""
 
     def __init__(self, block: type[Bare]) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ def compiled(block: type[Bare], equation: str) -> nn.Module:
 @pytest.mark.parametrize("equation", ["h += adapter(h, r=2)", "h += adapter(x, r=2)", "h *= vector()"])
 @pytest.mark.parametrize("block", [Pair, Nested, Named])
 def test_a_state_is_the_first_tensor(block: type[Bare], equation: str) -> None:
-    """The same function as of a block that takes and returns tensors alone."""
+    """The same function as a block that takes and returns one tensor."""
     plain, model = compiled(Bare, equation), compiled(block, equation)
     for mode in (True, False):
         got, want = model.train(mode)(X, MASK), plain.train(mode)(X, MASK)

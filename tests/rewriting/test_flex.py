@@ -1,4 +1,6 @@
-"""Prefixes under flex attention: masks of blocks with open columns, and models that compute what they compute under sdpa."""
+"""Prefixes under flex attention: block masks with visible prefix columns; models compute what they
+compute under sdpa.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ TAKING = ("llama", "bart", "bert", "vit", "mixtral", "opt")  # T5's own call fai
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions themselves instead of what inductor makes of them."""
+    """The functions themselves, not compiled by inductor."""
 
     def plain(query: Tensor, key: Tensor, value: Tensor, training: bool = False, **kwargs: Any) -> Any:
         return flex_attention(query, key, value, **kwargs)
@@ -45,20 +47,20 @@ def nearby(batch: Any, head: Any, query: Any, column: Any) -> Any:
 
 @pytest.mark.parametrize("rule", [causal, nearby])
 @pytest.mark.parametrize(("length", "before", "after"), [(5, 3, 0), (130, 3, 2), (300, 130, 7), (256, 128, 0)])
-def test_columns_are_opened_around_a_mask(rule: Any, length: int, before: int, after: int) -> None:
+def test_a_block_mask_is_padded_with_visible_columns(rule: Any, length: int, before: int, after: int) -> None:
     batch, total = 2, before + length + after
     mask = create_block_mask(rule, batch, None, length, length, device="cpu")
-    found = pad_block_mask(mask, length, before, after)
+    padded = pad_block_mask(mask, length, before, after)
     want = torch.ones(batch, 1, length, total, dtype=torch.bool)
     want[..., before : before + length] = create_mask(rule, batch, 1, length, length, device="cpu")
-    assert torch.equal(create_mask(found.mask_mod, batch, 1, length, total, device="cpu"), want)
-    looked = found.to_dense().bool().repeat_interleave(SIZE, -2).repeat_interleave(SIZE, -1)
+    assert torch.equal(create_mask(padded.mask_mod, batch, 1, length, total, device="cpu"), want)
+    looked = padded.to_dense().bool().repeat_interleave(SIZE, -2).repeat_interleave(SIZE, -1)
     assert not (want & ~looked[..., :length, :total]).any()
     q, k, v = (torch.randn(batch, 2, n, 8, dtype=torch.float64) for n in (length, total, total))
-    close(flex_attention(q, k, v, block_mask=found), scaled_dot_product_attention(q, k, v, want))
+    close(flex_attention(q, k, v, block_mask=padded), scaled_dot_product_attention(q, k, v, want))
 
 
-def test_blocks_that_nobody_looks_at_stay_so() -> None:
+def test_empty_blocks_stay_empty() -> None:
     mask = create_block_mask(lambda b, h, q, k: (q // SIZE) == (k // SIZE), None, None, 8 * SIZE, 8 * SIZE, "cpu")
     assert mask.sparsity() > 80
     assert pad_block_mask(mask, 8 * SIZE, 3, 0).sparsity() > 50
@@ -69,15 +71,15 @@ def test_blocks_that_nobody_looks_at_stay_so() -> None:
 @pytest.mark.parametrize("name", TAKING)
 def test_a_prefix_under_flex_attention(name: str, padding: Any) -> None:
     model = compiled(name, "mam", torch.float32)
-    given = zoo.inputs(name, model, padding=padding) if name != "vit" else zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model, padding=padding) if name != "vit" else zoo.inputs(name, model)
     with torch.no_grad():
-        want = model(**given).logits
+        want = model(**inputs).logits
         model.set_attn_implementation("flex_attention")
-        got = model(**given).logits
-    keep = given["attention_mask"].bool() if padding and name in ("llama", "mixtral", "opt") else slice(None)
+        got = model(**inputs).logits
+    keep = inputs["attention_mask"].bool() if padding and name in ("llama", "mixtral", "opt") else slice(None)
     close(got[keep], want[keep], tolerance=1e-5)
     with peftc.disabled(model), torch.no_grad():
-        assert not torch.allclose(model(**given).logits[keep], want[keep], atol=1e-3)
+        assert not torch.allclose(model(**inputs).logits[keep], want[keep], atol=1e-3)
 
 
 def test_decoding_under_flex_attention() -> None:

@@ -1,4 +1,4 @@
-"""Edits of what the model's own code computes without gradients are refused; what stands beside it is not."""
+"""Edits inside `torch.no_grad()` blocks of the model are refused; edits outside are not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Block = Callable[[], AbstractContextManager[Any]]
 
 
 def frozen(block: Block) -> Any:
-    """A model whose feed-forward sub-layers are run inside of a block."""
+    """A model that runs its feed-forward sub-layers inside such a block."""
     model = zoo.build("llama")
 
     class Frozen(type(model.model.layers[0].mlp)):
@@ -49,12 +49,12 @@ def test_a_weight_that_is_used_without_gradients_is_refused() -> None:
 
 
 @pytest.mark.parametrize("site", ["attn", "attn.q"])
-def test_what_stands_beside_the_block_learns(site: str) -> None:
+def test_edits_outside_the_block_learn(site: str) -> None:
     assert learns(peftc.compile(EDIT % site, frozen(torch.no_grad), seed=0))
 
 
 @pytest.mark.parametrize("block", [nullcontext, torch.enable_grad, lambda: torch.set_grad_enabled(True)])
-def test_a_block_with_gradients_is_no_obstacle(block: Block) -> None:
+def test_edits_in_an_enable_grad_block_learn(block: Block) -> None:
     assert learns(peftc.compile(EDIT % "ffn.up", frozen(block), seed=0))
 
 

@@ -1,4 +1,6 @@
-"""Code that changes a tensor in place: an edit stands behind the change, or reads what there was before it, as the site says."""
+"""In-place operations of the model: an edit acts after the write, or reads the value before it, as
+its site requires.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def scaled(t: torch.Tensor, by: torch.Tensor | None) -> torch.Tensor:
 
 
 WHEN = "if {e} is not None:\n            "
-CHANGES = {  # what code does with `t` and `e`, and whether all of the features are changed
+CHANGES = {  # an operation on `t` and `e`, and whether it changes all features
     "method": (WHEN + "{t}.mul_({e})", True),
     "operator": (WHEN + "{t} *= {e}", True),
     "alias": (WHEN + "other = {t}; other *= {e}", True),
@@ -81,7 +83,7 @@ CHANGES = {  # what code does with `t` and `e`, and whether all of the features 
     "returned": ("{t} = scale_({t}, {e})", True),
     "apart": ("{t} = scaled({t}, {e})", True),
 }
-# Where: the name of what is changed there.
+# Place: the tensor that is changed there.
 PLACES = {"x": "z", "late": "z", "hidden": "hidden", "h": "y", "attn": "y", "res": "x"}
 
 
@@ -105,23 +107,23 @@ class Model(nn.Module):
 
 
 def by_hand(
-    model: Any, given: dict[str, torch.Tensor], change: str, place: str, site: str, edit: str, weights: dict[str, Any]
+    model: Any, inputs: dict[str, torch.Tensor], change: str, place: str, site: str, edit: str, weights: dict[str, Any]
 ) -> torch.Tensor:
-    """The model with an edit, written without a change in place."""
-    x, (_, whole) = given["x"], CHANGES[change]
+    """The edited model, written without in-place operations."""
+    x, (_, whole) = inputs["x"], CHANGES[change]
 
     def run(layer: Any, i: int, x: torch.Tensor) -> torch.Tensor:
         down, up, first, last = (weights[n] for n in weights if f"layer[{i}]" in n)
         states: dict[str, torch.Tensor] = {}
 
         def then(at: str, value: torch.Tensor) -> torch.Tensor:
-            by = given.get("wide" if at == "hidden" else "extra")
+            by = inputs.get("wide" if at == "hidden" else "extra")
             if at != place or by is None:
                 return value
             return value * by if whole else torch.cat([value[..., :4] * by[..., :4], value[..., 4:]], -1)
 
         def written(at: str, value: torch.Tensor) -> torch.Tensor:
-            """The result at a site."""
+            """The edited value at a site."""
             states["h"] = value
             if at != site:
                 return value
@@ -159,11 +161,11 @@ def by_hand(
 
 def values(*names: str) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
-    drawn = {
+    values_by_name = {
         n: torch.randn(2, 5, d, dtype=torch.float64, generator=draw)
         for n, d in (("x", D), ("extra", D), ("wide", HIDDEN))
     }
-    return {name: drawn[name] for name in ("x", *names)}
+    return {name: values_by_name[name] for name in ("x", *names)}
 
 
 def deviation(change: str, place: str, site: str, edit: str, sample: tuple[str, ...]) -> float:
@@ -177,9 +179,9 @@ def deviation(change: str, place: str, site: str, edit: str, sample: tuple[str, 
         value.data = torch.randn(value.shape, dtype=value.dtype, generator=draw)
     worst = 0.0
     for names in ((), ("extra", "wide")):
-        given = values(*names)
+        inputs = values(*names)
         with torch.set_grad_enabled(change != "out"):  # torch differentiates no operation with `out`
-            got, want = model(**given), by_hand(model, given, change, place, site, edit, weights)
+            got, want = model(**inputs), by_hand(model, inputs, change, place, site, edit, weights)
         worst = max(worst, float((got - want).detach().abs().max()))
         if change == "out":
             continue
@@ -192,7 +194,7 @@ def deviation(change: str, place: str, site: str, edit: str, sample: tuple[str, 
 
 SAMPLES = ((), ("extra", "wide"))
 ADAPTER = "h += adapter({}, r=2, act=tanh)"
-# (place, site, what the adapter reads): behind a change, and in front of one
+# (place, site, the adapter's input): after a write, and before one
 CLOSE = (("h", "ffn", "h"), ("late", "ffn", "x"))
 OTHERS = (
     ("x", "ffn", "x"),
@@ -208,10 +210,10 @@ OTHERS = (
 @pytest.mark.parametrize("sample", SAMPLES, ids=["without", "with"])
 @pytest.mark.parametrize(("place", "site", "reads"), CLOSE)
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_edit_is_where_its_site_says(
-    change: str, place: str, site: str, reads: str, sample: tuple[str, ...]
-) -> None:
-    """Whichever of the two calls was analysed, both are what is written by hand, and so are their gradients."""
+def test_an_edit_acts_at_its_site(change: str, place: str, site: str, reads: str, sample: tuple[str, ...]) -> None:
+    """Whichever of the two calls was traced, outputs and gradients of both equal the hand-written
+    model.
+    """
     assert deviation(change, place, site, ADAPTER.format(reads), sample) < 1e-9
 
 
@@ -222,15 +224,17 @@ def test_other_sites_and_places(place: str, site: str, reads: str, sample: tuple
     assert deviation(change, place, site, ADAPTER.format(reads), sample) < 1e-9
 
 
-def test_a_state_that_becomes_two_is_told() -> None:
-    """What `o` returns and what is added are one value without the argument, and two with it."""
+def test_a_state_with_two_values_is_refused() -> None:
+    """The output of `o` and the value added are one tensor without the argument, and
+    two with it.
+    """
     assert deviation("method", "attn", "attn", ADAPTER.format("h"), ("extra", "wide")) < 1e-9
     with pytest.raises(peftc.PeftcError, match="P403"):
         deviation("method", "attn", "attn", ADAPTER.format("h"), ())
 
 
 class OwnInput(nn.Module):
-    """Writes its result into what it was given, and returns that, too."""
+    """Writes its result into its argument, and returns that, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +248,7 @@ class OwnInput(nn.Module):
 
 
 class Caller(nn.Module):
-    """Goes on with what it gave to a module, or with what that returned."""
+    """Continues with the argument it passed to a module, or with the module's result."""
 
     def __init__(self, returned: bool) -> None:
         super().__init__()
@@ -270,7 +274,7 @@ class Callers(nn.Module):
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("returned", [False, True])
 @pytest.mark.parametrize(("site", "reads"), [("ffn", "h"), ("ffn", "x"), ("ffn.hidden", "h")])
-def test_a_module_that_writes_into_what_it_is_given(site: str, reads: str, returned: bool, inference: bool) -> None:
+def test_a_module_that_writes_into_its_argument(site: str, reads: str, returned: bool, inference: bool) -> None:
     torch.manual_seed(0)
     model: Any = Callers(returned).double()
     x = values()["x"]

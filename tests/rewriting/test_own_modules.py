@@ -1,4 +1,6 @@
-"""Regions that are no transformer's: an `nn.Sequential`, which runs whatever is registered in it; a forward with no `self`."""
+"""Edits of modules outside transformers: an `nn.Sequential`, which runs all registered children; a
+forward without `self`.
+"""
 
 from __future__ import annotations
 
@@ -52,15 +54,15 @@ def test_an_edit_of_a_module_by_its_name(site: str) -> None:
     assert torch.equal(peftc.remove(net)(x), base(x))
 
 
-def test_a_sequence_that_is_the_model_itself() -> None:
+def test_a_sequential_that_is_the_model_itself() -> None:
     net, x = nn.Sequential(Block(), Block()).eval(), torch.randn(2, 3, 4)
     base = copy.deepcopy(net)
     peftc.compile('peft 1\nedit e at "*" { h *= vector(init=2) }', net, seed=0, sample={"input": x})
     assert torch.equal(net(x), base[1](base[0](x) * 2) * 2 * 2)
 
 
-def test_what_holds_the_modules_of_edits_is_a_module_like_another() -> None:
-    """Also where one is given again, or taken out: PyTorch's own tools do so."""
+def test_the_container_of_edit_modules_is_an_ordinary_module() -> None:
+    """Its children can be replaced and deleted, as PyTorch's own tools do."""
     holders = (Container(), nn.Module())
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     for holder in holders:

@@ -1,4 +1,6 @@
-"""Code that calls a Linear in one mode and computes with its weight in another: an edit of it acts in both, or is refused."""
+"""A Linear that is called in one mode, while its weight is read in another: an edit acts in both,
+or is refused.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,12 @@ def fastest(fc: nn.Linear, x: Tensor) -> Tensor:
 
 
 def of_names(layer: Layer, x: Tensor) -> Tensor:
-    named = dict(layer.named_parameters())
-    return F.linear(x, named["fc.weight"], named["fc.bias"])
+    parameters = dict(layer.named_parameters())
+    return F.linear(x, parameters["fc.weight"], parameters["fc.bias"])
 
 
 class Kernel:
-    """An object that is no module: nothing is said of what it does with a module."""
+    """An object that is no module: what it does with a module is unknown."""
 
     def __call__(self, fc: nn.Linear, x: Tensor) -> Tensor:
         return fc(x) if torch.is_grad_enabled() else F.linear(x, fc.weight, fc.bias)
@@ -55,7 +57,9 @@ WAYS: dict[str, Way] = {
     "function with gradients": lambda s, x: F.linear(x, s.fc.weight, s.fc.bias) if torch.is_grad_enabled() else s.fc(x),
     "call in training": lambda s, x: s.fc(x) if s.training else F.linear(x, s.fc.weight, s.fc.bias),
     "function in training": lambda s, x: F.linear(x, s.fc.weight, s.fc.bias) if s.training else s.fc(x),
-    "call of what is trained": lambda s, x: s.fc(x) if s.fc.weight.requires_grad else F.linear(x, s.fc.weight, s.fc.bias),
+    "call of what is trained": lambda s, x: (
+        s.fc(x) if s.fc.weight.requires_grad else F.linear(x, s.fc.weight, s.fc.bias)
+    ),
     "function in inference mode": lambda s, x: by_function(s.fc, x) if torch.is_inference_mode_enabled() else s.fc(x),
     "function for a long input": lambda s, x: by_function(s.fc, x) if x.shape[1] > 6 else s.fc(x),
     "another function": lambda s, x: fastest(s.fc, x),
@@ -65,7 +69,9 @@ WAYS: dict[str, Way] = {
     "the function of its class": lambda s, x: s.fc(x) if torch.is_grad_enabled() else nn.Linear.forward(s.fc, x),
     "all parameters of the child": lambda s, x: s.fc(x) if torch.is_grad_enabled() else F.linear(x, *s.fc.parameters()),
     "all parameters": lambda s, x: s.fc(x) if torch.is_grad_enabled() else of_names(s, x),
-    "a functional call": lambda s, x: s.fc(x) if torch.is_grad_enabled() else functional_call(s.fc, dict(s.fc.named_parameters()), (x,)),
+    "a functional call": lambda s, x: (
+        s.fc(x) if torch.is_grad_enabled() else functional_call(s.fc, dict(s.fc.named_parameters()), (x,))
+    ),
 }  # fmt: skip
 
 
@@ -117,14 +123,14 @@ def compiled(cls: type[nn.Module], text: str) -> nn.Module:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("edit", EDITS)
 def test_one_effect_on_every_path(way: str, edit: str) -> None:
-    """As on a model that only calls."""
+    """The same effect as on a model that always calls the Linear."""
     plain, model = compiled(PLAIN, EDITS[edit]), compiled(layer_class(WAYS[way]), EDITS[edit])
-    for given in (X, LONG):
+    for x in (X, LONG):
         for how in MODES:
             with mode(how, plain), mode(how, model):
-                assert torch.allclose(model(given), plain(given), rtol=0, atol=1e-10), (how, given.shape)
+                assert torch.allclose(model(x), plain(x), rtol=0, atol=1e-10), (how, x.shape)
                 with peftc.disabled(plain):
-                    assert not torch.allclose(model(given), plain(given), rtol=0, atol=1e-3)
+                    assert not torch.allclose(model(x), plain(x), rtol=0, atol=1e-3)
     out = model.train()(X)
     out.sum().backward()
     assert all(p.grad is not None for p in peftc.parameters(model).values())
@@ -135,7 +141,7 @@ def by_hand(layer: Layer, x: Tensor) -> Tensor:
 
 
 class Around(nn.Module):
-    """A model that computes with the weights of its layers itself, now and then."""
+    """A model that reads the weights of its layers itself in some calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +168,7 @@ class Lengths(Around):
 
 
 class ByModule(nn.Module):
-    """A module without parameters of its own that is given another one."""
+    """A module without parameters that gets another module as argument."""
 
     def forward(self, fc: nn.Linear, x: Tensor) -> Tensor:
         return by_function(fc, x) if self.training else fc(x)
@@ -178,35 +184,37 @@ class Given(Layer):
 
 
 @pytest.mark.parametrize(
-    ("cls", "glob", "refused"),
+    ("cls", "glob", "refusal"),
     [
-        (Around, "layers.*.fc", True),  # the sample runs without gradients, and calls no layer
+        (Around, "layers.*.fc", True),  # the sample runs without gradients: no layer is called
         (Flagged, "layers.*.fc", True),
-        (Flagged, "layers.*", True),  # the code around runs it part by part
+        (Flagged, "layers.*", True),  # the enclosing code runs its children one by one
         (Flagged, "layers.*.out", False),
         (Lengths, "layers.*", True),
         (Lengths, "layers.*.fc", False),
         (lambda: Model(Given), "layers.*.fc", True),
     ],
 )
-def test_what_is_around_is_refused(cls: Callable[[], nn.Module], glob: str, refused: bool) -> None:
+def test_edits_around_such_a_module_are_refused(cls: Callable[[], nn.Module], glob: str, refusal: bool) -> None:
     model = cls().double().eval()
     before = copy.deepcopy(model.state_dict())
     edit = "h += adapter(h, r=2)" if glob.endswith("*") else "w += lowrank(r=2)"
     text = f'peft 1\nedit e at "{glob}" {{ {edit} }}'
-    if not refused:
+    if not refusal:
         peftc.compile(text, model, sample={"x": X})
         return
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(text, model, sample={"x": X})
-    (diagnostic,) = caught.value.diagnostics
+    (diagnostic,) = excinfo.value.diagnostics
     assert diagnostic.code == "P435"
     assert diagnostic.span is not None
     assert model.state_dict().keys() == before.keys()
 
 
-class Asking(nn.Module):
-    """What asks for the kind of a weight, and reads those of others or its own, does not read it."""
+class ReadsWeightDtype(nn.Module):
+    """Reading the dtype of a weight, or the values of other weights, is no read of this one's
+    values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,13 +229,17 @@ class Asking(nn.Module):
 @pytest.mark.parametrize(
     ("cls", "region", "names"),
     [
-        (Asking, "fc", []),
-        (Asking, "other", [("other", "weight")]),
-        (Asking, "", []),
+        (ReadsWeightDtype, "fc", []),
+        (ReadsWeightDtype, "other", [("other", "weight")]),
+        (ReadsWeightDtype, "", []),
         (Around, "layers.1.fc", [("fc", "weight"), ("fc", "bias")]),
         (Around, "layers.1", [("fc", "weight"), ("fc", "bias")]),
         (Around, "layers.1.out", []),
-        (layer_class(WAYS["another function"]), "fc", [(), ("weight",), ("bias",)]),  # a lambda's text is none
+        (
+            layer_class(WAYS["another function"]),
+            "fc",
+            [(), ("weight",), ("bias",)],
+        ),  # the source of a lambda is unknown
     ],
 )
 def test_reads_in_code(cls: Any, region: str, names: list[tuple[str, ...]]) -> None:

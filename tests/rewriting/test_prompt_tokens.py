@@ -1,4 +1,6 @@
-"""Where rows may stand beside tokens: the stack needs nothing of a token but its embedding, and tells of nothing else."""
+"""Where prompt rows may precede tokens: the stack uses only a token's embedding, and no other
+argument describes single tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from transformers import LlamaConfig, LlamaModel
 
 import peftc
 from benchmarks.families import build
-from benchmarks.families.rolling import apart
+from benchmarks.families.rolling import cache_difference
 from tests import zoo
 from tests.laws.harness import randomise
 from tests.matrix import some
@@ -20,18 +22,18 @@ from tests.matrix import some
 SPEC = "peft 1\nedit p at input.embed { h = concat(prompt(len=3), h) }"
 FRONT = torch.tensor([[5, 9, 6]])
 OF_EACH_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids")
-# One or more of every way in which a stack takes its tokens.
+# At least one model for every way to pass tokens to a stack.
 TAKING = some(
     [
         "causal-lm/falcon",  # positions as a bias
         "causal-lm/roc_bert",  # embeds shapes and pronunciations, too
-        "seq2seq/encoder-decoder",  # two embeddings beside two stacks
+        "seq2seq/encoder-decoder",  # two embeddings for two stacks
         "seq2seq/t5gemma2",  # a decoder that attends to itself and to the encoder at once
-        "image-text-to-text/qwen3_vl",  # is told which tokens are of an image
-        "image-text-to-text/blip-2",  # another stack attends to images, and not to the prompted one
+        "image-text-to-text/qwen3_vl",  # has an argument for the tokens of images
+        "image-text-to-text/blip-2",  # another stack attends to images, not to the prompted stack
         "image-text-to-text/qwen2_vl",  # three numbers a position
         "image-text-to-text/evolla",  # proteins have an embedding of their own
-        "masked-lm/xlm-roberta",  # counts positions from ids that are no padding
+        "masked-lm/xlm-roberta",  # counts positions from unpadded ids
         "seq2seq/m2m_100",  # and so do sinusoidal positions
         "causal-lm/xglm",
         "masked-lm/fnet",
@@ -46,9 +48,9 @@ TAKING = some(
     3,
 )
 REFUSED = {
-    "causal-lm/gemma3n_text": "`model` needs the ids of tokens",  # looks up something for every layer
-    "causal-lm/gemma4_text": "without them it raises RuntimeError",  # looks for the ids of embedded tokens
-    "masked-lm/esm": "`esm` needs the ids of tokens",  # takes tokens with positions as embedded ones
+    "causal-lm/gemma3n_text": "`model` needs the ids of tokens",  # has a second embedding for every layer
+    "causal-lm/gemma4_text": "without them it raises RuntimeError",  # searches the ids of embedded tokens
+    "masked-lm/esm": "`esm` needs the ids of tokens",  # expects `inputs_embeds` with positions
     "causal-lm/prophetnet": "returns more states of tokens than the last one: `last_hidden_state_ngram`",
     "causal-lm/gemma3": "an attention mask with the type dict",  # made by the module around the stack
     "image-text-to-text/idefics": "`image_attention_mask` has values of each token",
@@ -58,19 +60,19 @@ REFUSED = {
 
 
 def longer(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that has the tokens FRONT before its own."""
-    made = dict(inputs)
+    """The arguments of the same call with the tokens FRONT in front."""
+    kwargs = dict(inputs)
     front = FRONT.expand(len(inputs["input_ids"]), -1)
-    made["input_ids"] = torch.cat([front, inputs["input_ids"]], 1)
+    kwargs["input_ids"] = torch.cat([front, inputs["input_ids"]], 1)
     for name in OF_EACH_TOKEN:
-        if name in made:
+        if name in kwargs:
             kind = torch.full_like(front, int("mask" in name))
-            made[name] = torch.cat([kind.to(made[name].dtype), made[name]], 1)
-    return made
+            kwargs[name] = torch.cat([kind.to(kwargs[name].dtype), kwargs[name]], 1)
+    return kwargs
 
 
 def embedding_of(model: nn.Module) -> nn.Module:
-    """The embedding whose tokens have the prompt."""
+    """The embedding module of the prompted stack."""
     (key,) = peftc.parameters(model)
     path = key.split("/")[1]
     (site,) = (site for site in peftc.sites(model).sites if site.path == path)
@@ -81,35 +83,37 @@ def close(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
 
 
-@pytest.mark.filterwarnings("ignore")  # what models say of their own code
+@pytest.mark.filterwarnings("ignore")  # warnings of the models' own code
 @pytest.mark.parametrize("key", TAKING)
-def test_rows_that_are_embedded_tokens_are_these_tokens(key: str) -> None:
-    """[E(t); h] is what the base makes of the tokens t before the others; a cache has the rows, and rows have gradients."""
+def test_a_prompt_of_embedded_tokens_equals_these_tokens(key: str) -> None:
+    """A prompt with the embeddings of tokens t equals the base on t and the input. A cache contains
+    the rows, and the rows have gradients.
+    """
     model, inputs = build(*key.split("/"))
-    base = apart(model, inputs)
+    base = cache_difference(model, inputs)
     peftc.compile(SPEC, model, seed=0)
     (rows,) = peftc.parameters(model).values()
     with torch.no_grad():
         rows.copy_(embedding_of(model)(FRONT)[0])
-        found = model(**inputs).logits
+        actual = model(**inputs).logits
         with peftc.disabled(model):
-            wanted = model(**longer(inputs)).logits
+            expected = model(**longer(inputs)).logits
     own = getattr(model.config, "is_encoder_decoder", False)
-    close(found, wanted if own else wanted[:, FRONT.shape[1] :])
+    close(actual, expected if own else expected[:, FRONT.shape[1] :])
     randomise(peftc.parameters(model))
-    moved = model(**inputs).logits
-    assert float((moved - found).detach().abs().max()) > 1e-3
-    moved.sum().backward()
+    edited = model(**inputs).logits
+    assert float((edited - actual).detach().abs().max()) > 1e-3
+    edited.sum().backward()
     assert rows.grad is not None
     assert bool(rows.grad.any())
     if not isinstance(base, str):
         assert base < 1e-4
-        assert apart(model, inputs) < 1e-4
+        assert cache_difference(model, inputs) < 1e-4
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_a_scale_that_only_ids_get(scale: float) -> None:
+def test_an_embedding_scale_on_ids_only(scale: float) -> None:
     # Seen in: Falcon-H1, MVP; their scale is 1 in some checkpoints.
     model: Any = build("causal-lm", "falcon_h1")[0]
     model.model.embedding_multiplier = scale
@@ -122,22 +126,22 @@ def test_a_scale_that_only_ids_get(scale: float) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("key", REFUSED)
-def test_stacks_that_need_more_than_embedded_tokens_are_refused_as_soon_as_planned(key: str) -> None:
+def test_stacks_that_need_ids_are_refused_by_the_planner(key: str) -> None:
     model, _ = build(*key.split("/"))
     before = type(model), list(model.state_dict())
     for act in (peftc.plan, peftc.compile):
-        with pytest.raises(peftc.PeftcError, match="P418") as caught:
+        with pytest.raises(peftc.PeftcError, match="P418") as excinfo:
             act(SPEC, model)
-        assert REFUSED[key] in str(caught.value)
-        (found,) = caught.value.diagnostics
-        assert found.source
-        assert found.span
-        assert found.source.text[found.span.start :].startswith("h = concat")
+        assert REFUSED[key] in str(excinfo.value)
+        (diagnostic,) = excinfo.value.diagnostics
+        assert diagnostic.source
+        assert diagnostic.span
+        assert diagnostic.source.text[diagnostic.span.start :].startswith("h = concat")
     assert (type(model), list(model.state_dict())) == before
 
 
 class Stack(LlamaModel):
-    """A stack that does with ids what `extra` says, besides embedding them."""
+    """A stack that uses ids for their embedding and for `extra`."""
 
     extra, scale = "", 3.0
 
@@ -169,40 +173,40 @@ class Stack(LlamaModel):
         ("", None),
     ],
 )
-def test_what_a_stack_does_with_ids_decides(extra: str, reason: str | None) -> None:
+def test_stacks_that_use_ids_otherwise_are_refused(extra: str, reason: str | None) -> None:
     config = zoo.config("llama")
     base = zoo.build("llama")
     base.model = type("Stack", (Stack,), {"extra": extra})(config).eval()
     if reason is None:
         peftc.compile(SPEC, base, seed=0)
-        assert apart(base, {"input_ids": torch.tensor([[5, 6, 7, 8]])}) < 1e-4
+        assert cache_difference(base, {"input_ids": torch.tensor([[5, 6, 7, 8]])}) < 1e-4
     else:
-        with pytest.raises(peftc.PeftcError, match="P418") as caught:
+        with pytest.raises(peftc.PeftcError, match="P418") as excinfo:
             peftc.compile(SPEC, base)
-        assert reason in str(caught.value)
+        assert reason in str(excinfo.value)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_of_any_number_of_positions() -> None:
-    """XLNet's configuration says -1."""
+def test_a_model_without_a_maximum_of_positions() -> None:
+    """XLNet's configuration has -1 positions."""
     assert peftc.plan(SPEC.replace("len=3", "len=300"), build("causal-lm", "xlnet")[0]).totals.trained == 300 * 32
 
 
-def test_calls_that_tell_of_each_token_are_refused() -> None:
+def test_calls_with_an_argument_for_each_token_are_refused() -> None:
     model, inputs = build("causal-lm", "roc_bert")
     peftc.compile(SPEC, model, seed=0)
     ids = inputs["input_ids"]
-    with pytest.raises(peftc.PeftcError, match="P419") as caught:
+    with pytest.raises(peftc.PeftcError, match="P419") as excinfo:
         model(**inputs, input_shape_ids=ids)
-    assert "`input_shape_ids` has values of each token" in str(caught.value)
+    assert "`input_shape_ids` has values of each token" in str(excinfo.value)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tokens_that_are_not_the_first_of_a_result_are_refused() -> None:
-    """Of an image, before those of the text: which are the prompt's is not known."""
+def test_tokens_that_are_not_first_in_the_output_are_refused() -> None:
+    """Image tokens come before text tokens: which rows are the prompt's is unknown."""
     model, inputs = build("image-text-to-text", "git")
     peftc.compile(SPEC, model, seed=0)
-    with pytest.raises(peftc.PeftcError, match="P419") as caught:
+    with pytest.raises(peftc.PeftcError, match="P419") as excinfo:
         model(**inputs)
-    assert "the stack returns 28" in str(caught.value)
+    assert "the stack returns 28" in str(excinfo.value)
     assert model(inputs["input_ids"]).logits.shape[1] == inputs["input_ids"].shape[1]

@@ -1,4 +1,6 @@
-"""Tokens before those of the input: what the base computes of longer inputs, by hand and by PEFT; caches, masks, files."""
+"""Prompt rows before the input: equal to the base on longer inputs, by hand and by PEFT; caches,
+masks, files.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ def compiled(name: str, equation: str = PROMPT) -> Any:
     return model.eval()
 
 
-def given(name: str, model: nn.Module, padding: zoo.Padding | None) -> dict[str, Tensor]:
+def model_inputs(name: str, model: nn.Module, padding: zoo.Padding | None) -> dict[str, Tensor]:
     inputs = zoo.inputs(name, model, padding=padding)
     inputs.pop("labels", None)
     return inputs
 
 
 def by_hand(name: str, rows: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """The base on [rows; embeddings], what it gives for the rows left out."""
+    """The base on [rows; embeddings], without its outputs for the rows."""
     base: Any = zoo.build(name, torch.float64).eval()
     ids = inputs["input_ids"]
     embedded = base.get_input_embeddings()(ids)
@@ -63,7 +65,7 @@ def by_hand(name: str, rows: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("name", EVERY)
 def test_the_base_on_longer_inputs(name: str, padding: zoo.Padding | None) -> None:
     model = compiled(name)
-    inputs = given(name, model, padding)
+    inputs = model_inputs(name, model, padding)
     ((_, tokens),) = peftc.parameters(model).items()
     rows = tokens.detach().clone().requires_grad_()
     got, want = model(**inputs).logits, by_hand(name, rows, inputs)
@@ -74,7 +76,7 @@ def test_the_base_on_longer_inputs(name: str, padding: zoo.Padding | None) -> No
     close(tokens.grad, rows.grad, "gradient")
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # a warning of PEFT
 @pytest.mark.parametrize("name", ["llama", "opt", "t5"])
 def test_peft(name: str) -> None:
     kind = "SEQ_2_SEQ_LM" if name == "t5" else "CAUSAL_LM"
@@ -85,7 +87,7 @@ def test_peft(name: str) -> None:
     theirs: Any = peft.get_peft_model(zoo.build(name, torch.float64), config).double().eval()
     ((_, tokens),) = peftc.parameters(model).items()
     theirs.prompt_encoder["default"].embedding.weight.data.copy_(tokens)
-    inputs = given(name, model, "right")
+    inputs = model_inputs(name, model, "right")
     want = theirs(**inputs).logits
     close(model(**inputs).logits, want if name == "t5" else want[:, LENGTH:], "logits")
 
@@ -103,14 +105,14 @@ def test_the_mlp_of_peft() -> None:
         num_transformer_submodules=1,
     )
     theirs: Any = peft.get_peft_model(zoo.build("llama", torch.float64), config).double().eval()
-    found = {name.rpartition(".")[2]: p for name, p in peftc.parameters(model).items()}
+    parameters = {name.rpartition(".")[2]: p for name, p in peftc.parameters(model).items()}
     encoder = theirs.prompt_encoder["default"]
     layers = {"inner": encoder.mlp_head[0], "middle": encoder.mlp_head[2], "outer": encoder.mlp_head[4]}
-    encoder.embedding.weight.data.copy_(found["embedding"])
+    encoder.embedding.weight.data.copy_(parameters["embedding"])
     for name, layer in layers.items():
-        layer.weight.data.copy_(found[name])
-        layer.bias.data.copy_(found[f"{name}_bias"])
-    inputs = given("llama", model, None)
+        layer.weight.data.copy_(parameters[name])
+        layer.bias.data.copy_(parameters[f"{name}_bias"])
+    inputs = model_inputs("llama", model, None)
     close(model(**inputs).logits, theirs(**inputs).logits[:, LENGTH:], "logits")
 
 
@@ -119,7 +121,7 @@ def test_the_mlp_of_peft() -> None:
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODER_DECODERS])
 def test_generating_with_a_cache_is_generating_without(name: str, padding: zoo.Padding | None, beams: int) -> None:
     model = compiled(name)
-    inputs = {k: v for k, v in given(name, model, padding).items() if k in ("input_ids", "attention_mask")}
+    inputs = {k: v for k, v in model_inputs(name, model, padding).items() if k in ("input_ids", "attention_mask")}
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     cached, plain = (
         model.generate(**inputs, max_new_tokens=5, do_sample=False, num_beams=beams, use_cache=use)
@@ -134,7 +136,7 @@ def test_generating_with_a_cache_is_generating_without(name: str, padding: zoo.P
 @pytest.mark.parametrize("name", ["llama", "bart", "bert"])
 def test_saved_loaded_disabled_and_removed(name: str, arguments: str, tmp_path: Path) -> None:
     model, base = compiled(name, f"h = concat(prompt(len={LENGTH}{arguments}), h)"), zoo.build(name, torch.float64)
-    inputs = given(name, model, None)
+    inputs = model_inputs(name, model, None)
     want, plain = model(**inputs).logits, base.eval()(**inputs).logits
     assert not torch.allclose(want, plain)
     plan = peftc.plan(spec(f"h = concat(prompt(len={LENGTH}{arguments}), h)"), base)
@@ -150,13 +152,13 @@ def test_saved_loaded_disabled_and_removed(name: str, arguments: str, tmp_path: 
     assert torch.equal(peftc.remove(model)(**inputs).logits, plain)
 
 
-def test_beside_other_edits() -> None:
-    """The embedding that it reads is the edited one; layers and their prefixes see longer inputs."""
+def test_with_other_edits() -> None:
+    """The prompted embedding is the edited one; layers and their prefixes see longer inputs."""
     text = spec() + "\nedit e at embed { h += adapter(h, r=2, act=tanh) }"
     text += "\nedit k at layer[*].attn { kv = concat(prefix(len=2), kv) }"
     model = peftc.compile(text, zoo.build("llama", torch.float64), seed=0).eval()
     randomise(peftc.parameters(model))
-    ids = given("llama", model, None)["input_ids"]
+    ids = model_inputs("llama", model, None)["input_ids"]
     whole = model(ids).logits
     out = model(ids[:, :4], use_cache=True)
     rest = model(ids[:, 4:], past_key_values=out.past_key_values).logits
@@ -165,8 +167,10 @@ def test_beside_other_edits() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in EVERY if n != "t5"])
-def test_as_many_rows_as_leave_one_position_for_the_input(name: str) -> None:
-    """A table of positions with a row for padding has fewer than its size, one with rows before the first has them besides."""
+def test_the_longest_prompt(name: str) -> None:
+    """The longest prompt leaves one position. A position table with a padding row has one less than
+    its size; one with extra rows in front has more.
+    """
     model = zoo.build(name, max_position_embeddings=16)
     limit = 16 - (model.config.pad_token_id + 1 if name == "roberta" else 0)
     with pytest.raises(peftc.PeftcError, match="P314"):
@@ -176,11 +180,13 @@ def test_as_many_rows_as_leave_one_position_for_the_input(name: str) -> None:
     assert model(one, **({"decoder_input_ids": one} if name in ENCODER_DECODERS else {})).logits.isfinite().all()
 
 
-def test_two_prompts_stand_in_the_order_of_the_text() -> None:
+def test_two_prompts_are_in_the_order_of_the_text() -> None:
     text = "h = concat(prompt(len=2), prompt(len=1), h)"
-    one, inputs = compiled("llama", text), given("llama", zoo.build("llama"), None)
-    found = peftc.parameters(one)
-    rows = torch.cat([found["p/decoder.embed/prompt.tokens"], found["p/decoder.embed/prompt_2.tokens"]]).detach()
+    one, inputs = compiled("llama", text), model_inputs("llama", zoo.build("llama"), None)
+    parameters = peftc.parameters(one)
+    rows = torch.cat(
+        [parameters["p/decoder.embed/prompt.tokens"], parameters["p/decoder.embed/prompt_2.tokens"]]
+    ).detach()
     close(one(**inputs).logits, by_hand("llama", rows, inputs), "logits")
 
 
@@ -198,7 +204,7 @@ def test_caches_that_are_counted_elsewhere_are_refused() -> None:
 
 
 def recurrent(name: str) -> Any:
-    """A model whose cache is the state of a recurrence, at least in some layers."""
+    """A model with a recurrent state as cache, at least in some layers."""
     model = build("causal-lm", name)[0].eval()
     peftc.compile(spec(), model, seed=0)
     randomise(peftc.parameters(model))
@@ -232,14 +238,14 @@ def test_a_prompt_is_in_the_state_of_a_recurrence_once(name: str, padding: str |
 
 
 def near(one: Tensor, other: Tensor) -> None:
-    """In float32, where a prompt too many moves the logits by about as much as they are."""
+    """In float32, where a duplicate prompt changes the logits by about their own size."""
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max()))
 
 
 @pytest.mark.parametrize(("name", "cache"), [("rwkv", "state"), ("mamba", "cache_params"), ("mamba2", "cache_params")])
 def test_tokens_that_continue_a_state_are_those_of_the_whole_input(name: str, cache: str) -> None:
     model = recurrent(name)
-    ids = torch.tensor([[5, 6, 7, 5, 6, 4]])  # one row: transformers' own code of a state broadcasts several
+    ids = torch.tensor([[5, 6, 7, 5, 6, 4]])  # one row: transformers' code broadcasts the state of several
     whole = model(ids, use_cache=True).logits
     out = model(ids[:, :3], use_cache=True)
     parts = [out.logits]
@@ -255,9 +261,9 @@ def test_tokens_that_continue_a_state_are_those_of_the_whole_input(name: str, ca
 def test_a_cache_of_unknown_length_is_refused() -> None:
     model = compiled("llama")
     ids = torch.tensor([[5, 6, 7]])
-    with pytest.raises(peftc.PeftcError, match="P419") as refused:
+    with pytest.raises(peftc.PeftcError, match="P419") as excinfo:
         model(ids, past_key_values=((torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8)),))
-    assert "tokens in `past_key_values`, a tuple, is unknown" in str(refused.value)
+    assert "tokens in `past_key_values`, a tuple, is unknown" in str(excinfo.value)
 
 
 @pytest.mark.parametrize(
@@ -280,11 +286,11 @@ def test_refused(text: str, code: str) -> None:
     assert not peftc.installation.record.is_installed(model)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # transformers' and torch's own
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # warnings of transformers and torch
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_copies_compilers_and_checkpoints(name: str) -> None:
     model = compiled(name)
-    inputs = given(name, model, "right")
+    inputs = model_inputs(name, model, "right")
     want = model(**inputs).logits
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(**inputs).logits, want)

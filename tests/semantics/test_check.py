@@ -1,4 +1,4 @@
-"""Diagnostics of `peftc check`, without a model."""
+"""`peftc check`: diagnostics that need no model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ EXPLAINED = sorted(code for code, info in CODES.items() if WRONG in info.explana
 
 
 @pytest.mark.parametrize("code", EXPLAINED)
-def test_the_examples_of_an_explanation_do_what_it_says(code: str) -> None:
+def test_examples_in_explanations_give_their_codes(code: str) -> None:
     wrong, right = CODES[code].explanation.split(WRONG)[1].split(RIGHT)
     assert errors(textwrap.dedent(wrong)) == {code}
     assert errors(textwrap.dedent(right)) == set()
 
 
-ABOUT_FILES = {"P024", "P026", "P027", "P112", "P123", "P124", "P125", "P126"}  # an example would be a file
+ABOUT_FILES = {"P024", "P026", "P027", "P112", "P123", "P124", "P125", "P126"}  # the example would need a file
 
 
 def test_every_code_that_the_front_end_raises_is_explained() -> None:
@@ -69,7 +69,13 @@ CASES = [
     ("layer[*].ffn", 'h += adapter(x, r=4, act="relu")', "P106", '"relu"', "write it without quotes: `act=relu`"),
     ("layer[*].attn", "kv = concat(prefix(len=3, reparam=mpl(8)), kv)", "P106", "mpl", "did you mean `mlp`?"),
     ("layer[*].attn", "kv = concat(prefix(len=3, reparam=mlp(0)), kv)", "P106", "0", None),
-    ("layer[*].attn", "kv = concat(prefix(len=3, reparam=mlp(8, 3)), kv)", "P105", "mlp(8, 3)", "e.g. `reparam=mlp(512)`"),
+    (
+        "layer[*].attn",
+        "kv = concat(prefix(len=3, reparam=mlp(8, 3)), kv)",
+        "P105",
+        "mlp(8, 3)",
+        "e.g. `reparam=mlp(512)`",
+    ),
     ("layer[*].ffn", "h += adapter(hh, r=4)", "P107", "hh", "did you mean `h`?"),
     ("layer[*].ffn", "weight += h", "P107", "weight", "did you mean `w`?"),
     ("layer[*].ffn", "let g = gate(h)  g = x  h += g", "P107", "g", None),
@@ -140,7 +146,10 @@ train n = [w, bias] at layer[*].norm
 
 
 def test_two_assignments_to_one_state() -> None:
-    text = "peft 1\nedit a at layer[*].attn {{ kv = concat(prefix(len=3), kv) }}\nedit b at {} {{ kv = concat(prefix(len=4), kv) }}\n"
+    text = (
+        "peft 1\nedit a at layer[*].attn {{ kv = concat(prefix(len=3), kv) }}\n"
+        "edit b at {} {{ kv = concat(prefix(len=4), kv) }}\n"
+    )
     assert errors(text.format("layer[*].attn")) == {"P302"}
     assert errors(text.format("layer[ * ].attn | decoder.layer[0].attn")) == {"P302"}
     assert errors(text.format("encoder.layer[*].attn")) == set()
@@ -148,7 +157,10 @@ def test_two_assignments_to_one_state() -> None:
 
 
 def test_every_method_of_a_file_is_checked() -> None:
-    text = "peft 1\nmethod a() { edit e at layer[*].ffn { h += one(x) } }\nmethod b() { edit e at layer[*].ffn { h += two(x) } }\n"
+    text = (
+        "peft 1\nmethod a() { edit e at layer[*].ffn { h += one(x) } }\n"
+        "method b() { edit e at layer[*].ffn { h += two(x) } }\n"
+    )
     assert [error.message for error in diagnostics(text)] == ["there is no form `one`", "there is no form `two`"]
 
 
@@ -194,6 +206,6 @@ def test_bind_fills_in_defaults_and_units() -> None:
 def test_bind_reports_everything_at_once() -> None:
     call = parse_expression("lora(x, h, r=0, foo=1, dropout=2)")
     assert isinstance(call, ast.Call)
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         bind(call, FORMS["lora"])
-    assert [error.code for error in caught.value.diagnostics] == ["P108", "P106", "P102", "P106"]
+    assert [error.code for error in excinfo.value.diagnostics] == ["P108", "P106", "P102", "P106"]

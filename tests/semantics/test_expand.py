@@ -1,4 +1,4 @@
-"""Expansion of methods, constants, used files and settings."""
+"""Expansion of methods, constants, included files and settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from peftc.diagnostics import PeftcError
 from peftc.filesystem import resources
 from peftc.semantics import expand, read_spec
-from peftc.semantics.settings import parse_settings
+from peftc.semantics.spec_argument import parse_settings
 from peftc.syntax import ast, parse_text, print_spec
 
 RECIPES = sorted(resources.recipes().values())
@@ -22,9 +22,9 @@ def flat(text: str, *settings: str, path: str = "<text>") -> str:
 
 
 def codes(text: str, *settings: str) -> list[str]:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         flat(text, *settings)
-    return [error.code for error in caught.value.diagnostics]
+    return [error.code for error in excinfo.value.diagnostics]
 
 
 METHOD = (
@@ -61,12 +61,12 @@ def test_bad_settings(settings: list[str]) -> None:
     assert codes(METHOD, *settings) == ["P110"]
 
 
-def test_a_setting_that_is_no_expression() -> None:
+def test_a_malformed_setting() -> None:
     assert codes(METHOD, "r=4 +") == ["P015"]
 
 
 @pytest.mark.parametrize(
-    ("written", "folded"),
+    ("source", "folded"),
     [
         ("1 + 2 * 3", "7"),
         ("(1 + 2) * 3 - 10", "-1"),
@@ -84,14 +84,14 @@ def test_a_setting_that_is_no_expression() -> None:
         ("h * 2 * 3", "h * 2 * 3"),
     ],
 )
-def test_arithmetic(written: str, folded: str) -> None:
-    text = flat(f"edit a at layer[*].ffn {{ h += {written} }}")
+def test_arithmetic(source: str, folded: str) -> None:
+    text = flat(f"edit a at layer[*].ffn {{ h += {source} }}")
     assert text == f"edit a at layer[*].ffn {{ h += {folded.replace('--', '')} }}"
 
 
-@pytest.mark.parametrize("written", ["1 / 0", "1 / (2 - 2)", "1e300 * 1e300", "0 / 0"])
-def test_arithmetic_that_fails(written: str) -> None:
-    assert codes(f"edit a at layer[*].ffn {{ h += {written} * x }}") == ["P120"]
+@pytest.mark.parametrize("source", ["1 / 0", "1 / (2 - 2)", "1e300 * 1e300", "0 / 0"])
+def test_arithmetic_that_fails(source: str) -> None:
+    assert codes(f"edit a at layer[*].ffn {{ h += {source} * x }}") == ["P120"]
 
 
 def test_let_inside_an_edit() -> None:
@@ -216,17 +216,17 @@ def test_use_is_relative_to_the_file_that_uses(tmp_path: Path) -> None:
 def test_files_that_use_each_other_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.peft").write_text('peft 1\nuse b from "b.peft"\nmethod a() { apply b() }\n')
     (tmp_path / "b.peft").write_text('peft 1\nuse a from "a.peft"\nmethod b() { apply a() }\n')
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         expand(read_spec(tmp_path / "a.peft"))
-    assert "P113" in [error.code for error in caught.value.diagnostics]
+    assert "P113" in [error.code for error in excinfo.value.diagnostics]
 
 
 def test_errors_in_a_used_file_are_about_that_file(tmp_path: Path) -> None:
     (tmp_path / "a.peft").write_text("peft 1\nmethod a() { edit b at { h = h } }\n")
     (tmp_path / "main.peft").write_text('peft 1\nuse a from "a.peft"\napply a()\n')
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         expand(read_spec(tmp_path / "main.peft"))
-    (syntax_error,) = [error for error in caught.value.diagnostics if error.code == "P016"]
+    (syntax_error,) = [error for error in excinfo.value.diagnostics if error.code == "P016"]
     assert syntax_error.source is not None
     assert syntax_error.source.path == str(tmp_path / "a.peft")
 
@@ -257,8 +257,8 @@ def test_what_cannot_be_expanded(text: str, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize("more", range(8, 13))
-def test_an_expansion_is_whole_or_given_up(more: int) -> None:
-    """An expansion beyond about a thousand statements is an error; no statement is dropped."""
+def test_an_expansion_is_complete_or_an_error(more: int) -> None:
+    """More than about a thousand statements are an error; no statement is dropped."""
     text = "method m() {" + "".join(f"edit e{i} at layer[*].ffn {{ h += x }} " for i in range(98)) + "} "
     text += "".join(f"apply m() as a{i} " for i in range(10))
     text += "".join(f"edit f{i} at layer[*].ffn {{ h += x }} " for i in range(more))
@@ -287,7 +287,7 @@ def test_the_size_of_an_expansion_is_limited(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_expand_to_what_parses(path: Path) -> None:
+def test_expanded_recipes_parse(path: Path) -> None:
     expanded = expand(read_spec(path))
     again = parse_text(print_spec(expanded))
     assert again == expanded
@@ -299,11 +299,15 @@ def test_recipes_expand_to_what_parses(path: Path) -> None:
 
 def test_every_recipe_of_the_library_is_there() -> None:
     names = (
-        "lora dora ia3 houlsby pfeiffer parallel scaled_parallel prefix mam bitfit layernorm lora_ffn pa_pa prefix_lora_ffn "
+        "lora dora ia3 houlsby pfeiffer parallel scaled_parallel "
+        "prefix mam bitfit layernorm lora_ffn pa_pa prefix_lora_ffn "
         "krona krona_res lokr loha vera glora glora_weight oft said adalora rslora compacter compacter_pp phm_adapter "
-        "prefix_ungated prompt_tuning p_tuning ipt adamix fishmask lt_sft cross_attention far sparse_adapter diff_pruning "
-        "difffit loreft direft s4 unipelt lora_adapter lora_adapter_narrow hypernetwork_adaptbert_narrow multi_head_parallel learned_scale parallel_res "
-        "qlora qlora_gated adalora_gated spot ladder adaptive_prefix hypernetwork hypernetwork_adaptbert adapterfusion attention_fusion"
+        "prefix_ungated prompt_tuning p_tuning ipt adamix fishmask "
+        "lt_sft cross_attention far sparse_adapter diff_pruning "
+        "difffit loreft direft s4 unipelt lora_adapter lora_adapter_narrow "
+        "hypernetwork_adaptbert_narrow multi_head_parallel learned_scale parallel_res "
+        "qlora qlora_gated adalora_gated spot ladder adaptive_prefix "
+        "hypernetwork hypernetwork_adaptbert adapterfusion attention_fusion"
     )
     assert set(resources.recipes()) == set(names.split())
 

@@ -1,7 +1,7 @@
-"""Every pattern of calls: caches of every kind, packed sequences, dtypes, implementations switched after compiling.
+"""Call patterns: caches of every kind, packed sequences, dtypes, attention implementations switched
+after compiling.
 
-A pattern is right where a model with its own forwards and edits computes what one without generated code computes: an
-uncached forward, or a model that was compiled under that pattern from the start.
+The reference is an uncached forward, or a model compiled under that pattern from the start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GENERATING = ("bart", "t5", "llama", "mixtral")
 
 
 class Rounded(DynamicLayer):
-    """A layer of a cache that stores its keys and values in few bits, as quantised caches do."""
+    """A cache layer that rounds its keys and values, like quantised caches."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -57,16 +57,16 @@ def cache_of(kind: str, model: Any) -> Any:
     return EncoderDecoderCache(makers[kind](), cross)
 
 
-def stepwise(model: Any, given: dict[str, Tensor], cache: Any) -> Tensor:
+def stepwise(model: Any, inputs: dict[str, Tensor], cache: Any) -> Tensor:
     """The logits of the decoder's tokens: three at once, then one by one."""
-    name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
-    ids, encoded, found = given[name], {}, list[Tensor]()
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    ids, encoded, logits = inputs[name], {}, list[Tensor]()
     for part in (ids[:, :3], *ids[:, 3:].split(1, dim=1)):
-        rest = {} if name == "input_ids" else {"input_ids": given["input_ids"]}
+        rest = {} if name == "input_ids" else {"input_ids": inputs["input_ids"]}
         out = model(**(encoded or rest), **{name: part}, past_key_values=cache, use_cache=True)
         encoded = {"encoder_outputs": (out.encoder_last_hidden_state,)} if name != "input_ids" else {}
-        found.append(out.logits)
-    return torch.cat(found, 1)
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
 
 
 def variants(model: nn.Module) -> int:
@@ -78,35 +78,38 @@ def variants(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", GENERATING)
 def test_cached_is_uncached(name: str, kind: str) -> None:
     model = compiled(name, "mam")
-    given, known = zoo.inputs(name, model), variants(model)
+    inputs, variants_before = zoo.inputs(name, model), variants(model)
     with torch.no_grad():
-        want = model(**given, use_cache=False).logits
-        got = stepwise(model, given, cache_of(kind, model))
+        want = model(**inputs, use_cache=False).logits
+        got = stepwise(model, inputs, cache_of(kind, model))
     close(got, want)
-    assert variants(model) == known
+    assert variants(model) == variants_before
 
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_a_quantised_cache(name: str) -> None:
-    """What the cache gives back is what goes into the attention, prefix rows aside: they are never stored."""
+    """Attention reads what the cache returns. Prefix rows are never stored in the cache."""
     model, base = compiled(name, "mam"), zoo.build(name, torch.float64)
-    given = zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model)
     with torch.no_grad():
-        got, exact = (stepwise(model, given, cache_of(kind, model)) for kind in ("quantised", "dynamic"))
+        got, exact = (stepwise(model, inputs, cache_of(kind, model)) for kind in ("quantised", "dynamic"))
         assert 1e-6 < (got - exact).abs().max() < 1
         with peftc.disabled(model):
             close(
-                stepwise(model, given, cache_of("quantised", model)), stepwise(base, given, cache_of("quantised", base))
+                stepwise(model, inputs, cache_of("quantised", model)),
+                stepwise(base, inputs, cache_of("quantised", base)),
             )
         cache = cache_of("quantised", model)
-        stepwise(model, given, cache)
+        stepwise(model, inputs, cache)
     layers = (cache.self_attention_cache if name == "bart" else cache).layers
-    tokens = given["decoder_input_ids" if name == "bart" else "input_ids"].shape[1]
+    tokens = inputs["decoder_input_ids" if name == "bart" else "input_ids"].shape[1]
     assert all(layer.keys.shape[2] == tokens and torch.equal(layer.keys, rounded(layer.keys)) for layer in layers)
 
 
 def test_packed_sequences() -> None:
-    """Two texts in one row, told apart by positions that start again, are what each is on its own."""
+    """Two sequences packed in one row, separated by `position_ids` that restart, equal the separate
+    sequences.
+    """
     for spec in CACHED:
         model = compiled("llama", spec)
         ids = zoo.inputs("llama", model)["input_ids"][:1]
@@ -123,22 +126,22 @@ def test_packed_sequences() -> None:
 
 @pytest.mark.ahead_of_time
 @pytest.mark.parametrize("name", ["bert", "llama", "mixtral"])
-def test_positions_of_ones_own(name: str) -> None:
+def test_explicit_position_ids(name: str) -> None:
     model = compiled(name, "mam")
-    given, known = zoo.inputs(name, model), variants(model)
-    tokens = given["input_ids"].shape[1]
+    inputs, variants_before = zoo.inputs(name, model), variants(model)
+    tokens = inputs["input_ids"].shape[1]
     with torch.no_grad():
-        plain = model(**given).logits
-        close(model(**given, position_ids=torch.arange(tokens)[None]).logits, plain)
-        moved = model(**given, position_ids=2 * torch.arange(tokens)[None]).logits
-    assert (moved - plain).abs().max() > 1e-4
-    assert variants(model) == known
+        plain = model(**inputs).logits
+        close(model(**inputs, position_ids=torch.arange(tokens)[None]).logits, plain)
+        shifted = model(**inputs, position_ids=2 * torch.arange(tokens)[None]).logits
+    assert (shifted - plain).abs().max() > 1e-4
+    assert variants(model) == variants_before
 
 
 @pytest.mark.parametrize(("spec", "name"), checkerboard(tuple(SPECS), ("bart", "llama")))
 def test_an_implementation_switched_after_compiling(name: str, spec: str) -> None:
     model = compiled(name, spec)
-    given = zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model)
     for implementation in ("eager", "sdpa"):
         fresh = zoo.build(name, torch.float64)
         fresh.set_attn_implementation(implementation)
@@ -146,12 +149,12 @@ def test_an_implementation_switched_after_compiling(name: str, spec: str) -> Non
         fresh.load_state_dict(model.state_dict())
         model.set_attn_implementation(implementation)
         with torch.no_grad():
-            assert torch.equal(model(**given).logits, fresh(**given).logits), implementation
+            assert torch.equal(model(**inputs).logits, fresh(**inputs).logits), implementation
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_branches_on_dtypes(dtype: torch.dtype) -> None:
-    """A block of T5 clamps what overflows, in float16 alone."""
+    """T5 clamps overflow in float16 only."""
     block: Any = zoo.build("t5", dtype).encoder.block[1]
     x = torch.randn(1, 3, 32, dtype=dtype)
     with torch.no_grad():
@@ -164,21 +167,24 @@ def test_branches_on_dtypes(dtype: torch.dtype) -> None:
     assert ("isinf" in type(block)._peftc_kind.source) == (dtype is torch.float16)
 
 
-# A miss, forced ------------------------------------------------------------------------------------------------------
+# Guard failures
+# --------------------------------------------------------------------------------------------------
 
 
 def attention_call(
-    model: Any, given: dict[str, Tensor], cross: bool
+    model: Any, inputs: dict[str, Tensor], cross: bool
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A call of the last decoder layer's attention, as the model made it, with a cache that is full by then."""
+    """The arguments of the last decoder layer's attention as the model calls it, with a filled
+    cache.
+    """
     layer = model.model.decoder.layers[-1]
     module = layer.encoder_attn if cross else layer.self_attn
-    seen: list[Any] = []
-    hook = module.register_forward_pre_hook(lambda m, a, k: seen.append((m, a, k)), with_kwargs=True)
+    calls: list[Any] = []
+    hook = module.register_forward_pre_hook(lambda m, a, k: calls.append((m, a, k)), with_kwargs=True)
     with torch.no_grad():
-        model(**given, use_cache=True)
+        model(**inputs, use_cache=True)
     hook.remove()
-    return seen[-1]
+    return calls[-1]
 
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -193,27 +199,29 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("cross", [True, False])
-def test_a_changed_call_computes_what_the_code_computes(cross: bool) -> None:
-    """A generated forward that is called as no model calls it still does what its code does."""
+def test_an_unusual_call_computes_what_the_original_code_computes(cross: bool) -> None:
+    """A generated forward called as no model calls it still computes what the original code
+    computes.
+    """
     model = zoo.build("bart")
     module, args, kwargs = attention_call(model, zoo.inputs("bart", model), cross)
     generated: Any = copy.deepcopy(module)
     generated.__class__ = GeneratedClass(type(module), frozenset({""}), (), "Own").cls
     for change in (lambda k: k, *CHANGES.values()):
-        changed = change(kwargs)
+        edited = change(kwargs)
         with torch.no_grad():
-            want, got = (m(*args, **copy.deepcopy(changed)) for m in (module, generated))
+            want, got = (m(*args, **copy.deepcopy(edited)) for m in (module, generated))
         assert torch.equal(got[0], want[0])
     assert len(type(generated)._peftc_kind.variants) > 2
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_a_call_in_other_surroundings(around: Any) -> None:
+def test_a_call_under_another_context_manager(around: Any) -> None:
     model, base = zoo.build("t5"), zoo.build("t5")
     peftc.compile(text("mam"), model, seed=0)
-    given = zoo.inputs("t5", model)
+    inputs = zoo.inputs("t5", model)
     with peftc.disabled(model), around():
-        got, want = model(**given).logits, base(**given).logits
+        got, want = model(**inputs).logits, base(**inputs).logits
     assert got.dtype == want.dtype
     assert torch.equal(got, want)
 
@@ -269,7 +277,7 @@ CASES: dict[Callable[..., Tensor], list[Any]] = {
 
 
 @pytest.mark.parametrize("body", CASES)
-def test_arguments_that_must_be_told_apart(body: Callable[..., Tensor]) -> None:
+def test_arguments_that_need_different_variants(body: Callable[..., Tensor]) -> None:
     for first in CASES[body]:
         module = generated(body)
         x = torch.randn(3)
@@ -277,7 +285,7 @@ def test_arguments_that_must_be_told_apart(body: Callable[..., Tensor]) -> None:
             assert torch.equal(module(x, y), body(module, x, y)), type(module)._peftc_kind.source
 
 
-def test_keywords_told_apart_by_identity() -> None:
+def test_keywords_compared_by_identity() -> None:
     class Inner(nn.Module):
         def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
             return x * (2 if kwargs else 1)
@@ -292,11 +300,11 @@ def test_keywords_told_apart_by_identity() -> None:
 
     module, base, x = Own(), Own(), torch.randn(3)
     module.__class__ = GeneratedClass(Own, frozenset({""}), (), "Own").cls
-    for given in ({}, {"use_cache": True}, {"use_cache": False}, {"use_cache": None}, {"position_ids": x}):
-        assert torch.equal(module(x, **given), base(x, **given))
+    for kwargs in ({}, {"use_cache": True}, {"use_cache": False}, {"use_cache": None}, {"position_ids": x}):
+        assert torch.equal(module(x, **kwargs), base(x, **kwargs))
 
 
-def test_words_of_a_config_however_they_are_asked() -> None:
+def test_strings_of_a_config_through_any_method() -> None:
     from transformers import PretrainedConfig
 
     def body(self: Any, x: Tensor, y: Any) -> Tensor:

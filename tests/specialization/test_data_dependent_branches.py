@@ -1,4 +1,6 @@
-"""Decisions on what is only known while a region runs: both ways are kept, or the error that the model's own code raises."""
+"""Branches on values known only inside a region: both branches are generated, or the model's own
+error is raised.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from peftc.specialization.generated_class import GeneratedClass
 
 
 class Deciding(nn.Module):
-    """Asks for sizes of what it has just computed."""
+    """Branches on the shape of its own intermediate result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +30,7 @@ class Deciding(nn.Module):
 
 
 class Nested(Deciding):
-    """Asks again on the way that the first call does not take, and there again."""
+    """Branches again inside the branch that the first call does not take."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.inner(x))
@@ -53,7 +55,7 @@ class Undecided(nn.Module):
 
 
 class Biased(nn.Module):
-    """Gives a bias beside its result, where it has one."""
+    """Returns a bias, too, if it has one."""
 
     def __init__(self, biased: bool) -> None:
         super().__init__()
@@ -81,9 +83,9 @@ def rewritten(module: nn.Module) -> GeneratedClass:
 
 
 @pytest.mark.parametrize("first", [1, 3, 4, 7])
-@pytest.mark.parametrize("made", [Deciding, Nested])
-def test_one_forward_serves_all_sizes(made: type[nn.Module], first: int) -> None:
-    base, module = made(), made()
+@pytest.mark.parametrize("cls", [Deciding, Nested])
+def test_one_forward_serves_all_sizes(cls: type[nn.Module], first: int) -> None:
+    base, module = cls(), cls()
     module.load_state_dict(base.state_dict())
     kind = rewritten(module)
     for tokens in (first, 2, 3, 1, 7, 4):
@@ -92,7 +94,7 @@ def test_one_forward_serves_all_sizes(made: type[nn.Module], first: int) -> None
     assert len(kind.variants) == 1
 
 
-def test_what_the_models_own_code_raises_is_raised() -> None:
+def test_errors_of_the_models_own_code_are_raised() -> None:
     module = Deciding()
     kind = rewritten(module)
     module(torch.randn(2, 3, 4))
@@ -103,7 +105,7 @@ def test_what_the_models_own_code_raises_is_raised() -> None:
     assert "raise ValueError('four features are expected')" in kind.source
 
 
-def test_too_many_ways_are_refused() -> None:
+def test_too_many_paths_are_refused() -> None:
     module = Undecided()
     rewritten(module)
     with pytest.raises(peftc.PeftcError, match="P406"):
@@ -111,7 +113,7 @@ def test_too_many_ways_are_refused() -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_part_of_a_childs_result_that_may_be_none(biased: bool) -> None:
+def test_an_optional_part_of_a_childs_result(biased: bool) -> None:
     base, module = Adding(biased), Adding(biased)
     module.load_state_dict(base.state_dict())
     rewritten(module)
@@ -119,7 +121,7 @@ def test_a_part_of_a_childs_result_that_may_be_none(biased: bool) -> None:
     assert torch.equal(module(x), base(x))
 
 
-def test_a_child_that_gives_something_for_the_first_time_is_noticed() -> None:
+def test_an_optional_result_that_is_new_fails_the_guard() -> None:
     module = Adding(biased=False)
     rewritten(module)
     x = torch.randn(2, 3, 4)
@@ -134,7 +136,7 @@ def factor(doubled: bool | None) -> float:
 
 
 class Factored(nn.Module):
-    """Chooses a number by a flag in another function, in a way that no stand-in for the flag notices."""
+    """Maps a flag to a number in another function, which a proxy for the flag does not detect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,18 +152,18 @@ class Chooser:
 
 
 class Chosen(Factored):
-    """The same, where the function is told by no name."""
+    """The same, through a function in an attribute."""
 
     def forward(self, x: Tensor, doubled: bool | None = None) -> Tensor:
         return self.inner(x) * Chooser().choose(doubled)
 
 
 @pytest.mark.parametrize(
-    ("made", "flags"),
+    ("cls", "flags"),
     [(Factored, (True, False, None)), (Factored, (None, True)), (Chosen, (True, False, None)), (Chosen, (False, True))],
 )
-def test_a_number_that_a_flag_chooses(made: type[nn.Module], flags: tuple[bool | None, ...]) -> None:
-    base, module = made(), made()
+def test_a_number_that_a_flag_chooses(cls: type[nn.Module], flags: tuple[bool | None, ...]) -> None:
+    base, module = cls(), cls()
     module.load_state_dict(base.state_dict())
     rewritten(module)
     x = torch.randn(2, 3, 4)
@@ -169,8 +171,8 @@ def test_a_number_that_a_flag_chooses(made: type[nn.Module], flags: tuple[bool |
         assert torch.equal(module(x, flag), base(x, flag))
 
 
-class Handing(nn.Module):
-    """Hands a flag on, and computes a number again in each call."""
+class PassesFlag(nn.Module):
+    """Passes a flag through, and recomputes a number in each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,8 +182,8 @@ class Handing(nn.Module):
         return self.child(x, doubled) * float("1.5")
 
 
-def test_what_is_only_handed_on_is_not_asked() -> None:
-    base, module = Handing(), Handing()
+def test_a_flag_that_is_passed_through_needs_no_guard() -> None:
+    base, module = PassesFlag(), PassesFlag()
     module.load_state_dict(base.state_dict())
     kind = rewritten(module)
     x = torch.randn(2, 3, 4)
@@ -191,21 +193,23 @@ def test_what_is_only_handed_on_is_not_asked() -> None:
 
 
 class Pooled(nn.Module):
-    """Takes the one table where its queries are pooled, the other where they are not, and a mask that may be missing."""
+    """Reads one table if its queries are pooled, the other if not, and an optional mask."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, key: Tensor, given: tuple[list[Tensor | None], Tensor | None]) -> Tensor:
-        tables, mask = given
+    def forward(self, x: Tensor, key: Tensor, options: tuple[list[Tensor | None], Tensor | None]) -> Tensor:
+        tables, mask = options
         query = self.inner(x).view(x.shape[0], x.shape[1], 2, 2) * 2
         y = query.flatten(2) + tables[1 if query.shape[1] != key.shape[1] else 0]
         return y if mask is None else y * mask
 
 
-def test_a_decision_on_sizes_one_way_of_which_the_call_cannot_go() -> None:
-    """It is one on the arguments' sizes; a part of an argument that is there in one call may be missing in another."""
+def test_a_branch_on_sizes_whose_other_side_cannot_run() -> None:
+    """It is a guard on the sizes of arguments. An element of a tuple argument may be None in some
+    calls.
+    """
     base, module = Pooled(), Pooled()
     module.load_state_dict(base.state_dict())
     rewritten(module)
@@ -218,12 +222,12 @@ def test_a_decision_on_sizes_one_way_of_which_the_call_cannot_go() -> None:
         (torch.randn(2, 7, 4), ([long, short], None)),
         (torch.randn(2, 4, 4), ([None, short], mask[:, :4])),
     ]
-    for x, given in calls * 2:
-        assert torch.equal(module(x, key, given), base(x, key, given))
+    for x, options in calls * 2:
+        assert torch.equal(module(x, key, options), base(x, key, options))
 
 
 class Windowed(nn.Module):
-    """Reads the height and width of a window, two numbers in one attribute."""
+    """Reads a window's height and width, two numbers in one attribute."""
 
     def __init__(self, window: tuple[int, int]) -> None:
         super().__init__()
@@ -233,7 +237,7 @@ class Windowed(nn.Module):
         return self.inner(x).unflatten(1, self.window).sum(2)
 
 
-def test_rows_of_numbers_in_attributes_are_not_baked_in() -> None:
+def test_tuples_in_attributes_are_not_constants() -> None:
     base, module, x = Windowed((2, 3)), Windowed((2, 3)), torch.randn(1, 6, 4)
     module.load_state_dict(base.state_dict())
     rewritten(module)
@@ -243,7 +247,7 @@ def test_rows_of_numbers_in_attributes_are_not_baked_in() -> None:
 
 
 class Scaled(nn.Module):
-    """Makes a plain number of the width of what it has computed."""
+    """Computes a Python number from the width of an intermediate tensor."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -255,7 +259,7 @@ class Scaled(nn.Module):
         return y.flatten(2) / float(y.size(-1) ** 0.5)
 
 
-def test_numbers_made_of_sizes_inside_are_asked_for_beforehand() -> None:
+def test_numbers_computed_from_inner_sizes() -> None:
     base, module, x = Scaled(1), Scaled(1), torch.randn(2, 3, 4)
     module.load_state_dict(base.state_dict())
     kind = rewritten(module)
@@ -266,7 +270,7 @@ def test_numbers_made_of_sizes_inside_are_asked_for_beforehand() -> None:
 
 
 class Every(nn.Module):
-    """Gives one token of `step`."""
+    """Returns every `step`-th token."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -277,7 +281,7 @@ class Every(nn.Module):
 
 
 class Paired(nn.Module):
-    """Adds tokens in pairs where a child, whose own code is not entered, gives more than three."""
+    """Adds tokens in pairs if a child, whose code is a leaf, returns more than three."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -288,20 +292,20 @@ class Paired(nn.Module):
         return y.unflatten(1, (-1, 2)).sum(2) if y.shape[1] > 3 else y
 
 
-def test_a_way_that_does_not_run_with_the_values_of_this_call_is_not_the_models_own_error() -> None:
+def test_a_traced_branch_that_fails_is_an_error_of_peftc() -> None:
     base, module = Paired(2), Paired(2)
     module.load_state_dict(base.state_dict())
     rewritten(module)
     x = torch.randn(2, 6, 4)
-    assert torch.equal(module(x), base(x))  # three tokens of the child, which are no pairs
+    assert torch.equal(module(x), base(x))  # the child returns three tokens, which are not summed in pairs
     module.child.step = base.child.step = 1
-    with pytest.raises(peftc.PeftcError, match="P417") as caught:
+    with pytest.raises(peftc.PeftcError, match="P417") as excinfo:
         module(x)
-    assert "unflatten" in str(caught.value)
+    assert "unflatten" in str(excinfo.value)
 
 
 class Gained(nn.Module):
-    """Multiplies by a number, where it has one."""
+    """Multiplies by an optional number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +317,7 @@ class Gained(nn.Module):
 
 
 @pytest.mark.parametrize("gains", [(2.0, None, 3.0), (None, 2.0, None)])
-def test_a_number_that_may_be_missing_is_asked_for(gains: tuple[float | None, ...]) -> None:
+def test_an_optional_number_needs_a_guard(gains: tuple[float | None, ...]) -> None:
     base, module, x = Gained(), Gained(), torch.randn(2, 3, 4)
     module.load_state_dict(base.state_dict())
     rewritten(module)
@@ -323,7 +327,9 @@ def test_a_number_that_may_be_missing_is_asked_for(gains: tuple[float | None, ..
 
 
 class Selfish(nn.Module):
-    """Has a child called `self`, as some attentions do, and arguments with the name of a child and of a function it calls."""
+    """Has a child called `self`, as some attentions do, and arguments named like a child and like a
+    function it calls.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +340,7 @@ class Selfish(nn.Module):
         return self.inner(y) * inner + relu
 
 
-def test_no_local_hides_an_argument() -> None:
+def test_no_local_variable_shadows_an_argument() -> None:
     base, module = Selfish(), Selfish()
     module.load_state_dict(base.state_dict())
     rewritten(module)
@@ -343,7 +349,7 @@ def test_no_local_hides_an_argument() -> None:
 
 
 class ReadTwice(nn.Module):
-    """A weight that stands in two products."""
+    """Uses one weight in two products."""
 
     def __init__(self) -> None:
         super().__init__()

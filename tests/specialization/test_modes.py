@@ -1,7 +1,8 @@
-"""An edit has one effect: in training without dropout, in evaluation, without gradients, folded, and as written by hand.
+"""An edit has the same effect in every mode: in training without dropout, in evaluation, without
+gradients, folded, and as a hand-written model.
 
-torch's transformer modules run a C++ kernel in evaluation that reads the weights of their children and calls none of them; it
-is taken where the base is frozen, as it is under edits.
+In evaluation torch's transformer modules run a fused kernel, which reads the weights of their
+children and does not call them. It runs if the base is frozen, as it is under edits.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FOLDING = ("hidden", "up", "down", "o", "o's weight")
 
 
 class Block(nn.Module):
-    """A layer that somebody has written around nn.MultiheadAttention."""
+    """A hand-written layer with nn.MultiheadAttention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ PAIRS = [(n, s) for i, n in enumerate(MODELS) for j, s in enumerate(SPECS) if no
 def pristine(name: str) -> nn.Module:
     model = MODELS[name][0]().double().eval()
     zoo.randomise(model, torch.Generator().manual_seed(1))
-    return model.requires_grad_(False)  # torch's kernels differ in the last bits where it is not frozen
+    return model.requires_grad_(False)  # torch's kernels differ in the last bits if the base is not frozen
 
 
 def compiled(name: str, spec: str) -> nn.Module:
@@ -108,13 +109,13 @@ def mode(name: str, model: nn.Module) -> Iterator[None]:
 
 
 def visible(name: str, out: Tensor) -> Tensor:
-    """Without the tokens of padding: what stands there differs in torch's own modes."""
+    """Without padded tokens: torch's own modes differ there."""
     return out[~PADDING].detach() if "padding" in name or name == "by hand" else out.detach()
 
 
-def run(name: str, model: nn.Module, given: dict[str, Tensor], how: str) -> Tensor:
+def run(name: str, model: nn.Module, inputs: dict[str, Tensor], how: str) -> Tensor:
     with mode(how, model):
-        return visible(name, model(**given))
+        return visible(name, model(**inputs))
 
 
 def close(got: Tensor, want: Tensor) -> bool:
@@ -123,32 +124,32 @@ def close(got: Tensor, want: Tensor) -> bool:
 
 @pytest.mark.parametrize(("name", "spec"), PAIRS)
 def test_one_effect_in_all_modes(name: str, spec: str) -> None:
-    given = MODELS[name][1]
+    inputs = MODELS[name][1]
     base, model = pristine(name), compiled(name, spec)
-    before = run(name, base, given, "no_grad")
-    want = run(name, by_hand(name, spec, peftc.parameters(model)), given, "train") if spec in BY_HAND else None
-    effects = {how: run(name, model, given, how) for how in ("train", "eval", "no_grad", "inference_mode")}
+    before = run(name, base, inputs, "no_grad")
+    want = run(name, by_hand(name, spec, peftc.parameters(model)), inputs, "train") if spec in BY_HAND else None
+    effects = {how: run(name, model, inputs, how) for how in ("train", "eval", "no_grad", "inference_mode")}
     assert (effects["train"] - before).abs().max() > 1e-3
     assert all(close(out, effects["train"]) for out in effects.values()), effects
     assert want is None or close(effects["train"], want)
     with peftc.disabled(model.eval()), torch.no_grad():
-        assert torch.equal(visible(name, model(**given)), before)
+        assert torch.equal(visible(name, model(**inputs)), before)
     if spec in FOLDING:
         folded = copy.deepcopy(model)
         assert peftc.fold(folded).folded
-        assert close(run(name, folded, given, "no_grad"), effects["train"])
-    assert torch.equal(run(name, peftc.remove(model), given, "no_grad"), before)
+        assert close(run(name, folded, inputs, "no_grad"), effects["train"])
+    assert torch.equal(run(name, peftc.remove(model), inputs, "no_grad"), before)
 
 
 @pytest.mark.parametrize(("name", "spec"), harness.SOME)
 def test_one_effect_in_all_modes_of_transformers(name: str, spec: str) -> None:
-    """What evaluation computes is compared with layers written by hand in `tests/laws`."""
+    """`tests/laws` compares evaluation mode with hand-written layers."""
     model = harness.compiled(name, spec)
-    given = zoo.inputs(name, model)
+    inputs = zoo.inputs(name, model)
 
     def out(how: str) -> Tensor:
         with mode(how, model):
-            return model(**given)[0].detach()
+            return model(**inputs)[0].detach()
 
     want = out("eval")
     with peftc.disabled(model):
@@ -159,7 +160,8 @@ def test_one_effect_in_all_modes_of_transformers(name: str, spec: str) -> None:
         assert close(out("no_grad"), want)
 
 
-# The same by hand: hooks of torch, with which its modules call their children, and weights ------------------------
+# The reference: torch's hooks, which make modules call their children, and edited weights
+# ------------------------
 
 Weights = dict[str, Tensor]
 
@@ -184,9 +186,9 @@ def adapter(x: Tensor, w: Weights) -> Tensor:
 
 
 def parallel(layer: Any, w: Weights, _: nn.Module) -> None:
-    seen: list[Tensor] = []
-    layer.linear1.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    layer.linear2.register_forward_hook(lambda m, args, out: out + adapter(seen.pop(), w))
+    outputs: list[Tensor] = []
+    layer.linear1.register_forward_pre_hook(lambda m, args: outputs.append(args[0]))
+    layer.linear2.register_forward_hook(lambda m, args, out: out + adapter(outputs.pop(), w))
 
 
 def sequential(layer: Any, w: Weights, attention: nn.Module) -> None:

@@ -1,4 +1,6 @@
-"""A call with an optional argument that the analysed call did not have, and the other way around: an edit stands where it belongs."""
+"""Calls with an optional argument that the traced call did not have, or without one that it had:
+edits act at their sites.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ D = 8
 
 
 class Block(nn.Module):
-    """Attention and ffn in one forward. `extra` changes what both read, and is reshaped, as the attention is, before it is added."""
+    """Attention and ffn in one forward. `extra` is added to the input of both, and reshaped first,
+    like the attention output.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +48,7 @@ class Block(nn.Module):
 
 
 class Branches(Block):
-    """The same operation in two ways, one of which runs; `out` is called in one of them only."""
+    """One operation in two branches; only one of them calls `out`."""
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
         batch, tokens, _ = x.shape
@@ -77,14 +81,14 @@ def model_of(layer: Callable[[], nn.Module]) -> Any:
     return Model(layer).double()
 
 
-def given(*names: str) -> dict[str, torch.Tensor]:
+def model_inputs(*names: str) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
     values = {name: torch.randn(2, 5, D, dtype=torch.float64, generator=draw) for name in ("x", "extra")}
     return {name: values[name] for name in ("x", *names)}
 
 
 def compiled(base: nn.Module, equation: str, sample: dict[str, Any]) -> Any:
-    """A compiled copy, with weights that are the same whatever the sample."""
+    """A compiled copy whose weights do not depend on the sample."""
     model = peftc.compile(f"peft 1\nedit e at layer[*].{equation}", copy.deepcopy(base), 0, sample=sample)
     draw = torch.Generator().manual_seed(2)
     for value in peftc.parameters(model).values():
@@ -112,29 +116,31 @@ EQUATIONS = (
 
 @pytest.mark.parametrize("equation", EQUATIONS)
 @pytest.mark.parametrize("layer", [Block, Branches])
-def test_any_sample_makes_the_same_model(layer: Callable[[], nn.Module], equation: str) -> None:
-    """Each sample is the reference for the calls like it; the other one has to agree."""
+def test_every_sample_gives_the_same_model(layer: Callable[[], nn.Module], equation: str) -> None:
+    """A sample is the reference for calls like it; a model compiled with the other sample must
+    agree.
+    """
     base = model_of(layer)
-    models = [compiled(base, equation, given(*names)) for names in ((), ("extra",))]
+    models = [compiled(base, equation, model_inputs(*names)) for names in ((), ("extra",))]
     for names in ((), ("extra",)):
-        first, second = (model(**given(*names)) for model in models)
-        assert (first - base(**given(*names))).abs().max() > 1e-3
+        first, second = (model(**model_inputs(*names)) for model in models)
+        assert (first - base(**model_inputs(*names))).abs().max() > 1e-3
         close(first, second, f"{equation} {names}")
 
 
 @pytest.mark.parametrize("names", [(), ("extra",)])
 def test_a_low_rank_update_is_that_of_the_weight(names: tuple[str, ...]) -> None:
     base = model_of(Block)
-    model = compiled(base, "attn.o { h += lora(x, r=2) }", given())
+    model = compiled(base, "attn.o { h += lora(x, r=2) }", model_inputs())
     values = peftc.parameters(model)
     for i, layer in enumerate(base.layers):
         down, up = (values[f"e/encoder.layer[{i}].attn.self.o/lora.{name}"] for name in "AB")
         layer.out.weight.data += up @ down
-    close(model(**given(*names)), base(**given(*names)), "lora")
+    close(model(**model_inputs(*names)), base(**model_inputs(*names)), "lora")
 
 
 class Network(nn.Module):
-    """A feed-forward network that has a factor for what its Linears read."""
+    """A feed-forward network with an optional factor on the input of its Linears."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,10 +168,10 @@ class Expression(Network):
 
 class Renamed(Network):
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
-        read = x
+        state = x
         if extra is not None:
-            read = x * extra
-        return self.down(torch.relu(self.up(read)))
+            state = x * extra
+        return self.down(torch.relu(self.up(state)))
 
 
 class Method(Network):
@@ -178,82 +184,84 @@ class Method(Network):
         return torch.relu(self.up(x))
 
 
-class Unconcerned(Network):
-    """A decision that changes nothing of what is read or returned."""
+class UnrelatedBranch(Network):
+    """A branch that changes neither inputs nor outputs of Linears."""
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
         factor = None
         if extra is not None:
             factor = extra.mean()
-        made = torch.relu(self.up(x))
-        made = made if factor is None else made * factor
-        return self.down(made)
+        activation = torch.relu(self.up(x))
+        activation = activation if factor is None else activation * factor
+        return self.down(activation)
 
 
 @pytest.mark.parametrize(
     ("network", "entered"),
-    [(Network, True), (Expression, True), (Renamed, True), (Method, True), (Unconcerned, False)],
+    [(Network, True), (Expression, True), (Renamed, True), (Method, True), (UnrelatedBranch, False)],
 )
-def test_code_is_entered_where_it_may_change_what_is_read(network: type[Network], entered: bool) -> None:
+def test_code_is_inlined_if_it_may_change_a_state(network: type[Network], entered: bool) -> None:
     class Own(Nested):
         def __init__(self) -> None:
             super().__init__()
             self.network = network()
 
     base, equation = model_of(Own), "ffn { h += adapter(x, r=2, act=tanh) }"
-    models = [compiled(base, equation, given(*names)) for names in ((), ("extra",))]
+    models = [compiled(base, equation, model_inputs(*names)) for names in ((), ("extra",))]
     for names in ((), ("extra",)):
-        close(models[0](**given(*names)), models[1](**given(*names)), str(names))
+        close(models[0](**model_inputs(*names)), models[1](**model_inputs(*names)), str(names))
     assert list(peftc.graphs(models[0])) == ["layers.0.network", "layers.1.network"]
     assert ("respecialize" in peftc.graphs(models[0])["layers.0.network"].code) == entered
 
 
 class Gated(nn.Module):
-    """What enters the residual sum has another factor where there is an argument for it."""
+    """The addition to the residual stream has an optional factor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 12), nn.Linear(12, D)
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
-        made = self.down(torch.relu(self.up(self.norm(x))))
+        output = self.down(torch.relu(self.up(self.norm(x))))
         if extra is not None:
-            made = made * extra
-        return x + made
+            output = output * extra
+        return x + output
 
 
-def test_a_value_that_is_two_in_another_call_is_refused() -> None:
-    """The `h` of the ffn is what `down` gives, and what enters the sum: in a call with a factor in between these differ."""
+def test_a_state_with_two_values_in_another_call_is_refused() -> None:
+    """The `h` of the ffn is the output of `down` and the addition to the residual stream. With a
+    factor these differ.
+    """
     equation = "ffn { h += adapter(h, r=2, act=tanh) }"
-    model = compiled(model_of(Gated), equation, given())
-    model(**given())
+    model = compiled(model_of(Gated), equation, model_inputs())
+    model(**model_inputs())
     with pytest.raises(peftc.PeftcError, match="P403"):
-        model(**given("extra"))
-    either = compiled(model_of(Gated), equation, given("extra"))
-    close(either(**given()), model(**given()), "without the factor")
-    assert (either(**given("extra")) - either(**given())).abs().max() > 1e-3
+        model(**model_inputs("extra"))
+    either = compiled(model_of(Gated), equation, model_inputs("extra"))
+    close(either(**model_inputs()), model(**model_inputs()), "without the factor")
+    assert (either(**model_inputs("extra")) - either(**model_inputs())).abs().max() > 1e-3
 
 
-class Told(nn.Module):
-    """A network that tells the level of what it returns."""
+class ReturnsLevel(nn.Module):
+    """A network that also returns the mean square of its output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(D, 12), nn.Linear(12, D)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        made = self.down(torch.relu(self.up(x)))
-        return made, made.square().mean()
+        output = self.down(torch.relu(self.up(x)))
+        return output, output.square().mean()
 
 
 class Levels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.network = nn.LayerNorm(D), Told()
+        self.norm, self.network = nn.LayerNorm(D), ReturnsLevel()
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        made, level = self.network(self.norm(x))
-        return x + made, level
+        output, level = self.network(self.norm(x))
+        return x + output, level
 
 
 class Summed(Model):
@@ -266,23 +274,24 @@ class Summed(Model):
 
 
 @pytest.mark.parametrize("state", ["res", "x"])
-def test_what_a_module_makes_of_its_own_result_is_made_of_the_new_one(state: str) -> None:
+def test_values_computed_from_h_use_the_edited_h(state: str) -> None:
     torch.manual_seed(0)
     base: Any = Summed(Levels).double()
-    model = compiled(base, f"ffn {{ h += lora({state}, r=2) }}", given())
+    model = compiled(base, f"ffn {{ h += lora({state}, r=2) }}", model_inputs())
     values = peftc.parameters(model)
-    x, levels = model(**given())
-    want = given()["x"]
+    x, levels = model(**model_inputs())
+    want = model_inputs()["x"]
     for i, layer in enumerate(base.layers):
         down, up = (values[f"e/encoder.layer[{i}].ffn/lora.{name}"] for name in "AB")
-        read = want if state == "res" else layer.norm(want)
-        made = layer.network(layer.norm(want))[0] + read @ down.T @ up.T
-        close(levels[i], made.square().mean(), f"level {i}")
-        want = want + made
+        source = want if state == "res" else layer.norm(want)
+        output = layer.network(layer.norm(want))[0] + source @ down.T @ up.T
+        close(levels[i], output.square().mean(), f"level {i}")
+        want = want + output
     close(x, want, "stream")
 
 
-# torch's own layers ------------------------------------------------------------------------------------------------
+# torch's layers
+# ------------------------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
@@ -306,7 +315,7 @@ class Decoder(nn.Module):
 
 
 def masks(name: str) -> dict[str, torch.Tensor]:
-    x = given()["x"]
+    x = model_inputs()["x"]
     padding = torch.zeros(2, 5, dtype=torch.float64)
     padding[1, 3:] = -torch.inf
     more = {"padding": padding, "causal": torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)}
@@ -317,12 +326,12 @@ CALLS = ("", "padding", "causal", "padding causal")
 
 
 ORDERS = [(Encoder, {}), (Decoder, {"norm_first": True}), (Encoder, {"norm_first": True}), (Decoder, {})]
-SAMPLES = [("", False), ("padding causal", True), ("", True), ("padding causal", False)]  # and whether in training
+SAMPLES = [("", False), ("padding causal", True), ("", True), ("padding causal", False)]  # and the training flag
 
 
 @pytest.mark.parametrize(("layer", "compiled_in"), checkerboard(ORDERS, SAMPLES, 4))
 def test_masks_of_torchs_layers(layer: tuple[Any, dict[str, Any]], compiled_in: tuple[str, bool]) -> None:
-    """A low-rank update of each Linear is that of its weight."""
+    """A low-rank update of each Linear equals an update of its weight."""
     (make, options), (sample, training) = layer, compiled_in
     torch.manual_seed(0)
     base = make(**options).double().train(training)
@@ -349,8 +358,10 @@ def test_masks_of_torchs_layers_and_their_states(make: Any, equation: str) -> No
                 close(other, first, f"{equation} {name}")
 
 
-def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The encoder, its layers and their attention are edited, one inside of the other: each has a forward for each call, and no more."""
+def test_tracing_adds_no_variants_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edits of an encoder, of its layers and of their attention, nested: each has one variant for
+    each call pattern.
+    """
     monkeypatch.setattr("peftc.installation.reinstall.warm", lambda model, sample=None: None)
     torch.manual_seed(0)
     model = compiled(Encoder().double().eval(), "attn { kv = concat(prefix(len=2), kv) }", masks(""))
@@ -362,26 +373,27 @@ def test_what_only_a_trace_calls_makes_no_variants(monkeypatch: pytest.MonkeyPat
     assert variants == {cls.__name__: len(CALLS) for cls in (encoder, layer, attention)}
 
 
-# Operations of one sort --------------------------------------------------------------------------------------------
+# The n-th operation of one kind
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("index", "here", "there", "expected"),
     [
         (1, "ab", "ab", 1),
-        (0, "b", "ab", 1),  # an operation more before it
+        (0, "b", "ab", 1),  # one more operation before it
         (1, "ab", "b", 0),
-        (1, "ab", "ac", 1),  # the other one of two branches
+        (1, "ab", "ac", 1),  # the other branch
         (1, "ab", "cd", 1),
-        (1, "ab", "ca", None),  # `a` is the second there: neither is known to be it
+        (1, "ab", "ca", None),  # `a` comes second there: ambiguous
         (1, "ab", "a", None),
         (0, "b", "a", 0),
         (0, "b", "acd", None),
         (1, "aa", "aa", 1),
-        (0, "aa", "aaa", None),  # a loop that runs once more
+        (0, "aa", "aaa", None),  # a loop with one more iteration
     ],
 )
-def test_an_operation_among_those_of_another_trace(index: int, here: str, there: str, expected: int | None) -> None:
+def test_an_operation_in_another_trace(index: int, here: str, there: str, expected: int | None) -> None:
     def turns(places: str) -> list[tuple[str, int]]:
         return [(place, places[:i].count(place)) for i, place in enumerate(places)]
 

@@ -1,4 +1,4 @@
-"""Arguments that a layer hands on without looking at them: one variant serves all their values, and none that is looked at."""
+"""Pass-through arguments: one variant serves all their values, unless the layer reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPEC = "peft 1\nedit e at layer[*].attn { h += adapter(x, r=2, init=lora) }\n"
 
 
 class Inner(nn.Module):
-    """Keeps what it is handed."""
+    """Keeps its argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Inner(nn.Module):
 
 
 class Layer(Block):
-    """Multiplies by a number that it computes anew in each call: equal, and not the same object."""
+    """Multiplies by a number that each call computes anew: an equal object, not the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,16 +45,16 @@ class Looking(Layer):
 
 
 @pytest.mark.parametrize(("layer", "more"), [(Layer, False), (Looking, True)])
-def test_what_is_handed_on(layer: type[Layer], more: bool) -> None:
+def test_passthrough_arguments(layer: type[Layer], more: bool) -> None:
     base, x = model_of(layer), torch.randn(2, 3, 8, dtype=torch.float64)
     notes = (None, True, False)
     want = [base(x, note) for note in notes]
     model = peftc.compile(SPEC, base, sample={"x": x})
     kind = installation_of(model).regions[0][1]
     model(x)
-    known = len(kind.variants)
+    count = len(kind.variants)
     for note, value in zip(notes, want, strict=True):
         inner = model.get_submodule("layers.1.inner")
         assert torch.equal(model(x, note), value)
         assert inner.notes[-1] is note
-    assert (len(kind.variants) > known) is more
+    assert (len(kind.variants) > count) is more

@@ -1,4 +1,4 @@
-"""Two specs on one model, compiled one after the other, and the one text that says the same."""
+"""Two specs on one model, compiled one after the other, and the equivalent single spec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ NORMS = "train e = [w, b] at layer[*].norm"
 
 @dataclass(frozen=True)
 class Pair:
-    """`first` and `second` are recipes by name, or texts. `commute`: they do not change the same state at one site."""
+    """`first` and `second` are names of recipes, or texts. `commute`: they do not change the same
+    state at one site.
+    """
 
     name: str
     first: str
@@ -35,7 +37,7 @@ class Pair:
 
     @property
     def joint(self) -> str:
-        """Both as one text; the edits of the second are called `b.…`, as the language does it."""
+        """Both in one text; the edits of the second are called `b.…`, like edits of a recipe."""
         return f"{self.texts[0]}\nmethod second() {{\n{statements(self.second)}\n}}\napply second() as b\n"
 
 
@@ -56,11 +58,11 @@ NAMES = ("bart", "bert", "t5", "gpt2", "llama", "mixtral")
 # Every pair, and every model.
 CASES = [
     (name, PAIRS[i])
-    for name, chosen in (
+    for name, selection in (
         *(("bart", (4,)), ("bert", (2,)), ("t5", (3,))),
         *(("gpt2", (5,)), ("llama", (0, 6)), ("mixtral", (1,))),
     )
-    for i in chosen
+    for i in selection
 ]
 
 
@@ -74,7 +76,7 @@ def logits(name: str, model: nn.Module) -> Tensor:
 
 
 def compiled(name: str, pair: Pair) -> nn.Module:
-    """A new model with both, as they are at first: `a`, and `b` whose edits have `b.` before their names."""
+    """A new model with both at their initial values: `a`, and `b` with the prefix `b.`."""
     model = peftc.compile(pair.texts[0], fresh(name), seed=0, name="a")
     return peftc.compile(pair.texts[1], model, seed=0, prefix="b")
 
@@ -88,23 +90,23 @@ def _trained(name: str, pair: Pair) -> tuple[nn.Module, Before]:
 
 
 def trained(name: str, pair: Pair) -> tuple[nn.Module, Before]:
-    """A model with both, all parameters away from where they start; and its base."""
+    """A model with both and perturbed parameters, and its base."""
     model, before = _trained(name, pair)
     return copy.deepcopy(model), before
 
 
 def alone(name: str, text: str, model: nn.Module, spec: str, prefix: str | None = None) -> nn.Module:
-    """A model with one of the two, and the parameters that `model` has for it."""
-    made = peftc.compile(text, fresh(name), seed=0, name=spec, prefix=prefix)
+    """A model with one of the two, with the parameters of `model`."""
+    alone_model = peftc.compile(text, fresh(name), seed=0, name=spec, prefix=prefix)
     values = peftc.parameters(model, spec)
     with torch.no_grad():
-        for key, parameter in peftc.parameters(made).items():
+        for key, parameter in peftc.parameters(alone_model).items():
             parameter.copy_(values[key])
-    return made
+    return alone_model
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    """Everything that an error must leave as it was, by identity where that is what counts."""
+    """Everything that an error must leave unchanged, by identity where that matters."""
     return {
         "modules": {n: (id(m), type(m)) for n, m in model.named_modules()},
         "parameters": {n: (id(p), p.requires_grad, p.detach().clone()) for n, p in model.named_parameters()},
@@ -115,7 +117,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Holds the block to leave the model exactly as it was."""
+    """Asserts that the block leaves the model unchanged."""
     before = snapshot(model)
     yield
     after = snapshot(model)

@@ -1,4 +1,4 @@
-"""Two specs compiled one after the other are one spec with both texts, and either can go."""
+"""Two specs compiled in sequence equal one spec with both texts, and either can be removed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ both = pytest.mark.parametrize(("name", "pair"), CASES, ids=lambda value: getatt
 
 
 @both
-def test_two_compilations_are_one_of_both_texts(name: str, pair: Pair) -> None:
-    """The same bits: outputs, names, values, gradients and what has one."""
+def test_two_compilations_equal_one_of_both_texts(name: str, pair: Pair) -> None:
+    """The same bits: outputs, names, values, gradients and trainability."""
     model, one = compiled(name, pair), peftc.compile(pair.joint, fresh(name), seed=0)
     assert torch.equal(logits(name, model), logits(name, one))
     state = model.state_dict()
@@ -34,19 +34,21 @@ def test_two_compilations_are_one_of_both_texts(name: str, pair: Pair) -> None:
 
 @both
 def test_either_can_be_removed(name: str, pair: Pair) -> None:
-    """What stays computes what it would alone, with what it has trained; then the base, bit for bit."""
-    for gone, left, text, prefix in (("a", "b", pair.texts[1], "b"), ("b", "a", pair.texts[0], None)):
+    """The other computes what it would alone with its trained parameters; then the base, bit for
+    bit.
+    """
+    for removed, remaining, text, prefix in (("a", "b", pair.texts[1], "b"), ("b", "a", pair.texts[0], None)):
         model, before = trained(name, pair)
-        kept = peftc.parameters(model, left)
-        bits = values(kept)
-        want = alone(name, text, model, left, prefix)
-        assert peftc.remove(model, gone) is model
-        assert list(peftc.specs(model)) == [left]
+        parameters = peftc.parameters(model, remaining)
+        bits = values(parameters)
+        want = alone(name, text, model, remaining, prefix)
+        assert peftc.remove(model, removed) is model
+        assert list(peftc.specs(model)) == [remaining]
         assert torch.equal(logits(name, model), logits(name, want))
         assert list(model.state_dict()) == list(want.state_dict())
         now = peftc.parameters(model)
-        assert all(now[k] is p and torch.equal(p, bits[k]) for k, p in kept.items())
-        assert len(now) == len(kept)
+        assert all(now[k] is p and torch.equal(p, bits[k]) for k, p in parameters.items())
+        assert len(now) == len(parameters)
         flags = {n: p.requires_grad for n, p in want.named_parameters()}
         assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
         peftc.remove(model)
@@ -54,7 +56,7 @@ def test_either_can_be_removed(name: str, pair: Pair) -> None:
 
 
 @both
-def test_either_can_be_switched_off(name: str, pair: Pair) -> None:
+def test_either_can_be_disabled(name: str, pair: Pair) -> None:
     model, before = trained(name, pair)
     full, base = logits(name, model), logits(name, fresh(name))
     bits = values(peftc.parameters(model))
@@ -73,7 +75,9 @@ def test_either_can_be_switched_off(name: str, pair: Pair) -> None:
 
 @both
 def test_saved_one_by_one_or_together(name: str, pair: Pair, tmp_path: Path) -> None:
-    """In either order, or as one adapter: the same bits (but for an MLP whose rows are saved)."""
+    """In either order, or as one adapter: the same bits (except for an MLP whose rows
+    are saved).
+    """
     model, before = trained(name, pair)
     want = logits(name, model)
     for spec in ("a", "b"):
@@ -93,16 +97,16 @@ def test_saved_one_by_one_or_together(name: str, pair: Pair, tmp_path: Path) -> 
 
 @both
 def test_folded_one_by_one(name: str, pair: Pair) -> None:
-    """Folding one leaves the other as it is; what has been folded is the spec's no more."""
+    """Folding one leaves the other unchanged; folded edits leave their spec."""
     for spec, other in (("a", "b"), ("b", "a")):
         model, _ = trained(name, pair)
-        want, kept = logits(name, model), peftc.parameters(model, other)
+        want, parameters = logits(name, model), peftc.parameters(model, other)
         report = peftc.fold(model, name=spec)
         assert (logits(name, model) - want).abs().max() <= TOLERANCE * max(1.0, want.abs().max().item())
         now = peftc.parameters(model, other)
-        assert all(now[k] is p for k, p in kept.items())
-        refused = {r.edit for r in report.refused}
-        assert refused >= {key.partition("/")[0] for key in kept}
+        assert all(now[k] is p for k, p in parameters.items())
+        refusals = {r.edit for r in report.refused}
+        assert refusals >= {key.partition("/")[0] for key in parameters}
         if (spec in peftc.specs(model)) and report.folded:
             assert not {f.edit for f in report.folded} & {k.partition("/")[0] for k in peftc.parameters(model, spec)}
         peftc.fold(model)
@@ -127,17 +131,17 @@ def test_independent_specs_commute(name: str, pair: Pair) -> None:
 @pytest.mark.parametrize("name", ["bart", "gpt2"])
 def test_edits_of_one_state_apply_in_the_order_of_compilation(name: str) -> None:
     plus, times = "peft 1\nedit p at layer[*].ffn { h += 1 }\n", "peft 1\nedit t at layer[*].ffn { h *= 2 }\n"
-    found = []
+    outputs = []
     for first, second in ((plus, times), (times, plus)):
         model = peftc.compile(second, peftc.compile(first, fresh(name)))
         one = peftc.compile(first + second.removeprefix("peft 1\n"), fresh(name))
         assert torch.equal(logits(name, model), logits(name, one))
-        found.append(logits(name, model))
-    assert not torch.equal(*found)
+        outputs.append(logits(name, model))
+    assert not torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("name", ["bart", "llama", "mixtral"])
-def test_three_specs_come_and_go_in_any_order(name: str) -> None:
+def test_three_specs_are_added_and_removed_in_any_order(name: str) -> None:
     texts = [f"peft 1\nedit e at layer[*].{at} {{ h += {form} }}\n" for at, form in SITES]
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         model = fresh(name)
@@ -166,8 +170,10 @@ def test_copies_and_pickles_keep_both(name: str, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_first_goes_on_training(name: str) -> None:
-    """The second changes no flag of the first, and an optimiser made before goes on moving the same parameters."""
+def test_the_first_keeps_training(name: str) -> None:
+    """The second changes no `requires_grad` of the first, and an existing optimizer keeps updating
+    the same parameters.
+    """
     model = peftc.compile(
         "peft 1\nedit e at layer[*].ffn { h += adapter(h, r=2, act=gelu) }\n" + NORMS.replace("e =", "n ="),
         fresh(name),
@@ -184,24 +190,24 @@ def test_the_first_goes_on_training(name: str) -> None:
     model(**zoo.inputs(name, model))[0].square().mean().backward()
     assert all(p.grad is not None for p in peftc.parameters(model).values() if p is not frozen)
     optimizer.step()
-    moved = [k for k, p in first.items() if not torch.equal(p, bits[k])]
-    assert len(moved) >= len(first) - 2
+    changed_names = [k for k, p in first.items() if not torch.equal(p, bits[k])]
+    assert len(changed_names) >= len(first) - 2
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_one_spec_trains_of_the_base_comes_back_alone(name: str) -> None:
+def test_base_parameters_trained_by_one_spec_are_restored_with_it(name: str) -> None:
     model, base = fresh(name), fresh(name).state_dict()
     peftc.compile("peft 1\n" + NORMS, model, name="norms")
     peftc.compile("peft 1\ntrain h = [w] at layer[*].attn.o\n", model, name="o")
     with torch.no_grad():
         for parameter in peftc.parameters(model).values():
             parameter += 1.0
-    changed = {k.partition("/")[2] for k in peftc.parameters(model, "o")}
+    trained = {k.partition("/")[2] for k in peftc.parameters(model, "o")}
     peftc.remove(model, "norms")
     now = model.state_dict()
-    assert changed
-    assert {k for k, v in now.items() if not torch.equal(v, base[k])} >= changed
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == changed
+    assert trained
+    assert {k for k, v in now.items() if not torch.equal(v, base[k])} >= trained
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == trained
     peftc.remove(model, "o")
     assert all(torch.equal(v, base[k]) for k, v in model.state_dict().items())
     assert all(p.requires_grad for p in model.parameters())

@@ -1,4 +1,6 @@
-"""What a second spec may not do, and that an error at any point leaves the model as it was; what specs are called."""
+"""Refusals of a second spec, errors at any point that leave the model unchanged, and names of
+specs.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +54,18 @@ WRONG = {
 def test_a_mistake_in_the_second_leaves_the_first(wrong: str) -> None:
     code, text, how = WRONG[wrong]
     model = first()
-    with unchanged(model), pytest.raises(peftc.PeftcError) as caught:
+    with unchanged(model), pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(text, model, **how)
-    assert all(d.code.startswith(code) for d in caught.value.diagnostics)
+    assert all(d.code.startswith(code) for d in excinfo.value.diagnostics)
     peftc.compile(SECOND, model)
 
 
 def test_an_error_across_specs_names_the_other() -> None:
     for wrong in ("an edit of that name", "trained twice", "assigned twice"):
         code, text, _ = WRONG[wrong]
-        with pytest.raises(peftc.PeftcError, match=code) as caught:
+        with pytest.raises(peftc.PeftcError, match=code) as excinfo:
             peftc.compile(text, first())
-        assert "first" in str(caught.value)
+        assert "first" in str(excinfo.value)
 
 
 class Broken(Exception):
@@ -102,7 +104,7 @@ def test_a_failure_anywhere_leaves_the_first(
 
 
 @pytest.mark.parametrize(("point", "step"), checkerboard([*POINTS, "snapshot.Snapshot.detach"], ("remove", "fold")))
-def test_a_failure_while_one_is_taken_out_leaves_both(step: str, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_one_is_removed_leaves_both(step: str, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = peftc.compile(SECOND, first(), seed=1, name="second")
     randomise(peftc.parameters(model))
     want = logits("bert", model)
@@ -138,25 +140,25 @@ def test_names_are_those_of_files_unless_given(tmp_path: Path) -> None:
 
 
 def test_two_adapters_of_one_recipe(tmp_path: Path) -> None:
-    """`prefix` keeps them apart, and their parameters, shared ones too, go where they belong."""
+    """`prefix` separates them; each loads its own parameters, shared ones too."""
     text = "peft 1\nlet s = shared(adapter(r=2, act=gelu))\nedit e at layer[*].ffn { h += s(x) }\n"
     text += "edit p at layer[*].attn { k *= vector(init=2) }\n"
-    made = []
+    adapters = []
     for seed in (1, 2):
         model = peftc.compile(text, fresh("bert"), seed=seed)
         with torch.no_grad():
             for parameter in peftc.parameters(model).values():
                 parameter += seed
-        made.append(dict(peftc.parameters(model)))
+        adapters.append(dict(peftc.parameters(model)))
         peftc.save(model, tmp_path / str(seed))
     both = peftc.load(tmp_path / "1", fresh("bert"))
     with unchanged(both), pytest.raises(peftc.PeftcError, match="P412"):
         peftc.load(tmp_path / "2", both)
     peftc.load(tmp_path / "2", both, prefix="two")
-    for values, spec in ((made[0], "1"), (made[1], "two")):
-        found = list(peftc.parameters(both, spec).values())
-        assert len(found) == len(values) > 0
-        assert all(torch.equal(p, v) for p, v in zip(found, values.values(), strict=True))
+    for values, spec in ((adapters[0], "1"), (adapters[1], "two")):
+        parameters = list(peftc.parameters(both, spec).values())
+        assert len(parameters) == len(values) > 0
+        assert all(torch.equal(p, v) for p, v in zip(parameters, values.values(), strict=True))
     one = text + text.removeprefix("peft 1\n").replace("edit ", "edit two.").replace("let s", "let t").replace(
         "s(x)", "t(x)"
     )
@@ -167,7 +169,7 @@ def test_two_adapters_of_one_recipe(tmp_path: Path) -> None:
     assert torch.equal(logits("bert", both), logits("bert", joint))
 
 
-def test_a_name_that_no_spec_has_is_told() -> None:
+def test_an_unknown_spec_name_is_refused() -> None:
     model = first()
     for call in (
         lambda: peftc.remove(model, "frist"),
@@ -176,15 +178,15 @@ def test_a_name_that_no_spec_has_is_told() -> None:
         lambda: peftc.fold(model, name="frist"),
         lambda: peftc.disabled(model, "frist").__enter__(),
     ):
-        with unchanged(model), pytest.raises(peftc.PeftcError, match="P413") as caught:
+        with unchanged(model), pytest.raises(peftc.PeftcError, match="P413") as excinfo:
             call()
-        assert "did you mean `first`" in str(caught.value)
+        assert "did you mean `first`" in str(excinfo.value)
     peftc.compile(SECOND, model, name="second")
     with unchanged(model), pytest.raises(peftc.PeftcError, match="P532"):
         peftc.fold(model, name="second", only="q")
 
 
-def test_nothing_is_put_on_or_taken_out_while_edits_are_switched_off(tmp_path: Path) -> None:
+def test_no_spec_is_added_or_removed_while_edits_are_disabled(tmp_path: Path) -> None:
     model = peftc.compile(SECOND, first(), seed=1, name="second")
     want = logits("bert", model)
     saved = peftc.save(model, tmp_path / "saved", "second")
@@ -205,10 +207,10 @@ def test_nothing_is_put_on_or_taken_out_while_edits_are_switched_off(tmp_path: P
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_sites_are_those_of_the_model_without_edits(name: str) -> None:
-    """What the first has added is no site, no module and no parameter for the second."""
-    bare, found = peftc.sites(fresh(name)), peftc.sites(first(name))
-    assert found.modules == bare.modules
-    assert found.fingerprint == bare.fingerprint
-    assert [replace(s, kind="") for s in found.sites] == [replace(s, kind="") for s in bare.sites]
+    """The modules and parameters of the first spec are no sites for the second."""
+    bare, edited = peftc.sites(fresh(name)), peftc.sites(first(name))
+    assert edited.modules == bare.modules
+    assert edited.fingerprint == bare.fingerprint
+    assert [replace(s, kind="") for s in edited.sites] == [replace(s, kind="") for s in bare.sites]
     everything = "peft 1\ntrain n = [w, b] at **\n"
     assert peftc.plan(everything, first(name)) == peftc.plan(everything, fresh(name))

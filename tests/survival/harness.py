@@ -1,8 +1,8 @@
-"""Compiled models to do with what users do with models, and how two of them are compared.
+"""Compiled models in everyday use, and comparisons of models.
 
-Each spec goes another way into a layer: `lora` touches the boundaries of Linears, `mam` enters the code of attentions and
-layers, `sequential` edits what sub-layers return, `gated` averages over tokens, `weights` rewrites parameters and trains
-some of the base.
+Each spec edits a layer in another way: `lora` at the boundaries of Linears, `mam` inside attention
+and layers, `sequential` at the outputs of sub-layers, `gated` with means over tokens, `weights` in
+parameters, some of them trained.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAIRS = [(name, spec) for name in SPECIES for spec in SPECS]
 SOME = [
     PAIRS[5 * i + (2 * i + j) % 5] for i in range(len(SPECIES)) for j in range(2 if FULL else 1)
 ]  # one spec of each (two in the full run), all specs in turn
-CACHED = tuple(name for name in SPECS if name != "gated")  # a gate sees fewer tokens with a cache
+CACHED = tuple(name for name in SPECS if name != "gated")  # a gate averages over fewer tokens with a cache
 
 
 def text(spec: str) -> str:
@@ -50,7 +50,9 @@ def _pristine(name: str, spec: str, dtype: torch.dtype, options: tuple[tuple[str
 
 
 def compiled(name: str, spec: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    """A compiled model in eval mode whose edits all act: a copy of one that is compiled once."""
+    """A compiled model in eval mode with perturbed parameters: a copy of one that is
+    compiled once.
+    """
     return copy.deepcopy(_pristine(name, spec, dtype, tuple(sorted(options.items()))))
 
 
@@ -60,7 +62,7 @@ def freshly_compiled(name: str, spec: str, dtype: torch.dtype = torch.float64, *
     return model
 
 
-def given(name: str, model: nn.Module, **options: Any) -> dict[str, Tensor]:
+def model_inputs(name: str, model: nn.Module, **options: Any) -> dict[str, Tensor]:
     """Inputs with padding on the side that suits the model, and labels."""
     side: zoo.Padding = "left" if name in ("llama", "mixtral") else "right"
     return zoo.inputs(name, model, **{"padding": side, "labels": True, **options})
@@ -85,7 +87,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    """The same names with the same bits."""
+    """The same names, and the same bits."""
     return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
 
 
@@ -103,7 +105,7 @@ def all_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float 
 
 
 def train(model: nn.Module, batches: Iterable[dict[str, Tensor]], rate: float = 0.1) -> list[float]:
-    """A loss for each batch; one step of plain SGD after each."""
+    """The loss of each batch, with a step of plain SGD after each."""
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(learning, lr=rate)
     losses: list[float] = []

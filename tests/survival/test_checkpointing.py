@@ -1,4 +1,6 @@
-"""Gradient checkpointing: layers run twice, and gradients are the same; dropout draws the same numbers both times."""
+"""Gradient checkpointing: layers are recomputed, gradients are the same, and dropout draws the same
+masks both times.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import peftc
 from tests import zoo
 from tests.laws.harness import randomise
 from tests.layers import Layers
-from tests.survival.harness import SOME, SPECIES, all_close, compiled, given, gradients, layers, text
+from tests.survival.harness import SOME, SPECIES, all_close, compiled, gradients, layers, model_inputs, text
 
 pairs = pytest.mark.parametrize(("name", "spec"), SOME)
 
@@ -32,7 +34,7 @@ def backward(model: nn.Module, inputs: dict[str, Any], seed: int = 5) -> dict[st
 
 
 def runs(model: nn.Module) -> dict[str, int]:
-    """How often an edited layer's own modules run from here on: one count a layer."""
+    """Counts the calls of an edited layer's own modules."""
     counts: dict[str, int] = {}
     for name, layer in layers(model):
         counts[name] = 0
@@ -49,7 +51,7 @@ def runs(model: nn.Module) -> dict[str, int]:
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 def test_gradients_are_those_without(name: str, spec: str, reentrant: bool) -> None:
     model = compiled(name, spec, dropout=0.2).train()
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want = backward(model, inputs)
     assert want
     switch_on(model, reentrant)
@@ -72,12 +74,12 @@ def test_gradients_are_those_without(name: str, spec: str, reentrant: bool) -> N
 
 @pytest.mark.parametrize("name", SPECIES)
 def test_enabled_before_compiling(name: str) -> None:
-    """The flag is the model's; what is compiled afterwards obeys it."""
+    """The flag belongs to the model; modules compiled later follow it."""
     model = zoo.build(name, torch.float64).train()
     switch_on(model)
     peftc.compile(text("sequential"), model, seed=0)
     randomise(peftc.parameters(model))
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     counts = runs(model)
     got = backward(model, inputs)
     assert set(counts.values()) == {2}
@@ -85,9 +87,9 @@ def test_enabled_before_compiling(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPECIES)
-def test_nothing_runs_again_in_evaluation(name: str) -> None:
+def test_evaluation_recomputes_nothing(name: str) -> None:
     model = compiled(name, "mam")
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want = model(**inputs).loss
     switch_on(model)
     counts = runs(model)
@@ -97,16 +99,17 @@ def test_nothing_runs_again_in_evaluation(name: str) -> None:
     assert set(counts.values()) == {1}
 
 
-# Checkpoints inside of a layer ---------------------------------------------------------------------------------------
+# Checkpoints inside a layer
+# ---------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """A layer that runs its first Linear again in the backward pass, where it is asked for gradients."""
+    """A layer that checkpoints its first Linear if `predicate` says so."""
 
-    def __init__(self, asked: Callable[[], bool], options: dict[str, Any]) -> None:
+    def __init__(self, predicate: Callable[[], bool], options: dict[str, Any]) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.asked, self.options = asked, options
+        self.asked, self.options = predicate, options
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.norm(x)
@@ -116,10 +119,10 @@ class Layer(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("edited", ['"layers.*.up" { h += lora(x, r=2) }', "layer[*].ffn { h += adapter(h, r=2) }"])
-@pytest.mark.parametrize("asked", [torch.is_grad_enabled, lambda: True], ids=["with-gradients", "always"])
+@pytest.mark.parametrize("predicate", [torch.is_grad_enabled, lambda: True], ids=["with-gradients", "always"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_in_the_code_of_a_layer(reentrant: bool, asked: Callable[[], bool], edited: str) -> None:
-    """The way through the checkpoint is traced: it computes what the layer computes without one, with the same gradients."""
+def test_a_checkpoint_in_the_code_of_a_layer(reentrant: bool, predicate: Callable[[], bool], edited: str) -> None:
+    """The trace includes the checkpoint: outputs and gradients equal those without one."""
 
     def compiled(ask: Callable[[], bool]) -> nn.Module:
         torch.manual_seed(0)
@@ -132,7 +135,7 @@ def test_a_checkpoint_in_the_code_of_a_layer(reentrant: bool, asked: Callable[[]
 
     x = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     results: list[list[Tensor]] = []
-    for ask in (asked, lambda: False):
+    for ask in (predicate, lambda: False):
         model = compiled(ask)
         out = model(x)
         out.square().sum().backward()

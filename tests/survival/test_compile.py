@@ -1,4 +1,6 @@
-"""`torch.compile` of compiled models: whole graphs, the same numbers, and no more compilations than the base needs."""
+"""`torch.compile` of compiled models: whole graphs, the same numbers, and no more compilations than
+the base needs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.survival.harness import GENERATING, SPECS, close, compiled, text
 pytestmark = pytest.mark.ahead_of_time
 
 Step = tuple[str, Callable[[nn.Module], Any]]
-SHALLOW: dict[str, dict[str, int]] = {  # compiling takes long, and a second layer is compiled as the first
+SHALLOW: dict[str, dict[str, int]] = {  # compiling is slow, and all layers compile alike
     "bart": {"encoder_layers": 1, "decoder_layers": 1},
     "t5": {"num_layers": 1, "num_decoder_layers": 1},
     "llama": {"num_hidden_layers": 1},
@@ -34,13 +36,13 @@ SHALLOW: dict[str, dict[str, int]] = {  # compiling takes long, and a second lay
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=32):
-        warnings.simplefilter("ignore")  # of torch's own compiler
+        warnings.simplefilter("ignore")  # warnings of torch's compiler
         yield
     torch._dynamo.reset()
 
 
 def steps(name: str, model: nn.Module) -> Iterator[Step]:
-    """What a model is ordinarily asked, one after the other; each call returns logits."""
+    """Typical calls of a model in order; each returns logits."""
     plain, longer = zoo.inputs(name, model), zoo.inputs(name, model, tokens=11)
     masked, labels = zoo.inputs(name, model, padding="left"), zoo.inputs(name, model, labels=True)
     yield "prefill", lambda m: m(**plain).logits
@@ -56,23 +58,25 @@ def steps(name: str, model: nn.Module) -> Iterator[Step]:
 
 
 def static(model: Any) -> Any:
-    """A cache of fixed size for a model."""
+    """A static cache for a model."""
     config = getattr(model, "_orig_mod", model).config
-    made = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=16)
+    cache = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=16)
     if not config.is_encoder_decoder:
-        return made
-    return EncoderDecoderCache(made, StaticCache(config=config.get_text_config(decoder=True), max_cache_len=7))
+        return cache
+    return EncoderDecoderCache(cache, StaticCache(config=config.get_text_config(decoder=True), max_cache_len=7))
 
 
-def decoded(model: Any, given: dict[str, Tensor], cache: Any = None) -> Tensor:
+def decoded(model: Any, inputs: dict[str, Tensor], cache: Any = None) -> Tensor:
     """The logits of two tokens, one after the other, after a prefill."""
-    out = model(**given, past_key_values=cache, use_cache=True)
-    name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    out = model(**inputs, past_key_values=cache, use_cache=True)
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     encoded = {"encoder_outputs": (out.encoder_last_hidden_state,)} if name != "input_ids" else {}
-    found = [out.logits]
+    logits = [out.logits]
     for i in range(2):
-        found.append(model(**encoded, **{name: given[name][:, i : i + 1]}, past_key_values=out.past_key_values).logits)
-    return torch.cat(found, 1)
+        logits.append(
+            model(**encoded, **{name: inputs[name][:, i : i + 1]}, past_key_values=out.past_key_values).logits
+        )
+    return torch.cat(logits, 1)
 
 
 @cache
@@ -82,7 +86,7 @@ def base_frames(name: str) -> dict[str, int]:
 
 
 def run(name: str, model: Any, compiler: Callable[..., Any]) -> Iterator[tuple[str, Tensor, int]]:
-    """What a model gives in whole graphs, and how often it has been compiled by then."""
+    """The outputs in whole graphs, and the number of compilations so far."""
     counter = CompileCounterWithBackend("eager")
     fast = compiler(model, backend=counter, fullgraph=True)
     for label, call in steps(name, model):
@@ -107,11 +111,11 @@ def test_one_graph_the_same_numbers_and_no_more_compilations(name: str, spec: st
 @pytest.mark.parametrize(("name", "spec"), [*zip(("bart", "llama", "vit"), SPECS, strict=False)])
 def test_autograd_in_whole_graphs(name: str, spec: str) -> None:
     model = compiled(name, spec, torch.float32).train()
-    given = zoo.inputs(name, model, labels=True)
-    model(**given).loss.backward()
+    inputs = zoo.inputs(name, model, labels=True)
+    model(**inputs).loss.backward()
     want = {n: p.grad.clone() for n, p in peftc.parameters(model).items() if p.grad is not None}
     model.zero_grad()
-    torch.compile(model, backend="aot_eager", fullgraph=True)(**given).loss.backward()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
     assert want
     for n, p in peftc.parameters(model).items():
         close(p.grad, want[n], n, tolerance=1e-5)
@@ -120,45 +124,45 @@ def test_autograd_in_whole_graphs(name: str, spec: str) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor() -> None:
     model = compiled("llama", "mam", torch.float32, num_hidden_layers=1)
-    given = zoo.inputs("llama", model)
+    inputs = zoo.inputs("llama", model)
     with torch.no_grad():
-        close(torch.compile(model, fullgraph=True)(**given).logits, model(**given).logits, tolerance=1e-5)
+        close(torch.compile(model, fullgraph=True)(**inputs).logits, model(**inputs).logits, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_layers_compiled_one_by_one(name: str) -> None:
-    """As people compile regions: one compilation serves all layers of a kind. (Where prefixes have one reparametrisation
-    for all layers, each has its own rows of it, and is compiled for them.)
+    """Regional compilation: one compilation serves all layers of a kind. (If all layers share one
+    reparametrised prefix, each has its own rows of it and its own compilation.)
     """
     spec = text("mam").replace(", reparam=mlp(5)", "")
     model, base = peftc.compile(spec, zoo.build(name), seed=0), zoo.build(name)
-    given = zoo.inputs(name, model)
-    want, counts = model(**given).logits, []
+    inputs = zoo.inputs(name, model)
+    want, counts = model(**inputs).logits, []
     for each in (base, model):
         counter = CompileCounterWithBackend("eager")
         for module in each.modules():
             if type(module).__name__.endswith(("DecoderLayer", "EncoderLayer")):
                 module.compile(backend=counter, fullgraph=True)
-        with torch.no_grad():  # with frozen embeddings, gradients begin behind the first layer, which is compiled twice
-            got = each(**given).logits
+        with torch.no_grad():  # with frozen embeddings, gradients start after the first layer, which compiles twice
+            got = each(**inputs).logits
         counts.append(counter.frame_count)
     close(got, want, tolerance=1e-5)
     assert 0 < counts[1] <= counts[0]
 
 
-def test_a_call_that_is_first_seen_inside_compile_says_what_to_do() -> None:
+def test_a_new_call_pattern_inside_compile_is_an_error_with_help() -> None:
     model = compiled("llama", "mam", torch.float32)
-    given = zoo.inputs("llama", model)
-    odd = {**given, "unheard_of": 1}
+    inputs = zoo.inputs("llama", model)
+    odd = {**inputs, "unheard_of": 1}
     with pytest.raises(Exception, match="make it once without"):
         torch.compile(model, backend="eager", fullgraph=True)(**odd)
     torch._dynamo.reset()
-    assert torch.equal(torch.compile(model, backend="eager")(**odd).logits, model(**given).logits)
-    torch._dynamo.reset()  # the break has made the variant
-    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(**odd).logits, model(**given).logits)
+    assert torch.equal(torch.compile(model, backend="eager")(**odd).logits, model(**inputs).logits)
+    torch._dynamo.reset()  # the graph break has traced the variant
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(**odd).logits, model(**inputs).logits)
 
 
-def test_generate_compiles_itself_with_a_static_cache() -> None:
+def test_generate_compiles_the_model_with_a_static_cache() -> None:
     model = compiled("llama", "mam", torch.float32)
     ids = zoo.inputs("llama", model, padding="left")
     want = model.generate(**ids, max_new_tokens=4, do_sample=False)

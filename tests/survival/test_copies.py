@@ -25,8 +25,8 @@ from tests.survival.harness import (
     all_close,
     compiled,
     freshly_compiled,
-    given,
     gradients,
+    model_inputs,
     same,
     state,
     text,
@@ -60,7 +60,7 @@ def backward(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_is_a_model_of_its_own(name: str, spec: str, way: str) -> None:
     model = freshly_compiled(name, spec)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want, slopes = backward(model, inputs)
     before = state(model)
     other: Any = WAYS[way](model)
@@ -117,11 +117,11 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
 
 
 def test_files_in_a_fresh_process(tmp_path: Path) -> None:
-    """Read, run, trained and freed of their edits, where nothing has imported peftc before."""
+    """Loaded, run, trained and `remove`d in a process that has not imported peftc."""
     names = [(n, s) for n in SPECIES for s in SPECS]
     for name, spec in names:
         model = compiled(name, spec)
-        inputs = given(name, model)
+        inputs = model_inputs(name, model)
         torch.save((model, inputs, model(**inputs).logits.detach()), tmp_path / f"{name}-{spec}")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "error"}
     done = subprocess.run(
@@ -138,7 +138,7 @@ def test_files_in_a_fresh_process(tmp_path: Path) -> None:
 @pairs
 def test_a_state_dict_goes_into_another_compiled_model(name: str, spec: str) -> None:
     model = compiled(name, spec)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want = model(**inputs).logits
     other = peftc.compile(text(spec), zoo.build(name, torch.float64, seed=9), seed=9)
     assert not torch.equal(other(**inputs).logits, want)

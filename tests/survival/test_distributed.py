@@ -1,4 +1,6 @@
-"""DDP and FSDP2 on two processes: the losses and the parameters of one process on the whole batch."""
+"""DDP and FSDP2 on two processes: the losses and the parameters of one process on the whole
+batch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ CASES = [("llama", "weights"), ("bart", "mam"), *(EACH if FULL else [("bert", "w
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """Everything is run by one pair of processes: to start them costs more than the runs."""
+    """One pair of processes runs everything: starting them costs more than the runs."""
     where = tmp_path_factory.mktemp(request.param)
     torch.multiprocessing.spawn(work, args=(WORLD, request.param, CASES, str(where)), nprocs=WORLD)
     return request.param, where
@@ -44,8 +46,8 @@ def test_two_processes_are_one(directory: tuple[str, Path], name: str, spec: str
 
 
 @pytest.mark.parametrize(("name", "spec"), CASES)
-def test_an_adapter_of_shards_is_an_adapter(directory: tuple[str, Path], name: str, spec: str, tmp_path: Path) -> None:
-    """The same names and shapes as of one process, the base's values among them to tell it by."""
+def test_an_adapter_saved_from_shards(directory: tuple[str, Path], name: str, spec: str, tmp_path: Path) -> None:
+    """The same names, shapes and base fingerprint as from one process."""
     way, where = directory
     peftc.save(freshly_compiled(name, spec), tmp_path)
     one, two = (read(path)[0] for path in (tmp_path, where / f"adapter-{way}-{name}-{spec}"))
@@ -54,9 +56,9 @@ def test_an_adapter_of_shards_is_an_adapter(directory: tuple[str, Path], name: s
     assert one.spec == two.spec
 
 
-def test_all_processes_hear_of_a_save_that_failed(tmp_path: Path) -> None:
+def test_a_failed_save_raises_in_all_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(take_turns, args=(WORLD, str(tmp_path)), nprocs=WORLD)
-    assert [(tmp_path / f"told-{rank}").read_text() for rank in range(WORLD)] == [
+    assert [(tmp_path / f"events-{rank}").read_text() for rank in range(WORLD)] == [
         "writes writes P526",
         "waits waits P526",
     ]

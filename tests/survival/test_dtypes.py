@@ -1,4 +1,4 @@
-"""Casts, devices and autocast: parameters of edits go where PyTorch takes those of the base."""
+"""Casts, devices and autocast: edit parameters follow the base's parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.survival.harness import (
     close,
     compiled,
     freshly_compiled,
-    given,
+    model_inputs,
     same,
     state,
 )
@@ -41,7 +41,7 @@ def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("way", CASTS)
 def test_a_cast_takes_everything_along(name: str, spec: str, way: str) -> None:
     model = compiled(name, spec, torch.float32)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want = model(**inputs).logits
     act, dtype = CASTS[way]
     if way == "to" and name == "mixtral":
@@ -60,25 +60,25 @@ def test_a_cast_takes_everything_along(name: str, spec: str, way: str) -> None:
 
 @pairs
 def test_edits_of_a_half_precision_base_stay_in_float32(name: str, spec: str) -> None:
-    """They are drawn in float32, and what they do comes back in the dtype of the base."""
+    """Edit parameters are float32, and their output has the dtype of the base."""
     model = freshly_compiled(name, spec, torch.bfloat16)
     edits = {p.dtype for n, p in peftc.parameters(model).items() if not n.startswith("norms/")}
     assert edits == {torch.float32}
     assert model.dtype == torch.bfloat16
-    inputs = given(name, model)
-    seen: set[torch.dtype] = set()
+    inputs = model_inputs(name, model)
+    dtypes: set[torch.dtype] = set()
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda _, args, out: seen.add(out.dtype))
+            module.register_forward_hook(lambda _, args, out: dtypes.add(out.dtype))
     assert model(**inputs).logits.dtype == torch.bfloat16
-    assert seen == {torch.bfloat16}
+    assert dtypes == {torch.bfloat16}
 
 
 @pairs
 def test_autocast(name: str, spec: str) -> None:
-    """The same numbers as without up to what bfloat16 rounds, and the dtypes of the base under autocast."""
+    """The same numbers up to bfloat16 rounding, and the base's dtypes under autocast."""
     model, base = compiled(name, spec, torch.float32), zoo.build(name).requires_grad_(False)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     tokens = inputs["attention_mask"].bool() if name in ("llama", "mixtral", "bert") else slice(None)
     want = model(**inputs).logits
     with torch.autocast("cpu", torch.bfloat16):
@@ -96,7 +96,7 @@ def test_autocast(name: str, spec: str) -> None:
 @pytest.mark.parametrize(("name", "spec"), checkerboard(GENERATING, ("lora", "mam")))
 def test_generating_under_autocast_and_in_half_precision(name: str, spec: str) -> None:
     model = compiled(name, spec, torch.float32)
-    prompt = {k: v for k, v in given(name, model).items() if k in ("input_ids", "attention_mask")}
+    prompt = {k: v for k, v in model_inputs(name, model).items() if k in ("input_ids", "attention_mask")}
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     with torch.autocast("cpu", torch.bfloat16):
         one = model.generate(**prompt, **options)
@@ -106,25 +106,25 @@ def test_generating_under_autocast_and_in_half_precision(name: str, spec: str) -
 
 @pairs
 def test_to_meta_and_empty(name: str, spec: str) -> None:
-    """Shapes without values, and values put back by a state dict."""
+    """Meta tensors, then values restored from a state dict."""
     model = compiled(name, spec)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want, saved = model(**inputs).logits, state(model)
     model.to("meta")
     assert all(p.is_meta for p in model.parameters())
-    if name != "bart":  # which looks at values: it does not run so itself
+    if name != "bart":  # reads values, so it does not run on meta tensors
         shapes = model(**{k: v.to("meta") for k, v in inputs.items() if k not in ("labels", "attention_mask")})
         assert shapes.logits.shape == want.shape
     buffers = dict(zoo.build(name, torch.float64).named_buffers())
     model.to_empty(device="cpu")
     assert not any(model.load_state_dict(saved))
-    for key, buffer in buffers.items():  # no state dict has those that are not persistent
+    for key, buffer in buffers.items():  # no state dict contains non-persistent buffers
         model.get_buffer(key).copy_(buffer)
     assert torch.equal(model(**inputs).logits, want)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_removing_after_a_cast_leaves_the_cast_base(spec: str) -> None:
+def test_remove_after_a_cast_restores_the_cast_base(spec: str) -> None:
     model = compiled("bart", spec, torch.float32).bfloat16()
     base = zoo.build("bart").bfloat16()
     assert same(state(peftc.remove(model)), state(base))

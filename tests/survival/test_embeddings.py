@@ -1,4 +1,6 @@
-"""resize_token_embeddings of compiled models: tied or not, with edits on the head and on the embedding."""
+"""resize_token_embeddings of compiled models: tied or not, with edits on the head and on the
+embedding.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 import peftc
 from tests import zoo
 from tests.laws.harness import randomise
-from tests.survival.harness import compiled, given, same, state, train
+from tests.survival.harness import compiled, model_inputs, same, state, train
 
 NAMES = ("bart", "t5", "llama", "bert", "mixtral")
 MORE = zoo.VOCAB + 9
@@ -24,9 +26,11 @@ def resized(model: Any, size: int) -> Any:
 @pytest.mark.parametrize("spec", ["lora", "mam", "weights"])
 @pytest.mark.parametrize("name", NAMES)
 def test_more_and_fewer_tokens(name: str, spec: str) -> None:
-    """Old tokens keep their logits; new ones can be read and trained past; the base that is left has them too."""
+    """Old tokens keep their logits. New ones can be read and trained on. The base keeps them after
+    `remove`.
+    """
     model = compiled(name, spec)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     inputs.pop("labels")
     want = model(**inputs).logits
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -39,7 +43,7 @@ def test_more_and_fewer_tokens(name: str, spec: str) -> None:
     fresh["input_ids"][:, -1] = MORE - 1
     assert model(**fresh).logits.isfinite().all()
     before = {k: v.clone() for k, v in peftc.parameters(model).items()}
-    labelled = {**fresh, "labels": given(name, model)["labels"]}
+    labelled = {**fresh, "labels": model_inputs(name, model)["labels"]}
     train(model, [labelled])
     assert any(not torch.equal(v, before[k]) for k, v in peftc.parameters(model).items())
     resized(model, zoo.VOCAB)
@@ -48,7 +52,7 @@ def test_more_and_fewer_tokens(name: str, spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ["lora", "mam", "weights"])
 @pytest.mark.parametrize("name", NAMES)
-def test_removing_afterwards_leaves_the_resized_base(name: str, spec: str) -> None:
+def test_remove_restores_the_resized_base(name: str, spec: str) -> None:
     model, base = compiled(name, spec), zoo.build(name, torch.float64)
     flags = {n: p.requires_grad for n, p in base.named_parameters()}
     for m in (model, base):
@@ -56,7 +60,7 @@ def test_removing_afterwards_leaves_the_resized_base(name: str, spec: str) -> No
         resized(m, MORE)
     peftc.remove(model)
     assert same(state(model), state(base))
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     assert torch.equal(model(**inputs).logits, base(**inputs).logits)
     assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
     assert [type(m) for m in model.modules()] == [type(m) for m in base.modules()]
@@ -64,7 +68,9 @@ def test_removing_afterwards_leaves_the_resized_base(name: str, spec: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_adapter_fits_the_first_base(name: str, tmp_path: Any) -> None:
-    """Edits do not depend on the vocabulary, but a base of another one is another base, and is told."""
+    """Edits do not depend on the vocabulary, but another vocabulary is another base, which is
+    refused.
+    """
     model = resized(compiled(name, "lora"), MORE)
     peftc.save(model, tmp_path / "adapter")
     with pytest.raises(peftc.PeftcError, match="P523"):
@@ -79,20 +85,22 @@ def test_the_adapter_fits_the_first_base(name: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "t5", "llama", "bert"])
 @pytest.mark.parametrize("size", [MORE, zoo.VOCAB - 9], ids=["more", "fewer"])
-def test_trained_rows_are_put_back(name: str, size: int) -> None:
-    """`train` of an embedding that has got other rows since: those that were there have their first values again."""
+def test_trained_rows_are_restored(name: str, size: int) -> None:
+    """`train` of an embedding that was resized later: rows that existed before get their old values
+    back.
+    """
     model, base = (zoo.build(name, torch.float64) for _ in range(2))
     peftc.compile("peft 1\ntrain e = [w] at embed", model, seed=0)
     for m in (model, base):
         torch.manual_seed(4)
         resized(m, size)
     assert peftc.parameters(model)["e/" + embedding(model)] is model.get_input_embeddings().weight
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     inputs = {k: v.clamp(max=size - 1) if v.dtype == torch.long else v for k, v in inputs.items()}
     want = base(**inputs).logits
     train(model, [inputs])
     assert not torch.equal(model(**inputs).logits, want)
-    rows = min(size, zoo.VOCAB)  # what came later has no first values
+    rows = min(size, zoo.VOCAB)  # new rows have no old values
     last = state(peftc.remove(model))
     for key, value in state(base).items():
         if "cls.predictions" not in key:  # BERT gets a new bias, which learns
@@ -107,11 +115,11 @@ def embedding(model: Any) -> str:
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_an_edited_embedding(name: str) -> None:
-    """transformers keeps the module and gives it more rows: what edits it goes on doing so."""
+    """transformers keeps the module and replaces its weight: the edit keeps acting."""
     spec = "peft 1\nedit e at embed { h += adapter(h, r=2, act=gelu) }"
     model = peftc.compile(spec, zoo.build(name, torch.float64), seed=0)
     randomise(peftc.parameters(model))
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     inputs.pop("labels")
     want, plain = model(**inputs).logits, zoo.build(name, torch.float64)(**inputs).logits
     assert not torch.equal(want, plain)

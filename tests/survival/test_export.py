@@ -1,4 +1,6 @@
-"""torch.export of compiled models: a program that computes the same, and holds what the edits own."""
+"""torch.export of compiled models: the program computes the same, and contains the edit
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,23 @@ from torch import Tensor, nn
 
 import peftc
 from tests.matrix import checkerboard, some
-from tests.survival.harness import SPECIES, all_close, close, compiled, given
+from tests.survival.harness import SPECIES, all_close, close, compiled, model_inputs
 
 CASES = [
     *((name, spec, False) for name, spec in checkerboard(SPECIES, ("mam", "weights"))),
     *((name, spec, False) for name, spec in checkerboard(("bart", "mixtral"), ("lora", "sequential", "gated"))),
-    *((name, "mam", True) for name in some(("llama", "vit", "mixtral"), 3)),  # strict: several times as long
+    *((name, "mam", True) for name in some(("llama", "vit", "mixtral"), 3)),  # strict mode takes several times as long
 ]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*non-leaf.*"),
-    pytest.mark.filterwarnings("ignore:While compiling"),  # of how transformers records hidden states, on any model
+    pytest.mark.filterwarnings("ignore:While compiling"),  # a warning of transformers' output recording, on any model
 ]
 
 
 class Logits(nn.Module):
-    """The model as a function of its inputs alone: programs return tensors, not caches."""
+    """A model without caches as in- or outputs: programs return tensors."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class Logits(nn.Module):
 
 def wrapped(name: str, spec: str, **options: Any) -> tuple[Logits, dict[str, Tensor]]:
     model = compiled(name, spec, **options)
-    inputs = given(name, model, padding=None, labels=False)
+    inputs = model_inputs(name, model, padding=None, labels=False)
     return Logits(model), inputs
 
 
@@ -62,8 +64,8 @@ def aliases(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["bart", "llama", "vit"])
-def test_programs_of_training_learn(name: str) -> None:
-    """An exported program in training mode has the gradients of the model for what the edits own."""
+def test_programs_in_training_mode_have_gradients(name: str) -> None:
+    """A program exported in training mode gives edit parameters the model's gradients."""
     model, inputs = wrapped(name, "mam")
     model.train()
     model(**inputs).square().mean().backward()
@@ -88,10 +90,10 @@ def test_programs_are_saved_and_models_stay_as_they_are(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["bart", "llama", "bert"])
-def test_a_call_that_is_first_seen_while_exporting(name: str) -> None:
-    """Its forward is made apart from the program that is being recorded."""
+def test_a_new_call_pattern_during_export(name: str) -> None:
+    """Tracing it does not add to the exported program."""
     model, inputs = wrapped(name, "mam")
-    masked = given(name, model.model, padding="right", labels=False)
+    masked = model_inputs(name, model.model, padding="right", labels=False)
     program = torch.export.export(model, (), masked, strict=False)
     close(program.module()(**masked), model(**masked))
     assert model(**inputs).isfinite().all()

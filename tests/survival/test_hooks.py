@@ -1,4 +1,6 @@
-"""Users' hooks: registered before or after compiling, they fire as on the base, and outlive the edits."""
+"""Users' hooks, registered before or after compiling: they fire as on the base, and survive the
+removal of edits.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import nn
 import peftc
 from tests import zoo
 from tests.laws.harness import randomise
-from tests.survival.harness import SOME, SPECIES, compiled, given, layers, text
+from tests.survival.harness import SOME, SPECIES, compiled, layers, model_inputs, text
 
 pairs = pytest.mark.parametrize(("name", "spec"), SOME)
 Log = list[tuple[str, str]]
@@ -19,9 +21,8 @@ KINDS = ("forward_pre", "forward_pre_kwargs", "forward", "forward_kwargs", "full
 
 
 def watch(model: nn.Module, log: Log) -> None:
-    """Registers hooks of all kinds on every module of the base: the root, layers, their children.
-
-    Those that wait for gradients on layers and below: what returns no tensors cannot have them.
+    """Registers hooks of all kinds on every module of the base. Backward hooks only on layers and
+    below: they need modules that return tensors.
     """
     inside = {id(m) for _, layer in layers(model) for m in layer.modules()}
     for path, module in model.named_modules():
@@ -43,7 +44,7 @@ def build(name: str) -> Any:
 
 
 def run(model: Any, inputs: dict[str, Any]) -> None:
-    """Forward and backward, everything learning: else hooks that wait for gradients of inputs would wait in vain."""
+    """Forward and backward with everything trainable, as backward hooks need."""
     model.requires_grad_(True)
     model(**inputs).loss.backward()
 
@@ -60,10 +61,10 @@ def backwards(log: Log) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.filterwarnings(
     "ignore:Full backward hook"
-)  # torch says so of modules called by keywords, here and on the base
+)  # torch warns of modules called with keywords, on the base, too
 def test_hooks_fire_as_on_the_base(name: str, spec: str, when: str) -> None:
     base, want = build(name), Log()
-    inputs = given(name, base)
+    inputs = model_inputs(name, base)
     watch(base, want)
     run(base, inputs)
     model, got = build(name), Log()
@@ -87,10 +88,12 @@ def test_hooks_fire_as_on_the_base(name: str, spec: str, when: str) -> None:
 
 
 @pairs
-def test_hooks_change_what_they_change_of_the_base(name: str, spec: str) -> None:
-    """A hook that replaces inputs or results of an edited layer, of an edited child, of a Linear in it."""
+def test_hooks_that_replace_inputs_or_outputs(name: str, spec: str) -> None:
+    """A hook that replaces inputs or outputs of an edited layer, of its child, or of a Linear in
+    it.
+    """
     model = compiled(name, spec)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     want = model(**inputs).logits
     layer = layers(model)[0][1]
     edited = next(m for m in layer.modules() if hasattr(type(m), "_peftc_kind"))
@@ -105,27 +108,27 @@ def test_hooks_change_what_they_change_of_the_base(name: str, spec: str) -> None
             (module.register_forward_pre_hook, lambda _, args: (args[0] * 2, *args[1:]) if args else None),
         ):
             handle = register(hook)
-            changed = model(**inputs).logits
-            assert not torch.equal(changed, want) or register == module.register_forward_pre_hook
+            edited_logits = model(**inputs).logits
+            assert not torch.equal(edited_logits, want) or register == module.register_forward_pre_hook
             handle.remove()
             assert torch.equal(model(**inputs).logits, want)
 
 
 @pairs
-def test_a_result_that_a_hook_zeroes_is_zero(name: str, spec: str) -> None:
-    """The hook acts after the edits: what it returns is what the next layer gets."""
+def test_hooks_run_after_edits(name: str, spec: str) -> None:
+    """Hooks run after edits: the next layer gets the hook's result."""
     model = compiled(name, spec)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     (_, first), (_, second) = layers(model)[:2]
     first.register_forward_hook(
         lambda _, args, out: tuple(o * 0 for o in out[:1]) + out[1:] if isinstance(out, tuple) else out * 0
     )
-    seen: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     second.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        lambda _, args, kwargs: results.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
     )
     model(**inputs)
-    assert not seen[0].any()
+    assert not results[0].any()
 
 
 @pytest.mark.parametrize("name", SPECIES)
@@ -137,26 +140,26 @@ def test_hooks_on_the_modules_of_edits(name: str) -> None:
     for form in forms:
         form.register_forward_hook(lambda *_: log.append("forward"))
         form.register_full_backward_hook(lambda *_: log.append("backward"))
-    run(model, given(name, model))
+    run(model, model_inputs(name, model))
     assert log.count("forward") == log.count("backward") == len(forms)
 
 
 @pytest.mark.parametrize("name", SPECIES)
 def test_hooks_of_all_modules(name: str) -> None:
-    """Global hooks, which profilers and flop counters use."""
+    """Global hooks, which profilers and FLOP counters use."""
     counts: list[dict[str, int]] = []
     for model in (zoo.build(name, torch.float64), compiled(name, "lora")):
-        seen: dict[str, int] = {}
+        calls: dict[str, int] = {}
 
-        def hook(module: nn.Module, args: Any, out: Any, seen: dict[str, int] = seen) -> None:
-            seen[type(module).__name__] = seen.get(type(module).__name__, 0) + 1
+        def hook(module: nn.Module, args: Any, out: Any, calls: dict[str, int] = calls) -> None:
+            calls[type(module).__name__] = calls.get(type(module).__name__, 0) + 1
 
         handle = nn.modules.module.register_module_forward_hook(hook)
         try:
-            model(**given(name, model))
+            model(**model_inputs(name, model))
         finally:
             handle.remove()
-        counts.append(seen)
+        counts.append(calls)
     assert {k: v for k, v in counts[1].items() if k != "LoRA"} == counts[0]
     assert counts[1]["LoRA"] == len(peftc.parameters(model)) // 2
 
@@ -169,7 +172,7 @@ def test_tensor_hooks_of_base_parameters(name: str) -> None:
     parameter.register_hook(lambda g: calls.append(1))
     parameter.register_post_accumulate_grad_hook(lambda p: calls.append(2))
     peftc.compile(text("weights"), model, seed=0)
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
     run(model, inputs)
     assert calls == [1, 2]
     peftc.remove(model)

@@ -1,4 +1,6 @@
-"""Forwards that stand in instances: accelerate's hooks, wrappers, patches; before the edits, and after. An edit acts, or is refused."""
+"""`forward` as an instance attribute: accelerate's hooks, wrappers, patches; set before or after
+compilation. The edit acts, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ edit ffn at layer[*].ffn { h += adapter(x, r=2, act=gelu) }
 
 
 def same(before: Before, model: nn.Module) -> None:
-    """Where weights are elsewhere, only their shapes can be compared."""
+    """Compares only shapes of offloaded weights."""
     state = {k: v for k, v in before.state.items() if not v.is_meta}
     now = Before.of(model)
     assert now.state.keys() == before.state.keys()
@@ -57,7 +59,9 @@ def logits(model: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def want() -> dict[str, Any]:
-    """The outputs of the base and of the edited model, and the gradients, where nothing stands in an instance."""
+    """Outputs of the base and of the edited model, and gradients, without a `forward` in an
+    instance.
+    """
     model = llama()
     base = logits(model).detach()
     out = logits(compiled(model))
@@ -89,7 +93,7 @@ def wrap(model: Any, folder: Path) -> Any:
 
 
 def removed_again(model: Any, folder: Path) -> Any:
-    """accelerate leaves the method that it has replaced in the instance."""
+    """accelerate leaves the original method as an instance attribute."""
     remove_hook_from_submodules(dispatch_model(model, {"": "cpu"}, force_hooks=True))
     return model
 
@@ -124,7 +128,7 @@ offloads = pytest.mark.filterwarnings("ignore:Some parameters are on the meta de
 
 @offloads
 @pytest.mark.parametrize("name", HOOKS)
-def test_edits_act_inside_of_hooks(name: str, want: dict[str, Any], tmp_path: Path) -> None:
+def test_edits_act_inside_hooks(name: str, want: dict[str, Any], tmp_path: Path) -> None:
     model = HOOKS[name](llama(), tmp_path)
     assert torch.equal(logits(model), want["base"])
     before, attributes = Before.of(model), {n: dict(vars(m)) for n, m in model.named_modules()}
@@ -150,7 +154,7 @@ def test_edits_act_inside_of_hooks(name: str, want: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["one device", "cpu offload"])
 @offloads
-def test_hooks_that_go_before_the_edits_do(name: str, want: dict[str, Any], tmp_path: Path) -> None:
+def test_hooks_removed_before_the_edits(name: str, want: dict[str, Any], tmp_path: Path) -> None:
     model = compiled(HOOKS[name](llama(), tmp_path))
     remove_hook_from_submodules(model)
     assert torch.equal(logits(model), want["out"])
@@ -160,7 +164,7 @@ def test_hooks_that_go_before_the_edits_do(name: str, want: dict[str, Any], tmp_
     assert torch.equal(logits(compiled(model)), want["out"])
 
 
-def test_hooks_that_come_after_the_edits(want: dict[str, Any]) -> None:
+def test_hooks_added_after_the_edits(want: dict[str, Any]) -> None:
     model = dispatch_model(compiled(llama()), {"": "cpu"}, force_hooks=True)
     assert torch.equal(logits(model), want["out"])
     with peftc.disabled(model):
@@ -173,7 +177,7 @@ def test_hooks_that_come_after_the_edits(want: dict[str, Any]) -> None:
 
 
 @offloads
-def test_edits_that_are_offloaded_are_not_trained(want: dict[str, Any]) -> None:
+def test_offloaded_edits_are_not_trained(want: dict[str, Any]) -> None:
     model = cpu_offload(compiled(llama()), torch.device("cpu"))
     assert torch.equal(logits(model), want["out"])
     with pytest.raises(peftc.PeftcError, match="P566"):
@@ -184,8 +188,10 @@ def test_edits_that_are_offloaded_are_not_trained(want: dict[str, Any]) -> None:
 
 
 @offloads
-def test_offloaded_weights_of_inference_mode_are_those_of_before(want: dict[str, Any]) -> None:
-    """The hooks make new parameters at each call, and those that are made in inference mode take no flag outside."""
+def test_offloaded_weights_created_in_inference_mode(want: dict[str, Any]) -> None:
+    """The hooks create new parameters in each call, and inference tensors cannot get
+    `requires_grad` outside.
+    """
     model = cpu_offload(llama(), torch.device("cpu"))
     before = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
     peftc.compile(SPEC, model, seed=0)
@@ -198,7 +204,7 @@ def test_offloaded_weights_of_inference_mode_are_those_of_before(want: dict[str,
 
 
 @offloads
-def test_what_offloaded_weights_cannot_do() -> None:
+def test_operations_refused_for_offloaded_weights() -> None:
     model = cpu_offload(llama(), torch.device("cpu"))
     before = Before.of(model)
     with pytest.raises(peftc.PeftcError, match="P566"):
@@ -211,11 +217,12 @@ def test_what_offloaded_weights_cannot_do() -> None:
     assert {f.edit for f in peftc.fold(model).folded} == {"qv", "dora"}
 
 
-# Patches ---------------------------------------------------------------------------------------------------------
+# Patches
+# --------------------------------------------------------------------------------------------------
 
 
 def doubled(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """An attention that is another one: without positions, twice as much."""
+    """Another attention: without positions, times two."""
     q, k, v = (
         linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         for linear in (self.q_proj, self.k_proj, self.v_proj)
@@ -247,7 +254,7 @@ def in_classes(model: Any) -> Any:
     "spec", [SEQUENTIAL, SPEC, "peft 1\nedit p at layer[*].attn { kv = concat(prefix(len=2), kv) }"]
 )
 @pytest.mark.parametrize("layers", [(0, 1, 2), (1,)])
-def test_a_patch_is_the_code_that_is_edited(spec: str, layers: tuple[int, ...]) -> None:
+def test_a_patched_forward_is_traced(spec: str, layers: tuple[int, ...]) -> None:
     model, other = patched(layers), in_classes(patched(layers))
     base, attributes = logits(model), [dict(vars(layer.self_attn)) for layer in model.model.layers]
     assert peftc.plan(spec, model).edits == peftc.plan(spec, other).edits
@@ -257,7 +264,7 @@ def test_a_patch_is_the_code_that_is_edited(spec: str, layers: tuple[int, ...]) 
     with peftc.disabled(model):
         assert torch.equal(logits(model), base)
     assert torch.equal(logits(copy.deepcopy(model)), out)
-    if spec != SPEC and len(layers) == 3:  # Python pickles no method of a function that is not in the class
+    if spec != SPEC and len(layers) == 3:  # Python cannot pickle a method whose function is not in the class
         assert torch.equal(logits(pickle.loads(pickle.dumps(model))), out)
     assert torch.equal(logits(peftc.remove(model)), base)
     for layer, was in zip(model.model.layers, attributes, strict=True):
@@ -277,7 +284,7 @@ def test_a_patch_that_is_a_partial_and_has_a_hook() -> None:
     assert torch.equal(logits(peftc.remove(other)), base)
 
 
-def test_a_forward_that_cannot_be_followed_is_refused() -> None:
+def test_a_forward_that_cannot_be_traced_is_refused() -> None:
     for path in ("model.layers.1.self_attn", "model.layers.1", "model"):
         model = llama()
         module = model.get_submodule(path)
@@ -291,7 +298,9 @@ def test_a_forward_that_cannot_be_followed_is_refused() -> None:
 
 
 class Attending(nn.Module):
-    """nn.MultiheadAttention reads the weight of a child, which it never calls: that child's code is entered."""
+    """nn.MultiheadAttention reads the weight of a child that it never calls: tracing inlines the
+    child.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +310,7 @@ class Attending(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
-def test_a_hook_around_code_that_is_entered_is_refused() -> None:
+def test_a_hook_on_an_inlined_module_is_refused() -> None:
     spec, sample = 'peft 1\nedit e at "attention.out_proj" { w += lowrank(r=2) }', {"x": torch.ones(2, 3, 8)}
     model = Attending()
     add_hook_to_module(model.attention.out_proj, Counting())
@@ -322,7 +331,8 @@ def test_a_hook_that_would_load_the_parameters_of_edits_is_refused() -> None:
         peftc.compile(SPEC, model, seed=0)
 
 
-# Afterwards ------------------------------------------------------------------------------------------------------
+# After compilation
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_forward_assigned_to_an_edited_module_calls_the_edited_code_or_is_refused(want: dict[str, Any]) -> None:
@@ -339,7 +349,7 @@ def test_a_forward_assigned_to_an_edited_module_calls_the_edited_code_or_is_refu
         with pytest.raises(peftc.PeftcError, match="P425"):
             linear.forward = bypass
     assert "forward" not in vars(linear)
-    linear.forward = method  # what somebody has kept from before
+    linear.forward = method  # a reference from before compilation
     assert linear.forward == types.MethodType(edited, linear)
     assert torch.equal(logits(model), want["out"])
     inner = linear.forward
@@ -361,7 +371,7 @@ class Half(nn.Module):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_parametrized_linear(first: bool) -> None:
-    """torch derives a class of its own for it."""
+    """torch gives it a generated subclass."""
     spec = 'peft 1\nedit o at "model.layers.*.self_attn.o_proj" { h += lora(x, r=2) }'
     model, other = llama(), llama()
     linear, place = model.model.layers[1].self_attn.o_proj, (other.model.layers[1].self_attn.o_proj, "weight")

@@ -1,4 +1,4 @@
-"""Hidden states and attentions: all layers are there, with the shapes of the base and the effect of the edits."""
+"""Hidden states and attentions: complete, with the base's shapes and the effect of the edits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import peftc
 from tests import zoo
 from tests.matrix import checkerboard
-from tests.survival.harness import GENERATING, SOME, SPECIES, compiled, freshly_compiled, given, layers
+from tests.survival.harness import GENERATING, SOME, SPECIES, compiled, freshly_compiled, layers, model_inputs
 
 pairs = pytest.mark.parametrize(("name", "spec"), SOME)
 FLAGS = {"output_hidden_states": True, "output_attentions": True}
@@ -22,66 +22,70 @@ def build(name: str, **options: Any) -> Any:
 
 
 def results(model: nn.Module) -> dict[str, list[Tensor]]:
-    """What each layer takes and returns from here on, seen by hooks."""
-    seen: dict[str, list[Tensor]] = {}
+    """Records the in- and outputs of each layer with hooks."""
+    outputs: dict[str, list[Tensor]] = {}
 
     def hook(module: nn.Module, args: Any, kwargs: Any, out: Any, name: str) -> None:
-        seen[name] = [args[0] if args else kwargs["hidden_states"], out if isinstance(out, Tensor) else out[0]]
+        outputs[name] = [args[0] if args else kwargs["hidden_states"], out if isinstance(out, Tensor) else out[0]]
 
     for name, layer in layers(model):
         layer.register_forward_hook(lambda *a, name=name: hook(*a, name), with_kwargs=True)
-    return seen
+    return outputs
 
 
 def groups(out: Any, what: str) -> dict[str, tuple[Tensor, ...]]:
-    found = {key: out[key] for key in out if key.endswith(what)}
-    assert found
-    assert all(isinstance(value, tuple) and value for value in found.values())
-    return found
+    fields = {key: out[key] for key in out if key.endswith(what)}
+    assert fields
+    assert all(isinstance(value, tuple) and value for value in fields.values())
+    return fields
 
 
 @pairs
-def test_hidden_states_are_what_the_layers_hand_on(name: str, spec: str) -> None:
+def test_hidden_states_are_the_layers_outputs(name: str, spec: str) -> None:
     model, base = compiled(name, spec, attn_implementation="eager"), build(name)
-    inputs = given(name, model, padding="right")
-    seen = results(model)
+    inputs = model_inputs(name, model, padding="right")
+    outputs = results(model)
     with torch.no_grad():
         out, plain = model(**inputs, **FLAGS), base(**inputs, **FLAGS)
-    found, wanted = groups(out, "hidden_states"), groups(plain, "hidden_states")
-    assert {key: [s.shape for s in states] for key, states in found.items()} == {
-        key: [s.shape for s in states] for key, states in wanted.items()
+    actual, expected = groups(out, "hidden_states"), groups(plain, "hidden_states")
+    assert {key: [s.shape for s in states] for key, states in actual.items()} == {
+        key: [s.shape for s in states] for key, states in expected.items()
     }
-    for key, states in found.items():
-        mine = [pair for layer, pair in seen.items() if ("encoder" in layer) == ("encoder" in key) or len(found) == 1]
+    for key, states in actual.items():
+        mine = [
+            pair for layer, pair in outputs.items() if ("encoder" in layer) == ("encoder" in key) or len(actual) == 1
+        ]
         assert len(states) == len(mine) + 1
         for state, (before, _) in zip(states, mine, strict=False):
             assert torch.equal(state, before), key
-        assert torch.equal(states[0], wanted[key][0])  # the embedding is not edited
-        assert all(not torch.equal(a, b) for a, b in zip(states[1:], wanted[key][1:], strict=True)), key
+        assert torch.equal(states[0], expected[key][0])  # the embedding is not edited
+        assert all(not torch.equal(a, b) for a, b in zip(states[1:], expected[key][1:], strict=True)), key
 
 
 @pairs
 def test_attentions_are_distributions_over_all_keys(name: str, spec: str) -> None:
     model, base = compiled(name, spec, attn_implementation="eager"), build(name)
-    inputs = given(name, model, padding="right")
+    inputs = model_inputs(name, model, padding="right")
     with torch.no_grad():
         out, plain = model(**inputs, **FLAGS), base(**inputs, **FLAGS)
-    found, wanted = groups(out, "attentions"), groups(plain, "attentions")
-    assert found.keys() == wanted.keys()
-    more = 3 if spec == "mam" else 0  # the rows of a prefix come first
-    for key in found:
-        assert len(found[key]) == len(wanted[key]) == {"encoder_attentions": 2}.get(key if name == "bart" else "", 3)
-        for i, (one, two) in enumerate(zip(found[key], wanted[key], strict=True)):
+    actual, expected = groups(out, "attentions"), groups(plain, "attentions")
+    assert actual.keys() == expected.keys()
+    more = 3 if spec == "mam" else 0  # prefix rows come first
+    for key in actual:
+        assert len(actual[key]) == len(expected[key]) == {"encoder_attentions": 2}.get(key if name == "bart" else "", 3)
+        for i, (one, two) in enumerate(zip(actual[key], expected[key], strict=True)):
             assert one.shape == (*two.shape[:-1], two.shape[-1] + more)
             assert torch.allclose(one.sum(-1), torch.ones(()).to(one))
             assert i == 0 or not torch.equal(one[..., more:], two)
 
 
 @pytest.mark.parametrize("name", SPECIES)
-def test_outputs_recorded_before_compiling_go_on_being_recorded(name: str) -> None:
-    """transformers registers its recording hooks at the first call that asks, by isinstance."""
+def test_outputs_recorded_before_compiling_are_still_recorded(name: str) -> None:
+    """transformers registers its recording hooks in the first call that needs them, by
+    isinstance.
+    """
     model = build(name)
-    inputs = given(name, model, padding="right")
+    inputs = model_inputs(name, model, padding="right")
     with torch.no_grad():
         want = model(**inputs, **FLAGS)
         peftc.compile("peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }", model, seed=0)
@@ -93,9 +97,9 @@ def test_outputs_recorded_before_compiling_go_on_being_recorded(name: str) -> No
 
 
 @pytest.mark.parametrize("name", SPECIES)
-def test_nothing_is_recorded_that_is_not_asked_for(name: str) -> None:
+def test_only_requested_outputs_are_recorded(name: str) -> None:
     model = compiled(name, "lora", attn_implementation="eager")
-    inputs = given(name, model, padding="right")
+    inputs = model_inputs(name, model, padding="right")
     model(**inputs, **FLAGS)
     out = model(**inputs)
     assert not [key for key in out if key.endswith(("hidden_states", "attentions")) and "last" not in key]
@@ -122,7 +126,7 @@ def test_outputs_of_generate(name: str, spec: str) -> None:
 
 
 @pairs
-def test_classes_are_asked_for_as_before(name: str, spec: str) -> None:
+def test_isinstance_checks_still_hold(name: str, spec: str) -> None:
     model, base = compiled(name, spec), zoo.build(name)
     generated = 0
     for path, module in base.named_modules():

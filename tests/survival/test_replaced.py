@@ -1,4 +1,6 @@
-"""Modules that are replaced after `compile`: no edit is lost in silence. What keeps the edited module in the model goes on."""
+"""Modules replaced after `compile`: no edit is lost silently. An edited module that stays in the
+model keeps its edits.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def by_assignment(parent: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def by_dictionary(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """As bitsandbytes does it."""
+    """As bitsandbytes replaces modules."""
     vars(parent)["_modules"][name] = module
 
 
@@ -78,7 +80,7 @@ OPERATIONS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 @pytest.mark.parametrize("replace", WAYS)
-def test_a_replaced_module_is_told(replace: Callable[[nn.Module, str, nn.Module], None], tmp_path: Path) -> None:
+def test_a_replaced_module_is_an_error(replace: Callable[[nn.Module, str, nn.Module], None], tmp_path: Path) -> None:
     model = compiled()
     want, attention = logits(model).detach(), model.model.layers[1].self_attn
     other = compiled(OUT)
@@ -87,11 +89,11 @@ def test_a_replaced_module_is_told(replace: Callable[[nn.Module, str, nn.Module]
     replace(attention, "q_proj", linear())
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for name, operation in OPERATIONS.items():
-        with pytest.raises(peftc.PeftcError) as refused:
+        with pytest.raises(peftc.PeftcError) as excinfo:
             operation(model, tmp_path)
-        (found,) = refused.value.diagnostics
-        assert (found.code, name) == ("P436", name)
-        assert f"`{NAME}` was edited, and is a Linear without its edits now" == found.message
+        (diagnostic,) = excinfo.value.diagnostics
+        assert (diagnostic.code, name) == ("P436", name)
+        assert f"`{NAME}` was edited, and is a Linear without its edits now" == diagnostic.message
     assert not (tmp_path / "new").exists()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     replace(attention, "q_proj", edited)
@@ -100,15 +102,15 @@ def test_a_replaced_module_is_told(replace: Callable[[nn.Module, str, nn.Module]
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.self_attn", "model.layers.0", "model.layers", "model"])
-def test_what_holds_an_edited_module_may_be_replaced_as_well(name: str) -> None:
+def test_a_replaced_parent_of_an_edited_module_is_an_error(name: str) -> None:
     model = compiled()
     model.set_submodule(name, copy.deepcopy(llama().get_submodule(name)))
-    with pytest.raises(peftc.PeftcError, match="P436") as refused:
+    with pytest.raises(peftc.PeftcError, match="P436") as excinfo:
         logits(model)
-    assert f"`{name}." in str(refused.value)
+    assert f"`{name}." in str(excinfo.value)
 
 
-def test_a_layer_that_is_gone_is_told() -> None:
+def test_a_deleted_layer_is_an_error() -> None:
     model = compiled()
     model.model.layers = model.model.layers[:2]
     with pytest.raises(peftc.PeftcError, match=r"P436.*`model\.layers\.2\..*is not there any more"):
@@ -138,7 +140,7 @@ def test_remove_restores_the_rest() -> None:
     peftc.verify(model)
 
 
-def test_a_trained_module_that_is_replaced_is_told() -> None:
+def test_a_replaced_trained_module_is_an_error() -> None:
     model = compiled(NORMS)
     assert torch.equal(logits(copy.deepcopy(model)), logits(model))
     model.model.layers[2].input_layernorm = nn.LayerNorm(32).double()
@@ -151,7 +153,7 @@ def test_a_trained_module_that_is_replaced_is_told() -> None:
 def test_one_use_of_a_shared_module() -> None:
     base = llama()
     base.model.layers[1].mlp = base.model.layers[0].mlp
-    base.names = nn.ModuleList([base.model.layers[0].mlp])  # nothing reads it there
+    base.names = nn.ModuleList([base.model.layers[0].mlp])  # nothing reads it from there
     model = peftc.compile("peft 1\nedit e at layer[0, 1].ffn { h += adapter(x, r=2) }", base)
     randomise(peftc.parameters(model))
     want = logits(model).detach()
@@ -202,7 +204,7 @@ def held_elsewhere(model: Any) -> None:
 @pytest.mark.parametrize(
     "change", [in_a_sequence, checkpointed, layers_compiled, parametrized, put_back, other_modules, held_elsewhere]
 )
-def test_what_keeps_the_edited_module_goes_on(change: Callable[[Any], None], called: bool) -> None:
+def test_changes_that_keep_the_edited_module_work(change: Callable[[Any], None], called: bool) -> None:
     model = compiled()
     want = logits(model if called else copy.deepcopy(model)).detach()
     change(model)
@@ -229,9 +231,9 @@ def test_layers_in_another_order() -> None:
     assert torch.equal(logits(model), logits(base))
 
 
-def test_replicas_are_not_asked() -> None:
+def test_replicas_are_not_checked() -> None:
     """A replica of `nn.DataParallel` has modules of its own."""
-    model = copy.deepcopy(compiled())  # nothing has been asked of it before
+    model = copy.deepcopy(compiled())  # its first call
     replica = model._replicate_for_data_parallel()
     replica._modules["model"] = copy.deepcopy(llama().model)
     logits(replica)
@@ -241,7 +243,7 @@ def test_replicas_are_not_asked() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_compiled_code_tells_it(whole: bool) -> None:
+def test_compiled_code_raises_the_error(whole: bool) -> None:
     torch.compiler.reset()
     model = compiled(QV)
     want = logits(model).detach()
@@ -253,7 +255,7 @@ def test_compiled_code_tells_it(whole: bool) -> None:
     torch.compiler.reset()
 
 
-def test_a_class_that_is_exchanged_is_noticed() -> None:
+def test_a_changed_class_is_an_error() -> None:
     model = compiled(QV)
     model(**zoo.inputs("llama", model))
     model.get_submodule(NAME).__class__ = nn.Linear
@@ -262,22 +264,22 @@ def test_a_class_that_is_exchanged_is_noticed() -> None:
     assert NAME in str(error.value)
 
 
-def test_a_class_that_is_derived_is_kept_by_copies() -> None:
+def test_copies_keep_a_derived_class() -> None:
     model = compiled(QV)
-    given = zoo.inputs("llama", model)
+    inputs = zoo.inputs("llama", model)
     edited = model.get_submodule(NAME)
     edited.__class__ = type(
         "Doubled", (type(edited),), {"forward": lambda self, x: 2 * super(type(self), self).forward(x)}
     )
-    want = model(**given).logits
+    want = model(**inputs).logits
     other = copy.deepcopy(model)
     assert type(other.get_submodule(NAME)) is type(edited)
-    assert torch.equal(other(**given).logits, want)
+    assert torch.equal(other(**inputs).logits, want)
     assert {finding.code for finding in peftc.verify(model).findings} >= {"P602"}
 
 
 class Root(nn.Module):
-    """Put over the class of a model."""
+    """A subclass of the model's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result = super().forward(*args, **kwargs)
@@ -287,25 +289,25 @@ class Root(nn.Module):
 
 def test_a_class_that_is_derived_from_that_of_the_model_stays() -> None:
     model = compiled(QV)
-    given = zoo.inputs("llama", model)
-    want = 2 * model(**given).logits
+    inputs = zoo.inputs("llama", model)
+    want = 2 * model(**inputs).logits
     model.__class__ = type("Doubled", (Root, type(model)), {})
-    assert torch.equal(model(**given).logits, want)
-    assert torch.equal(copy.deepcopy(model)(**given).logits, want)
+    assert torch.equal(model(**inputs).logits, want)
+    assert torch.equal(copy.deepcopy(model)(**inputs).logits, want)
     peftc.remove(model)
     assert type(model).__name__ == "Doubled"
-    assert torch.equal(model(**given).logits, 2 * llama()(**given).logits)
+    assert torch.equal(model(**inputs).logits, 2 * llama()(**inputs).logits)
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_torch_compile_keeps_follows_the_edits(whole: bool) -> None:
+def test_the_cache_of_torch_compile_follows_the_edits(whole: bool) -> None:
     model = compiled(QV)
-    given = zoo.inputs("llama", model)
+    inputs = zoo.inputs("llama", model)
     fast = torch.compile(model, backend="eager", fullgraph=whole)
     with torch.no_grad():
-        assert torch.equal(fast(**given, use_cache=False).logits, model(**given, use_cache=False).logits)
+        assert torch.equal(fast(**inputs, use_cache=False).logits, model(**inputs, use_cache=False).logits)
         peftc.remove(model)
-        assert torch.equal(fast(**given, use_cache=False).logits, llama()(**given, use_cache=False).logits)
+        assert torch.equal(fast(**inputs, use_cache=False).logits, llama()(**inputs, use_cache=False).logits)
         peftc.compile(FFN, model, seed=0)
         randomise(peftc.parameters(model))
-        assert torch.equal(fast(**given, use_cache=False).logits, model(**given, use_cache=False).logits)
+        assert torch.equal(fast(**inputs, use_cache=False).logits, model(**inputs, use_cache=False).logits)

@@ -1,4 +1,6 @@
-"""The Trainer of transformers and accelerate: trained, evaluated, checkpointed and gone on with as any model."""
+"""transformers' Trainer and accelerate: training, evaluation, checkpoints and resumption as with
+any model.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,19 @@ from transformers import Trainer, TrainingArguments
 import peftc
 from tests import zoo
 from tests.matrix import some
-from tests.survival.harness import SOME, SPECIES, SPECS, all_close, compiled, given, same, state
+from tests.survival.harness import SOME, SPECIES, SPECS, all_close, compiled, model_inputs, same, state
 
 STEPS = 4
-# Checkpoints of ViT, and of Mixtral's ffn, have the hub's names, which Trainer does not read back: not those of the base
-# either, as a test below shows.
+# Checkpoints of ViT and of Mixtral's ffn have the hub's names, which Trainer cannot load,
+# for the base either, as a test below shows.
 RESUMED = tuple(name for name in SPECIES if name != "vit")
 RESUMES = [(n, ("lora" if n == "mixtral" else "mam", "weights")[i % 2]) for i, n in enumerate(RESUMED)]
 
 
 class Examples(Dataset[dict[str, Tensor]]):
     def __init__(self, name: str, model: nn.Module, count: int = 8) -> None:
-        made = given(name, model, batch=count, padding=None)
-        self.rows = [{k: v[i] for k, v in made.items()} for i in range(count)]
+        inputs = model_inputs(name, model, batch=count, padding=None)
+        self.rows = [{k: v[i] for k, v in inputs.items()} for i in range(count)]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -55,8 +57,8 @@ def trainer(name: str, model: Any, directory: Path, **options: Any) -> Trainer:
     return Trainer(model, TrainingArguments(**arguments), train_dataset=rows, eval_dataset=rows)
 
 
-def losses(made: Trainer) -> list[float]:
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def fresh(name: str, spec: str) -> Any:
@@ -72,7 +74,9 @@ pytestmark = [
 
 @pytest.mark.parametrize(("name", "spec"), some(RESUMES, 2))
 def test_train_evaluate_checkpoint_resume(name: str, spec: str, tmp_path: Path) -> None:
-    """A run that is interrupted and resumed in another model ends where one that is not ends, bit for bit."""
+    """A run interrupted and resumed in another model ends like an uninterrupted one,
+    bit for bit.
+    """
     whole = trainer(name, model := fresh(name, spec), tmp_path / "whole")
     base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     first = {n: p.clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -94,7 +98,7 @@ def test_train_evaluate_checkpoint_resume(name: str, spec: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["vit", "mixtral"])
 def test_bases_that_cannot_be_resumed_themselves(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Why these are left out above: once this fails, they can be put in."""
+    """Why these models are left out above. When this test fails, add them."""
     trainer(name, zoo.build(name), tmp_path, max_steps=2).train()
     trainer(name, zoo.build(name), tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert "missing keys in the checkpoint" in caplog.text
@@ -102,13 +106,13 @@ def test_bases_that_cannot_be_resumed_themselves(name: str, tmp_path: Path, capl
 
 @pytest.mark.parametrize(
     "name", some([n for n in SPECIES if n != "t5"], 2)
-)  # T5 takes the count of tokens and does not use it
+)  # T5 accepts `num_items_in_batch` and ignores it
 def test_accumulated_batches_are_one_batch(name: str, tmp_path: Path) -> None:
-    """Half a batch twice is a batch: the same steps."""
+    """Two accumulated half batches give the same steps as the batch."""
     ends: list[dict[str, Tensor]] = []
     for batch, steps in ((4, 1), (2, 2)):
         model = compiled(name, "mam", torch.float64)
-        made = trainer(
+        one_trainer = trainer(
             name,
             model,
             tmp_path,
@@ -117,15 +121,15 @@ def test_accumulated_batches_are_one_batch(name: str, tmp_path: Path) -> None:
             save_strategy="no",
             optim="sgd",
         )
-        made.train()
+        one_trainer.train()
         ends.append({n: p.detach() for n, p in model.named_parameters() if p.requires_grad})
     all_close(*ends, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", some(RESUMED[1:], 2))
 def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
-    """Where a large loss is called good, the best model is the first, and is what is left."""
-    made = trainer(
+    """With `greater_is_better` for the loss, the best model is the first."""
+    one_trainer = trainer(
         name,
         model := fresh(name, "lora"),
         tmp_path,
@@ -138,15 +142,15 @@ def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
         metric_for_best_model="eval_loss",
         greater_is_better=True,
     )
-    made.train()
-    scores = [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry]
+    one_trainer.train()
+    scores = [entry["eval_loss"] for entry in one_trainer.state.log_history if "eval_loss" in entry]
     assert len(scores) == STEPS
     best = scores.index(max(scores)) + 1
     assert best < STEPS, "training made the model no better"
-    assert Path(str(made.state.best_model_checkpoint)) == tmp_path / f"checkpoint-{best}"
-    assert made.evaluate()["eval_loss"] == pytest.approx(max(scores), rel=1e-6)
-    kept = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")
-    assert all(torch.equal(p, kept[n]) for n, p in model.named_parameters() if ".peftc." in n)
+    assert Path(str(one_trainer.state.best_model_checkpoint)) == tmp_path / f"checkpoint-{best}"
+    assert one_trainer.evaluate()["eval_loss"] == pytest.approx(max(scores), rel=1e-6)
+    tensors = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")
+    assert all(torch.equal(p, tensors[n]) for n, p in model.named_parameters() if ".peftc." in n)
 
 
 @pytest.mark.parametrize("name", SPECIES[::2])
@@ -154,7 +158,7 @@ def test_checkpointing_inside_the_trainer(name: str, tmp_path: Path) -> None:
     ends: list[dict[str, Tensor]] = []
     for checkpointing in (False, True):
         options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}} if checkpointing else {}
-        made = trainer(
+        one_trainer = trainer(
             name,
             model := fresh(name, "mam"),
             tmp_path,
@@ -162,29 +166,31 @@ def test_checkpointing_inside_the_trainer(name: str, tmp_path: Path) -> None:
             save_strategy="no",
             **options,
         )
-        made.train()
+        one_trainer.train()
         ends.append(state(model))
     all_close(*ends, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(("name", "spec"), SOME)
 def test_accelerate(name: str, spec: str, tmp_path: Path) -> None:
-    """prepare, backward, save_state and load_state: three steps, three more, and the last three once more."""
+    """prepare, backward, save_state and load_state: three steps, three more, and the last three
+    again.
+    """
     accelerator = Accelerator(cpu=True)
     model = fresh(name, spec)
     learning = [p for p in model.parameters() if p.requires_grad]
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(learning, lr=0.02))
-    inputs = given(name, model)
+    inputs = model_inputs(name, model)
 
     def three() -> list[float]:
-        found: list[float] = []
+        losses: list[float] = []
         for _ in range(3):
             optimizer.zero_grad()
             loss = prepared(**inputs).loss
             accelerator.backward(loss)
             optimizer.step()
-            found.append(loss.item())
-        return found
+            losses.append(loss.item())
+        return losses
 
     prepared.train()
     three()

@@ -1,4 +1,4 @@
-"""What one of two processes does in `test_distributed.py`."""
+"""One of the two processes of `test_distributed.py`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import peftc
-from peftc.adapters.sharded import elect_writer
-from tests.survival.harness import freshly_compiled, given, layers
+from peftc.adapters.weight_access import elect_writer
+from tests.survival.harness import freshly_compiled, layers, model_inputs
 
 STEPS, BATCH = 3, 4
 
 
 def halves(name: str, model: nn.Module, rank: int | None = None) -> list[dict[str, Tensor]]:
-    """Batches without padding, so that the mean of two halves is the mean of the whole; one half of each for a rank."""
-    whole = [given(name, model, batch=BATCH, padding=None, seed=i) for i in range(STEPS)]
+    """One rank's half of each batch. Batches have no padding, so the mean of both halves is the
+    mean of the batch.
+    """
+    whole = [model_inputs(name, model, batch=BATCH, padding=None, seed=i) for i in range(STEPS)]
     if rank is None:
         return whole
     part = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
@@ -33,7 +35,7 @@ def run(
 ) -> list[float]:
     """The losses of a few steps of AdamW, averaged over processes."""
     optimizer = torch.optim.AdamW(learning, lr=0.01)
-    found: list[float] = []
+    losses: list[float] = []
     for batch in batches:
         optimizer.zero_grad()
         loss = model(**batch).loss
@@ -42,12 +44,12 @@ def run(
         mean = loss.detach().clone()
         if world > 1:
             dist.all_reduce(mean)
-        found.append(mean.item() / world)
-    return found
+        losses.append(mean.item() / world)
+    return losses
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    """FSDP2 as its documentation has it: each layer, then the root."""
+    """FSDP2 as in its documentation: each layer, then the root."""
     for _, layer in layers(model):
         fully_shard(layer)
     return fully_shard(model)
@@ -65,29 +67,29 @@ def work(rank: int, world: int, way: str, cases: list[tuple[str, str]], director
         if rank == 0:
             torch.save(report, Path(directory) / f"{way}-{name}-{spec}.pt")
     dist.barrier()
-    os._exit(0)  # on a busy machine a process that ends gloo's threads itself is sometimes aborted
+    os._exit(0)  # on a busy machine, shutting gloo's threads down sometimes aborts the process
 
 
 class Sharded:
-    """As much of a tensor as says that it is one of several processes."""
+    """Imitates a sharded tensor, for code that asks whether one is."""
 
     def full_tensor(self) -> Tensor:
         return torch.zeros(1)
 
 
 def take_turns(rank: int, world: int, directory: str) -> None:
-    """Writes once as it should be, once onto a disk that is full; notes what each process was told."""
+    """Saves once normally and once onto a full disk; records each process's outcome."""
     dist.init_process_group("gloo", init_method=f"file://{directory}/turns", rank=rank, world_size=world)
-    told: list[str] = []
+    events: list[str] = []
     for full in (False, True):
         try:
             with elect_writer([cast(Tensor, Sharded())]) as mine:
-                told.append("writes" if mine else "waits")
+                events.append("writes" if mine else "waits")
                 if mine and full:
                     raise peftc.PeftcError(peftc.Diagnostic("P526", "the disk is full"))
         except peftc.PeftcError as error:
-            told += [d.code for d in error.diagnostics]
-    Path(directory, f"told-{rank}").write_text(" ".join(told))
+            events += [d.code for d in error.diagnostics]
+    Path(directory, f"events-{rank}").write_text(" ".join(events))
     dist.barrier()
     os._exit(0)
 
@@ -95,11 +97,11 @@ def take_turns(rank: int, world: int, directory: str) -> None:
 def one(rank: int, world: int, way: str, name: str, spec: str, directory: Path) -> dict[str, Any]:
     model = freshly_compiled(name, spec).train()
     batches = halves(name, model, rank)
-    made = DistributedDataParallel(model) if way == "ddp" else sharded(model)
+    wrapper = DistributedDataParallel(model) if way == "ddp" else sharded(model)
     parameters = peftc.parameters(model)
     if way == "fsdp":
         assert all(hasattr(p, "full_tensor") for p in parameters.values()), "not sharded"
-    losses = run(made, [p for p in model.parameters() if p.requires_grad], batches, world)
+    losses = run(wrapper, [p for p in model.parameters() if p.requires_grad], batches, world)
     if way == "fsdp" or rank == 0:
         peftc.save(model, directory / f"adapter-{way}-{name}-{spec}")
     return {"losses": losses, "parameters": {n: whole(p) for n, p in parameters.items()}}

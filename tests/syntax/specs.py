@@ -83,8 +83,8 @@ comments = st.text(st.characters(exclude_characters="\r\n", exclude_categories=(
     lambda text: f"#{text}".rstrip()
 )
 above = st.lists(comments, max_size=2).map(tuple)
-beside = st.none() | comments
-comment_fields = {"leading": above, "trailing": beside}
+trailing_comment = st.none() | comments
+comment_fields = {"leading": above, "trailing": trailing_comment}
 
 lets = st.builds(ast.Let, dotted, expressions, **comment_fields)
 equations = st.builds(ast.Equation, words, st.sampled_from(["=", "+=", "*="]), expressions, **comment_fields)
@@ -100,11 +100,13 @@ applies = st.builds(ast.Apply, words, arguments, st.none() | selectors, st.none(
 def expects(draw: st.DrawFn) -> ast.Expect:
     op = draw(st.sampled_from([None, "==", "!=", "<", "<=", ">", ">="]))
     right = None if op is None else draw(expressions)
-    return ast.Expect(draw(expressions), op, right, leading=draw(above), trailing=draw(beside))
+    return ast.Expect(draw(expressions), op, right, leading=draw(above), trailing=draw(trailing_comment))
 
 
 members = edits | trains | applies | lets | expects()
-params = st.lists(st.builds(ast.Param, words, expressions, leading=above, trailing=beside), max_size=3).map(tuple)
+params = st.lists(st.builds(ast.Param, words, expressions, leading=above, trailing=trailing_comment), max_size=3).map(
+    tuple
+)
 methods = st.builds(
     ast.Method, words, params, st.lists(members, max_size=3).map(tuple), closing=above, **comment_fields
 )
@@ -113,6 +115,6 @@ specs = st.builds(
     st.just(1),
     st.lists(members | uses | methods, max_size=4).map(tuple),
     header=above,
-    header_trailing=beside,
+    header_trailing=trailing_comment,
     closing=above,
 )

@@ -1,4 +1,4 @@
-"""Any text of up to 10 kB gives a Spec or diagnostics, in bounded time."""
+"""Any text of up to 10 kB gives a Spec or diagnostics in bounded time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peftc.diagnostics import PeftcError
-from peftc.diagnostics.formats import render_json
-from peftc.diagnostics.render import render_text
+from peftc.diagnostics.render import render_json, render_text
 from peftc.filesystem import resources
 from peftc.semantics import check_file, expand
 from peftc.syntax import parse_text, print_spec
@@ -84,7 +83,7 @@ WORDS = [
     "\r\n",
     "\t",
 ]
-SECONDS = 3.0  # of the processor, for one text; most take a hundredth of it
+SECONDS = 3.0  # seconds of CPU for one text; most take a hundredth of that
 
 
 def survives(text: str) -> None:

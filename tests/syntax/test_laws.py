@@ -1,4 +1,4 @@
-"""parse ∘ print is the identity; print ∘ parse keeps every comment once and is idempotent."""
+"""parse ∘ print is the identity; print ∘ parse is idempotent and keeps every comment once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCh
 
 @given(specs)
 @QUICK
-def test_printing_and_parsing_undo_each_other(spec: ast.Spec) -> None:
+def test_parsing_inverts_printing(spec: ast.Spec) -> None:
     text = print_spec(spec)
     again = parse_text(text)
     printed = print_spec(again)
@@ -97,7 +97,7 @@ def test_comments_between_any_two_words_are_kept() -> None:
         ("method m(r = 8) { # c\n", "method m(r = 8) {  # c"),
     ],
 )
-def test_a_comment_in_the_head_of_a_method_stays_with_what_it_is_beside(head: str, printed: str) -> None:
+def test_a_comment_in_the_head_of_a_method_stays_with_its_line(head: str, printed: str) -> None:
     assert print_spec(parse_text(f"peft 1\n{head} expect stored < 3 }}")) == (
         f"peft 1\n\n{printed}\n    expect stored < 3\n}}\n"
     )
@@ -138,7 +138,7 @@ def test_spans_are_where_the_words_are() -> None:
     call = line.value.right
     assert isinstance(call, ast.Call)
     assert isinstance(edit.selector, ast.Path)
-    shown = {
+    texts = {
         "edit.name": (edit.name_span, "low"),
         "selector": (edit.selector.span, "layer[0..5].ffn"),
         "step": (edit.selector.steps[1].span, "ffn"),
@@ -147,8 +147,8 @@ def test_spans_are_where_the_words_are() -> None:
         "function": (call.function_span, "adapter"),
         "keyword": (call.kwargs[0].span, "r=64"),
     }
-    assert {name: text[span.start : span.end] for name, (span, _) in shown.items()} == {
-        n: t for n, (_, t) in shown.items()
+    assert {name: text[span.start : span.end] for name, (span, _) in texts.items()} == {
+        n: t for n, (_, t) in texts.items()
     }
     at = call.kwargs[0].span
     assert (at.line, at.column, at.end_line, at.end_column) == (4, 5, 4, 9)
@@ -178,7 +178,7 @@ expect foldable(qv) expect sites(qv) == 72 expect stored <= 6.8%
 
 
 @pytest.mark.parametrize(
-    ("written", "printed"),
+    ("source", "printed"),
     [
         ("a-(b-c)", "a - (b - c)"),
         ("(a-b)-c", "a - b - c"),
@@ -191,12 +191,12 @@ expect foldable(qv) expect sites(qv) == 72 expect stored <= 6.8%
         ("f( (a+b) ,c = (1),)", "f(a + b, c=1)"),
     ],
 )
-def test_parentheses_are_those_that_are_needed(written: str, printed: str) -> None:
-    assert print_spec(parse_text(f"peft 1 let l = {written}")) == f"peft 1\n\nlet l = {printed}\n"
+def test_only_necessary_parentheses_are_printed(source: str, printed: str) -> None:
+    assert print_spec(parse_text(f"peft 1 let l = {source}")) == f"peft 1\n\nlet l = {printed}\n"
 
 
 @pytest.mark.parametrize(
-    ("written", "printed"),
+    ("source", "printed"),
     [
         ("a|b|c", "a | b | c"),
         ("a-b|c", "(a - b) | c"),
@@ -207,8 +207,8 @@ def test_parentheses_are_those_that_are_needed(written: str, printed: str) -> No
         ("layer[ 0,3 .. 5 ,-2..,..4,*]", "layer[0, 3..5, -2.., ..4, *]"),
     ],
 )
-def test_selectors_are_printed_without_doubt(written: str, printed: str) -> None:
-    assert print_spec(parse_text(f"peft 1 train t=[b] at {written}")) == f"peft 1\n\ntrain t = [b] at {printed}\n"
+def test_selectors_are_printed_unambiguously(source: str, printed: str) -> None:
+    assert print_spec(parse_text(f"peft 1 train t=[b] at {source}")) == f"peft 1\n\ntrain t = [b] at {printed}\n"
 
 
 OPERATORS = "+-*/"
@@ -216,7 +216,7 @@ OPERATORS = "+-*/"
 
 @pytest.mark.parametrize("outer", OPERATORS)
 @pytest.mark.parametrize("inner", OPERATORS)
-def test_every_nesting_of_two_operators_is_printed_as_it_is_meant(outer: str, inner: str) -> None:
+def test_every_nesting_of_two_operators_keeps_its_meaning(outer: str, inner: str) -> None:
     a, b, c = (ast.Name(name) for name in "abc")
     trees = [ast.Binary(outer, ast.Binary(inner, a, b), c), ast.Binary(outer, a, ast.Binary(inner, b, c))]
     trees += [ast.Negative(tree) for tree in trees] + [
@@ -227,7 +227,7 @@ def test_every_nesting_of_two_operators_is_printed_as_it_is_meant(outer: str, in
         assert parse_text(print_spec(spec)) == spec
 
 
-def test_every_nesting_of_selectors_is_printed_as_it_is_meant() -> None:
+def test_every_nesting_of_selectors_keeps_its_meaning() -> None:
     a, b, c = (ast.Path((ast.Step(name),)) for name in "abc")
     pairs = [lambda x, y: ast.Difference(x, y), lambda x, y: ast.Union((x, y))]
     for outer, inner in product(pairs, pairs):

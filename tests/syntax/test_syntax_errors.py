@@ -1,4 +1,4 @@
-"""Every malformed example is reported once, by the code of its rule."""
+"""Every malformed text is reported once, by the code of its rule."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import pytest
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.codes import CODES
-from peftc.syntax.error_rules import ERROR_RULES
-from peftc.syntax.lexical_errors import EXAMPLES
 from peftc.syntax.parser import MAX_ERRORS, parse_expression, parse_text
-
-RULES = [(example, rule.code) for rule in ERROR_RULES for example in rule.examples]
+from tests.syntax.malformed import MALFORMED
 
 
 def errors_of(text: str) -> tuple[Diagnostic, ...]:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         parse_text(text)
-    return caught.value.diagnostics
+    return excinfo.value.diagnostics
 
 
-@pytest.mark.parametrize(("text", "code"), [*RULES, *EXAMPLES])
+@pytest.mark.parametrize(("text", "code"), [(text, code) for code, texts in MALFORMED.items() for text in texts])
 def test_one_mistake_is_one_message(text: str, code: str) -> None:
     errors = errors_of(text)
     assert [error.code for error in errors] == [code], errors
@@ -144,7 +141,7 @@ def test_the_number_of_messages_is_limited() -> None:
 def test_an_expression_alone() -> None:
     assert str(parse_expression("mlp(800)")) == str(parse_expression(" mlp( 800 ) # width"))
     for bad in ("", "4 +", "a b", "r=3", "edit", "4)"):
-        with pytest.raises(PeftcError) as caught:
+        with pytest.raises(PeftcError) as excinfo:
             parse_expression(bad, "--set x")
-        assert caught.value.diagnostics[0].code.startswith("P0")
-        assert caught.value.diagnostics[0].source is not None
+        assert excinfo.value.diagnostics[0].code.startswith("P0")
+        assert excinfo.value.diagnostics[0].source is not None

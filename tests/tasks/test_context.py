@@ -1,4 +1,6 @@
-"""What `peftc.task` and `peftc.disabled` choose is the present context's: not the module's, and not that of its copies."""
+"""`peftc.task` and `peftc.disabled` are local to the current context and to the model, not to its
+modules or copies.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +55,15 @@ def logits(model: Any) -> Tensor:
 
 @cache
 def expected() -> dict[str, Tensor]:
-    """What each choice gives; none of them like another."""
+    """The outputs of each choice; all differ."""
     model = compiled()
-    found = {"base": logits(zoo.build("llama", torch.float64))}
+    outputs = {"base": logits(zoo.build("llama", torch.float64))}
     for name, choice in CHOICES.items():
         with choice(model):
-            found.setdefault(name, logits(model))
-            assert torch.equal(logits(model), found[name])
-    assert all(not torch.equal(found[a], found[b]) for a in found for b in found if a != b)
-    return found
+            outputs.setdefault(name, logits(model))
+            assert torch.equal(logits(model), outputs[name])
+    assert all(not torch.equal(outputs[a], outputs[b]) for a in outputs for b in outputs if a != b)
+    return outputs
 
 
 @contextmanager
@@ -84,7 +86,7 @@ def check(model: Any, name: str) -> None:
     assert torch.equal(logits(model), expected()[name]), name
 
 
-def test_blocks_stand_in_each_other_and_end_with_errors() -> None:
+def test_nested_blocks_and_errors() -> None:
     model = compiled()
     with peftc.task(model, "a"):
         with peftc.disabled(model):
@@ -130,7 +132,7 @@ def test_overlapping_blocks_of_one_context() -> None:
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["coroutines", "threads"])
-def test_contexts_do_not_see_each_other(threads: bool) -> None:
+def test_contexts_are_isolated(threads: bool) -> None:
     """Each choice in a context of its own, all blocks open at once."""
     model, names = compiled(), list(CHOICES)
     expected()
@@ -170,7 +172,7 @@ def test_contexts_do_not_see_each_other(threads: bool) -> None:
         logits(model)
 
 
-def test_a_block_that_is_left_elsewhere_says_so() -> None:
+def test_leaving_a_block_in_another_context_is_an_error() -> None:
     model = compiled()
 
     def inside() -> Iterator[None]:
@@ -179,9 +181,9 @@ def test_a_block_that_is_left_elsewhere_says_so() -> None:
 
     generator = inside()
     contextvars.copy_context().run(next, generator)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         generator.close()
-    assert caught.value.diagnostics[0].code == "P431"
+    assert excinfo.value.diagnostics[0].code == "P431"
     with peftc.task(model, "a"):
         check(model, "a")
 
@@ -201,7 +203,7 @@ def copies(model: Any) -> Iterator[Any]:
     yield twin
 
 
-def test_copies_made_inside_are_of_the_model() -> None:
+def test_copies_made_inside_a_block_have_no_choice() -> None:
     model = compiled()
     with peftc.disabled(model), peftc.task(model, "b"):
         twins = list(copies(model))
@@ -226,16 +228,16 @@ def test_switched_for_all_contexts_and_copies() -> None:
     with peftc.task(model, "b"):
         check(model, "b")
     peftc.set_enabled(model, False, "second")
-    seen: list[Tensor] = []
-    thread = threading.Thread(target=lambda: seen.append(logits(model)))
+    outputs: list[Tensor] = []
+    thread = threading.Thread(target=lambda: outputs.append(logits(model)))
     thread.start()
     thread.join()
-    assert torch.equal(seen[0], expected()["in part"])
+    assert torch.equal(outputs[0], expected()["in part"])
     for twin in list(copies(model))[:3]:
         check(twin, "in part")
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.remove(model)
-    assert caught.value.diagnostics[0].code == "P529"
+    assert excinfo.value.diagnostics[0].code == "P529"
     peftc.set_enabled(model, False)
     check(model, "base")
     peftc.set_enabled(model, True, "first")
@@ -249,11 +251,11 @@ def test_switched_for_all_contexts_and_copies() -> None:
             wrong()
 
 
-def test_what_changes_the_model_is_refused_inside_of_the_own_block_alone() -> None:
+def test_changes_of_the_model_are_refused_in_its_own_block_only() -> None:
     model = compiled()
-    with peftc.disabled(model, "second"), pytest.raises(peftc.PeftcError) as caught:
+    with peftc.disabled(model, "second"), pytest.raises(peftc.PeftcError) as excinfo:
         peftc.remove(model)
-    assert caught.value.diagnostics[0].code == "P529"
+    assert excinfo.value.diagnostics[0].code == "P529"
     with peftc.task(model, task_ids=["a", "b"]):
         peftc.drop_task(model, "a")
         with pytest.raises(peftc.PeftcError, match="choose again"):
@@ -262,14 +264,16 @@ def test_what_changes_the_model_is_refused_inside_of_the_own_block_alone() -> No
         check(model, "b")
     with peftc.disabled(model):
         outside = contextvars.Context()
-        outside.run(peftc.remove, model)  # another context's change of the model is seen in all of them
+        outside.run(peftc.remove, model)  # a change of the model is visible in every context
         check(model, "base")
     check(model, "base")
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
-def test_what_runs_again_has_the_choice_of_the_forward(reentrant: bool) -> None:
-    """Backward in another thread and in another block; by transformers' layers, and by a user's own call."""
+def test_recomputation_has_the_choice_of_the_forward(reentrant: bool) -> None:
+    """Backward in another thread and in another block; for transformers' checkpointing, and for a
+    user's own.
+    """
     model = compiled().train()
     model.enable_input_require_grads()
     for name, choice in CHOICES.items():
@@ -301,7 +305,7 @@ def test_what_runs_again_has_the_choice_of_the_forward(reentrant: bool) -> None:
 
 
 def test_whole_graphs_of_each_context() -> None:
-    """One compilation for each choice, and each context has its own at once."""
+    """One compilation for each choice; each context has its own at the same time."""
     model, names = compiled(), ["a", "base", "in part", "b"]
     expected()
     torch._dynamo.reset()
@@ -320,16 +324,16 @@ def test_whole_graphs_of_each_context() -> None:
 
     asyncio.run(all_of_them())
     assert counter.frame_count == len(names)
-    seen: list[Tensor] = []
+    outputs: list[Tensor] = []
     with peftc.disabled(model):
         context = contextvars.copy_context()
     for run_in in (context.run, partial(contextvars.Context().run)):
         with peftc.task(model, "b"):
-            thread = threading.Thread(target=lambda run_in=run_in: seen.append(run_in(in_a, model, fast)))
+            thread = threading.Thread(target=lambda run_in=run_in: outputs.append(run_in(in_a, model, fast)))
             thread.start()
             thread.join()
-    assert torch.equal(seen[0], expected()["base"])
-    assert torch.equal(seen[1], expected()["a"])
+    assert torch.equal(outputs[0], expected()["base"])
+    assert torch.equal(outputs[1], expected()["a"])
     assert counter.frame_count == len(names)
     torch._dynamo.reset()
 
@@ -354,20 +358,20 @@ def test_exported_with_the_choice(strict: bool) -> None:
 
 
 def test_replicas_in_other_threads() -> None:
-    """As `nn.DataParallel` makes them: in the context of the call, to run in threads without it."""
+    """As in `nn.DataParallel`: created in the context of the call, run in threads without it."""
     model = compiled()
     for name, choice in CHOICES.items():
         with choice(model):
             replica = replicated(model)
-        seen: list[Tensor] = []
-        thread = threading.Thread(target=lambda seen=seen, replica=replica: seen.append(logits(replica)))
+        outputs: list[Tensor] = []
+        thread = threading.Thread(target=lambda outputs=outputs, replica=replica: outputs.append(logits(replica)))
         thread.start()
         thread.join()
-        assert torch.equal(seen[0], expected()[name]), name
+        assert torch.equal(outputs[0], expected()[name]), name
 
 
 def replicated(model: nn.Module) -> Any:
-    """What `torch.nn.parallel.replicate` does for one device, without copying values."""
+    """`torch.nn.parallel.replicate` for one device, without copying values."""
     replicas: dict[nn.Module, Any] = {m: m._replicate_for_data_parallel() for m in model.modules()}
     for module, replica in replicas.items():
         for name, child in module._modules.items():
@@ -380,30 +384,30 @@ def replicated(model: nn.Module) -> Any:
 
 
 class Words:
-    """A tokenizer that says numbers."""
+    """A tokenizer whose words are numbers."""
 
     def decode(self, tokens: Any, **_: Any) -> str:
         return "".join(f"{int(t)} " for t in torch.as_tensor(tokens).flatten())
 
 
 def test_streaming_from_a_thread() -> None:
-    model, given = compiled(), {"input_ids": IDS[:1], "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    said: dict[str, str] = {}
+    model, inputs = compiled(), {"input_ids": IDS[:1], "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    texts: dict[str, str] = {}
     for name in ("a", "b", "base"):
         with CHOICES[name](model):
-            want = model.generate(**given)
+            want = model.generate(**inputs)
             streamer = TextIteratorStreamer(Words(), timeout=60)  # type: ignore[arg-type]
             run = contextvars.copy_context().run
-            thread = threading.Thread(target=run, args=(model.generate,), kwargs={**given, "streamer": streamer})
+            thread = threading.Thread(target=run, args=(model.generate,), kwargs={**inputs, "streamer": streamer})
             thread.start()
-        said[name] = "".join(streamer)  # after the block: the thread has what it was started with
+        texts[name] = "".join(streamer)  # after the block: the thread has the context of its start
         thread.join()
-        assert said[name].split() == [str(int(t)) for t in want[0]]
-    assert len(set(said.values())) == 3
+        assert texts[name].split() == [str(int(t)) for t in want[0]]
+    assert len(set(texts.values())) == 3
 
 
 class Listed(nn.Linear):
-    """Reads its weight from a list, as recurrent modules do."""
+    """Reads its weight from a list, like recurrent modules."""
 
     def __init__(self, *size: int) -> None:
         super().__init__(*size)
@@ -413,9 +417,9 @@ class Listed(nn.Linear):
         return nn.functional.linear(input, self.flat[0], self.bias)
 
 
-def test_what_a_module_reads_from_a_list_is_refused() -> None:
+def test_weights_that_a_module_reads_from_a_list_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Listed(4, 4))
     peftc.compile('peft 1\ntrain t = [w, b] at "1"', model, sample={"input": torch.zeros(1, 4)}, seed=0)
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.disabled(model)
-    assert caught.value.diagnostics[0].code == "P432"
+    assert excinfo.value.diagnostics[0].code == "P432"

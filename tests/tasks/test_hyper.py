@@ -1,4 +1,4 @@
-"""Hypernetwork adapters: networks that all tasks have in common, and one embedding for each."""
+"""Hypernetwork adapters: networks shared by all tasks, and one embedding for each task."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T = 5
 SPEC = f"peft 1\nedit e at layer[*].attn | layer[*].ffn per task {{ h += hyper(h, r=2, t={T}, m=4, nets=positions) }}"
 
 
-def test_each_row_is_what_its_task_makes_of_it() -> None:
+def test_each_row_uses_its_own_task() -> None:
     model = compiled("bart", SPEC)
-    given = three("bart", model)
-    alone = one_by_one(model, given)
+    inputs = three("bart", model)
+    alone = one_by_one(model, inputs)
     assert not torch.allclose(alone[0], alone[1])
     with peftc.task(model, task_ids=[TASKS[i] for i in (2, 0, 1)]):
-        close(model(**given).logits, torch.stack([alone[2][0], alone[0][1], alone[1][2]]), "mixed")
+        close(model(**inputs).logits, torch.stack([alone[2][0], alone[0][1], alone[1][2]]), "mixed")
 
 
 def test_a_task_costs_one_embedding() -> None:
@@ -44,17 +44,17 @@ def test_networks_learn_from_all_tasks_and_embeddings_from_their_own() -> None:
         assert moved == (not key.endswith("embedding") or "mnli" not in key), key
 
 
-def test_tasks_come_and_go_and_are_saved(tmp_path: Path) -> None:
+def test_tasks_are_added_dropped_and_saved(tmp_path: Path) -> None:
     model = compiled("llama", SPEC)
-    given = three("llama", model)
-    before = one_by_one(model, given)
+    inputs = three("llama", model)
+    before = one_by_one(model, inputs)
     peftc.add_task(model, "new", like="mnli")
     peftc.drop_task(model, "sst")
     want = (before[1], before[2], before[1])
-    assert all(torch.equal(a, b) for a, b in zip(one_by_one(model, given), want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one_by_one(model, inputs), want, strict=True))
     peftc.save(model, tmp_path)
     loaded = peftc.load(tmp_path, zoo.build("llama", torch.float64)).eval()
-    assert all(torch.equal(a, b) for a, b in zip(one_by_one(loaded, given), want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one_by_one(loaded, inputs), want, strict=True))
 
 
 def test_layers_and_positions_have_embeddings_of_their_own() -> None:
@@ -65,9 +65,9 @@ def test_layers_and_positions_have_embeddings_of_their_own() -> None:
     assert "up_2" in named
 
 
-def test_one_network_makes_adapters_of_one_size() -> None:
+def test_adapters_of_one_network_have_one_size() -> None:
     spec = "peft 1\nedit e at layer[*].ffn | layer[*].ffn.hidden { h += hyper(h, r=2) }"
-    with pytest.raises(peftc.PeftcError, match="P301") as found:
+    with pytest.raises(peftc.PeftcError, match="P301") as excinfo:
         peftc.plan(spec, zoo.config("bart"))
-    assert "nets=positions" in str(found.value)
+    assert "nets=positions" in str(excinfo.value)
     assert peftc.plan(spec.replace("r=2", "r=2, nets=positions"), zoo.config("bart")).totals.trained

@@ -1,4 +1,4 @@
-"""Parameters once for each task: one task at a time, rows of several in one batch, tasks that come and go, files."""
+"""Parameters for each task: one task at a time, mixed batches, adding and dropping tasks, files."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def compiled(name: str, spec: str = SPEC, tasks: tuple[str, ...] = TASKS) -> Any
 
 def three(name: str, model: nn.Module) -> dict[str, Tensor]:
     """A batch of three examples."""
-    given = zoo.inputs(name, model)
-    return {k: torch.cat([v, v.flip(-1)])[:3] if v.shape[0] == 2 else v for k, v in given.items()}
+    inputs = zoo.inputs(name, model)
+    return {k: torch.cat([v, v.flip(-1)])[:3] if v.shape[0] == 2 else v for k, v in inputs.items()}
 
 
-def one_by_one(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
-    found: list[Tensor] = []
+def one_by_one(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+    outputs: list[Tensor] = []
     for name in peftc.tasks(model):
         with peftc.task(model, name):
-            found.append(model(**given).logits)
-    return found
+            outputs.append(model(**inputs).logits)
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -64,17 +64,17 @@ def one_by_one(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
         ),
     ],
 )
-def test_each_row_is_what_its_task_makes_of_it(name: str, spec: str) -> None:
+def test_each_row_uses_its_own_task(name: str, spec: str) -> None:
     model = compiled(name, spec)
-    given = three(name, model)
-    alone = one_by_one(model, given)
+    inputs = three(name, model)
+    alone = one_by_one(model, inputs)
     assert not torch.allclose(alone[0], alone[1])
     for ids in ([2, 0, 1], [1, 1, 0], [2, 2, 2]):
         want = torch.stack([alone[task][row] for row, task in enumerate(ids)])
         with peftc.task(model, task_ids=torch.tensor(ids)):
-            close(model(**given).logits, want, "by number")
+            close(model(**inputs).logits, want, "by number")
         with peftc.task(model, task_ids=[TASKS[i] for i in ids]):
-            close(model(**given).logits, want, "by name")
+            close(model(**inputs).logits, want, "by name")
 
 
 @pytest.mark.parametrize(
@@ -87,21 +87,21 @@ def test_each_row_is_what_its_task_makes_of_it(name: str, spec: str) -> None:
         "let g = gate(x)  h = head(x + g * adapter(x, r=2))",
     ],
 )
-def test_each_has_a_head_of_its_own(equation: str) -> None:
-    """Where the state of an example has no tokens: (batch, d)."""
+def test_each_task_has_its_own_head(equation: str) -> None:
+    """Also on states without tokens: (batch, d)."""
     model: Any = with_classifier()
     peftc.compile(f"peft 1\nedit cls at head per task {{ {equation} }}", model, tasks=TASKS, seed=0)
     randomise(peftc.parameters(model))
-    given = {"input_ids": torch.arange(3, 24).view(3, 7)}
-    alone = one_by_one(model, given)
+    inputs = {"input_ids": torch.arange(3, 24).view(3, 7)}
+    alone = one_by_one(model, inputs)
     assert alone[0].shape == (3, 5)
     assert not torch.allclose(alone[0], alone[1])
     with peftc.task(model, task_ids=torch.tensor([2, 0, 1])):
-        close(model(**given).logits, torch.stack([alone[2][0], alone[0][1], alone[1][2]]), "mixed")
+        close(model(**inputs).logits, torch.stack([alone[2][0], alone[0][1], alone[1][2]]), "mixed")
 
 
 def with_classifier() -> nn.Module:
-    """BERT below a classifier of five classes that reads the pooled state."""
+    """BERT with a five-class classifier on the pooled state."""
     torch.manual_seed(0)
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16, "num_labels": 5}
     config = transformers.BertConfig(vocab_size=32, hidden_size=8, intermediate_size=12, **small)
@@ -110,17 +110,17 @@ def with_classifier() -> nn.Module:
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_task_alone_is_the_spec_without_tasks(name: str) -> None:
-    """The same model as one compiled for that task, with its parameters."""
+    """The same model as one compiled for that task only, with its parameters."""
     model, plain = compiled(name), peftc.compile(SPEC.replace(" per task", ""), zoo.build(name, torch.float64), seed=0)
     plain.eval()
-    given = three(name, model)
+    inputs = three(name, model)
     for task in TASKS:
         values = {k.replace(f".tasks.{task}.", "."): v for k, v in peftc.parameters(model).items()}
         with torch.no_grad():
             for key, parameter in peftc.parameters(plain).items():
                 parameter.copy_(values[key])
         with peftc.task(model, task):
-            close(model(**given).logits, plain(**given).logits, task)
+            close(model(**inputs).logits, plain(**inputs).logits, task)
 
 
 def test_gradients_reach_the_tasks_of_the_batch_and_no_others() -> None:
@@ -145,46 +145,46 @@ def test_counts_are_those_of_the_model() -> None:
 
 def test_added_and_dropped() -> None:
     model = compiled("bart")
-    given = three("bart", model)
-    before = one_by_one(model, given)
-    kept = {k: v.clone() for k, v in peftc.parameters(model).items()}
+    inputs = three("bart", model)
+    before = one_by_one(model, inputs)
+    parameters = {k: v.clone() for k, v in peftc.parameters(model).items()}
     assert peftc.add_task(model, "new", like="mnli") is model
     assert peftc.tasks(model) == (*TASKS, "new")
-    assert all(torch.equal(peftc.parameters(model)[k], v) for k, v in kept.items())
-    after = one_by_one(model, given)
+    assert all(torch.equal(peftc.parameters(model)[k], v) for k, v in parameters.items())
+    after = one_by_one(model, inputs)
     assert all(torch.equal(a, b) for a, b in zip(after, (*before, before[1]), strict=True))
     peftc.drop_task(model, "sst")
-    assert [torch.equal(a, b) for a, b in zip(one_by_one(model, given), (*before[1:], before[1]), strict=True)] == [
+    assert [torch.equal(a, b) for a, b in zip(one_by_one(model, inputs), (*before[1:], before[1]), strict=True)] == [
         True
     ] * 3
     peftc.add_task(model, "fresh")
     assert not any(".tasks.sst." in key for key in peftc.parameters(model))
-    plain = zoo.build("bart", torch.float64).eval()(**given).logits
-    assert torch.equal(peftc.remove(model)(**given).logits, plain)
+    plain = zoo.build("bart", torch.float64).eval()(**inputs).logits
+    assert torch.equal(peftc.remove(model)(**inputs).logits, plain)
 
 
-def test_saved_loaded_copied_and_beside_another_spec(tmp_path: Path) -> None:
+def test_saved_loaded_copied_and_with_another_spec(tmp_path: Path) -> None:
     model = compiled("llama")
-    given = three("llama", model)
+    inputs = three("llama", model)
     ids = torch.tensor([1, 0, 2])
     with peftc.task(model, task_ids=ids):
-        want = model(**given).logits
+        want = model(**inputs).logits
     peftc.save(model, tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
     assert peftc.tasks(loaded) == TASKS
     twin = copy.deepcopy(model)
     for other in (loaded, twin):
         with peftc.task(other, task_ids=ids):
-            assert torch.equal(other(**given).logits, want)
+            assert torch.equal(other(**inputs).logits, want)
         with pytest.raises(peftc.PeftcError, match="P533"):
-            model(**given)  # chosen for the other alone
+            model(**inputs)  # chosen for the other alone
     peftc.compile("peft 1\nedit more at layer[*].attn.v { h += lora(x, r=2) }", model, seed=1)
     other = "peft 1\nedit late at layer[*].attn.k per task { h += lora(x, r=2) }"
     peftc.compile(other, model, seed=1, name="more tasks")
     assert peftc.tasks(model) == TASKS
     peftc.remove(model, "more tasks")
     with peftc.task(model, task_ids=ids):
-        assert torch.equal(model(**given).logits, want)
+        assert torch.equal(model(**inputs).logits, want)
 
 
 @pytest.mark.parametrize("spec", [SPEC, PROMPT])
@@ -213,7 +213,7 @@ def test_one_task_needs_no_choice() -> None:
 @pytest.mark.parametrize(
     ("tasks", "code"), [((), "P537"), (("a", "a"), "P537"), (("a.b",), "P537"), (("keys",), "P537"), (("",), "P537")]
 )
-def test_names_that_are_none(tasks: tuple[str, ...], code: str) -> None:
+def test_invalid_names_of_tasks(tasks: tuple[str, ...], code: str) -> None:
     model = zoo.build("llama")
     with pytest.raises(peftc.PeftcError, match=code):
         peftc.compile(PREFIX, model, tasks=tasks)
@@ -222,7 +222,7 @@ def test_names_that_are_none(tasks: tuple[str, ...], code: str) -> None:
 
 def test_refusals() -> None:
     model = compiled("llama", PREFIX)
-    given = three("llama", model)
+    inputs = three("llama", model)
     wrong: list[tuple[str, Any]] = [
         ("P534", lambda: peftc.task(model, "stst")),
         ("P534", lambda: peftc.task(model, task_ids=["sst", "nli", "sts"])),
@@ -236,7 +236,7 @@ def test_refusals() -> None:
         with pytest.raises(peftc.PeftcError, match=code), block():
             pass
     with pytest.raises(peftc.PeftcError, match="P536"), peftc.task(model, task_ids=torch.tensor([0, 1])):
-        model(**given)
+        model(**inputs)
     for code, act in (
         ("P537", lambda: peftc.add_task(model, "sst")),
         ("P534", lambda: peftc.add_task(model, "x", like="y")),
@@ -258,9 +258,9 @@ def test_refusals() -> None:
         peftc.drop_task(model, "sts")
     weight = compiled("llama", WEIGHT)
     with peftc.task(weight, "mnli"):
-        weight(**given)
+        weight(**inputs)
     with pytest.raises(peftc.PeftcError, match="P536"), peftc.task(weight, task_ids=torch.tensor([0, 1, 2])):
-        weight(**given)
+        weight(**inputs)
 
 
 FORMS = (
@@ -274,17 +274,17 @@ FORMS = (
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_every_task_has_its_own_and_is_saved(text: str, tmp_path: Path) -> None:
-    """Where all parameters of a form are in common, too: to the sites of a task, not to the tasks."""
+def test_every_task_has_its_own_parameters_in_the_file(text: str, tmp_path: Path) -> None:
+    """Forms with common parameters, too: common to the sites of a task, not to all tasks."""
     spec = "peft 1\n" + text.format().replace(" {", " per task {", 1)
     model = compiled("llama", spec, ("a", "b"))
-    given = three("llama", model)
-    first, second = one_by_one(model, given)
+    inputs = three("llama", model)
+    first, second = one_by_one(model, inputs)
     assert not torch.allclose(first, second)
     plan = peftc.plan(spec, zoo.build("llama"), tasks=("a", "b"))
     assert plan.totals.trained == sum(p.numel() for p in peftc.parameters(model).values())
     peftc.save(model, tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build("llama", torch.float64)).eval()
     assert plan.totals.stored == sum(p.numel() for p in peftc.parameters(loaded).values())
-    for got, want in zip(one_by_one(loaded, given), (first, second), strict=True):
+    for got, want in zip(one_by_one(loaded, inputs), (first, second), strict=True):
         close(got, want, "loaded")

@@ -1,4 +1,6 @@
-"""`with` blocks of traced code are kept: what runs inside of one runs inside of the same one in the generated code."""
+"""`with` blocks are preserved: an operation inside one runs inside the same one in the generated
+code.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from peftc.tracing.tracer import RegionTracer
 
 
 class Layer(nn.Module):
-    """A layer whose forward is given as a function."""
+    """A layer with this function as its forward."""
 
     body: Callable[..., Tensor]
 
@@ -30,7 +32,7 @@ class Layer(nn.Module):
 
 
 def layer(body: Callable[..., Tensor]) -> Any:
-    """A layer of a class of its own, and the same with a generated forward."""
+    """A layer with a class of its own, and the same with a generated forward."""
 
     class Own(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -68,10 +70,10 @@ def without_gradient(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         scale = self.linear(x)
         with torch.enable_grad():
-            kept = self.linear(x)
+            differentiable = self.linear(x)
     with torch.set_grad_enabled(False):
         off = x * self.scale[0]
-    return x * scale + kept + off
+    return x * scale + differentiable + off
 
 
 @torch.no_grad()
@@ -83,11 +85,11 @@ def decorated_helper(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) + helper(self.linear(x))
 
 
-def asking(self: Any, x: Tensor) -> Tensor:
+def querying_torch(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) if torch.is_autocast_enabled("cpu") else x * self.scale[0]
 
 
-def asking_for_gradients(self: Any, x: Tensor) -> Tensor:
+def querying_grad_mode(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) if torch.is_grad_enabled() else x * self.scale[0]
 
 
@@ -111,8 +113,8 @@ BODIES = (
     in_bfloat16,
     without_gradient,
     decorated_helper,
-    asking,
-    asking_for_gradients,
+    querying_torch,
+    querying_grad_mode,
     answered_by_the_block,
     caught,
 )
@@ -160,8 +162,8 @@ def test_blocks_are_printed_as_blocks() -> None:
     assert not any("entered" in line or "left" in line for line in lines)
 
 
-def test_a_question_to_torch_is_a_condition() -> None:
-    _, generated = layer(asking)
+def test_a_query_of_torchs_state_is_a_guard() -> None:
+    _, generated = layer(querying_torch)
     x = torch.randn(3, 4)
     variants = type(generated)._peftc_kind.variants
     for known in (1, 1):
@@ -183,7 +185,7 @@ def test_blocks_in_one_graph() -> None:
     torch._dynamo.reset()
 
 
-def test_what_a_call_changes_for_good_is_not_changed_by_its_trace() -> None:
+def test_tracing_undoes_permanent_changes_of_global_state() -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         torch.set_grad_enabled(False)
         return self.linear(x)
@@ -203,7 +205,7 @@ def refused(body: Callable[..., Tensor], match: str) -> None:
         RegionTracer(lambda name: True).trace_region(layer(body)[0], {"x": mode.from_tensor(torch.randn(3, 4))})
 
 
-def test_a_block_that_cannot_be_kept_is_not_entered() -> None:
+def test_a_module_with_an_unsupported_block_is_not_inlined() -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         with torch.inference_mode():
             return self.linear(x)
@@ -214,7 +216,7 @@ def test_a_block_that_cannot_be_kept_is_not_entered() -> None:
     assert "__init__" not in vars(torch.enable_grad)
 
 
-def test_two_ways_out_of_a_block_are_refused() -> None:
+def test_two_exits_of_a_block_are_refused() -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             return self.linear(x) if x.sum() > 0 else x
@@ -222,7 +224,7 @@ def test_two_ways_out_of_a_block_are_refused() -> None:
     refused(body, "inside of a `with` block")
 
 
-def test_a_forward_that_is_decorated_is_not_entered() -> None:
+def test_a_decorated_forward_is_not_inlined() -> None:
     class Child(nn.Module):
         @torch.no_grad()
         def forward(self, x: Tensor) -> Tensor:

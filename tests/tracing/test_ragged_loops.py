@@ -1,4 +1,6 @@
-"""Loops over the pieces of a tensor, as many as data tells: kept as loops, where no turn depends on the ones before it."""
+"""Loops over a data-dependent number of slices: preserved as loops if iterations are
+independent.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from peftc.tracing.tracer import RegionTracer
 
 
 class Packed(nn.Module):
-    """Attends within each of the pieces of a row of tokens."""
+    """Attention within each sequence of a packed row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,22 +60,22 @@ def counting(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def carrying(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    made: list[Tensor] = []
+    pieces: list[Tensor] = []
     total = x.sum(0)
     for p in x.split(lengths.tolist()):
         total = total + p.sum(0)
-        made.append(p + total)
-    return torch.cat(made)
+        pieces.append(p + total)
+    return torch.cat(pieces)
 
 
 def last(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    made = x
+    output = x
     for p in x.split(lengths.tolist()):
-        made = self.inner(p)
-    return made
+        output = self.inner(p)
+    return output
 
 
-def asking(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+def reading_a_value(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
     return x * len(x.split(lengths.tolist()))
 
 
@@ -117,11 +119,11 @@ def test_one_forward_serves_any_number_of_pieces(make: Callable[[], nn.Module]) 
     assert "\n    for " in kind.variants[0].source
 
 
-def test_roles_of_an_attention_in_pieces() -> None:
+def test_roles_of_an_attention_over_packed_sequences() -> None:
     root = Packed()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        given = {"x": mode.from_tensor(torch.randn(5, 4)), "lengths": mode.from_tensor(torch.tensor([3, 2]))}
-        graph = RegionTracer(lambda name: name == "").trace_region(root, given).graph
+        inputs = {"x": mode.from_tensor(torch.randn(5, 4)), "lengths": mode.from_tensor(torch.tensor([3, 2]))}
+        graph = RegionTracer(lambda name: name == "").trace_region(root, inputs).graph
     (attention,) = attentions(LayerGraph(graph, root))
     for i, value in enumerate((attention.q, attention.k, attention.v)):
         assert [rows for _, rows in source_linears(LayerGraph(graph, root), value)] == [Slice(4 * i, 4 * i + 4)]
@@ -129,8 +131,8 @@ def test_roles_of_an_attention_in_pieces() -> None:
     assert sum(n.target is collect for n in graph.nodes) == 1
 
 
-@pytest.mark.parametrize("body", [counting, carrying, last, asking, choosing, adding, within, deciding])
-def test_loops_that_cannot_be_kept(body: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize("body", [counting, carrying, last, reading_a_value, choosing, adding, within, deciding])
+def test_loops_that_cannot_be_preserved(body: Callable[..., Tensor]) -> None:
     module = looping(body)
     rewritten(module)
     with pytest.raises(peftc.PeftcError, match="P407"):

@@ -1,4 +1,4 @@
-"""Functions compiled by `torch.jit.script` have no Python code to enter: a trace keeps their calls whole."""
+"""Functions of `torch.jit.script` have no Python code to inline: a trace preserves their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing loses nothing: a model whose layers run from their own traces is the model."""
+"""Tracing is lossless: a model whose layers run from their traces computes the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.matrix import checkerboard
 def retraced(
     name: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[nn.Module, nn.Module, list[GeneratedClass]]:
-    """A model, and one in which every layer is replaced by its trace: all code inlined, no edits."""
+    """A model, and one whose layers run from their traces, with all code inlined and no edits."""
     base, model = zoo.build(name, dtype, **options), zoo.build(name, dtype, **options)
     kinds: dict[type, GeneratedClass] = {}
     for stack in analyse(model).structure.stacks:
@@ -37,58 +37,60 @@ def retraced(
 
 
 @pytest.mark.parametrize(("name", "padding"), checkerboard(zoo.ALL, (None, "right")))
-def test_a_traced_layer_computes_what_it_computed(name: str, padding: Any) -> None:
+def test_a_traced_layer_computes_the_same(name: str, padding: Any) -> None:
     base, model, kinds = retraced(name)
-    given = zoo.inputs(name, base, padding=padding)
+    inputs = zoo.inputs(name, base, padding=padding)
     with torch.no_grad():
-        assert torch.equal(model(**given)[0], base(**given)[0])
+        assert torch.equal(model(**inputs)[0], base(**inputs)[0])
     assert all(kind.variants for kind in kinds)
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_dropout_draws_the_same_numbers(name: str) -> None:
     base, model, _ = retraced(name, dropout=0.2)
-    given = zoo.inputs(name, base)
+    inputs = zoo.inputs(name, base)
     out: list[torch.Tensor] = []
     for m in (base, model):
         m.train()
-        m(**given)  # the first call traces
+        m(**inputs)  # the first call traces
         torch.manual_seed(3)
-        out.append(m(**given)[0])
+        out.append(m(**inputs)[0])
     assert torch.equal(*out)
-    assert not torch.equal(out[0], base.eval()(**given)[0])
+    assert not torch.equal(out[0], base.eval()(**inputs)[0])
 
 
 @pytest.mark.parametrize("name", zoo.GENERATING)
 def test_caches_are_used_and_not_mixed_up(name: str) -> None:
     base, model, _ = retraced(name)
-    given = {k: v for k, v in zoo.inputs(name, base).items() if k in ("input_ids", "attention_mask")}
+    inputs = {k: v for k, v in zoo.inputs(name, base).items() if k in ("input_ids", "attention_mask")}
     for options in ({"num_beams": 1}, {"num_beams": 3}, {"num_beams": 1, "cache_implementation": "static"}):
-        made = [m.generate(**given, do_sample=False, max_new_tokens=6, **options) for m in (base, model)]
-        assert torch.equal(*made), options
+        generations = [m.generate(**inputs, do_sample=False, max_new_tokens=6, **options) for m in (base, model)]
+        assert torch.equal(*generations), options
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_half_precision_takes_its_own_branches(name: str, dtype: torch.dtype) -> None:
     base, model, _ = retraced(name, dtype)
-    given = zoo.inputs(name, base)
+    inputs = zoo.inputs(name, base)
     with torch.no_grad():
-        assert torch.equal(model(**given)[0], base(**given)[0])
+        assert torch.equal(model(**inputs)[0], base(**inputs)[0])
 
 
-def test_both_ways_of_a_decision_on_values() -> None:
-    """BART clamps a layer's output in float16 if it is not finite: known only while it runs."""
+def test_both_sides_of_a_branch_on_values() -> None:
+    """BART clamps a layer's output in float16 if it is not finite, which is known only
+    at run time.
+    """
     base, model, kinds = retraced("bart", torch.float16)
     encoder = next(k for k in kinds if "Encoder" in k.name)
-    given = zoo.inputs("bart", base)
+    inputs = zoo.inputs("bart", base)
     with torch.no_grad():
-        model(**given)
+        model(**inputs)
         assert "clamp" in encoder.source
         assert len(encoder.variants) == 1
         for m in (base, model):
             m.model.encoder.layers[0].final_layer_norm.bias[0] = float("inf")
-        want, got = base.model.encoder(given["input_ids"])[0], model.model.encoder(given["input_ids"])[0]
+        want, got = base.model.encoder(inputs["input_ids"])[0], model.model.encoder(inputs["input_ids"])[0]
     assert torch.equal(want.nan_to_num(), got.nan_to_num())
     assert len(encoder.variants) == 1
 
@@ -108,7 +110,7 @@ def test_tracing_leaves_everything_as_it_was() -> None:
 
 
 class Named(nn.Module):
-    """An attention whose queries, keys and values are told by their names."""
+    """An attention with q, k and v as keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +124,7 @@ class Named(nn.Module):
         return x + self.o(mixed.flatten(2))
 
 
-def test_an_attention_that_is_called_with_names() -> None:
+def test_an_attention_with_keyword_arguments() -> None:
     root = Named()
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, 5, 8)}).graph
     (attn,) = sub_layers(LayerGraph(graph, root))

@@ -1,4 +1,4 @@
-"""Diff Pruning: gates as its paper draws them, the penalty, what is kept, and that it is saved and folded as what it is."""
+"""Diff Pruning: gates as in the paper, the penalty, the magnitude pruning, saving and folding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spec(name: str, more: str = "") -> str:
 
 
 def compiled(name: str, more: str = "", moved: bool = True) -> Any:
-    """A model whose gates are open, half open and closed."""
+    """A model with open, half-open and closed gates."""
     model = peftc.compile(spec(name, more), zoo.build(name, torch.float64), seed=0)
     if moved:
         randomise({k: p for k, p in peftc.parameters(model).items() if k.endswith("delta")})
@@ -39,7 +39,7 @@ def compiled(name: str, more: str = "", moved: bool = True) -> Any:
 
 
 def values(model: nn.Module, u: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """z ⊙ Δ of every site by hand, from the draws `u`, or as it is without."""
+    """z ⊙ Δ of every site by hand, with the random draws `u` or without."""
     result: dict[str, Tensor] = {}
     parameters = peftc.parameters(model)
     for key, delta in parameters.items():
@@ -54,7 +54,7 @@ def values(model: nn.Module, u: dict[str, Tensor] | None = None) -> dict[str, Te
 
 
 def llama_with(changes: dict[str, Tensor], arguments: dict[str, Tensor], base: nn.Module) -> Tensor:
-    """The logits of the base with these changes of its weights."""
+    """The logits of the base with these weight changes."""
     modules = {site.path: site.module for site in peftc.sites(zoo.build("llama")).sites}
     weights = {f"{modules[k.split('/')[1]]}.weight": v for k, v in changes.items()}
     moved = {k: base.get_parameter(k).detach() + v for k, v in weights.items()}
@@ -71,7 +71,7 @@ def test_equals_the_paper_with_and_without_draws(more: str) -> None:
     got = model.train()(**arguments).logits
     torch.manual_seed(3)
     u: dict[str, Tensor] = {}
-    for i in range(base.config.num_hidden_layers):  # in the order in which the weights are used
+    for i in range(base.config.num_hidden_layers):  # in the order of use
         for path in (f"decoder.layer[{i}].attn.self.q", f"decoder.layer[{i}].ffn.down"):
             for name in ("alpha", "group"):
                 if (key := f"m/{path}/masked.{name}") in parameters:
@@ -111,7 +111,7 @@ def test_the_penalty_is_the_expected_number_of_entries() -> None:
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_the_largest_are_kept_saved_trained_on_and_folded(name: str, tmp_path: Path) -> None:
+def test_the_largest_entries_are_saved_trained_further_and_folded(name: str, tmp_path: Path) -> None:
     fresh, base = compiled(name, moved=False), zoo.build(name, torch.float64).eval()
     arguments = zoo.inputs(name, base, labels=True)
     plain = base(**arguments).logits
@@ -133,7 +133,7 @@ def test_the_largest_are_kept_saved_trained_on_and_folded(name: str, tmp_path: P
         model.train()(**arguments).loss.backward()
         optimizer.step()
     want = model.eval()(**arguments).logits
-    assert torch.equal(model.train()(**arguments).logits, want)  # nothing is drawn any more
+    assert torch.equal(model.train()(**arguments).logits, want)  # the gates are no longer random
     peftc.save(model.eval(), tmp_path / "a")
     loaded = peftc.load(tmp_path / "a", zoo.build(name, torch.float64)).eval()
     assert torch.equal(loaded(**arguments).logits, want)
@@ -154,7 +154,7 @@ def test_the_largest_are_kept_saved_trained_on_and_folded(name: str, tmp_path: P
     peftc.save(twin, tmp_path / "b")
 
 
-def test_everything_is_kept_where_training_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_keeps_everything_for_further_training(tmp_path: Path) -> None:
     model = compiled("llama", ", keep=true")
     arguments = zoo.inputs("llama", model)
     peftc.save(model, tmp_path / "a")
@@ -178,7 +178,7 @@ def test_checkpointing_draws_what_the_forward_drew() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*result, strict=True))
 
 
-def test_each_task_prunes_and_pays_for_its_own(tmp_path: Path) -> None:
+def test_each_task_prunes_its_own_and_has_its_own_penalty(tmp_path: Path) -> None:
     text = spec("llama").replace(" {", " per task {", 1)
     model = peftc.compile(text, zoo.build("llama", torch.float64), seed=0, tasks=("a", "b"))
     randomise({k: p for k, p in peftc.parameters(model).items() if k.endswith("delta")})
@@ -202,8 +202,11 @@ def test_each_task_prunes_and_pays_for_its_own(tmp_path: Path) -> None:
             assert torch.equal(model(**arguments).logits, loaded(**arguments).logits)
 
 
-def test_what_is_shared_stays_shared(tmp_path: Path) -> None:
-    text = "peft 1\nlet s = shared(masked(density=0.01))\nedit a at layer[*].attn.q { w += s() }\nedit b at layer[0].ffn.up { w += s() }"
+def test_a_shared_form_is_pruned_as_one(tmp_path: Path) -> None:
+    text = (
+        "peft 1\nlet s = shared(masked(density=0.01))\n"
+        "edit a at layer[*].attn.q { w += s() }\nedit b at layer[0].ffn.up { w += s() }"
+    )
     model = peftc.compile(text, zoo.build("llama", torch.float64), seed=0)
     randomise({k: p for k, p in peftc.parameters(model).items() if k.endswith("delta")})
     peftc.calibrate(model)

@@ -1,4 +1,6 @@
-"""`wb`: every weight and every bias of a model as a place, tied ones once; by hand, with parameters that are exchanged."""
+"""`wb`: every weight and bias of a model as a site, tied ones once; the reference replaces
+parameters by hand.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def base_of(name: str) -> Any:
 
 
 def places(name: str, form: str, base: nn.Module) -> list[tuple[str, nn.Parameter, bool]]:
-    """Each parameter under the first of its names in the plan, in that order; whether it is stored (in, out)."""
+    """Each parameter under its first name in the plan, in order, and whether it is stored (in,
+    out).
+    """
     parameters = dict(base.named_parameters(remove_duplicate=False))
     result: dict[int, tuple[str, nn.Parameter, bool]] = {}
     for site in peftc.plan(ALL.format(form), zoo.build(name)).edits[0].sites:
@@ -68,8 +72,8 @@ def test_all_parameters_are_places_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_a_model_with_other_parameters(name: str, tmp_path: Path) -> None:
-    """One vector of values, cut into the parameters in the order of the plan."""
+def test_equals_a_model_with_replaced_parameters(name: str, tmp_path: Path) -> None:
+    """One vector of values, split over the parameters in the plan's order."""
     form = "sparse(density=100%, select=magnitude)"
     model, base = compiled(name, form), base_of(name)
     arguments = zoo.inputs(name, model)
@@ -94,7 +98,7 @@ def test_equals_a_model_with_other_parameters(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_said_is_one_vector_and_a_factor_for_each_layer(name: str) -> None:
+def test_said_has_one_vector_and_a_factor_for_each_layer(name: str) -> None:
     d = 40
     model, base = compiled(name, f"fastfood(d={d}, scaled=true, seed=3)"), base_of(name)
     parameters = peftc.parameters(model)
@@ -122,7 +126,7 @@ def test_said_is_one_vector_and_a_factor_for_each_layer(name: str) -> None:
 
 
 def test_entries_compete_in_one_budget() -> None:
-    """The largest scores of all weights and biases together, a tied one with the gradient of both its uses."""
+    """The largest scores over all weights and biases; a tied one has the gradient of both uses."""
     name = "gpt2"
     model, base = peftc.compile(ALL.format("sparse(density=3%)"), zoo.build(name, torch.float64), seed=0), base_of(name)
     arguments = zoo.inputs(name, model, labels=True)
@@ -154,7 +158,7 @@ def test_edits_that_share_a_form_have_one_budget() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_what_a_tied_weight_owns_is_there_once(name: str, tmp_path: Path) -> None:
+def test_a_tied_weight_has_one_set_of_parameters(name: str, tmp_path: Path) -> None:
     model = compiled(name, "masked(density=2%, keep=true)")
     keys = [key for key in peftc.parameters(model) if ".embed.w/" in key or "head.w/" in key]
     assert len(keys) == 3  # delta, alpha, group: of the first use
@@ -170,7 +174,7 @@ def test_what_a_tied_weight_owns_is_there_once(name: str, tmp_path: Path) -> Non
         assert torch.equal(model(**arguments).logits, base_of(name)(**arguments).logits)
 
 
-def test_only_one_use_of_a_tied_weight_is_not_folded() -> None:
+def test_an_edit_of_one_use_of_a_tied_weight_does_not_fold() -> None:
     plan = peftc.plan("peft 1\nedit m at decoder.embed { wb += lowrank(r=2) }", zoo.build("gpt2"))
     assert not plan.edits[0].foldable
     assert "tied" in plan.edits[0].reason

@@ -1,4 +1,6 @@
-"""Entries chosen from data: which they are, that nothing else moves, that everything is as before, files."""
+"""`sparse`: entries selected from data: the selection, that nothing else changes, that `remove`
+restores, files.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def compiled(name: str, select: str) -> Any:
 
 
 def views(name: str, model: nn.Module, of: dict[str, Tensor]) -> list[Tensor]:
-    """A tensor of the size of each site's weight, out of tensors of the size of the parameters."""
+    """Slices of the parameters with the size of each site's weight."""
     result: list[Tensor] = []
     fused = {"q": 0, "k": 1, "v": 2}
     arms = [arm.rpartition(".")[2] for arm in SITES[name].split(" | ")]
@@ -50,7 +52,7 @@ def views(name: str, model: nn.Module, of: dict[str, Tensor]) -> list[Tensor]:
 
 
 def expected(name: str, select: str) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """The scores of all entries by hand, one site after the other, and the sizes of the sites."""
+    """The scores of all entries by hand, site by site, and the sizes of the sites."""
     base = zoo.build(name, torch.float64).eval()
     scores = {n: torch.zeros_like(p) for n, p in base.named_parameters()}
     if select == "magnitude":
@@ -67,7 +69,7 @@ def expected(name: str, select: str) -> tuple[Tensor, list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize("select", ["fisher", "magnitude"])
 @pytest.mark.parametrize("name", SITES)
-def test_the_entries_are_those_with_the_largest_scores(name: str, select: str) -> None:
+def test_entries_with_the_largest_scores_are_selected(name: str, select: str) -> None:
     model = compiled(name, select)
     before = Before.of(model)
     chosen = peftc.calibrate(model, batches(name, model))
@@ -82,7 +84,7 @@ def test_the_entries_are_those_with_the_largest_scores(name: str, select: str) -
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_only_they_are_trained_and_folded(name: str, tmp_path: Path) -> None:
+def test_only_selected_entries_are_trained_and_folded(name: str, tmp_path: Path) -> None:
     model, base = compiled(name, "fisher"), zoo.build(name, torch.float64)
     arguments = batches(name, model)[0]
     plain = base.eval()(**arguments).logits
@@ -157,7 +159,7 @@ def test_refusals() -> None:
         peftc.compile("peft 1\nedit m at layer[*].ffn { h += sparse(density=0.1) }", zoo.build("llama"))
 
 
-def test_a_factor_that_begins_with_zero_is_told_from_a_loss_that_is_not_finite() -> None:
+def test_a_zero_factor_and_a_non_finite_loss_are_different_errors() -> None:
     model = peftc.compile("peft 1\nedit m at layer[*].attn.q { w *= sparse(density=0.1) }", zoo.build("llama"))
     data = batches("llama", model)
     with pytest.raises(peftc.PeftcError, match=r"P541[^$]*all scores are zero[^$]*write `w \+= …`"):
@@ -166,7 +168,7 @@ def test_a_factor_that_begins_with_zero_is_told_from_a_loss_that_is_not_finite()
         peftc.calibrate(compiled("llama", "fisher"), data, loss=lambda model, batch: model(**batch).loss * torch.inf)
 
 
-def test_each_task_chooses_its_own(tmp_path: Path) -> None:
+def test_each_task_selects_its_own_entries(tmp_path: Path) -> None:
     text = spec("llama", "fisher").replace(" {", " per task {", 1)
     model = peftc.compile(text, zoo.build("llama", torch.float64), tasks=("a", "b"))
     one, two = batches("llama", model)
@@ -183,7 +185,7 @@ def test_each_task_chooses_its_own(tmp_path: Path) -> None:
     assert -1 not in first | second
 
 
-def test_gradients_are_asked_for_where_they_are_off() -> None:
+def test_calibration_under_no_grad() -> None:
     model, second = compiled("llama", "fisher"), compiled("llama", "fisher")
     with torch.no_grad():
         peftc.calibrate(model, batches("llama", model))

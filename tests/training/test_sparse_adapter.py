@@ -1,4 +1,4 @@
-"""Adapters that are pruned before they are trained: what is kept, what it begins with, what is trained, files, tasks."""
+"""Adapters pruned before training: the selection, first values, what is trained, files, tasks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def owner(model: nn.Module) -> PrunedValues:
 
 
 def dense(name: str, entries: Tensor) -> tuple[Any, list[str]]:
-    """Plain adapters with these entries: those of W_down, then those of W_up, one site after the other; and their names."""
+    """Dense adapters with these entries: W_down then W_up, site by site; and their names."""
     model = peftc.compile(DENSE, zoo.build(name, torch.float64), seed=0).eval()
     names = [n for n in peftc.parameters(model) if n.endswith((".down", ".up"))]
     start = 0
@@ -48,7 +48,7 @@ def dense(name: str, entries: Tensor) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize(("name", "select"), [("llama", "magnitude"), ("bart", "snip")])
-def test_what_is_kept_has_the_largest_scores_of_dense_adapters(name: str, select: str) -> None:
+def test_entries_with_the_largest_scores_of_dense_adapters_are_selected(name: str, select: str) -> None:
     model = compiled(name, select)
     before, first, data = Before.of(model), owner(model).first(), batches(name, model)
     other, names = dense(name, first)
@@ -106,7 +106,10 @@ def test_trained_saved_and_pruned_stays_pruned(tmp_path: Path) -> None:
 
 
 def test_a_pruned_adapter_without_activation_folds() -> None:
-    text = "peft 1\nedit m at layer[*].attn.q | layer[*].ffn.down { h += sparse_adapter(x, r=4, density=0.5, select=random, act=none) }"
+    text = (
+        "peft 1\nedit m at layer[*].attn.q | layer[*].ffn.down { h += "
+        "sparse_adapter(x, r=4, density=0.5, select=random, act=none) }"
+    )
     model = peftc.compile(text, zoo.build("gpt2", torch.float64), seed=0).eval()
     arguments = batches("gpt2", model)[0]
     want = model(**arguments).logits
@@ -114,7 +117,7 @@ def test_a_pruned_adapter_without_activation_folds() -> None:
     close(model(**arguments).logits, want, "folded")
 
 
-def test_random_places_are_the_texts_and_first_values_the_compilations() -> None:
+def test_random_places_depend_on_the_text_and_first_values_on_the_seed() -> None:
     one, two = (owner(compiled("llama", "random", seed=seed)) for seed in (0, 1))
     other = owner(compiled("llama", "random, seed=1"))
     assert torch.equal(one.get_buffer("places"), two.get_buffer("places"))

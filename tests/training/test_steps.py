@@ -1,4 +1,6 @@
-"""Ranks given up as PEFT's allocator gives them up; routes of mixtures; terms of the loss; the callback; state in files."""
+"""Rank pruning as in PEFT's allocator; routes of mixtures; loss terms; the callback; training state
+in files.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ from tests.reference.literature import mixture
 from tests.reference.reference import Reference
 
 TOTAL = 12
-ADALORA = f"peft 1\nedit e at layer[*].attn.q | layer[*].ffn.down {{ h += svd(x, r=4, alpha=8, target=2, warmup=2, cooldown=3, every=2, total={TOTAL}) }}"
+ADALORA = (
+    f"peft 1\nedit e at layer[*].attn.q | layer[*].ffn.down "
+    f"{{ h += svd(x, r=4, alpha=8, target=2, warmup=2, cooldown=3, every=2, total={TOTAL}) }}"
+)
 MIXTURE = "peft 1\nedit e at layer[*].ffn { h += mixture(x, r=3, n=4, act=gelu) }"
 
 
 def adalora(name: str) -> tuple[Any, Any, dict[str, torch.nn.Parameter]]:
-    """Ours and PEFT's with the same values, and PEFT's parameters by our names."""
+    """Our model and PEFT's with the same values, and PEFT's parameters by our names."""
     ours = peftc.compile(ADALORA, zoo.build(name, torch.float64), seed=0)
     targets = {key.split("/")[1]: key for key in peftc.parameters(ours)}
     modules = {site.path: site.module for site in peftc.sites(zoo.build(name)).sites if site.path in targets}
@@ -47,9 +52,7 @@ def adalora(name: str) -> tuple[Any, Any, dict[str, torch.nn.Parameter]]:
                 saved = f"e/{path}/svd.{key}"
                 mine = peftc.parameters(ours)[saved]
                 if key == "values":
-                    mine.copy_(
-                        torch.linspace(0.1, 0.4, 4) * (1 + len(result))
-                    )  # what is zero has no gradient for the rest
+                    mine.copy_(torch.linspace(0.1, 0.4, 4) * (1 + len(result)))  # zeros would stop the other gradients
                 parameter["default"].copy_(mine.view(parameter["default"].shape))
                 result[saved] = parameter["default"]
     return ours.train(), theirs.train(), result
@@ -57,7 +60,7 @@ def adalora(name: str) -> tuple[Any, Any, dict[str, torch.nn.Parameter]]:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["llama", "bart"])
-def test_ranks_are_given_up_as_peft_gives_them_up(name: str) -> None:
+def test_ranks_are_pruned_as_in_peft(name: str) -> None:
     ours, theirs, result = adalora(name)
     batch = zoo.inputs(name, ours)
     generator = torch.Generator().manual_seed(3)
@@ -85,8 +88,8 @@ def test_ranks_are_given_up_as_peft_gives_them_up(name: str) -> None:
     close(peftc.losses(ours)["e.orthogonality"], want * torch.stack(norms).mean(), "orthogonality")
 
 
-def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
-    """What has been given up, and how important everything was, is saved: the rest of the run is the same."""
+def test_a_run_resumes_from_a_file(tmp_path: Path) -> None:
+    """The file has pruned ranks and importance scores: the rest of the run is the same."""
 
     def run(model: Any, steps: range) -> dict[str, Tensor]:
         batch = zoo.inputs("llama", model)
@@ -110,8 +113,10 @@ def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
-def test_each_task_gives_up_ranks_in_the_steps_that_it_is_in() -> None:
-    """As a model of its own that is trained in those steps; one that comes after the last round still ends."""
+def test_each_task_prunes_ranks_in_its_own_steps() -> None:
+    """Like a separate model trained in those steps. A task that is added after the last round is
+    pruned, too.
+    """
     tasks, batch = ("even", "odd", "late"), zoo.inputs("llama", zoo.build("llama"))
     model = peftc.compile(ADALORA.replace(" {", " per task {"), zoo.build("llama", torch.float64), seed=0, tasks=tasks)
     alone = {task: peftc.compile(ADALORA, zoo.build("llama", torch.float64), seed=0) for task in tasks}
@@ -140,8 +145,10 @@ def test_each_task_gives_up_ranks_in_the_steps_that_it_is_in() -> None:
         assert sum(int((p != 0).sum()) for p in values) == 2 * len(values)
 
 
-def test_what_a_task_has_given_up_stays_zero_though_the_optimizer_moves_it() -> None:
-    """After its last round nothing of a task is needed for that: momentum moves it in batches of other tasks, too."""
+def test_pruned_ranks_stay_zero_under_momentum() -> None:
+    """Momentum updates a task's parameters in batches of other tasks; pruned ranks stay zero even
+    after its last round.
+    """
     tasks, last = ("a", "b"), TOTAL - 3
     model = peftc.compile(ADALORA.replace(" {", " per task {"), zoo.build("llama", torch.float64), seed=0, tasks=tasks)
     batch, weights = zoo.inputs("llama", model), peftc.parameters(model)
@@ -270,8 +277,8 @@ def test_the_trainer_calls_it(tmp_path: Path) -> None:
     assert routes == [form.get_buffer("route").tolist() for form in mixtures(model)]
 
 
-def test_the_second_forward_of_a_consistency_leaves_the_routes_of_the_first() -> None:
-    """Recomputation in the backward pass runs the first forward again: it must take the route that was taken."""
+def test_the_consistency_forward_keeps_the_routes_of_the_first() -> None:
+    """Checkpointing recomputes the first forward in the backward pass, with its own route."""
     model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0).train()
     batch = zoo.inputs("llama", model)
     for step in range(3):
@@ -286,8 +293,10 @@ def test_the_second_forward_of_a_consistency_leaves_the_routes_of_the_first() ->
         assert all(torch.equal(form.get_buffer("route"), r) for form, r in zip(mixtures(model), routes, strict=True))
 
 
-def test_the_ranks_that_are_left_are_those_of_the_budget() -> None:
-    """Each round keeps exactly as many triplets as the schedule says, and what was given up stays zero after the last one."""
+def test_remaining_ranks_equal_the_budget() -> None:
+    """Each round keeps as many triplets as the schedule says, and pruned ones stay zero after the
+    last round.
+    """
     model = peftc.compile(ADALORA, zoo.build("llama", torch.float64), seed=0).train()
     batch = zoo.inputs("llama", model)
     optimizer = torch.optim.SGD(peftc.parameters(model).values(), lr=0.05)

@@ -1,4 +1,6 @@
-"""The adversarial run finds what it looks for, and its figures in the README are those of the results."""
+"""The adversarial benchmark detects violations, and the README's figures are those of
+its results.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from peftc import Diagnostic, PeftcError
 BROKEN = ("tracebacks", "hangs", "losses")
 
 
-def test_what_must_not_be_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outcome, "SECONDS", 0.2)
     tally = Tally()
 
@@ -49,4 +51,4 @@ def test_tampered_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     adapters.run(3, tally)
     assert tally.failures == []
     assert tally.counts["run"] > 20
-    assert tally.counts["accepted"] >= 1  # the first is untouched
+    assert tally.counts["accepted"] >= 1  # the first one is unchanged

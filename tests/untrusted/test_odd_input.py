@@ -1,4 +1,4 @@
-"""Malformed and malicious input ends in a diagnostic with a code, and changes nothing."""
+"""Malformed and malicious input: a diagnostic with a code, and no change."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import peftc
 from peftc.cli.main import main
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
-from peftc.diagnostics.formats import render_github
-from peftc.diagnostics.render import render_text
+from peftc.diagnostics.render import render_github, render_text
 from peftc.semantics import check_file, read_spec
 from peftc.semantics.checks.spec_file import check_file as check
 from peftc.syntax import parse_text, print_spec
@@ -27,7 +26,6 @@ from tests.layers import Layers
 
 EDIT = "peft 1\nedit a at layer[*].attn.q { h += lora(x, r=2) }\n"
 TASKED = EDIT.replace(" {", " per task {")
-MASKED = "peft 1\nedit a at layer[*].attn.q { w += sparse(density=10%) }\n"
 
 
 def model() -> nn.Module:
@@ -36,14 +34,15 @@ def model() -> nn.Module:
 
 
 def codes(call: Callable[[], object]) -> list[str]:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         call()
-    assert str(caught.value).isprintable() or "\n" in str(caught.value)
-    assert all(line.isprintable() for line in str(caught.value).split("\n"))
-    return [diagnostic.code for diagnostic in caught.value.diagnostics]
+    assert str(excinfo.value).isprintable() or "\n" in str(excinfo.value)
+    assert all(line.isprintable() for line in str(excinfo.value).split("\n"))
+    return [diagnostic.code for diagnostic in excinfo.value.diagnostics]
 
 
-# Texts ---------------------------------------------------------------------------------------------------------------
+# Texts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_files_within_files_without_end(tmp_path: Path) -> None:
@@ -108,7 +107,8 @@ def test_messages_stay_on_their_lines() -> None:
     assert len(render_github([diagnostic]).splitlines()) == 1
 
 
-# Arguments -----------------------------------------------------------------------------------------------------------
+# Arguments
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,8 @@ def test_names_and_paths(name: str) -> None:
         assert set(codes(lambda: peftc.save(compiled, name))) <= {"P026", "P526"}
 
 
-# Adapters ------------------------------------------------------------------------------------------------------------
+# Adapters
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def rewritten(
     original: Path, folder: Path, change: Callable[[Tensor], Tensor] = Tensor.clone, /, **entries: object
 ) -> Path:
-    """An adapter with other tensors and other entries in its description, consistent with each other."""
+    """An adapter with other tensors and other entries in its description, consistent with each
+    other.
+    """
     values: dict[str, Any] = json.loads((original / "adapter.json").read_text())
     [tensor_file] = original.glob("*.safetensors")
     changed = {name: change(tensor) for name, tensor in load_file(tensor_file).items()}
@@ -189,7 +192,7 @@ def state(base: nn.Module) -> Mapping[str, Any]:
 
 
 def unchanged(call: Callable[[nn.Module], object]) -> list[str]:
-    """The codes of an error after which the model is as it was."""
+    """The codes of an error; the model is unchanged."""
     base = model()
     before = state(base)
     result = codes(lambda: call(base))
@@ -224,7 +227,7 @@ def test_other_floating_point_dtypes_are_taken_over(saved: dict[str, Path], tmp_
 
 def test_tasks_by_the_hundred_thousand(saved: dict[str, Path], tmp_path: Path) -> None:
     many = [f"t{i}" for i in range(300_000)]
-    peftc.load(rewritten(saved["edit"], tmp_path / "unused", tasks=many), model())  # no edit is per task
+    peftc.load(rewritten(saved["edit"], tmp_path / "unused", tasks=many), model())  # no edit is `per task`
     adapter = rewritten(saved["tasked"], tmp_path / "used", tasks=many)
     assert unchanged(lambda base: peftc.load(adapter, base)) == ["P525"]
     other = rewritten(saved["tasked"], tmp_path / "other", tasks=["one", "a\0b"])
@@ -237,8 +240,8 @@ def test_seeds_in_adapters(saved: dict[str, Path], tmp_path: Path, seed: object)
     assert unchanged(lambda base: peftc.load(adapter, base)) == ["P521"]
 
 
-def test_tensors_are_not_read_before_their_sizes_are_known_to_fit(saved: dict[str, Path], tmp_path: Path) -> None:
-    """A sparse file of four terabytes, and a description with that size."""
+def test_sizes_are_checked_before_tensors_are_read(saved: dict[str, Path], tmp_path: Path) -> None:
+    """A sparse file of four terabytes with a matching description."""
     adapter = rewritten(saved["edit"], tmp_path / "a")
     [check_file] = adapter.glob("*.safetensors")
     os.truncate(check_file, 2**42)
@@ -271,8 +274,8 @@ def test_descriptions(saved: dict[str, Path], tmp_path: Path, name: str) -> None
     assert unchanged(lambda base: peftc.load(adapter, base)) == ["P521"]
 
 
-def test_a_description_with_other_things_in_it(saved: dict[str, Path], tmp_path: Path) -> None:
-    """Every entry is replaced by values of every type: a diagnostic, or an adapter that loads."""
+def test_descriptions_with_values_of_every_type(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Every entry is replaced by values of every type: a diagnostic, or a valid adapter."""
     values, base = json.loads((saved["edit"] / "adapter.json").read_text()), model()
     things: list[object] = [None, -1, 10**400, 1e308, "", "../../etc/passwd", "a\0b", [], {}, [[]], {"a": {}}, True]
     seen: set[str] = set()
@@ -287,7 +290,8 @@ def test_a_description_with_other_things_in_it(saved: dict[str, Path], tmp_path:
     assert max(seen) < "P9"
 
 
-# Names of modules ----------------------------------------------------------------------------------------------------
+# Names of modules
+# --------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -314,8 +318,8 @@ def test_names_of_modules_never_become_code(name: str) -> None:
         compile(region.code, "<generated>", "exec")
 
 
-def test_a_name_that_ends_in_a_new_line_is_none_of_a_variable() -> None:
-    """Nor is one that differs in this alone taken for it."""
+def test_a_name_that_ends_in_a_new_line_is_no_identifier() -> None:
+    """It is no identifier, and two names that differ only in it stay distinct."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -344,15 +348,15 @@ def test_names_that_every_module_has_are_refused(name: str) -> None:
             return x + self._modules[name](self.norm(x))  # type: ignore[operator]
 
     spec = "peft 1\nedit a at layer[*] { h *= vector(init=1) }\n"
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(spec, nn.Sequential(Hidden(), Hidden()), sample={"input": torch.randn(1, 3, 4)})
-    assert [d.code for d in caught.value.diagnostics] == ["P511"]
+    assert [d.code for d in excinfo.value.diagnostics] == ["P511"]
 
 
 @pytest.mark.parametrize("name", ["x\ud800", "\udfff"], ids=["high", "low"])
 def test_names_that_are_no_text_are_refused(name: str) -> None:
     spec = 'peft 1\nedit a at "layers.*.inner.*" { h += lora(x, r=1) }\n'
-    with pytest.raises(peftc.PeftcError) as caught:
+    with pytest.raises(peftc.PeftcError) as excinfo:
         peftc.compile(spec, Layers(Block(name), Block(name)).eval(), sample={"x": torch.randn(1, 3, 4)})
-    assert [d.code for d in caught.value.diagnostics] == ["P511"]
-    assert str(caught.value).encode()
+    assert [d.code for d in excinfo.value.diagnostics] == ["P511"]
+    assert str(excinfo.value).encode()

@@ -1,4 +1,4 @@
-"""Specs, adapters and configurations open only regular files, in folders that the user names."""
+"""Specs, adapters and configurations open only regular files in folders that the user named."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from peftc.diagnostics import PeftcError
 from peftc.diagnostics.render import render_text
 from peftc.models.configs import read_values
 from peftc.models.load import load_model
+from peftc.models.resolve import resolve
 from peftc.semantics import check_file, expand, read_spec
 from peftc.semantics.load import MAX_BYTES
 from peftc.syntax import parse_text
@@ -38,9 +39,9 @@ def using(path: object) -> str:
 
 
 def refused(call: Callable[[], object]) -> PeftcError:
-    with pytest.raises(PeftcError) as caught:
+    with pytest.raises(PeftcError) as excinfo:
         call()
-    return caught.value
+    return excinfo.value
 
 
 def codes(error: PeftcError) -> list[str]:
@@ -49,7 +50,7 @@ def codes(error: PeftcError) -> list[str]:
 
 @contextmanager
 def in_time(seconds: float = 20) -> Generator[None]:
-    """Interrupts and fails a call that blocks."""
+    """Fails a call that blocks."""
 
     def late(*_: object) -> None:
         raise TimeoutError
@@ -65,7 +66,7 @@ def in_time(seconds: float = 20) -> Generator[None]:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """`own` is the folder of the spec; `other` has another spec and a secret."""
+    """`own` is the spec's folder; `other` has another spec and a secret."""
     for name in ("own/below", "other"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "other" / "m.peft").write_text(METHOD)
@@ -91,7 +92,8 @@ def main_spec(folders: Path, path: object) -> Path:
     return spec
 
 
-# Within the folders --------------------------------------------------------------------------------------------------
+# Within the folders
+# --------------------------------------------------------------------------------------------------
 
 
 def paths_within(folders: Path) -> list[object]:
@@ -133,7 +135,7 @@ def test_no_other_file_is_read(folders: Path) -> None:
         spec = main_spec(folders, path)
         with in_time():
             errors = check_file(read_spec(spec))
-        assert {error.code for error in errors} == {"P123", "P109"}, path  # there is no method, then
+        assert {error.code for error in errors} == {"P123", "P109"}, path  # which then has no method
         outside = next(error for error in errors if error.code == "P123")
         assert outside.span is not None
         assert outside.source is not None
@@ -143,7 +145,7 @@ def test_no_other_file_is_read(folders: Path) -> None:
         assert "root:" not in text
 
 
-def test_whether_a_file_outside_exists_is_not_said(folders: Path) -> None:
+def test_the_existence_of_an_outside_file_is_not_revealed(folders: Path) -> None:
     there, not_there = (
         [str(e).replace("secret", "").replace("nothing", "") for e in check_file(read_spec(main_spec(folders, path)))]
         for path in ("../other/secret", "../other/nothing")
@@ -153,7 +155,7 @@ def test_whether_a_file_outside_exists_is_not_said(folders: Path) -> None:
 
 def test_folders_that_the_user_names(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = folders / "other"
-    for path in ("../other/m.peft", other / "m.peft", "m.peft"):  # beside the spec, else in the folders, in their order
+    for path in ("../other/m.peft", other / "m.peft", "m.peft"):  # next to the spec, else in the folders, in order
         spec = main_spec(folders, path)
         assert main(["check", str(spec), "--include", str(other)]) == 0
         assert main(["expand", str(spec), "--include", str(folders / "own" / "below"), "--include", str(other)]) == 0
@@ -165,7 +167,7 @@ def test_folders_that_the_user_names(folders: Path, capsys: pytest.CaptureFixtur
     assert codes(refused(lambda: peftc.plan(main_spec(folders, "../nowhere"), model(), include=[other])))[0] == "P123"
 
 
-def test_what_is_beside_the_spec_comes_first(folders: Path) -> None:
+def test_the_folder_of_the_spec_comes_first(folders: Path) -> None:
     (folders / "own" / "m.peft").write_text(METHOD.replace("r = 4", "r = 7"))
     [edit] = expand(read_spec(main_spec(folders, "m.peft")), include=[folders / "other"]).statements
     assert "value=7" in repr(edit)
@@ -180,7 +182,7 @@ def test_files_of_a_folder_use_what_is_in_the_folder_of_the_spec(folders: Path) 
     assert "P123" in [diagnostic.code for diagnostic in check_file(read_spec(folders / "own" / "below" / "n.peft"))]
 
 
-def test_an_included_folder_that_is_none(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_include_folder(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = main_spec(folders, "m.peft")
     for name in ("nowhere", "own/main.peft", "a\0b"):
         assert codes(refused(lambda name=name: expand(read_spec(spec), include=[folders / name]))) == ["P124"]
@@ -210,7 +212,8 @@ def test_a_folder_is_not_left_by_its_links(folders: Path, capsys: pytest.Capture
     assert "1 file" in capsys.readouterr().out
 
 
-# Files that are not specs -----------------------------------------------------------------------------------------------------
+# Files that are not specs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,8 @@ def test_a_spec_with_mistakes_is_shown(folders: Path) -> None:
     assert SECRET in render_text(check_file(read_spec(main_spec(folders, "m.peft"))))
 
 
-# What is no regular file ---------------------------------------------------------------------------------------------
+# Special files
+# ---------------------------------------------------------------------------------------------
 
 
 def special_files(folder: Path) -> Generator[Path]:
@@ -299,7 +303,7 @@ def test_an_adapter_uses_no_files(tmp_path: Path, saved: Path) -> None:
         assert "root:" not in str(error)
 
 
-def test_pipes_beside_weights(tmp_path: Path) -> None:
+def test_pipes_in_a_folder_with_weights(tmp_path: Path) -> None:
     base = model()
     base.save_pretrained(tmp_path)
     for name in ("generation_config.json", "config.json", "model.safetensors"):
@@ -307,13 +311,14 @@ def test_pipes_beside_weights(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
         with in_time():
-            assert codes(refused(lambda: load_model(str(tmp_path))))[0] in {"P026", "P502"}
+            assert codes(refused(lambda: load_model(resolve(str(tmp_path)))))[0] in {"P026", "P502"}
         (tmp_path / name).unlink()
         (tmp_path / name).write_bytes(data)
-    load_model(str(tmp_path))
+    load_model(resolve(str(tmp_path)))
 
 
-# Sizes ---------------------------------------------------------------------------------------------------------------
+# Sizes
+# --------------------------------------------------------------------------------------------------
 
 
 def sparse(path: Path, size: int) -> Path:
@@ -322,7 +327,7 @@ def sparse(path: Path, size: int) -> Path:
     return path
 
 
-def test_sizes_are_looked_at_before_anything_is_read(tmp_path: Path, saved: Path) -> None:
+def test_file_sizes_are_checked_before_reading(tmp_path: Path, saved: Path) -> None:
     huge = 2**40
     with in_time():
         assert codes(refused(lambda: read_spec(sparse(tmp_path / "a.peft", huge)))) == ["P027"]
@@ -343,16 +348,17 @@ def test_standard_input_is_not_read_beyond_the_limit(monkeypatch: pytest.MonkeyP
     assert main(["check", "-"]) == 1
 
 
-def test_files_that_do_not_tell_their_size() -> None:
+def test_files_without_a_size() -> None:
     if Path("/proc/kallsyms").exists() and os.access("/proc/kallsyms", os.R_OK):
         assert codes(refused(lambda: read_spec("/proc/kallsyms"))) in (["P027"], ["P001"])
 
 
-# Names ---------------------------------------------------------------------------------------------------------------
+# Names
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["a\0b.peft", "\0", "a\ud800.peft"])
-def test_names_that_are_no_paths(path: str) -> None:
+def test_invalid_paths(path: str) -> None:
     for call in (
         lambda: read_spec(path),
         lambda: expand(parse_text(using(path))),

@@ -1,4 +1,4 @@
-"""Recipes on models, small enough that every pair is verified in a second or so."""
+"""Pairs of a recipe and a model, small enough to verify in about a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEPTH = ("encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers",
 
 
 def models(recipe: str) -> tuple[str, ...]:
-    """The species of the zoo that have the sites which a recipe names."""
+    """The species of the zoo with the sites of a recipe."""
     if recipe == "cross_attention":
         return CROSS
     if recipe in ("bitfit", "difffit", "glora", "far"):
@@ -36,12 +36,14 @@ def models(recipe: str) -> tuple[str, ...]:
     text = RECIPES[recipe].read_text(encoding="utf-8")
     linears = (
         "ffn." in text or " ** {" in text or ".**" in text or recipe == "prefix_lora_ffn"
-    )  # of which a mixture of experts has none
+    )  # a mixture of experts has none
     return tuple(name for name in zoo.SPECIES if not (linears and name == "mixtral"))
 
 
 def chosen() -> list[tuple[str, str]]:
-    """Every recipe once, and every model: the models in turn. Recipes of many kinds of sites are not on two stacks at once."""
+    """Every recipe once, with the models in turn. Recipes with many kinds of sites are not paired
+    with encoder-decoders.
+    """
     report: list[tuple[str, str]] = []
     for i, recipe in enumerate(sorted(RECIPES)):
         able = [name for name in models(recipe) if recipe.removesuffix("_gated") not in WIDE or name not in CROSS]

@@ -1,4 +1,4 @@
-"""Every planted fault is reported, with its edit and site."""
+"""Verification reports every planted fault with its edit and site."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def verified(spec: str, name: str = "llama", **options: Any) -> Verification:
 
 
 def moved(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.SiteEdit], ir.SiteEdit]) -> None:
-    """Lets the rewriter, and nobody else, see edits at other places than the plan says."""
+    """Moves edits to other sites, for the rewriter only."""
     original = reinstall.regions_of
 
     def regions_of(site_edit: Iterable[ir.SiteEdit], anatomy: Any) -> Any:
@@ -47,7 +47,7 @@ def moved(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.SiteEdit], ir.Si
 
 
 def rewritten(monkeypatch: pytest.MonkeyPatch, term: Callable[[Any, Any, Any], Any]) -> None:
-    """Lets the rewriter write other terms: `term(assignment, original, term)`."""
+    """Changes terms for the rewriter only: `term(assignment, original, term)`."""
     original = insert.EquationInserter.new_term
 
     def new_term(self: Any, value: Any) -> Any:
@@ -56,24 +56,23 @@ def rewritten(monkeypatch: pytest.MonkeyPatch, term: Callable[[Any, Any, Any], A
     monkeypatch.setattr(insert.EquationInserter, "new_term", new_term)
 
 
-def test_nothing_is_found_without_a_fault() -> None:
+def test_no_findings_without_a_fault() -> None:
     for spec, name in ((QV, "llama"), (SCALED, "bert"), (Q, "gpt2")):
         report = verified(spec, name)
         assert report.ok, str(report)
         assert report.witnessed == report.sites
 
 
-# What is done to a model after it was compiled ----------------------------------------------------------------------
+# Changes of a compiled model
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "layer"), [("llama", "model.layers.1"), ("bart", "model.decoder.layers.1")])
 def test_a_forward_of_an_instance_bypasses_the_edit(name: str, layer: str) -> None:
-    """Also where the model returns something more, on which the edit has no effect."""
+    """Also if the model has another output without the edit's effect."""
     compiled: Any = peftc.compile(QV, model(name), seed=0)
     linear = compiled.get_submodule(f"{layer}.self_attn.v_proj")
-    vars(linear)["forward"] = functools.partial(
-        nn.Linear.forward, linear
-    )  # an assignment would be followed by the edit
+    vars(linear)["forward"] = functools.partial(nn.Linear.forward, linear)  # a plain assignment would run the edit, too
     report = peftc.verify(compiled)
     assert {"P602", "P604"} <= codes(report)
     for finding in report.findings:
@@ -84,7 +83,7 @@ def test_a_forward_of_an_instance_bypasses_the_edit(name: str, layer: str) -> No
 
 
 def test_a_fast_path_without_gradients_bypasses_the_edit() -> None:
-    """As torch's own for frozen encoder layers: only where nothing requires a gradient, and nobody looks on by a hook."""
+    """Like torch's own fast path for frozen encoder layers: only without gradients and hooks."""
     compiled: Any = peftc.compile(QV, model(), seed=0)
     linear = compiled.model.layers[0].self_attn.q_proj
     vars(linear)["forward"] = functools.partial(fast, linear)
@@ -97,7 +96,7 @@ def fast(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return type(module).forward(module, x) if torch.is_grad_enabled() else nn.Linear.forward(module, x)
 
 
-def test_a_module_that_stands_in_two_layers() -> None:
+def test_a_module_in_two_layers() -> None:
     compiled: Any = peftc.compile(Q, model(), seed=0)
     compiled.model.layers[1].self_attn.q_proj = compiled.model.layers[0].self_attn.q_proj
     report = peftc.verify(compiled)
@@ -130,7 +129,8 @@ def ahead(layer: Any, module: nn.Module, args: Any, result: torch.Tensor) -> tor
     return result + sum(p.sum() for p in own) if own else result
 
 
-# What the rewriter does wrong ---------------------------------------------------------------------------------------
+# Faults of the rewriter
+# ---------------------------------------------------------------------------------------
 
 
 def test_an_edit_that_is_scaled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_an_edit_that_is_scaled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
-def test_an_edit_that_is_wrong_from_the_beginning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named by what differs first behind it."""
+def test_an_edit_that_is_wrong_at_init(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finding names the first state after it that differs."""
     rewritten(monkeypatch, lambda _, rewrite, t: rewrite(t) ** 2 if isinstance(t, ir.Constant) else rewrite(t))
     for step in ("layer[0].ffn", "layer[1].attn.heads"):
         report = verified(f"peft 1\nedit e at layer[*].attn.o {{ h += 0 * h }}\nedit f at {step} {{ h *= 3 }}\n", name)
@@ -196,7 +196,7 @@ def test_an_edit_before_a_dropout_in_place_of_behind(monkeypatch: pytest.MonkeyP
     assert "dropout as a factor" in report.findings[0].message
 
 
-def test_a_value_that_lets_no_gradient_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_detached_value(monkeypatch: pytest.MonkeyPatch) -> None:
     def detached(self: Any, rewrite: Any, t: Any) -> Any:
         return self.method("detach", rewrite(t)) if isinstance(t, ir.FormCall) and t.input is not None else rewrite(t)
 
@@ -207,7 +207,9 @@ def test_a_value_that_lets_no_gradient_through(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("role", ["q", "k", "v"])
 def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan itself is wrong: the witness of the equations reads the same rows, and what arrives at the attention tells."""
+    """The plan itself is wrong. Verification reads the same rows, but the attention gets other
+    values.
+    """
     other = {"q": "k", "k": "v", "v": "q"}[role]
     original = compiled_model.analyse_base
 
@@ -230,7 +232,8 @@ def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.findings[0].site == f"decoder.layer[0].attn.self.{role}"
 
 
-# Without edits, and in the weights ----------------------------------------------------------------------------------
+# Without edits, and in the weights
+# ----------------------------------------------------------------------------------
 
 
 def test_edits_that_leave_something_behind() -> None:
@@ -261,7 +264,8 @@ def test_a_fold_that_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes(verified(QV)) == {"P609"}
 
 
-# Where nothing can be shown -----------------------------------------------------------------------------------------
+# Models that cannot be verified
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_model_without_values_is_refused() -> None:
@@ -280,8 +284,8 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         peftc.verify(compiled)
 
 
-def test_what_cannot_be_witnessed_is_not_claimed() -> None:
-    """Where tokens stand in their sequences, the model's stack tells the form."""
+def test_sites_that_no_hook_reaches_are_not_claimed() -> None:
+    """The model's stack passes positions to the form; no hook reaches them."""
     report = verified("peft 1\nedit e at layer[*] { h += reft(h, r=2, first=2) }\n")
     assert report.ok
     assert (report.witnessed, report.sites) == (0, 2)

@@ -1,4 +1,6 @@
-"""Attention and feed-forward that are summed before the residual is added: each equation is that of its own sub-layer."""
+"""Parallel attention and feed-forward, summed before the residual: each equation applies to its own
+sub-layer.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def test_edits_of_both_sub_layers(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["falcon", "gptj"])
-def test_an_edit_of_the_sum_in_place_of_one_of_the_two_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_of_the_sum_instead_of_one_term_is_a_finding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {site.path: site for site in peftc.sites(model(name)).sites}
 
     def change(site_edit: ir.SiteEdit) -> ir.SiteEdit:
@@ -75,8 +77,10 @@ def test_an_edit_of_the_sum_in_place_of_one_of_the_two_is_found(name: str, monke
     assert "P602" in {finding.code for finding in report.findings}
 
 
-def test_a_dropout_between_the_sum_and_the_residual_that_is_read() -> None:
-    """An equation that reads the residual waits for it, and is not witnessed where its sum is another value by then."""
+def test_a_dropout_between_the_sum_and_a_residual_that_an_equation_reads() -> None:
+    """An equation that reads the residual is checked when it arrives; if the sum has another value
+    by then, the site is not verified.
+    """
     report = verified("falcon", "residual", hidden_dropout=0.2)
     assert report.ok, str(report)
     outcome = {check.name: check for check in report.checks}

@@ -1,4 +1,6 @@
-"""Every shipped recipe is what it says, and every model of the zoo takes part; all pairs: `make verify`."""
+"""Every shipped recipe computes its equations, on one model each; every model of the zoo occurs.
+All pairs: `make verify`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `peftc.verify` takes, gives and leaves alone; the last step of a compilation; the command."""
+"""`peftc.verify`: arguments, report, and that the user's model stays unchanged; verification as a
+step of compilation; the command.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from torch import nn
 import peftc
 from peftc.cli.main import main
 from peftc.planning import ir
+from peftc.planning.report.plan import plain_text
 from peftc.verification.reference.recorder import CallEvent, Recorder
-from peftc.verification.report import verification_text
+from peftc.verification.report import render_verification
 from tests import zoo
 from tests.laws.harness import Before
 from tests.specs_on_models.pairs import unchanged
@@ -27,7 +30,7 @@ def twice(_: Any, rewrite: Any, t: Any) -> Any:
     return rewrite(t) ** 2 if isinstance(t, ir.Constant) else rewrite(t)
 
 
-def test_the_model_of_the_user_is_left_alone() -> None:
+def test_the_users_model_is_unchanged() -> None:
     compiled = peftc.compile(QV, model(), seed=0).train()
     state = torch.random.get_rng_state()
     with unchanged(compiled):
@@ -51,7 +54,7 @@ def test_tolerances_are_those_of_the_dtype(dtype: torch.dtype) -> None:
     assert report.ok, str(report)
 
 
-def test_all_sites_where_they_are_asked_for() -> None:
+def test_all_sites_on_request() -> None:
     compiled = peftc.compile(QV, zoo.build("llama", num_hidden_layers=5), seed=0)
     assert [edit.perturbed for edit in peftc.verify(compiled).edits] == [6]
     assert [edit.perturbed for edit in peftc.verify(compiled, sites="all").edits] == [10]
@@ -72,8 +75,8 @@ def test_several_specs_are_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["bart", "gpt2", "bert"])
-def test_an_attention_that_is_written_out(name: str) -> None:
-    """Under `eager`, matrix products and a softmax are what shows queries, keys and values."""
+def test_an_eager_attention(name: str) -> None:
+    """Under `eager`, matrix products and a softmax identify queries, keys and values."""
     spec = QV + "edit p at layer[*].attn { kv = concat(prefix(len=3), kv) }\n"
     spec += "edit h at layer[*].attn.heads { h += bottleneck(q, r=2) }\n"
     report = peftc.verify(peftc.compile(spec, model(name, attn_implementation="eager"), seed=0))
@@ -84,11 +87,11 @@ def test_an_attention_that_is_written_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("edit", ["e", "an_edit_of_" + "such_" * 12 + "a_name"])
-def test_a_text_is_not_folded_where_it_fits(edit: str) -> None:
+def test_a_report_that_fits_is_not_wrapped(edit: str) -> None:
     report = peftc.verify(peftc.compile(QV.replace("edit e", f"edit {edit}"), model(), seed=0))
-    wide = verification_text(report, 300)
+    wide = plain_text(render_verification(report), 300)
     assert edit in wide
-    assert verification_text(report, max(map(len, wide.splitlines()))) == wide
+    assert plain_text(render_verification(report), max(map(len, wide.splitlines()))) == wide
 
 
 def test_wrong_arguments_have_codes() -> None:
@@ -101,7 +104,8 @@ def test_wrong_arguments_have_codes() -> None:
         peftc.verify(nn.Linear(2, 2))
 
 
-# Compilation --------------------------------------------------------------------------------------------------------
+# Compilation
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_compilation_that_is_verified() -> None:
@@ -121,7 +125,8 @@ def test_a_compilation_that_fails_its_verification_is_undone(monkeypatch: pytest
         peftc.compile(SCALED, base, seed=0, prefix="b", verify=True)
 
 
-# The command --------------------------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -208,7 +213,7 @@ def test_autocast_is_off_inside() -> None:
     assert report.ok, str(report)
 
 
-def test_what_is_no_base_is_refused() -> None:
+def test_an_invalid_base_is_refused() -> None:
     compiled = peftc.compile(QV, model(), seed=0)
     wrong: Any = 5
     for base in (wrong, compiled):
@@ -217,7 +222,7 @@ def test_what_is_no_base_is_refused() -> None:
         assert [d.code for d in error.value.diagnostics] == ["P545"]
 
 
-def test_parameters_that_are_not_numbers_show_nothing() -> None:
+def test_parameters_with_nan_verify_nothing() -> None:
     compiled = peftc.compile(QV, model(), seed=0)
     with torch.no_grad():
         next(iter(peftc.parameters(compiled).values()))[0] = float("nan")
@@ -225,7 +230,7 @@ def test_parameters_that_are_not_numbers_show_nothing() -> None:
         peftc.verify(compiled)
 
 
-def test_a_base_that_gives_no_numbers_shows_nothing() -> None:
+def test_a_base_with_nan_outputs_verifies_nothing() -> None:
     llama: Any = model()
     with torch.no_grad():
         llama.model.norm.weight.fill_(float("nan"))

@@ -6,8 +6,9 @@ An edit of `h` folds if its value is affine, with constant coefficients, in what
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from peftc.addressing.sites import Site
 from peftc.forms.shapes import Tokens
@@ -19,6 +20,32 @@ from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall
 class NotAffine(Exception):
     reason: str  # why `term`, a sub-expression, does not fold
     term: Term
+
+
+Matrix = Literal["zero", "identity", "other"]
+
+
+@dataclass(frozen=True)
+class AffineStructure:
+    """An affine value A h + B x + c: the kind of A, and whether B and c exist."""
+
+    matrix: Matrix = "zero"
+    input: bool = False
+    constant: bool = False
+
+    def __add__(self, other: AffineStructure) -> AffineStructure:
+        one, two = self.matrix, other.matrix
+        matrix: Matrix = two if one == "zero" else one if two == "zero" else "other"
+        return AffineStructure(matrix, self.input or other.input, self.constant or other.constant)
+
+    def mapped(self, constant: bool = False) -> AffineStructure:
+        """After a linear map, which may add a constant of its own."""
+        matrix: Matrix = "zero" if self.matrix == "zero" else "other"
+        return AffineStructure(matrix, self.input, self.constant or constant)
+
+    @property
+    def varies(self) -> bool:
+        return self.matrix != "zero" or self.input
 
 
 def fold_reason(
@@ -42,92 +69,99 @@ def fold_reason(
     target = fold_target(site_edit, sites)
     if isinstance(target, str):
         return _not_affine(site_edit, site_edit.site.states.keys()) or target
-    return (
-        _not_affine(site_edit, linear_states(target, site_edit.site))
-        or _called_again(target)
-        or _other_use(target, tied, edited, "is tied to")
-        or _other_use(target, overlaps, edited, "shares memory with")
-        or _overlaps_itself(target, overlaps)
-        or _external_read(target, external_reads)
+    return _not_affine(site_edit, linear_states(target, site_edit.site)) or next(
+        _other_effects(target, tied, overlaps, edited, external_reads), None
     )
 
 
 def _not_affine(site_edit: SiteEdit, linear: Collection[str]) -> str | None:
-    values = [assign.value for assign in site_edit.assigns if assign.state not in ("w", "b")]
-    return next((reason for value in values if (reason := affine_reason(value, linear))), None)
-
-
-def _called_again(target: FoldTarget) -> str | None:
-    calls, module = target.site.calls, target.site.module
-    if target.side == "weight" or calls == 1:
-        return None
-    return f"`{module}` is called {calls} times, and the edit is at one of these calls: a fold would change all"
-
-
-def _other_use(
-    target: FoldTarget, groups: Iterable[Collection[str]], edited: Collection[str], relation: str
-) -> str | None:
-    for group in groups:
-        shared = target.parameters & set(group)
-        others = sorted(set(group) - target.parameters - set(edited))
-        if shared and others:
-            return f"`{min(shared)}` {relation} `{others[0]}`: a fold would change both uses"
-    return None
-
-
-def _overlaps_itself(target: FoldTarget, overlaps: Iterable[Collection[str]]) -> str | None:
-    names = [name for group in overlaps if len(group) == 1 for name in group if name in target.parameters]
-    if not names:
-        return None
-    return (
-        f"entries of `{min(names)}` are in the same place in memory, as in an expanded tensor: a fold would change both"
-    )
-
-
-def _external_read(target: FoldTarget, reads: Iterable[Sequence[str]]) -> str | None:
-    for name, reader, *_ in reads:
-        if name in target.parameters:
-            subject = f"`{reader}` computes" if reader else "the model's own code computes"
-            return f"{subject} with `{name}`, too: a fold would change both uses"
-    return None
-
-
-def affine_reason(term: Term, linear: Collection[str]) -> str | None:
-    """Why `term` is not affine with constant coefficients in the states `linear`; None if it is."""
     try:
-        depends(term, linear)
+        affine_structure(site_edit, linear)
     except NotAffine as error:
         return error.reason
     return None
 
 
-def depends(term: Term, linear: Collection[str]) -> bool:
-    """Whether an affine term depends on the states in `linear` at all, or is constant.
+def _other_effects(
+    target: FoldTarget,
+    tied: Iterable[Collection[str]],
+    overlaps: Collection[Collection[str]],
+    edited: Collection[str],
+    external_reads: Iterable[Sequence[str]],
+) -> Iterator[str]:
+    """Why a fold would change more than the edit does."""
+    calls, names = target.site.calls, target.parameters
+    if target.side != "weight" and calls != 1:
+        subject = f"`{target.site.module}` is called {calls} times"
+        yield f"{subject}, and the edit is at one of these calls: a fold would change all"
+    for groups, relation in ((tied, "is tied to"), (overlaps, "shares memory with")):
+        for group in map(frozenset, groups):
+            others = sorted(group - names - set(edited))
+            if others and not group.isdisjoint(names):
+                yield f"`{min(names & group)}` {relation} `{others[0]}`: a fold would change both uses"
+    own = [name for group in overlaps if len(group) == 1 for name in group if name in names]
+    if own:
+        subject = f"entries of `{min(own)}` are in the same place in memory, as in an expanded tensor"
+        yield f"{subject}: a fold would change both"
+    for name, reader, *_ in external_reads:
+        if name in names:
+            subject = f"`{reader}` computes" if reader else "the model's own code computes"
+            yield f"{subject} with `{name}`, too: a fold would change both uses"
 
-    Raises:
-        NotAffine: the term is not affine.
+
+def affine_structure(site_edit: SiteEdit, linear: Collection[str]) -> AffineStructure:
+    """The hidden state after the equations of the edit, as a function of the states `linear`.
+
+    Raises: NotAffine.
     """
+    env: dict[str, AffineStructure] = {}
+    let_envs: dict[int, dict[str, AffineStructure]] = {}  # a `let` reads the states from before its equation
+    value = AffineStructure("identity")
+    for i, assign in enumerate(site_edit.assigns):
+        let_envs |= {id(term): env.copy() for before, term in site_edit.lets if before == i}
+        if assign.state not in ("w", "b"):
+            value = env[assign.state] = term_structure(assign.value, linear, env, let_envs)
+    return value
+
+
+def term_structure(
+    term: Term,
+    linear: Collection[str],
+    env: Mapping[str, AffineStructure],
+    let_envs: Mapping[int, Mapping[str, AffineStructure]],
+) -> AffineStructure:
+    """The structure of a term. `env` has the values of states that earlier equations assigned."""
+    env = let_envs.get(id(term), env)
+
+    def structure(inner: Term) -> AffineStructure:
+        return term_structure(inner, linear, env, let_envs)
+
     match term:
         case Constant():
-            return False
+            return AffineStructure(constant=True)
         case Read(state=state):
             if state not in linear:
                 raise NotAffine(f"`{state}` is not what the Linear reads", term)
-            return True
-        case FormCall(instance=instance, input=value):
+            return env.get(state) or AffineStructure("zero" if state == "x" else "identity", input=state == "x")
+        case FormCall(instance=instance, input=source):
             if (reason := instance.form.affine(instance.args)) is not None:
                 raise NotAffine(f"`{show_term(term)}`: {reason}", term)
-            if value is not None and not depends(value, linear):
+            if source is None:
+                return AffineStructure(constant=True)
+            value = structure(source)
+            if not value.varies:
                 raise NotAffine(f"`{show_term(term)}` reads nothing that the Linear reads", term)
-            return value is not None
+            return value.mapped(bool(instance.args.get("bias")))
+        case Arithmetic(op="+" | "-" as op, left=left, right=right):
+            return structure(left) + (structure(right) if op == "+" else structure(right).mapped())
         case Arithmetic(op=op, left=left, right=right):
-            left_depends, right_depends = depends(left, linear), depends(right, linear)
-            if op == "*" and left_depends and right_depends:
-                message = f"`{show_term(term)}` multiplies two values that both depend on the input"
-                raise NotAffine(message, term)
-            if op == "/" and right_depends:
+            first, second = structure(left), structure(right)
+            if op == "*" and first.varies and second.varies:
+                raise NotAffine(f"`{show_term(term)}` multiplies two values that both depend on the input", term)
+            if op == "/" and second.varies:
                 raise NotAffine(f"`{show_term(term)}` divides by a value that depends on the input", term)
-            return left_depends or right_depends
+            value, factor = (first, right) if first.varies else (second, left)
+            return value if isinstance(factor, Constant) and factor.value == 1 else value.mapped()
         case FrozenCall(function=function):
             raise NotAffine(f"`{show_term(term)}`: the model's own `{function}` is not folded through", term)
         case Concat(shape=shape):

@@ -54,7 +54,6 @@ def check_foldability(
     """The foldability of each edit.
 
     An edit folds if it folds at all sites, and no edit that stays acts between it and the weight.
-
     Args:
         edits: each edit as its site edits, in the order of the spec.
         staying: edits that must stay, with the reason.

@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
 
 from peftc.addressing.parameter_ranges import EntryChoice, Parameters, RowRange
 from peftc.addressing.sites import Slice
 from peftc.forms.shapes import Weight
+from peftc.planning.foldability.affine import affine_structure
 from peftc.planning.foldability.target import FoldTarget, linear_states
 from peftc.planning.ir import Arithmetic, Constant, FormCall, FormInstance, Read, SiteEdit, Term, subterms
-
-Matrix = Literal["zero", "identity", "other"]
-
-
-@dataclass(frozen=True)
-class AffineStructure:
-    """An affine value A h + B x + c for counting: the kind of A, and whether B and c exist."""
-
-    matrix: Matrix = "zero"
-    input: bool = False
-    constant: bool = False
-
-    def __add__(self, other: AffineStructure) -> AffineStructure:
-        one, two = self.matrix, other.matrix
-        matrix: Matrix = two if one == "zero" else one if two == "zero" else "other"
-        return AffineStructure(matrix, self.input or other.input, self.constant or other.constant)
-
-    def mapped(self, constant: bool = False) -> AffineStructure:
-        """After a linear map, which may add a constant of its own."""
-        matrix: Matrix = "zero" if self.matrix == "zero" else "other"
-        return AffineStructure(matrix, self.input, self.constant or constant)
-
-    @property
-    def varies(self) -> bool:
-        return self.matrix != "zero" or self.input
 
 
 def changed_entries(
@@ -114,43 +88,6 @@ def _join(first: list[FormInstance] | None, second: list[FormInstance] | None) -
     return None if first is None or second is None else [*first, *second]
 
 
-def affine_structure(site_edit: SiteEdit, linear: Collection[str]) -> AffineStructure:
-    """The hidden state after the equations of the edit, as a function of the state before."""
-    env: dict[str, AffineStructure] = {}
-    lets: dict[int, AffineStructure] = {}
-
-    def structure(term: Term) -> AffineStructure:
-        if id(term) in lets:
-            return lets[id(term)]
-        match term:
-            case Read(state=state) if state in env:
-                return env[state]
-            case Read(state=state) if state in linear and state != "x":
-                return AffineStructure("identity")
-            case Read(state=state):
-                return AffineStructure(input=state == "x", constant=state == "b")
-            case Arithmetic(op="+", left=left, right=right):
-                return structure(left) + structure(right)
-            case Arithmetic(op="-", left=left, right=right):
-                return structure(left) + structure(right).mapped()
-            case Arithmetic(left=left, right=right):
-                first, second = structure(left), structure(right)
-                value, factor = (first, right) if first.varies else (second, left)
-                return value if isinstance(factor, Constant) and factor.value == 1 else value.mapped()
-            case FormCall(instance=instance, input=value) if value is not None:
-                return structure(value).mapped(bool(instance.args.get("bias")))
-            case _:
-                return AffineStructure(constant=True)
-
-    value = AffineStructure("identity")
-    for i, assign in enumerate(site_edit.assigns):
-        for _, term in (let for let in site_edit.lets if let[0] == i):
-            lets[id(term)] = structure(term)
-        if assign.state not in ("w", "b"):
-            value = env[assign.state] = structure(assign.value)
-    return value
-
-
 def rank(site_edit: SiteEdit) -> int | None:
     """The rank of what is added to the weight; None if it may have any rank."""
     return _sum([_rank(assign.value, assign.state) for assign in site_edit.assigns])
@@ -171,16 +108,18 @@ def _added_rank(term: Term) -> int | None:
         case FormCall(instance=instance):
             return instance.form.rank(instance.args, instance.dims)
         case Arithmetic(op="*", left=left, right=right):
-            return _added_rank(right) if _is_factor(left) else _added_rank(left) if _is_factor(right) else None
+            return _added_rank(right) if is_number(left) else _added_rank(left) if is_number(right) else None
         case Arithmetic(op="/", left=left, right=right):
-            return _added_rank(left) if _is_factor(right) else None
+            return _added_rank(left) if is_number(right) else None
         case _:
             return None
 
 
-def _is_factor(term: Term) -> bool:
-    """Whether a term is one number, which does not change a rank."""
-    return isinstance(term, Constant) or (isinstance(term, FormCall) and term.instance.form.name == "scalar")
+def is_number(term: Term) -> bool:
+    """Whether a term is one number, the same for all tasks."""
+    return isinstance(term, Constant) or (
+        isinstance(term, FormCall) and term.instance.form.name == "scalar" and not term.instance.tasks
+    )
 
 
 def _sum(ranks: list[int | None]) -> int | None:

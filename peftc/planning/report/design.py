@@ -18,7 +18,16 @@ COLUMNS = ("method", "Δh functional form", "insertion form", "modified represen
 
 @dataclass(frozen=True)
 class Design:
-    """One edit in the dimensions of He et al. 2022, section 3.2."""
+    """One edit in the dimensions of He et al. 2022, section 3.2.
+
+    Attributes:
+        edit: its name.
+        functional: the functional form: what Δh is.
+        insertion: the insertion form: "sequential" if Δh reads `h`, "parallel" if it reads `x`;
+            "weight", "scaling" and "tokens" for what the paper does not have.
+        modified: the modified representation, in the words of the paper.
+        composition: how Δh is joined to the representation.
+    """
 
     edit: str
     functional: str  # what Δh is

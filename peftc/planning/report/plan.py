@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from peftc.addressing.path_compression import compress_paths
+from peftc.addressing.paths import compress_paths
 from peftc.addressing.sites import UntracedModule
-from peftc.planning.counts import percent
 from peftc.planning.ir import FormInstance, SiteEdit
-from peftc.planning.report.text import plain_text
 from peftc.planning.selection.untraced import reason_lines
 from peftc.semantics.vocabulary import PLAN_COUNTS
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PlanSpec(_Record):
+class PlanSpec(Record):
+    """The spec of a plan.
+
+    Attributes:
+        path: of its file, or the name of the text.
+        sha256: of its text.
+    """
+
     path: str
     sha256: str
 
 
-class PlanModel(_Record):
-    """The base; `parameters` counts tied weights once."""
+class PlanModel(Record):
+    """The base of a plan.
+
+    Attributes:
+        id: the name of the model.
+        type: transformers' model type, or the class of a plain module.
+        parameters: of the base; tied weights count once.
+        fingerprint: of its architecture, not of its values.
+        fingerprint_version: of the way in which the fingerprint is computed.
+    """
 
     id: str
     type: str
@@ -39,13 +53,33 @@ class PlanModel(_Record):
     fingerprint_version: int = 1  # of plans that do not say
 
 
-class PlanSite(_Record):
+class PlanSite(Record):
+    """A site of an edit.
+
+    Attributes:
+        path: such as `encoder.layer[0].attn.self`.
+        module: the dotted name of the module that computes it.
+    """
+
     path: str
     module: str
 
 
-class PlanEdit(_Record):
-    """One edit or `train` statement, with counts in parameters."""
+class PlanEdit(Record):
+    """One edit or `train` statement, with counts in parameters.
+
+    Attributes:
+        name: of the edit.
+        sites: where it stands.
+        trained: parameters with a gradient.
+        stored: parameters in the saved adapter.
+        changed: entries of the base that differ after folding; an upper bound when a method selects
+            entries.
+        served: parameters that inference has beside the base, after folding what folds.
+        foldable: whether it can be folded into the weights.
+        reason: why it folds or does not.
+        identity: whether the model is unchanged before training.
+    """
 
     name: str
     sites: tuple[PlanSite, ...]
@@ -58,8 +92,16 @@ class PlanEdit(_Record):
     identity: bool
 
 
-class PlanTotals(_Record):
-    """Parameters: of the base, trained, saved, changed in the base, left after folding."""
+class PlanTotals(Record):
+    """Counts of the whole plan, in parameters.
+
+    Attributes:
+        base: the size of the base; tied weights count once.
+        trained: as in `PlanEdit`.
+        stored: as in `PlanEdit`.
+        changed: as in `PlanEdit`.
+        served: as in `PlanEdit`.
+    """
 
     base: int
     trained: int
@@ -68,21 +110,42 @@ class PlanTotals(_Record):
     served: int
 
 
-class PlanExpectation(_Record):
+class PlanExpectation(Record):
+    """An `expect` of the spec.
+
+    Attributes:
+        text: as the formatter prints it.
+        holds: whether it holds.
+    """
+
     text: str
     holds: bool
 
 
-class PlanUnread(_Record):
-    """An untraced module in a layer that the spec edits."""
+class PlanUnread(Record):
+    """An untraced module in a layer that the spec edits.
+
+    Attributes:
+        module: its dotted name.
+        type: its class.
+        reason: why it could not be traced.
+    """
 
     module: str
     type: str
     reason: str
 
 
-class Plan(_Record):
-    """What a spec does to a model.
+class Plan(Record):
+    """What compiling a spec onto a model would do. `str` gives the table that `peftc plan` prints.
+
+    Attributes:
+        spec: where the spec comes from.
+        model: the base.
+        edits: in the order of the spec.
+        totals: over all edits.
+        expectations: in the order of the spec.
+        unread: modules in edited layers whose code could not be traced.
 
     Raises:
         pydantic.ValidationError: unknown or missing keys in the JSON.
@@ -97,20 +160,18 @@ class Plan(_Record):
     unread: tuple[PlanUnread, ...] = ()
 
     def edit(self, name: str) -> PlanEdit:
-        """The edit of that name.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """The edit of that name. Raises: KeyError: there is none."""
         return {edit.name: edit for edit in self.edits}[name]
 
     def __str__(self) -> str:
-        return plan_text(self)
+        return plain_text(render_plan(self))
 
 
-def plan_text(plan: Plan, site_edits: Sequence[SiteEdit] = (), width: int = 80) -> str:
-    """The plan as plain text without colours."""
-    return plain_text(render_plan(plan, site_edits), width)
+def plain_text(result: RenderableType, width: int = 80) -> str:
+    """Text without colours and without blanks at the ends of lines."""
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, legacy_windows=False, highlight=False).print(result)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def render_plan(plan: Plan, site_edits: Sequence[SiteEdit] = ()) -> RenderableType:
@@ -126,7 +187,11 @@ def render_plan(plan: Plan, site_edits: Sequence[SiteEdit] = ()) -> RenderableTy
     for edit in plan.edits:
         parts += [Text(), _edit(edit, [s for s in site_edits if s.edit == edit.name])]
     if plan.expectations:
-        parts += [Text(), _expectations(plan)]
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for expectation in plan.expectations:
+            outcome = Text("holds", "green") if expectation.holds else Text("fails", "bold red")
+            table.add_row(outcome, Text(expectation.text))
+        parts += [Text(), Text("expectations", "bold"), _indented(table)]
     if plan.unread:
         modules = [UntracedModule(m.module, m.type, m.reason) for m in plan.unread]
         parts += [Text(), Text("not traced", "bold"), *map(_indented, map(Text, reason_lines(modules)))]
@@ -149,6 +214,12 @@ def _counts(plan: Plan) -> Table:
     table.add_section()
     table.add_row("total", str(total), *_cells(plan.totals, plan.totals.base), style="bold")
     return table
+
+
+def percent(value: int, base: int) -> str:
+    """`6.747 %` of the base, rounded down, so that a budget that is met never looks exceeded."""
+    thousandths = 100_000 * value // base if base else 0
+    return f"{thousandths // 1000}.{thousandths % 1000:03} %"
 
 
 def _cells(numbers: PlanEdit | PlanTotals, base: int) -> Iterable[Text]:
@@ -179,11 +250,3 @@ def _mapping(instance: FormInstance) -> str:
     source = "" if dims.input is None else f"{dims.input} -> "
     shared = f", shared by {dims.sites} sites" if instance.owner is not None and dims.sites > 1 else ""
     return f"{instance.form.name}: {source}{instance.form.shape(instance.args, dims)}{shared}"
-
-
-def _expectations(plan: Plan) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for expectation in plan.expectations:
-        outcome = Text("holds", "green") if expectation.holds else Text("fails", "bold red")
-        table.add_row(outcome, Text(expectation.text))
-    return Group(Text("expectations", "bold"), _indented(table))

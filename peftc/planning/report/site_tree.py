@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peftc.addressing.path_compression import index_ranges
-from peftc.addressing.paths import BRANCHES, show_site_steps, stack_steps
+from peftc.addressing.paths import BRANCHES, index_ranges, show_site_steps, stack_steps
 from peftc.addressing.sites import Site, SiteTable, Steps
-from peftc.planning.report.repeated_networks import NetworkGroup, RepeatedNetworks
-from peftc.planning.report.text import plain_text
 
 Row = tuple[str, str, str, str, str]  # site, module, shape, parameters, states
 
@@ -23,16 +22,47 @@ MIN_STATES = 8  # characters
 MAX_SITE = 24
 
 
-def sites_text(table: SiteTable, width: int = 80) -> str:
-    """The tree as plain text without colours."""
-    return plain_text(render_sites(table, width), width)
+@dataclass(frozen=True, eq=False)
+class NetworkGroup:
+    """Networks of a layer that are no sites themselves, such as experts. They have one name under
+    one site, and sites with the same states and shapes.
+    """
+
+    steps: Steps  # of the first network, in its layer
+    numbers: tuple[int, ...]
+    sites: tuple[Site, ...]  # of all networks
+
+    @property
+    def name(self) -> str:
+        """`experts[0..7] × 8`, or `shared`."""
+        word = self.steps[-1][0]
+        return f"{word}[{index_ranges(self.numbers)}] × {len(self.numbers)}" if self.numbers else word
+
+
+def network_groups(sites: Sequence[Site], depth: int) -> dict[Steps, NetworkGroup]:
+    """The groups of the networks of a layer. `depth`: the number of steps of the layer's path."""
+    site_steps = {site.steps[depth:] for site in sites}
+    networks: dict[Steps, list[Site]] = defaultdict(list)
+    for site in sites:
+        parent = site.steps[depth:-1]
+        if parent and parent not in site_steps and site.steps[-1][0] not in BRANCHES:
+            networks[parent].append(site)
+    alike: dict[object, list[Steps]] = defaultdict(list)
+    for steps, inside in networks.items():
+        signatures = ((site.steps[-1], _state_shapes(site)) for site in inside)
+        alike[steps[:-1], steps[-1][0], steps[-1][1] is None, *signatures].append(steps)
+    groups: dict[Steps, NetworkGroup] = {}
+    for members in alike.values():
+        numbers = tuple(index for steps in members if (index := steps[-1][1]) is not None)
+        group = NetworkGroup(members[0], numbers, tuple(site for steps in members for site in networks[steps]))
+        groups |= dict.fromkeys(members, group)
+    return groups
 
 
 def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
     """Every site, once for all layers that have the same sites: `layer[0..11] × 12`.
 
-    Args:
-        width: characters in a line.
+    Args: `width`: characters in a line.
     """
     header = Text.assemble((table.model_id, "bold"), f"  ({table.model_type}, {table.parameters:,} parameters)")
     rows = _Tree(table).rows()
@@ -51,14 +81,11 @@ def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
             _wrap(states, states_width, " "),
         )
         grid.add_row(*map(Text, cells))
-    return Group(header, Text(), grid, *_shared_modules(table))
-
-
-def _shared_modules(table: SiteTable) -> list[RenderableType]:
-    """A line for each shared module that is in no other shared module."""
+    # a line for each shared module that is in no other shared module
     names = {name for group in table.shared_modules for name in group}
     outer = [group for group in table.shared_modules if not any(group[0].startswith(f"{name}.") for name in names)]
-    return [Text(), *(Text(f"one module: {', '.join(group)}") for group in outer)] if outer else []
+    lines = [Text(), *(Text(f"one module: {', '.join(group)}") for group in outer)] if outer else []
+    return Group(header, Text(), grid, *lines)
 
 
 def _widths(rows: Sequence[Row], width: int) -> tuple[int, int]:
@@ -110,24 +137,27 @@ class _Tree:
 
     def _layers(self) -> dict[Steps, list[Row]]:
         """The rows of each group of layers with the same sites, by the group's first layer."""
-        sites: dict[Steps, list[Site]] = {}
+        sites: dict[Steps, list[Site]] = defaultdict(list)
         for site in self.table.sites:
             if _in_layer(site):
-                sites.setdefault(_layer(site), []).append(site)
-        groups: dict[object, list[Steps]] = {}
+                sites[_layer(site)].append(site)
+        groups: dict[object, list[Steps]] = defaultdict(list)
         for steps, inside in sites.items():
-            groups.setdefault((steps[:-1], *map(_signature, inside)), []).append(steps)
+            groups[steps[:-1], *map(_signature, inside)].append(steps)
         return {group[0]: self._layer_rows(group, sites[group[0]]) for group in groups.values()}
 
     def _layer_rows(self, group: Sequence[Steps], sites: Sequence[Site]) -> list[Row]:
         rows: list[Row] = []
         depth = len(group[0])
-        networks = RepeatedNetworks(sites, depth)
+        networks, seen = network_groups(sites, depth), set[NetworkGroup]()
         for site in sites:
             steps = site.steps[depth:]
-            if networks.repeats(site):
-                continue
-            rows += [self._network_row(network, sites) for network in networks.pop(site)]
+            if network := networks.get(steps[:-1]):
+                if network.steps != steps[:-1]:
+                    continue  # the sites of the first stand for all
+                if network not in seen:
+                    seen.add(network)
+                    rows.append(self._network_row(network, sites))
             if steps:
                 tail = steps[-2:] if len(steps) > 1 and steps[-1][0] in BRANCHES else steps[-1:]
                 rows.append(self._row(f"{_indent(steps)}{show_site_steps(tail)}", site, _relative_module(site, sites)))
@@ -165,9 +195,12 @@ class _Tree:
         return sum(prod(vars(shape).values()) for _, shape in refs)
 
 
+def _state_shapes(site: Site) -> object:
+    return tuple((name, state.shape) for name, state in site.states.items())
+
+
 def _signature(site: Site) -> object:
-    states = tuple((name, state.shape) for name, state in site.states.items())
-    return site.steps[len(_layer(site)) :], site.module.removeprefix(site.root), states, site.runs
+    return site.steps[len(_layer(site)) :], site.module.removeprefix(site.root), _state_shapes(site), site.runs
 
 
 def _indent(steps: Steps) -> str:

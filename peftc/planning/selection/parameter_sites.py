@@ -28,22 +28,20 @@ def body_at(edit: ast.Edit, site: Site) -> tuple[ast.Equation | ast.Let, ...]:
     if not edits_parameters(edit) or len(site.states) != 1:
         return edit.body
     (state,) = site.states
-    return tuple(_rename(line, state) for line in edit.body)
-
-
-def _rename(line: ast.Equation | ast.Let, state: str) -> ast.Equation | ast.Let:
-    if WEIGHT_AND_BIAS in names_in(line.value):
-        value = substitute(line.value, {WEIGHT_AND_BIAS: ast.Name(state, span=line.value.span)})
-        line = replace(line, value=value)
-    is_target = isinstance(line, ast.Equation) and line.target == WEIGHT_AND_BIAS
-    return replace(line, target=state) if is_target else line
+    body: list[ast.Equation | ast.Let] = []
+    for line in edit.body:
+        if WEIGHT_AND_BIAS in names_in(line.value):
+            value = substitute(line.value, {WEIGHT_AND_BIAS: ast.Name(state, span=line.value.span)})
+            line = replace(line, value=value)
+        is_target = isinstance(line, ast.Equation) and line.target == WEIGHT_AND_BIAS
+        body.append(replace(line, target=state) if is_target else line)
+    return tuple(body)
 
 
 def parameter_sites(edit: ast.Edit, sites: Sequence[Site], table: SiteTable) -> list[Site]:
     """A site for each weight and each bias, in model order; tied parameters are one site.
 
-    Raises:
-        P205: sites that have neither, such as sub-layers and modules with stacked experts.
+    Raises: P205: sites that have neither, such as sub-layers and modules with stacked experts.
     """
     if errors := [error for site in sites if (error := _no_parameters(edit, site, table)) is not None]:
         raise PeftcError(for_sites(errors, " of this edit"))
@@ -59,15 +57,9 @@ def other_parameters(edit: ast.Edit, sites: Sequence[Site], table: SiteTable) ->
         attributes = {state.weight.attribute for state in site.states.values() if state.weight is not None}
         others[site.module] = [name for name in modules[site.module].parameters if name not in attributes]
     return [
-        Diagnostic(
-            "P204",
-            f"`{module}` has parameters that are neither `w` nor `b`: {join_names(names)}",
-            edit.selector.span,
-            label="they stay as they are",
-            severity="warning",
-        )
+        Diagnostic("P204", message, edit.selector.span, label="they stay as they are", severity="warning")
         for module, names in others.items()
-        if names
+        if names and (message := f"`{module}` has parameters that are neither `w` nor `b`: {join_names(names)}")
     ]
 
 
@@ -82,15 +74,10 @@ def _no_parameters(edit: ast.Edit, site: Site, table: SiteTable) -> Diagnostic |
     parts = [other.path for other in table.sites if any(in_stack(s.weight) for s in other.states.values())]
     if site.path.startswith('"') and not parts:
         return None
+    message = f"`{site.path}` has no weight and no bias of its own"
     notes = (f"its parameters are those of {join_names(parts[:3])}{' and others' * (len(parts) > 3)}",) if parts else ()
-    return Diagnostic(
-        "P205",
-        f"`{site.path}` has no weight and no bias of its own",
-        edit.selector.span,
-        label="no `wb` here",
-        notes=notes,
-        help="leave it out with `-`, and name these sites: `w += …`" if parts else f"write `{site.path}.**`",
-    )
+    help_ = "leave it out with `-`, and name these sites: `w += …`" if parts else f"write `{site.path}.**`"
+    return Diagnostic("P205", message, edit.selector.span, label="no `wb` here", notes=notes, help=help_)
 
 
 def _parameter_site(site: Site, name: str) -> Site:

@@ -24,28 +24,19 @@ NamesBelow = Mapping[str, tuple[int, tuple[str, ...]]]  # name -> (how many, the
 def no_match(path: ast.Path, steps: Sequence[ast.Step], paths: SitePaths) -> Diagnostic:
     """P201 at the first step that matches nothing."""
     steps = [step for i, step in enumerate(steps) if not selects_stack(steps, i)]
-    matched = _matched_steps(steps, paths)
+    counts = range(len(steps), 0, -1)
+    matched = next((n for n in counts if any(True for _ in paths.matches(steps[:n], whole=False))), 0)
     step = steps[min(matched, len(steps) - 1)]
     below = _names_below(steps[:matched], paths)
     text = ".".join(map(print_step, steps[:matched]))
     help_ = STACK_CHOICE_HELP.get(step.name)
     if help_ is None and matched == len(steps):  # the path stops above a site, as `encoder` does
         help_ = f"to reach every module below, write `{text}.**`"
-    return Diagnostic(
-        "P201",
-        f"`{print_selector(path)}` matches nothing in {paths.table.model_id}",
-        name_span(step),
-        label=f"no such site under `{text}`" if text else "no such site",
-        notes=tuple(_notes(text, below, paths.stacks)),
-        help=help_ or _suggestion(step, steps[:matched], below),
-    )
-
-
-def _matched_steps(steps: Sequence[ast.Step], paths: SitePaths) -> int:
-    for count in range(len(steps), 0, -1):
-        if any(True for _ in paths.matches(steps[:count], whole=False)):
-            return count
-    return 0
+    help_ = help_ or _suggestion(step, steps[:matched], below)
+    message = f"`{print_selector(path)}` matches nothing in {paths.table.model_id}"
+    label = f"no such site under `{text}`" if text else "no such site"
+    notes = tuple(_notes(text, below, paths.stacks))
+    return Diagnostic("P201", message, name_span(step), label=label, notes=notes, help=help_)
 
 
 def _names_below(steps: Sequence[ast.Step], paths: SitePaths) -> NamesBelow:
@@ -108,15 +99,10 @@ def no_match_in_layers(path: ast.Path, table: SiteTable) -> Diagnostic:
 
 
 def removes_nothing(selector: ast.Difference, left: Sequence[str], right: Sequence[str]) -> Diagnostic:
+    message, label = f"`- {print_selector(selector.right)}` removes nothing", "none of these sites is on the left"
     sides = (("left", left), ("right", right))
-    return Diagnostic(
-        "P203",
-        f"`- {print_selector(selector.right)}` removes nothing",
-        selector.right.span,
-        label="none of these sites is on the left",
-        notes=tuple(f"the {side} side has {plural(len(s), 'site')}, such as `{s[0]}`" for side, s in sides),
-        help="leave this part out",
-    )
+    notes = tuple(f"the {side} side has {plural(len(s), 'site')}, such as `{s[0]}`" for side, s in sides)
+    return Diagnostic("P203", message, selector.right.span, label=label, notes=notes, help="leave this part out")
 
 
 def not_indexed(step: ast.Step) -> Diagnostic:
@@ -126,15 +112,13 @@ def not_indexed(step: ast.Step) -> Diagnostic:
 
 def no_such_index(index: ast.Index, step: ast.Step, sizes: Mapping[StepList, int]) -> Diagnostic:
     """P202: no stack has all the numbers of an index."""
-    empty = index.start is not None and index.stop is not None and 0 <= index.stop < index.start
-    return Diagnostic(
-        "P202",
-        f"`{step.name}[{print_index(index)}]` {'is empty' if empty else 'does not exist'}",
-        index.span,
-        label="ends before it starts" if empty else f"the last one is {max(sizes.values()) - 1}",
-        notes=tuple(f"`{steps}` has 0..{size - 1}" for steps, size in sizes.items()),
-        help=f"write `{index.stop}..{index.start}`" if empty else "negative numbers count from the end",
-    )
+    notes = tuple(f"`{steps}` has 0..{size - 1}" for steps, size in sizes.items())
+    text = f"`{step.name}[{print_index(index)}]`"
+    if index.start is not None and index.stop is not None and 0 <= index.stop < index.start:
+        label, help_ = "ends before it starts", f"write `{index.stop}..{index.start}`"
+        return Diagnostic("P202", f"{text} is empty", index.span, label=label, notes=notes, help=help_)
+    label, help_ = f"the last one is {max(sizes.values()) - 1}", "negative numbers count from the end"
+    return Diagnostic("P202", f"{text} does not exist", index.span, label=label, notes=notes, help=help_)
 
 
 def no_module(glob: ast.Glob, table: SiteTable) -> Diagnostic:
@@ -151,15 +135,12 @@ def no_module(glob: ast.Glob, table: SiteTable) -> Diagnostic:
     children = dict.fromkeys(_child(name, parent) for parent in parents for name in names if _child(name, parent))
     text = ".".join(segments[:count])
     name = nearest(segments[count], children)
-    offset = 1 + sum(len(segment) + 1 for segment in segments[:count])
-    return Diagnostic(
-        "P201",
-        f'`"{glob.pattern}"` matches no module of {table.model_id}',
-        _subspan(glob.span, offset, len(segments[count])),
-        label=f'no such module under `"{text}"`' if text else "no such module",
-        notes=(f"there is {_join(children)}",) if children else (),
-        help=f'did you mean `"{".".join([*segments[:count], name, *segments[count + 1 :]])}"`?' if name else None,
-    )
+    span = _subspan(glob.span, 1 + sum(len(segment) + 1 for segment in segments[:count]), len(segments[count]))
+    message = f'`"{glob.pattern}"` matches no module of {table.model_id}'
+    label = f'no such module under `"{text}"`' if text else "no such module"
+    notes = (f"there is {_join(children)}",) if children else ()
+    help_ = f'did you mean `"{".".join([*segments[:count], name, *segments[count + 1 :]])}"`?' if name else None
+    return Diagnostic("P201", message, span, label=label, notes=notes, help=help_)
 
 
 def _child(name: str, parent: str) -> str:

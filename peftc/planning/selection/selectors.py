@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from peftc.addressing.path_compression import compress_paths, index_ranges
 from peftc.addressing.paths import (
     BRANCHES,
     Match,
     SitePaths,
-    StepList,
+    compress_paths,
     glob_pattern,
     in_range,
     index_range,
+    index_ranges,
     show_site_steps,
     step_lists,
 )
 from peftc.addressing.sites import ModuleInfo, Site, SiteTable
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.planning.selection import selector_errors
 from peftc.planning.selection.module_sites import module_site, modules_below
-from peftc.planning.selection.untraced import positive_arms, untraced_errors
+from peftc.planning.selection.untraced import signed_arms, untraced_errors
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_index, print_selector
 
@@ -30,10 +30,9 @@ SitesByPath = dict[str, Site]
 def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
     """The sites that a selector names, each once, in model order.
 
-    Raises:
-        P201: an arm matches nothing. P202: an index that does not exist. P203: a difference that
-        removes nothing, or everything. P214: an arm may name sites in an untraced module. All
-        errors of the selector are raised together.
+    Raises: P201: an arm matches nothing. P202: an index that does not exist. P203: a difference
+    that removes nothing, or everything. P214: an arm may name sites in an untraced module. All
+    errors of the selector are raised together.
     """
     paths = SitePaths(table)
     resolver = _Resolver(paths)
@@ -47,7 +46,7 @@ def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
 def coverage_warnings(selector: ast.Selector, table: SiteTable) -> list[Diagnostic]:
     """P204 warnings for arms that lack a site in some of the layers that they name."""
     paths = SitePaths(table)
-    arms = positive_arms(selector)
+    arms = [path for path, is_positive in signed_arms(selector) if is_positive]
     return [warning for path in arms for warning in (*_uneven_layers(path, paths), *_uneven_attentions(path, paths))]
 
 
@@ -59,8 +58,12 @@ class _Resolver:
         match selector:
             case ast.Path():
                 return self._path(selector)
-            case ast.Glob():
-                return self._glob(selector)
+            case ast.Glob(text):
+                pattern = glob_pattern(text)
+                modules = [module for module in self.table.modules if pattern.fullmatch(module.name)]
+                if not modules:
+                    self.errors.append(selector_errors.no_module(selector, self.table))
+                return self._modules(modules)
             case ast.Union(arms):
                 return {path: site for arm in arms for path, site in self.resolve(arm).items()}
             case ast.Difference():
@@ -86,13 +89,6 @@ class _Resolver:
         elif below:
             return self._modules(modules_below([match.prefix for match in matches], self.table))
         return {match.site.path: match.site for match in matches}
-
-    def _glob(self, glob: ast.Glob) -> SitesByPath:
-        pattern = glob_pattern(glob.pattern)
-        modules = [module for module in self.table.modules if pattern.fullmatch(module.name)]
-        if not modules:
-            self.errors.append(selector_errors.no_module(glob, self.table))
-        return self._modules(modules)
 
     def _modules(self, modules: Iterable[ModuleInfo]) -> SitesByPath:
         return {site.path: site for site in (module_site(module, self.table) for module in modules)}
@@ -139,10 +135,15 @@ def _uneven_layers(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]:
             named = sorted({number for index in indices for number in index_range(index, size)})
             present = {match.index(i) for match in matches if match.step_list(i) == steps}
             if missing := [number for number in named if number not in present]:
-                yield _missing_in_layers(path, steps, len(named), missing)
+                message = f"`{print_selector(path)}` is missing on {len(missing)} of {len(named)} layers"
+                note = f"without it: {steps}[{index_ranges(missing)}]"
+                help_ = "write the layers that have it, if this is meant"
+                yield _warning(message, path.span, f"not in every `{steps}`", note, help_)
             for index in indices:
                 if not in_range(index, size) and len(lists) > 1:
-                    yield _past_the_end(index, steps, size)
+                    message = f"`{print_index(index)}` goes past the end of `{steps}`"
+                    note = "only the layers that exist are selected"
+                    yield _warning(message, index.span, f"`{steps}` has 0..{size - 1}", note)
 
 
 def _uneven_attentions(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]:
@@ -157,33 +158,14 @@ def _uneven_attentions(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]
     sites = [site.steps for site in paths.table.sites if site.steps[-1][0] in BRANCHES]
     attentions = [steps for steps in sites if steps[:-2] in layers]
     if missing := [show_site_steps(steps) for steps in attentions if steps not in present]:
-        yield Diagnostic(
-            "P204",
-            f"`{print_selector(path)}` is missing on {len(missing)} of {len(attentions)} attentions of these layers",
-            path.span,
-            label="not in every `attn`",
-            notes=(f"without it: {', '.join(line for line, _ in compress_paths(missing))}",),
-            help="write `attn.self` or `attn.cross` if one of them is meant",
-            severity="warning",
-        )
+        subject = f"`{print_selector(path)}` is missing on {len(missing)} of {len(attentions)}"
+        note = f"without it: {', '.join(line for line, _ in compress_paths(missing))}"
+        help_ = "write `attn.self` or `attn.cross` if one of them is meant"
+        yield _warning(f"{subject} attentions of these layers", path.span, "not in every `attn`", note, help_)
 
 
-def _missing_in_layers(path: ast.Path, layers: StepList, named: int, missing: list[int]) -> Diagnostic:
-    return Diagnostic(
-        "P204",
-        f"`{print_selector(path)}` is missing on {len(missing)} of {named} layers",
-        path.span,
-        label=f"not in every `{layers}`",
-        notes=(f"without it: {layers}[{index_ranges(missing)}]",),
-        help="write the layers that have it, if this is meant",
-        severity="warning",
-    )
-
-
-def _past_the_end(index: ast.Index, steps: StepList, size: int) -> Diagnostic:
-    message, label = f"`{print_index(index)}` goes past the end of `{steps}`", f"`{steps}` has 0..{size - 1}"
-    notes = ("only the layers that exist are selected",)
-    return Diagnostic("P204", message, index.span, label=label, notes=notes, severity="warning")
+def _warning(message: str, span: Span, label: str, note: str, help_: str | None = None) -> Diagnostic:
+    return Diagnostic("P204", message, span, label=label, notes=(note,), help=help_, severity="warning")
 
 
 def _in_model_order(sites: SitesByPath, table: SiteTable) -> list[Site]:

@@ -12,6 +12,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.messages import MAX_NAMES, first_names, for_sites
 from peftc.syntax import ast
 
+ALSO_THERE = "an edit here also acts there"
 SiteKey = tuple[str, tuple[object, ...]]  # a module, and what of the module
 
 
@@ -29,8 +30,7 @@ class SharedModules:
     def merge(self, sites: Sequence[Site], selector: ast.Selector) -> list[Site]:
         """The sites with each module once: at its first name, with the others as `shared_with`.
 
-        Raises:
-            P211: a module is also used at sites that are not among these.
+        Raises: P211: a module is also used at sites that are not among these.
         """
         self._refuse_cross_layer_calls(sites, selector)
         if not any(site.module in self.groups for site in sites):
@@ -39,7 +39,14 @@ class SharedModules:
         errors = [error for site in sites if (error := self._incomplete(site, selected, selector)) is not None]
         if errors:
             raise PeftcError(for_sites(errors))
-        return [merged for site in sites if (merged := self._merged(site, selected)) is not None]
+        merged: list[Site] = []
+        for site in sites:
+            first, *names = self.groups.get(site.module, (site.module,))
+            if site.module == first:  # else it is one of the others of the first
+                others = tuple(selected[name, _role(site)] for name in names)
+                runs = site.runs + sum(other.runs for other in others)
+                merged.append(replace(site, shared_with=others, runs=runs) if others else site)
+        return merged
 
     def _refuse_cross_layer_calls(self, sites: Sequence[Site], selector: ast.Selector) -> None:
         """Raises: P211 if another layer calls the module of a site without registering it."""
@@ -48,18 +55,7 @@ class SharedModules:
             if (layer := calls.get(site.module)) is not None and site.module not in self.groups:
                 message = f"`{site.module}` of `{site.path}` is called by `{layer}`, too"
                 help_ = "register the module in both layers: one set of parameters then acts at each"
-                label = "an edit here also acts there"
-                raise PeftcError(Diagnostic("P211", message, selector.span, label=label, help=help_))
-
-    def _merged(self, site: Site, selected: Mapping[SiteKey, Site]) -> Site | None:
-        """The site with the others of its module; None if it is one of these others."""
-        names = self.groups.get(site.module)
-        if names is None:
-            return site
-        if site.module != names[0]:
-            return None
-        others = tuple(selected[name, _role(site)] for name in names[1:])
-        return replace(site, shared_with=others, runs=site.runs + sum(other.runs for other in others))
+                raise PeftcError(Diagnostic("P211", message, selector.span, label=ALSO_THERE, help=help_))
 
     def _incomplete(self, site: Site, selected: Mapping[SiteKey, Site], selector: ast.Selector) -> Diagnostic | None:
         """P211 if not all sites of a module are selected."""
@@ -68,16 +64,12 @@ class SharedModules:
         if not missing:
             return None
         paths = [other.path if (other := self.sites.get((name, role))) else f'"{name}"' for name in missing]
-        union = " | ".join((site.path, *paths))
-        return Diagnostic(
-            "P211",
-            f"`{site.path}` is one module with {first_names(paths)}",
-            selector.span,
-            label="an edit here also acts there",
-            notes=(f"`{site.module}` is also {first_names(missing)}",),
-            help="name all of them: one set of parameters acts at each"
-            + (f", `at {union}`" if len(paths) <= MAX_NAMES else ""),
-        )
+        message = f"`{site.path}` is one module with {first_names(paths)}"
+        note = f"`{site.module}` is also {first_names(missing)}"
+        help_ = "name all of them: one set of parameters acts at each"
+        if len(paths) <= MAX_NAMES:
+            help_ += f", `at {' | '.join((site.path, *paths))}`"
+        return Diagnostic("P211", message, selector.span, label=ALSO_THERE, notes=(note,), help=help_)
 
 
 def _role(site: Site) -> tuple[object, ...]:

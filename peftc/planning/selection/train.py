@@ -26,9 +26,8 @@ class TrainTarget:
 def resolve_train(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> TrainTarget:
     """The parameters of a `train` statement; an RMS norm, for one, need not have a `b`.
 
-    Raises:
-        P205: no site has any of the states. P211: layers use the parameter at other sites, too.
-        P212: the parameter shares its memory. P309: the states are only some rows of it.
+    Raises: P205: no site has any of the states. P211: layers use the parameter at other sites, too.
+    P212: the parameter shares its memory. P309: the states are only some rows of it.
     """
     parameters = Parameters(table)
     states = [(site, state) for site in sites for name in statement.states if (state := site.states.get(name))]
@@ -47,16 +46,6 @@ def resolve_train(statement: ast.Train, sites: Sequence[Site], table: SiteTable)
     return TrainTarget(statement.name, tuple(unique.values()), ranges, tuple(names))
 
 
-def missing_states(statement: ast.Train, target: TrainTarget) -> list[Diagnostic]:
-    """P204 warnings for states that no site has."""
-    present = {name for site in target.sites for name in site.states}
-    return [
-        Diagnostic("P204", f"no site of `{statement.name}` has `{name}`", statement.span, severity="warning")
-        for name in statement.states
-        if name not in present
-    ]
-
-
 def _memory_overlap(statement: ast.Train, names: Collection[str], table: SiteTable) -> Diagnostic | None:
     """P212 for a parameter that shares memory with another one, or with itself (a group alone)."""
     for group in table.overlaps:
@@ -64,22 +53,16 @@ def _memory_overlap(statement: ast.Train, names: Collection[str], table: SiteTab
         if name is None:
             continue
         if len(group) == 1:
-            return Diagnostic(
-                "P212",
-                f"entries of `{name}` are in the same place in memory, as in an expanded tensor",
-                statement.span,
-                label="a step of training would write one over the other",
-                help="give it memory of its own (`.contiguous()`) before you compile",
-            )
-        ties = next((tied for tied in table.tied if name in tied), (name,))
-        other = next((n for n in group if n not in ties), next(n for n in group if n != name))
-        return Diagnostic(
-            "P212",
-            f"`{name}` and `{other}` are two parameters over the same memory",
-            statement.span,
-            label="a step of training would change both, by the gradient of one",
-            help="make them one parameter, or give each memory of its own, before you compile",
-        )
+            message = f"entries of `{name}` are in the same place in memory, as in an expanded tensor"
+            label = "a step of training would write one over the other"
+            help_ = "give it memory of its own (`.contiguous()`) before you compile"
+        else:
+            ties = next((tied for tied in table.tied if name in tied), (name,))
+            other = next((n for n in group if n not in ties), next(n for n in group if n != name))
+            message = f"`{name}` and `{other}` are two parameters over the same memory"
+            label = "a step of training would change both, by the gradient of one"
+            help_ = "make them one parameter, or give each memory of its own, before you compile"
+        return Diagnostic("P212", message, statement.span, label=label, help=help_)
     return None
 
 
@@ -95,26 +78,19 @@ def _tied(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Diag
         others = [other for other in used if other not in selected and other.startswith(layers)]
         if name and others:
             union = " | ".join(paths.get(n, f'"{n.rpartition(".")[0]}"') for n in (name, *others))
-            return Diagnostic(
-                "P211",
-                f"`{name}` is one parameter with {first_names(others)}",
-                statement.span,
-                label="training it here also trains it there",
-                help="name all of its uses in layers" + (f", `at {union}`" if len(others) < MAX_NAMES else ""),
-            )
+            message = f"`{name}` is one parameter with {first_names(others)}"
+            help_ = "name all of its uses in layers" + (f", `at {union}`" if len(others) < MAX_NAMES else "")
+            label = "training it here also trains it there"
+            return Diagnostic("P211", message, statement.span, label=label, help=help_)
     return None
 
 
 def _no_states(statement: ast.Train, sites: Sequence[Site]) -> Diagnostic:
     states = dict.fromkeys(name for site in sites for name, state in site.states.items() if state.weight)
-    return Diagnostic(
-        "P205",
-        f"none of the {len(sites)} sites has {join_names(statement.states, 'or')} to train",
-        statement.span,
-        label="nothing to unfreeze",
-        notes=(f"they have {join_names(states)}" if states else "they have no parameters of their own",),
-        help="`train` takes `w` and `b`" if any(name not in ("w", "b") for name in statement.states) else None,
-    )
+    message = f"none of the {len(sites)} sites has {join_names(statement.states, 'or')} to train"
+    notes = (f"they have {join_names(states)}" if states else "they have no parameters of their own",)
+    help_ = None if {"w", "b"}.issuperset(statement.states) else "`train` takes `w` and `b`"
+    return Diagnostic("P205", message, statement.span, label="nothing to unfreeze", notes=notes, help=help_)
 
 
 def _partial(statement: ast.Train, site: Site, state: State, name: str) -> Diagnostic:
@@ -125,10 +101,6 @@ def _partial(statement: ast.Train, site: Site, state: State, name: str) -> Diagn
         roles = ("gate", "up") if state.weight.rows else (role,)
         union = " | ".join(f"layer[*].ffn.{experts}[*].{name}" for name in roles)
         help_ = f"name all the sites that it holds: `at {union}`; or add to its rows alone: `w += lowrank(r=8)`"
-    return Diagnostic(
-        "P309",
-        f"`{state.name}` of `{site.path}` is only some rows of `{name}`",
-        statement.span,
-        label="a parameter gets a gradient as a whole",
-        help=help_,
-    )
+    message = f"`{state.name}` of `{site.path}` is only some rows of `{name}`"
+    label = "a parameter gets a gradient as a whole"
+    return Diagnostic("P309", message, statement.span, label=label, help=help_)

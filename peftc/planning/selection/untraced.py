@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from peftc.addressing.path_compression import compress_paths
-from peftc.addressing.paths import BRANCHES, SitePaths
+from peftc.addressing.paths import BRANCHES, SitePaths, compress_paths
 from peftc.addressing.sites import Site, SiteTable, Steps, UntracedModule
 from peftc.diagnostics import Diagnostic
 from peftc.planning.messages import plural
@@ -24,32 +23,25 @@ UntracedModules = tuple[UntracedModule, ...]
 
 def untraced_errors(selector: ast.Selector, paths: SitePaths) -> list[Diagnostic]:
     """P214, one for each arm that names what untraced modules may contain."""
-    excluded = {module for arm in _negative_arms(selector) for module in _candidates(arm, paths)}
-    arms = [(arm, tuple(m for m in _candidates(arm, paths) if m not in excluded)) for arm in positive_arms(selector)]
-    return [_error(arm, modules, paths) for arm, modules in arms if modules]
+    arms = [(arm, is_positive, _candidates(arm, paths)) for arm, is_positive in signed_arms(selector)]
+    excluded = {module for _, is_positive, modules in arms if not is_positive for module in modules}
+    named = [(arm, tuple(m for m in ms if m not in excluded)) for arm, is_positive, ms in arms if is_positive]
+    return [_error(arm, modules, paths) for arm, modules in named if modules]
 
 
-def positive_arms(selector: ast.Selector) -> Iterator[ast.Path]:
-    """The paths of a selector, without those that a difference removes."""
+def signed_arms(selector: ast.Selector) -> Iterator[tuple[ast.Path, bool]]:
+    """The paths of a selector; False for those that a difference removes."""
     match selector:
         case ast.Path():
-            yield selector
+            yield selector, True
         case ast.Union(arms):
             for arm in arms:
-                yield from positive_arms(arm)
-        case ast.Difference(left, _):
-            yield from positive_arms(left)
+                yield from signed_arms(arm)
+        case ast.Difference(left, right):
+            yield from signed_arms(left)
+            yield from ((path, False) for path, is_positive in signed_arms(right) if is_positive)
         case ast.Glob():
             pass
-
-
-def _negative_arms(selector: ast.Selector) -> Iterator[ast.Path]:
-    if isinstance(selector, ast.Difference):
-        yield from positive_arms(selector.right)
-        yield from _negative_arms(selector.left)
-    elif isinstance(selector, ast.Union):
-        for arm in selector.arms:
-            yield from _negative_arms(arm)
 
 
 def _candidates(path: ast.Path, paths: SitePaths) -> UntracedModules:
@@ -66,17 +58,14 @@ def _candidates(path: ast.Path, paths: SitePaths) -> UntracedModules:
         if "layer" in module.roles:  # a whole layer: does the path name its stack?
             words = iter(name for name, _ in module.steps)
             return all(name in words for name in stack)
-        has_role = bool(below) and below[0] in module.roles
-        return module.steps in layers and has_role and not _has_branch(below, module, paths)
+        if module.steps not in layers or not below or below[0] not in module.roles:
+            return False
+        # a path that names `self` or `cross` means a traced one, if the module's layer has it
+        prefix = (*module.steps, *((name, None) for name in below[:2]))
+        is_branch = len(below) > 1 and below[1] in BRANCHES
+        return not (is_branch and any(site.steps[: len(prefix)] == prefix for site in paths.table.sites))
 
     return tuple(filter(may_contain, paths.table.untraced))
-
-
-def _has_branch(below: Sequence[str], module: UntracedModule, paths: SitePaths) -> bool:
-    """Whether a path names `self` or `cross`, and the module's layer has a traced one."""
-    prefix = (*module.steps, (below[0], None), *((name, None) for name in below[1:2]))
-    named = below[1:2] != [] and below[1] in BRANCHES
-    return named and any(site.steps[: len(prefix)] == prefix for site in paths.table.sites)
 
 
 def _error(arm: ast.Path, modules: UntracedModules, paths: SitePaths) -> Diagnostic:
@@ -86,15 +75,11 @@ def _error(arm: ast.Path, modules: UntracedModules, paths: SitePaths) -> Diagnos
     pattern = compress_paths([module.module for module in modules])[0][0]
     glob = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", modules[0].module)
     traced = [f"`attn.{branch}`" for branch in _traced_branches(names[layer + 1 :], modules, paths)]
-    return Diagnostic(
-        "P214",
-        f"`{print_selector(arm)}` may name sites in `{pattern}`, which cannot be traced",
-        name_span(step),
-        label=f"some `{step.name}` may be left out",
-        notes=tuple(reason_lines(modules)),
-        help=f'name its modules by a pattern in quotes, such as `"{glob}.**"`'
-        + (f", or write {' or '.join(traced)} for what is traced" if traced else ""),
-    )
+    message = f"`{print_selector(arm)}` may name sites in `{pattern}`, which cannot be traced"
+    help_ = f'name its modules by a pattern in quotes, such as `"{glob}.**"`'
+    help_ += f", or write {' or '.join(traced)} for what is traced" if traced else ""
+    label, notes = f"some `{step.name}` may be left out", tuple(reason_lines(modules))
+    return Diagnostic("P214", message, name_span(step), label=label, notes=notes, help=help_)
 
 
 def _traced_branches(below: Sequence[str], modules: UntracedModules, paths: SitePaths) -> list[str]:
@@ -133,11 +118,7 @@ def _layer(site: Site) -> Steps:
 
 def untraced_warning(selector: ast.Selector, modules: Sequence[UntracedModule]) -> Diagnostic:
     """P215 for untraced modules in the layers of a selector that names nothing in them."""
-    return Diagnostic(
-        "P215",
-        f"{plural(len(modules), 'module')} of these layers cannot be traced",
-        selector.span,
-        label="there are no sites in them" if len(modules) > 1 else "there are no sites in it",
-        notes=tuple(reason_lines(modules)),
-        severity="warning",
-    )
+    message = f"{plural(len(modules), 'module')} of these layers cannot be traced"
+    label = f"there are no sites in {'them' if len(modules) > 1 else 'it'}"
+    notes = tuple(reason_lines(modules))
+    return Diagnostic("P215", message, selector.span, label=label, notes=notes, severity="warning")

@@ -186,8 +186,8 @@ def expand_labels(equation: str, dimensions: list[int]) -> tuple[list[str], str]
 
 
 def visible_value(softmax: fx.Node) -> float | None:
-    """The value that the mask beside the scores has for keys that count, in a softmax of the model's
-    own; None where it has no mask, or an unknown one.
+    """The value that the mask beside the scores has for keys that count, in a softmax of the
+    model's own; None where it has no mask, or an unknown one.
     """
     # Seen in: SEW-D, whose mask would hide joined keys
     masks = [i for i, a in enumerate(softmax.args[1:], 1) if is_tensor(a)]

@@ -1,5 +1,5 @@
-"""Where experts keep their matrices: in modules of a list, or in the slices of one parameter; and the
-router, the product whose result decides which experts a token goes to.
+"""Where experts keep their matrices: in modules of a list, or in the slices of one parameter; and
+the router, the product whose result decides which experts a token goes to.
 
 Code of stacked experts picks a matrix out of a parameter for each expert, multiplies what is routed
 to it by that matrix, and goes on as any feed-forward network. The products with picked matrices are
@@ -223,8 +223,8 @@ class Router:
 
 
 def find_router(inputs: Iterable[fx.Node], count: int, body: set[fx.Node], layer: LayerGraph) -> Router | None:
-    """The router: the nearest product upstream of the inputs of `count` experts that has a value for
-    each and reaches them by a choice among its values.
+    """The router: the nearest product upstream of the inputs of `count` experts that has a value
+    for each and reaches them by a choice among its values.
     """
     nodes = (n for node in inputs for n in upstream(node, lambda n: n not in body))
     routers = [r for n in nodes if (r := _router_at(n, layer))]

@@ -190,10 +190,8 @@ class AttributeUse:
         if last in ALL_PARAMETERS and not self.is_text:
             yield ParameterRead(self.names[:-1], self.from_self, mode_dependent, whole_module=True)
         elif (last in words or last == ANY) and self.next != "()":
-            is_own = (
-                self.from_self and len(self.names) == 1 and not self.is_text
-            )  # the module's own parameter, or a child
-            if not is_own:
+            # `self.weight` alone is the module's own parameter, or a child
+            if not self.from_self or len(self.names) > 1 or self.is_text:
                 yield ParameterRead(self.names, self.from_self, mode_dependent)
             if not self.next and not self.is_text:  # the value is passed on
                 yield ParameterRead((*self.names, ANY), self.from_self, mode_dependent)

@@ -1,8 +1,10 @@
-"""Whether a region can be edited: a call runs its class's code, and its weights are loaded."""
+"""Whether a region can be edited: a call runs its class's code, with gradients, and its weights are
+loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -12,6 +14,8 @@ from peftc.modules.instance_forward import instance_forward
 from peftc.modules.offload import loads_submodules, offloaded_parameters, only_moves_arguments
 from peftc.rewriting.edits import Region
 from peftc.rewriting.legality.fast_paths import parents
+from peftc.tracing.context_managers import is_gradient_context
+from peftc.tracing.operations import enter_context, exit_context
 
 
 def check_forwards(region: Region, model: nn.Module) -> None:
@@ -41,9 +45,8 @@ def check_entered(name: str, module: nn.Module) -> None:
     check_forward(name, module)
     forward = instance_forward(module)
     if forward is not None and forward.hooked and not only_moves_arguments(module):
-        message = (
-            f"`{name}` has a hook around its `forward`, which would not run: the edit changes code inside the module"
-        )
+        reason = "which would not run: the edit changes code inside the module"
+        message = f"`{name}` has a hook around its `forward`, {reason}"
         help_ = "edit a state at the boundary of this module, or remove the hook before compiling"
         raise PeftcError(Diagnostic("P426", message, help=help_))
 
@@ -53,20 +56,15 @@ def check_outer(name: str, module: nn.Module) -> None:
     if forward is not None and forward.function is None and not forward.wraps:
         raise PeftcError(hidden_forward(name, module))
     if loads_submodules(module):
-        message = (
-            f"accelerate loads all parameters in `{name or 'the model'}` from a table of names, "
-            f"which has none for the parameters of edits"
-        )
+        reason = "from a table of names, which has none for the parameters of edits"
+        message = f"accelerate loads all parameters in `{name or 'the model'}` {reason}"
         raise PeftcError(Diagnostic("P426", message, help="dispatch the model without `preload_module_classes`"))
 
 
 def hidden_forward(name: str, module: nn.Module) -> Diagnostic:
-    return Diagnostic(
-        "P424",
-        f"`{name or type(module).__name__}` has a `forward` of its own that is no method and does not call its class's",
-        notes=("an edit of the class's code might never run",),
-        help="assign it as a method, `module.forward = types.MethodType(function, module)`, or in the class",
-    )
+    message = f"`{name or type(module).__name__}` has a `forward` in its instance whose code cannot be edited"
+    help_ = "assign it as a method, `module.forward = types.MethodType(function, module)`, or in the class"
+    return Diagnostic("P424", message, notes=("an edit of the class's code might never run",), help=help_)
 
 
 def check_loaded(name: str, module: nn.Module) -> None:
@@ -83,3 +81,28 @@ def missing_values(names: Collection[str], reason: str) -> Diagnostic:
     subject = f"{first} and {len(names) - 1} more have" if len(names) > 1 else f"{first} has"
     help_ = "load the weights of the model first; planning needs none"
     return Diagnostic("P527", f"{subject} no values, only a shape", notes=(reason,), help=help_)
+
+
+def check_gradients(written: Mapping[str, Sequence[fx.Node]], graph: fx.Graph) -> None:
+    """Raises: P416 for a state, by name, all of whose nodes run without gradients."""
+    without = nodes_without_gradients(graph)
+    for name, nodes in written.items():
+        if nodes and without.issuperset(nodes):
+            message = f"the model computes `{name}` without gradients, so no parameter of the edit would be trained"
+            note = f"`{nodes[0].target}` is in a `with torch.no_grad()` block of the model's own code"
+            raise PeftcError(Diagnostic("P416", message, notes=(note,), help="edit a state outside of that block"))
+
+
+def nodes_without_gradients(graph: fx.Graph) -> set[fx.Node]:
+    blocks: list[bool] = []
+    nodes: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is enter_context and is_gradient_context(node):
+            context, *arguments = node.args
+            mode = arguments[0] if arguments else node.kwargs.get("mode", True)
+            blocks.append(context is torch.no_grad or (context is torch.set_grad_enabled and mode is False))
+        elif node.target is exit_context and isinstance(begin := node.args[0], fx.Node) and is_gradient_context(begin):
+            blocks.pop()
+        elif blocks and blocks[-1]:
+            nodes.add(node)
+    return nodes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from peftc.diagnostics import Diagnostic
-from peftc.semantics.name_errors import reserved, unused
+from peftc.diagnostics import Diagnostic, Span
 from peftc.semantics.vocabulary import STATES
 from peftc.semantics.walk import is_shared, names_in_statements
 from peftc.syntax import ast
@@ -56,3 +55,19 @@ def _let(let: ast.Let, used: set[str]) -> Iterator[Diagnostic]:
         yield reserved(let.name, let.span)
     elif let.name not in used and not is_shared(let.value):
         yield unused(let)
+
+
+# Errors that several checks report
+
+
+def unused(let: ast.Let) -> Diagnostic:
+    return Diagnostic("P114", f"`{let.name}` is never used", let.span, help="remove it", severity="warning")
+
+
+def bound_twice(let: ast.Let) -> Diagnostic:
+    return Diagnostic("P111", f"`{let.name}` is bound twice", let.span, help="give one of them another name")
+
+
+def reserved(state: str, span: Span) -> Diagnostic:
+    message = f"`{state}` is reserved: it is {STATES[state]}"
+    return Diagnostic("P121", message, span, help="use another name")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms import FORMS
 from peftc.semantics.arguments import bind
+from peftc.semantics.checks.definitions import unused
 from peftc.semantics.checks.selectors import sites_without
-from peftc.semantics.name_errors import unused
 from peftc.semantics.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
+from peftc.semantics.walk import children
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_expression
 
@@ -24,10 +25,7 @@ _OWNERS = {  # state -> a site that has it, and an example
 
 def check_edit(edit: ast.Edit, shared: Shared) -> Iterator[Diagnostic]:
     """All errors in the body of an edit."""
-    checker = _EquationChecker(edit.selector, shared)
-    for line in edit.body:
-        yield from checker.line(line)
-    yield from checker.unused()
+    return _EquationChecker(edit.selector, shared).errors(edit.body)
 
 
 class _EquationChecker:
@@ -40,18 +38,17 @@ class _EquationChecker:
         self._used: set[str] = set()
         self._states: set[str] = set()  # checked ones, each of which is reported once
 
-    def line(self, line: ast.Equation | ast.Let) -> Iterator[Diagnostic]:
-        yield from self._value(line.value)
-        if isinstance(line, ast.Let):
-            self._local[line.name] = line
-        elif line.target in self._local:
-            message = f"`{line.target}` is bound by `let`; an equation assigns a state"
-            yield Diagnostic("P107", message, line.target_span)
-        else:
-            yield from self._state(line.target, line.target_span, is_target=True)
-
-    def unused(self) -> Iterator[Diagnostic]:
-        return (unused(let) for name, let in self._local.items() if name not in self._used)
+    def errors(self, body: Iterable[ast.Equation | ast.Let]) -> Iterator[Diagnostic]:
+        for line in body:
+            yield from self._value(line.value)
+            if isinstance(line, ast.Let):
+                self._local[line.name] = line
+            elif line.target in self._local:
+                message = f"`{line.target}` is bound by `let`; an equation assigns a state"
+                yield Diagnostic("P107", message, line.target_span)
+            else:
+                yield from self._state(line.target, line.target_span, is_target=True)
+        yield from (unused(let) for name, let in self._local.items() if name not in self._used)
 
     def _state(self, name: str, span: Span, is_target: bool) -> Iterator[Diagnostic]:
         if name not in STATES:
@@ -78,11 +75,9 @@ class _EquationChecker:
                 yield from self._state(name, value.span, is_target=False)
             case ast.Call():
                 yield from self._call(value)
-            case ast.Negative(operand):
-                yield from self._value(operand)
-            case ast.Binary(_, left, right):
-                yield from self._value(left)
-                yield from self._value(right)
+            case ast.Negative() | ast.Binary():
+                for operand in children(value):
+                    yield from self._value(operand)
             case ast.Boolean() | ast.String():
                 message = f"expected a hidden state or a number, found `{print_expression(value)}`"
                 yield Diagnostic("P105", message, value.span)
@@ -109,16 +104,12 @@ class _EquationChecker:
         for keyword in call.kwargs:
             message = f"the arguments of `{call.function}` stand where it is bound"
             yield Diagnostic("P102", message, keyword.span, help="remove it here")
-        form = FORMS.get(_shared_form(self._shared[call.function]))
+        bound = self._shared[call.function].value
+        inner = bound.args[0] if isinstance(bound, ast.Call) and bound.args else None
+        form = FORMS.get(inner.function) if isinstance(inner, ast.Call) else None
         if form is not None and len(call.args) != form.takes_input:
             inputs = "one input" if form.takes_input else "no input"
             yield Diagnostic("P108", f"`{call.function}` takes {inputs}, found {len(call.args)}", call.span)
-
-
-def _shared_form(let: ast.Let) -> str:
-    """The form in `shared(…)`; "" without one."""
-    inner = let.value.args[0] if isinstance(let.value, ast.Call) and let.value.args else None
-    return inner.function if isinstance(inner, ast.Call) else ""
 
 
 def bind_errors(call: ast.Call, shared: bool = False) -> Iterator[Diagnostic]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.semantics.vocabulary import EDIT_FACTS, PLAN_COUNTS, PREDICATES
+from peftc.semantics.walk import children
 from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_expression
 
@@ -40,15 +41,9 @@ def _is_predicate(value: ast.Expr) -> bool:
 
 def _value(value: ast.Expr, edits: Collection[str]) -> Iterator[Diagnostic]:
     match value:
-        case ast.Number() | ast.Boolean():
-            pass
-        case ast.Negative(operand):
-            yield from _value(operand, edits)
-        case ast.Binary(_, left, right):
-            yield from _value(left, edits)
-            yield from _value(right, edits)
-        case ast.Name(name) if name in PLAN_COUNTS:
-            pass
+        case ast.Negative() | ast.Binary():
+            for operand in children(value):
+                yield from _value(operand, edits)
         case ast.Call(function) if function in EDIT_FACTS:
             yield from _fact_of_edit(value, edits)
         case ast.Call(function):
@@ -56,13 +51,15 @@ def _value(value: ast.Expr, edits: Collection[str]) -> Iterator[Diagnostic]:
             if function in PLAN_COUNTS:
                 help_ = f"`{function}` is a number of the whole plan: write it without `(…)`"
             yield Diagnostic("P116", f"there is no fact `{function}(…)`", value.function_span, help=help_)
-        case ast.Name(name):
+        case ast.Name(name) if name not in PLAN_COUNTS:
             help_ = did_you_mean(name, _FACTS) or _ALL_FACTS
             if name in EDIT_FACTS:
                 help_ = f"name the edit: `{name}(…)`"
             yield Diagnostic("P116", f"there is no fact `{name}`", value.span, help=help_)
         case ast.String():
             yield Diagnostic("P116", f"`{print_expression(value)}` is not a number", value.span, help=_ALL_FACTS)
+        case _:
+            pass
 
 
 def _fact_of_edit(call: ast.Call, edits: Collection[str]) -> Iterator[Diagnostic]:

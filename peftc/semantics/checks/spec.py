@@ -8,10 +8,10 @@ from dataclasses import replace
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.forms import FORMS
+from peftc.semantics.checks.definitions import unused
 from peftc.semantics.checks.equations import bind_errors, check_edit, unknown_form
 from peftc.semantics.checks.expects import check_expect
 from peftc.semantics.checks.selectors import check_selector
-from peftc.semantics.name_errors import unused
 from peftc.semantics.vocabulary import CONCAT, FROZEN_MODULES, PARAMETERS
 from peftc.semantics.walk import arms, is_shared, walk
 from peftc.syntax import ast
@@ -29,7 +29,11 @@ def check(spec: ast.Spec) -> list[Diagnostic]:
     for statement in spec.statements:
         match statement:
             case ast.Edit():
-                own = [*_empty(statement), *check_selector(statement.selector), *check_edit(statement, shared)]
+                own = [*check_selector(statement.selector), *check_edit(statement, shared)]
+                if not any(isinstance(line, ast.Equation) for line in statement.body):
+                    help_ = "write an equation, e.g. `h += adapter(x, r=64)`"
+                    message = f"the edit `{statement.name}` has no equation"
+                    own.insert(0, Diagnostic("P119", message, statement.name_span, help=help_))
             case ast.Train():
                 own = [*check_selector(statement.selector), *_train(statement)]
             case ast.Let():
@@ -64,12 +68,6 @@ def _duplicate_names(spec: ast.Spec) -> Iterator[Diagnostic]:
             help_ = f"name one of the applied methods: `apply … as {statement.name}_2`"
         message = f"two edits are named `{statement.name}`"
         yield with_origin(Diagnostic("P111", message, span, notes=(note,), help=help_), statement, spec)
-
-
-def _empty(edit: ast.Edit) -> Iterator[Diagnostic]:
-    if not any(isinstance(line, ast.Equation) for line in edit.body):
-        help_ = "write an equation, e.g. `h += adapter(x, r=64)`"
-        yield Diagnostic("P119", f"the edit `{edit.name}` has no equation", edit.name_span, help=help_)
 
 
 def _train(train: ast.Train) -> Iterator[Diagnostic]:

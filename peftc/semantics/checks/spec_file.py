@@ -15,18 +15,14 @@ _BUDGET = 20 * BUDGET  # statements of all methods
 
 
 def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
-    """All errors of a file: its definitions, what it applies, and each of its methods.
-
-    Args:
-        include: as in `expand`.
-    """
+    """All errors of a file: its definitions, what it applies, and its methods. See `expand`."""
     folders = folders_of(spec, include)
     errors = list(check_definitions(spec))
     methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]
     if changes_model(spec.statements) or len(methods) > 1:
         errors += _each_method(spec, methods, folders)
     if changes_model(spec.statements) or len(methods) <= 1:
-        errors += expand_valid(spec, {}, folders).diagnostics
+        errors += expand_valid(spec, {}, folders)[1]
     return _without_duplicates(errors)
 
 

@@ -54,7 +54,7 @@ class StateWrite:
     order: int
 
 
-def ignore_edit(key: EditKey, value: Any) -> None:
+def ignore(*args: Any) -> None:
     pass
 
 
@@ -85,8 +85,8 @@ class ReferenceModel:
         self.writes: dict[Location, list[StateWrite]] = defaultdict(list)
         self.prompts: list[ir.SiteEdit] = []
         self.unavailable: dict[EditKey, str] = {}
-        self.on_edit = ignore_edit
-        self.on_operand: Callable[[str, str, Tensor], None] | None = None
+        self.on_edit = ignore
+        self.on_operand: Callable[[str, str, Tensor], None] = ignore
         self.watched: dict[str, Location] = {}  # attentions, by the path of the sub-layer
         self.sub_layer_results: dict[Location, None] = {}  # in layers whose residual sums are edited
         self.depth: Counter[str] = Counter()  # open calls, by layer
@@ -130,17 +130,22 @@ class ReferenceModel:
     # Hooks ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def active(self, on_edit: Callable[[EditKey, Any], None] = ignore_edit) -> Generator[None]:
+    def active(self, on_edit: Callable[[EditKey, Any], None] = ignore) -> Generator[None]:
         """Inside the block the base computes what the spec says.
 
         Args:
-            on_edit: called with an edit and a value before the edit changes it, and with None before
-                the module returns whose result it changes.
+            on_edit: called with an edit and a value before the edit changes it, and with None
+                before the module returns whose result it changes.
         """
         self.on_edit, self.reached = on_edit, set()
         with ExitStack() as stack:
-            stack.callback(self._restore_all_parameters)
-            self._replace_trained_parameters()
+            stack.callback(lambda: [self._restore_parameters(root) for root in list(reversed(self.replaced))])
+            for name, value in self.trained.items():
+                parameter = self.base.get_parameter(name)
+                for module in self.base.modules():  # several modules may share it
+                    for attribute, current in list(vars(module)["_parameters"].items()):
+                        if current is parameter:
+                            self._replace_parameter("", module, attribute, value)
             self._register_hooks(stack)
             stack.enter_context(self.operations)
             yield
@@ -234,8 +239,8 @@ class ReferenceModel:
         if not isinstance(value, Tensor):
             return value
         shape = self.leading_shapes.get(location.root)
-        if site.layer_input is not None and shape is not None and _is_flattened(value, shape):
-            value = value.unflatten(0, shape)
+        if site.layer_input is not None and shape is not None and len(shape) == value.ndim == 2:
+            value = value.unflatten(0, shape) if len(value) == prod(shape) else value
         return features(rows, value)
 
     def _apply(self, location: Location, write: StateWrite, value: Any) -> Any:
@@ -285,20 +290,8 @@ class ReferenceModel:
         self.replaced.setdefault(root, ExitStack()).callback(parameters.__setitem__, attribute, parameters[attribute])
         parameters[attribute] = value
 
-    def _replace_trained_parameters(self) -> None:
-        for name, value in self.trained.items():
-            parameter = self.base.get_parameter(name)
-            for module in self.base.modules():  # several modules may share it
-                for attribute, current in list(vars(module)["_parameters"].items()):
-                    if current is parameter:
-                        self._replace_parameter("", module, attribute, value)
-
     def _restore_parameters(self, root: str) -> None:
         self.replaced.pop(root, ExitStack()).close()
-
-    def _restore_all_parameters(self) -> None:
-        for root in list(reversed(self.replaced)):
-            self._restore_parameters(root)
 
     # The protocol `OperationHandler` --------------------------------------------------------------
 
@@ -309,11 +302,3 @@ class ReferenceModel:
         for location in [one for one in self.states if one.kind == kind and one.owner in owners]:
             value = self.apply_edits(location, value)
         return value
-
-    def observe_operand(self, owner: str, state: str, value: Tensor) -> None:
-        if self.on_operand is not None and owner in self.watched:
-            self.on_operand(owner, state, value)
-
-
-def _is_flattened(value: Tensor, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and value.ndim == 2 and len(value) == prod(shape)

@@ -48,9 +48,10 @@ Labels = frozenset[Label]
 class OperationHandler(Protocol):
     """Reads and replaces the values that the interceptor reaches."""
 
+    on_operand: Callable[[str, str, Tensor], None]
+
     def observes(self, kind: Kind, owner: str) -> bool: ...
     def edit(self, kind: Kind, owners: Collection[str], value: Any) -> Any: ...
-    def observe_operand(self, owner: str, state: str, value: Tensor) -> None: ...
 
 
 class OperationInterceptor(TorchFunctionMode):
@@ -162,10 +163,7 @@ class OperationInterceptor(TorchFunctionMode):
         return self.handler.edit("total", {label.owner for label in labels}, func(*operands, **kwargs)), others
 
     def _parallel_sum(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Labels]:
-        """The sum of two sub-layers' results, with their edits.
-
-        Edits that read the residual are applied later, at the residual sum.
-        """
+        """The sum of two edited results; edits that read the residual wait for the residual sum."""
         first, second = self._sum_labels(args[0]), self._sum_labels(args[1])
         labels = first ^ second
         if any(label.kind == "sum" and self.handler.observes("residual", label.owner) for label in labels):
@@ -216,7 +214,7 @@ class OperationInterceptor(TorchFunctionMode):
         self.active.discard(label)
         arguments = {**dict(zip(ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
         for state, name in zip("qkv", ATTENTION_ARGUMENTS, strict=False):
-            self.handler.observe_operand(label.owner, state, arguments[name])
+            self.handler.on_operand(label.owner, state, arguments[name])
         operands = (arguments[name] for name in ATTENTION_ARGUMENTS[:3])
         query, pair = self._edit_operands(label.owner, *operands)
         arguments |= {"query": query, "key": pair.key, "value": pair.value}
@@ -275,12 +273,12 @@ class OperationInterceptor(TorchFunctionMode):
             (gradient,) = torch.autograd.grad(probabilities.flatten()[-1], scores, retain_graph=True)
             rows, columns = (int((gradient != 0).any(dim).sum(-1).max()) for dim in (-1, -2))
             query, key = (second, first) if rows > columns else (first, second)
-            self.handler.observe_operand(owner, "q", query)
-            self.handler.observe_operand(owner, "k", key)
+            self.handler.on_operand(owner, "q", query)
+            self.handler.on_operand(owner, "k", key)
 
     def _weighted_values(self, func: Function, label: Label, place: int, args: Args, kwargs: Kwargs) -> Tensor:
         self.active.discard(label)
-        self.handler.observe_operand(label.owner, "v", args[place])
+        self.handler.on_operand(label.owner, "v", args[place])
         operands = list(args)
         if (rows := self.rows.pop(label.owner, None)) is not None:
             if not any(isinstance(value, Tensor) for value in args[:place]):

@@ -96,10 +96,7 @@ def first_differing_output(
 
 
 def first_differing_input(expected: Activations, actual: Activations) -> CallEvent | None:
-    """The first module input that differs.
-
-    Outputs are ignored: a hook may see them before or after an edit.
-    """
+    """The first module input that differs. A hook may see outputs before or after an edit."""
     for event, values in expected.items():
         comparable = event.kind == "input" and event in actual and values.keys() == actual[event].keys()
         if comparable and first_difference(values, actual[event]) is not None:

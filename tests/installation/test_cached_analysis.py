@@ -1,0 +1,119 @@
+"""A second operation on a compiled model sees what was changed since the first: code, modules,
+configuration. What has not changed is not analysed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import peftc
+from peftc.installation import compiled_model
+from peftc.installation.record import installation_of
+from tests import zoo
+
+FIRST = "peft 1\nedit a at layer[*].attn.v { h += lora(x, r=2) }\n"
+SECOND = "peft 1\nedit f at layer[*].ffn { h += lora(x, r=2) }\n"
+INSIDE = "peft 1\nedit m at layer[*].ffn.up { h *= vector(init=1) }\nedit q at layer[*].attn.q { h += lora(x, r=2) }\n"
+
+
+def doubled(self: LlamaMLP, x: Tensor) -> Tensor:
+    return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotated(x: Tensor) -> Tensor:
+    return 0.5 * torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def patch_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LlamaMLP, "forward", doubled)
+
+
+def patch_code(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LlamaMLP.forward, "__code__", doubled.__code__)
+
+
+def patch_function(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(modeling_llama, "rotate_half", rotated)
+
+
+def patch_instance(model: Any, patch: pytest.MonkeyPatch) -> None:
+    for layer in model.model.layers:
+        layer.mlp.forward = doubled.__get__(layer.mlp)
+
+
+def replace_module(model: Any, patch: pytest.MonkeyPatch) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Tanh()
+
+
+def change_config(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.config._attn_implementation = "eager"
+
+
+def switch_mode(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.train()
+
+
+CHANGES = [patch_class, patch_code, patch_function, patch_instance, replace_module, change_config, switch_mode]
+
+
+@pytest.fixture
+def analyses(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each analysis."""
+    count = list[None]()
+    analyse = compiled_model.analyse_base
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        count.append(None)
+        return analyse(*args, **kwargs)
+
+    monkeypatch.setattr(compiled_model, "analyse_base", counted)
+    return count
+
+
+def outputs(model: nn.Module) -> Tensor:
+    return model(**zoo.inputs("llama", model))[0]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("first", [FIRST, INSIDE])
+def test_a_second_spec_acts_on_the_code_that_is_there(
+    change: Callable[[Any, pytest.MonkeyPatch], None], first: str, analyses: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, base = peftc.compile(first, zoo.build("llama"), seed=0), zoo.build("llama")
+    outputs(model)
+    done = len(analyses)
+    change(model, monkeypatch)
+    change(base, monkeypatch)
+    peftc.compile(SECOND, model, seed=0, name="second")
+    assert (len(analyses) > done) == (change is not switch_mode)
+    assert torch.equal(outputs(model), outputs(base.train(model.training)))
+    peftc.remove(model, "second")
+    assert torch.equal(outputs(model), outputs(base))
+    assert torch.equal(outputs(peftc.remove(model)), outputs(base))
+
+
+def test_an_unchanged_model_is_analysed_once(analyses: list[None]) -> None:
+    model = peftc.compile(FIRST, zoo.build("llama"), seed=0)
+    outputs(model)
+    done = len(analyses)
+    peftc.compile(SECOND, model, seed=0, name="second")
+    peftc.remove(model, "second")
+    assert len(analyses) == done
+
+
+def test_an_edited_class_is_generated_anew_when_its_code_was_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = peftc.compile(INSIDE, zoo.build("llama"), seed=0)
+    before = dict(installation_of(model).regions)
+    monkeypatch.setattr(modeling_llama, "rotate_half", rotated)
+    peftc.compile(SECOND, model, seed=0, name="second")
+    for name, generated in installation_of(model).regions:
+        if name.endswith("attn"):
+            assert generated is not before[name]

@@ -1,0 +1,174 @@
+"""The page of the Python API, `docs/python-api.md`, made of signatures and docstrings.
+
+python -m tools.python_api_page > docs/python-api.md
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import peftc
+from peftc.addressing.sites import ActivationRef, ModuleInfo, Site, SiteTable, State, UntracedModule, WeightRef
+from peftc.diagnostics.diagnostic import Source, Span
+from peftc.explore import TracedRegion
+from peftc.folding import caches
+from peftc.folding.report import Change, Folded, FoldReport, Refused
+from peftc.installation.contents import InstalledRegion
+from peftc.planning.report import plan
+from peftc.planning.report.design import Design
+from peftc.verification.report import Check, Finding, NotWitnessed, Verification, VerifiedEdit
+
+HEAD = """# Python API
+
+This page is made of signatures and docstrings by `make docs`; a test compares. `import peftc` has everything under
+*Functions* and *Errors*. It does not import torch until a function needs it.
+
+Some types have names:
+
+| type | what it is |
+|---|---|
+| `SpecLike` | the path of a file, or the text of a spec, or a tree from `peftc.parse` |
+| `ModelLike` | a module, a configuration, or a name: a hub id, a folder, a config.json |
+| `Settings` | a dictionary of parameters of the spec's method, such as `{"r": 8}` |
+| `Include` | several folders |
+| `Batch` | the keyword arguments of one forward |
+
+Errors are a `PeftcError` with one of the codes listed; `peftc explain CODE` says what a code means.
+"""
+
+FUNCTIONS = {  # every function that peftc exports, by what it is for
+    "Plan and inspect": ("plan", "sites", "design", "parse"),
+    "Compile": ("compile", "remove", "disabled", "set_enabled", "parameters", "specs"),
+    "Train": ("step", "StepCallback", "losses", "calibrate", "fuse", "warm_start"),
+    "Save and load": ("save", "load"),
+    "Fold": ("fold",),
+    "Tasks": ("task", "set_task", "tasks", "add_task", "drop_task"),
+    "Verify": ("verify",),
+    "Passes": ("trace", "rewrite", "graphs"),
+}
+ERRORS = ("PeftcError", "PeftcWarning", "Diagnostic")
+RESULTS: dict[str, tuple[type, ...]] = {
+    "Diagnostics": (Source, Span),
+    "Of `plan`": (
+        plan.Plan,
+        plan.PlanSpec,
+        plan.PlanModel,
+        plan.PlanEdit,
+        plan.PlanSite,
+        plan.PlanTotals,
+        plan.PlanExpectation,
+        plan.PlanUnread,
+    ),
+    "Of `sites`": (SiteTable, Site, State, ActivationRef, WeightRef, ModuleInfo, UntracedModule),
+    "Of `design`": (Design,),
+    "Of `fold`": (FoldReport, Folded, Refused, Change, caches.State),
+    "Of `verify`": (Verification, VerifiedEdit, NotWitnessed, Check, Finding),
+    "Of `trace` and `graphs`": (TracedRegion, InstalledRegion),
+}
+SECTIONS = ("Args", "Attributes", "Shapes", "Returns", "Raises", "Source")
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """The text of a docstring, and its sections."""
+
+    text: str
+    sections: dict[str, str]
+
+    def entries(self, section: str) -> dict[str, str]:
+        """`name: text` of each entry of a section."""
+        found = re.split(r"^(?=[\w*][\w*, ]*: )", self.sections.get(section, ""), flags=re.M)
+        pairs = (entry.partition(": ") for entry in found if entry.strip())
+        return {name: " ".join(text.split()) for name, _, text in pairs}
+
+
+def docstring(thing: object) -> Docstring:
+    parts = re.split(rf"^({'|'.join(SECTIONS)}):", inspect.getdoc(thing) or "", flags=re.M)
+    bodies = (inspect.cleandoc(f"\n{body}" if body.startswith("\n") else body) for body in parts[2::2])
+    return Docstring(parts[0].strip(), dict(zip(parts[1::2], bodies, strict=True)))
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    parts = [HEAD, "## Functions\n"]
+    for title, names in FUNCTIONS.items():
+        parts += [f"### {title}\n", *(function_section(name) for name in names)]
+    parts += ["## Errors\n", *(class_section(getattr(peftc, name), f"peftc.{name}") for name in ERRORS)]
+    parts.append("## Results\n")
+    for title, classes in RESULTS.items():
+        parts += [f"### {title}\n", *(class_section(cls, cls.__name__) for cls in classes)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts))
+
+
+def function_section(name: str) -> str:
+    thing = getattr(peftc, name)
+    if inspect.isclass(thing):
+        return class_section(thing, f"peftc.{name}")
+    return "\n".join([f"#### `peftc.{name}`", "", *function_lines(name, thing)])
+
+
+def function_lines(name: str, function: Callable[..., Any]) -> Iterator[str]:
+    signature, doc = inspect.signature(function), docstring(function)
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    short = inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in parameters])
+    returns = "" if signature.return_annotation in ("None", None) else f" -> {signature.return_annotation}"
+    yield from (f"`{name}{short}{returns}`", "", doc.text, "")
+    if described := doc.entries("Args"):
+        types = {p.name: f"`{p.annotation}`".replace("|", r"\|") for p in parameters}
+        yield from table("argument", ((f"`{arg}`", types[arg], text) for arg, text in described.items()))
+    yield from section_lines(doc)
+
+
+def section_lines(doc: Docstring) -> Iterator[str]:
+    for section in ("Shapes", "Returns", "Raises", "Source"):
+        if body := doc.sections.get(section):
+            lines = body.splitlines() if section == "Shapes" else [" ".join(body.split())]
+            text = "; ".join(line.strip() for line in lines).removeprefix("PeftcError: ")
+            yield from (f"- {section}: {text}",)
+    yield ""
+
+
+def table(title: str, rows: Iterator[tuple[str, str, str]]) -> Iterator[str]:
+    yield from (f"| {title} | type | |", "|---|---|---|")
+    yield from (f"| {name} | {kind} | {text} |" for name, kind, text in rows)
+    yield ""
+
+
+def class_section(cls: type, name: str) -> str:
+    doc = docstring(cls)
+    lines = [f"#### `{name}`", "", doc.text, ""]
+    described = comments_of(cls) | doc.entries("Attributes")
+    if rows := [(f"`{key}`", f"`{kind}`", described.get(key, "")) for key, kind in attributes_of(cls).items()]:
+        lines += table("attribute", iter(rows))
+    lines += [line for line in section_lines(doc) if line]
+    if lines[-1]:
+        lines.append("")
+    for key, member in vars(cls).items():
+        if key.startswith("_") or not inspect.getdoc(member):
+            continue
+        if isinstance(member, property):
+            lines += [f"`.{key}`: {' '.join(docstring(member).text.split())}", ""]
+        elif inspect.isfunction(member):
+            lines += [*function_lines(f".{key}", member)]
+    return "\n".join(lines)
+
+
+def attributes_of(cls: type) -> dict[str, str]:
+    """The types of the attributes that `repr` shows."""
+    hidden = {name for name, item in getattr(cls, "__dataclass_fields__", {}).items() if not item.repr}
+    hidden |= {"model_config", "format_version"}
+    types = inspect.get_annotations(cls).items()
+    return {name: str(kind).replace("|", r"\|") for name, kind in types if name not in hidden}
+
+
+def comments_of(cls: type) -> dict[str, str]:
+    """The comments beside the attributes of a class."""
+    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
+
+
+if __name__ == "__main__":
+    print(page(), end="")
