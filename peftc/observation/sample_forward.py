@@ -27,8 +27,8 @@ from peftc.tracing.module_calls import bind_arguments
 
 @dataclass
 class ModuleCall:
-    """The calls of one module: how many, and the first tensor that goes in and out, of shape `()` if
-    none. A path leads to it: (parameter, *keys) in the arguments, keys in the result.
+    """The calls of one module: how many, and the first tensor that goes in and out, of shape `()`
+    if none. A path leads to it: (parameter, *keys) in the arguments, keys in the result.
     """
 
     count: int = 0
