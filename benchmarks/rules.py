@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import version
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,7 +245,8 @@ def write(rules: list[str], keys: list[Key], journal: Journal) -> None:
         f"Each rule of role inference disabled, on the model types (of {len(keys)} pairs) in which it decides\n"
         "anything, until the sites of enough types are others.\n\n"
     )
-    save("rules", {"rules": results}, about + table(head, lines), provenance())
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    save("rules", {"rules": results}, about + table(head, lines), provenance() | versions)
 
 
 def types(keys: Iterable[Key]) -> list[str]:
